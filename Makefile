@@ -1,0 +1,65 @@
+# Every target makes the environment it needs; nothing but git, make and python3 has to be there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NEWEST_VENV := .venv-newest
+UV_VERSION := 0.13.8
+WORKERS ?= 2
+ARGS ?=
+export JAX_PLATFORMS ?= cpu
+
+# The lock file decides every version. uv comes with pip, into the environment that it then fills.
+define make-environment
+	$(1) -m venv $(2)
+	$(2)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	UV_PROJECT_ENVIRONMENT=$(2) $(2)/bin/uv sync --frozen --inexact --quiet --python $(2)/bin/python
+	touch $(2)/.ready
+endef
+
+.PHONY: train test test-library test-newest find-newest-python check lint format types lock clean
+
+$(VENV)/.ready: pyproject.toml uv.lock
+	$(call make-environment,$(PYTHON),$(VENV))
+
+train: $(VENV)/.ready ## the main job: warm start, RL, before and after
+	$(BIN)/python -m train configs/quickstart.yaml $(ARGS)
+
+test: $(VENV)/.ready ## all tests
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-library: $(VENV)/.ready ## the tests of kljax alone
+	$(BIN)/python -m pytest -n $(WORKERS) tests/kljax kljax $(ARGS)
+
+check: lint types test ## what CI runs
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.ready
+	$(BIN)/mypy
+
+lock: $(VENV)/.ready ## after a change of the dependencies
+	$(BIN)/uv lock --python $(BIN)/python
+
+# A Python 3.12 that really starts: a pyenv shim answers on PATH also where its version is not active.
+find-newest-python:
+	@for candidate in python3.12 $$(ls -d $$HOME/.pyenv/versions/3.12*/bin/python 2>/dev/null); do \
+	  if path=$$(command -v $$candidate) && $$path -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; \
+	  then echo $$path; break; fi; done
+
+NEWEST_PYTHON ?= $(shell $(MAKE) --silent find-newest-python)
+
+$(NEWEST_VENV)/.ready: pyproject.toml uv.lock
+	$(call make-environment,$(NEWEST_PYTHON),$(NEWEST_VENV))
+
+test-newest: $(NEWEST_VENV)/.ready ## the library on Python 3.12 and the newest JAX
+	$(NEWEST_VENV)/bin/python -c "import jax, flax, sys; print(sys.version.split()[0], 'jax', jax.__version__, 'flax', flax.__version__)"
+	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) tests/kljax kljax $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(NEWEST_VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
