@@ -1,0 +1,60 @@
+"""Trace-time checks and conversions that name the argument they complain about."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kljax._typing import Array, ArrayLike
+
+
+def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
+    """Raises `ValueError` naming `name`, the value got and the allowed ones, unless `value` is one of `allowed`."""
+    choices = list(allowed)
+    if value in choices:
+        return
+    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(choices)}{hint}")
+
+
+def check_same_shape(**arrays: ArrayLike | None) -> tuple[int, ...]:
+    """Returns the one shape that all the arrays given have; raises `ValueError` naming each otherwise."""
+    shapes = {name: np.shape(value) for name, value in arrays.items() if value is not None}
+    first = next(iter(shapes.values()))
+    if any(shape != first for shape in shapes.values()):
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"shapes differ: {listed}; all of them must have the same shape")
+    return first
+
+
+def check_mask(mask: ArrayLike, name: str = "mask") -> Array:
+    """Returns `mask` as booleans; raises `TypeError` for a mask of floating-point weights."""
+    mask = jnp.asarray(mask)
+    if jnp.issubdtype(mask.dtype, jnp.floating):
+        raise TypeError(f"{name}: got dtype {mask.dtype}, expected bool or an integer type holding 0 and 1")
+    return mask.astype(bool)
+
+
+def check_at_least(name: str, value: object, low: float, *, strict: bool = False) -> None:
+    """Raises `ValueError` if a Python number is below `low`; traced and absent values pass."""
+    if value is None or isinstance(value, jax.Array) or not isinstance(value, (int, float, np.number)):
+        return
+    if not (value > low if strict else value >= low):
+        raise ValueError(f"{name}: got {value!r}, expected a number {'>' if strict else '>='} {low}")
+
+
+def check_only_with(allowed: bool, explanation: str, arguments: Mapping[str, object]) -> None:
+    """Raises `ValueError` naming each argument that was given although it has no meaning here."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given and not allowed:
+        raise ValueError(f"{', '.join(given)}: {explanation}")
+
+
+def as_float(*values: ArrayLike) -> list[Array]:
+    """Converts to one common float type: float64 if any input is float64, else float32."""
+    arrays = [jnp.asarray(value) for value in values]
+    wide = any(array.dtype == jnp.float64 for array in arrays)
+    return [array.astype(jnp.float64 if wide else jnp.float32) for array in arrays]

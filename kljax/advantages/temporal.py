@@ -1,0 +1,133 @@
+"""Returns and advantages that run backwards over the tokens of a row. Arrays are `[..., T]`; nothing is whitened."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.masking import masked
+
+__all__ = ["gae", "reinforce_plus_plus_returns"]
+
+MASKED_RULES = ("carry", "reset", "none")
+
+
+def reinforce_plus_plus_returns(
+    token_rewards: ArrayLike, mask: ArrayLike, *, gamma: Scalar = 1.0, masked_tokens: str = "carry"
+) -> Array:
+    """Discounted returns: `G_t = R_t + gamma * G_{t+1}` over the unmasked tokens of a row.
+
+    What a masked token in between (the output of a tool, say) does is the difference between the systems:
+
+    - "carry": it is skipped and takes no discount; the return of the next unmasked token goes on (verl 0.9.1);
+    - "reset": it cuts the row; credit from behind it does not reach the tokens before it (SkyRL, earlier verl);
+    - "none": it takes one step of discount like any other token (Trinity-RFT).
+
+    Args:
+      token_rewards: `[..., T]`, rewards per token, usually from `kl_shaped_rewards`; masked ones are ignored.
+      mask: same shape, boolean.
+      gamma: discount per token, usually between 0 and 1.
+      masked_tokens: one of the three rules above.
+
+    Returns:
+      `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0. REINFORCE++ whitens them
+      next, with `masked_whiten`.
+
+    Gradient:
+      Plain arithmetic, linear in the rewards; rewards and returns are data.
+
+    Raises:
+      ValueError: for an unknown rule, differing shapes, or a negative `gamma`.
+
+    References:
+      Hu et al., "REINFORCE++" (2025), eq. 4.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> rewards, mask = jnp.array([[0.0, 0.0, 1.0]]), jnp.array([[1, 0, 1]])
+      >>> print(kljax.reinforce_plus_plus_returns(rewards, mask, gamma=0.5))
+      [[0.5 0.  1. ]]
+    """
+    check_choice("masked_tokens", masked_tokens, MASKED_RULES)
+    check_same_shape(token_rewards=token_rewards, mask=mask)
+    check_at_least("gamma", gamma, 0)
+    rewards, keep = masked(token_rewards, mask), check_mask(mask)
+    gamma = jnp.asarray(gamma, rewards.dtype)
+
+    def step(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
+        reward, kept = now
+        total = reward + gamma * later
+        skipped = {"carry": later, "reset": jnp.zeros_like(later), "none": total}[masked_tokens]
+        return jnp.where(kept, total, skipped), jnp.where(kept, total, 0)
+
+    return _scan_back(step, jnp.zeros(rewards.shape[:-1], rewards.dtype), (rewards, keep))
+
+
+def gae(
+    rewards: ArrayLike, values: ArrayLike, mask: ArrayLike, *, gamma: Scalar = 1.0, lam: Scalar = 1.0
+) -> tuple[Array, Array]:
+    """Generalised advantage estimates over the unmasked tokens, and the returns that the value function is fitted to.
+
+    With `t'` the next unmasked token after `t`, and `V` and `A` 0 after the last one:
+
+        delta_t  = R_t + gamma * V_{t'} - V_t
+        A_t      = delta_t + gamma * lam * A_{t'}
+        return_t = A_t + V_t
+
+    Masked tokens are skipped wherever they stand, so a span that the policy did not write neither discounts nor
+    breaks the credit, and padding never enters. This is verl's rule; other systems do not mask inside the recursion.
+
+    Args:
+      rewards: `[..., T]`, rewards per token; masked ones are ignored.
+      values: same shape, the value of the state before each token; masked ones are ignored.
+      mask: same shape, boolean.
+      gamma: discount per token, usually between 0 and 1.
+      lam: trace decay, 0 (one-step) to 1 (Monte Carlo).
+
+    Returns:
+      `(advantages, returns)`, both `[..., T]`, float32 or float64, in the unit of the rewards; masked positions
+      hold 0. Not whitened: apply `masked_whiten` to the advantages if that is wanted.
+
+    Gradient:
+      Plain arithmetic, linear in rewards and values. Both results are data for a loss: compute them outside the
+      function that is differentiated, or stop their gradient.
+
+    Raises:
+      ValueError: for differing shapes, or a negative `gamma` or `lam`.
+
+    References:
+      Schulman et al., "High-dimensional continuous control using GAE" (2016), eq. 16.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> rewards, values = jnp.array([[0.0, 0.0, 1.0]]), jnp.array([[0.5, 9.0, 0.5]])
+      >>> advantages, returns = kljax.gae(rewards, values, jnp.array([[1, 0, 1]]), gamma=1.0, lam=1.0)
+      >>> print(advantages, returns)
+      [[0.5 0.  0.5]] [[1. 0. 1.]]
+    """
+    check_same_shape(rewards=rewards, values=values, mask=mask)
+    check_at_least("gamma", gamma, 0)
+    check_at_least("lam", lam, 0)
+    rewards, values = as_float(rewards, values)
+    rewards, values, keep = masked(rewards, mask), masked(values, mask), check_mask(mask)
+    gamma, lam = jnp.asarray(gamma, rewards.dtype), jnp.asarray(lam, rewards.dtype)
+
+    def step(later: tuple[Array, Array], now: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
+        (next_value, next_advantage), (reward, value, kept) = later, now
+        advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
+        carry = jnp.where(kept, value, next_value), jnp.where(kept, advantage, next_advantage)
+        return carry, jnp.where(kept, advantage, 0)
+
+    nothing = jnp.zeros(rewards.shape[:-1], rewards.dtype)
+    advantages = _scan_back(step, (nothing, nothing), (rewards, values, keep))
+    return advantages, masked(advantages + values, mask)
+
+
+def _scan_back(step: Callable[[Any, Any], tuple[Any, Array]], start: Any, arrays: Any) -> Array:
+    """Runs `step` from the last position of the last axis to the first; results in the order of the positions."""
+    by_position = jax.tree.map(lambda array: jnp.moveaxis(array, -1, 0), arrays)
+    _, results = jax.lax.scan(step, start, by_position, reverse=True)
+    return jnp.moveaxis(results, 0, -1)

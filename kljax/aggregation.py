@@ -1,0 +1,227 @@
+"""Reductions as token weights.
+
+The loss of a batch is `sum_t where(mask, loss_t, 0) * weight_t`, and a reduction is nothing but the `[B, T]` array of
+weights. It is computed once, from the masks of the whole optimizer batch, before that batch is split; micro-batches,
+devices and processes then only add, which is why the loss does not depend on how the batch was split.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_only_with, check_same_shape
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.masking import masked
+
+__all__ = ["WeightedSum", "aggregate", "token_weights"]
+
+MODES = (
+    "token_mean",
+    "token_sum",
+    "seq_mean_token_sum",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum_norm",
+    "prompt_mean",
+)
+EMPTY_ROWS = ("drop", "count")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WeightedSum:
+    """A mean on its way: a sum and the weight to divide it by, so that parts of a batch can be added exactly.
+
+    Attributes:
+      sum: the weighted sum of the values, a scalar.
+      weight: the sum of the weights, a scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> a = kljax.WeightedSum.of(jnp.array([1.0, 3.0]), jnp.array([True, True]))
+      >>> b = kljax.WeightedSum.of(jnp.array([8.0, 9.0]), jnp.array([True, False]))
+      >>> print((a + b).value())
+      4.0
+    """
+
+    sum: Array
+    weight: Array
+
+    @classmethod
+    def of(cls, values: ArrayLike, mask: ArrayLike, weights: ArrayLike | None = None) -> Self:
+        """`(sum_t m_t w_t x_t, sum_t m_t w_t)`, detached; `weights` has the shape of `values`, None weighs each 1."""
+        values = masked(values, mask)
+        weights = masked(jnp.ones_like(values) if weights is None else weights, mask).astype(values.dtype)
+        return cls(*jax.lax.stop_gradient(((values * weights).sum(), weights.sum())))
+
+    @classmethod
+    def zero(cls) -> Self:
+        """The neutral element of addition, float32."""
+        return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+
+    def value(self) -> Array:
+        """The mean `sum / weight`; 0 where the weight is 0."""
+        return jnp.where(self.weight == 0, 0, self.sum / jnp.where(self.weight == 0, 1, self.weight))
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.sum + other.sum, self.weight + other.weight)
+
+
+def token_weights(
+    mask: ArrayLike,
+    *,
+    mode: str,
+    max_length: Scalar | None = None,
+    group_ids: ArrayLike | None = None,
+    num_groups: int | None = None,
+    empty_rows: str = "drop",
+) -> Array:
+    """The weight of each token in the loss, for one of six reductions.
+
+    With `n_i` tokens in row `i`, `N` tokens in all, `S` rows, `P` prompts, `n_p` tokens in all rows of prompt `p`:
+
+        token_mean               1 / N
+        token_sum                1
+        seq_mean_token_sum       1 / S
+        seq_mean_token_mean      1 / (S n_i)
+        seq_mean_token_sum_norm  1 / (S max_length)
+        prompt_mean              1 / (P n_p)
+
+    Args:
+      mask: `[..., B, T]` booleans of the whole optimizer batch (all micro-batches and devices), True on trained tokens.
+      mode: one of the six names above.
+      max_length: the constant length of "seq_mean_token_sum_norm", in tokens.
+      group_ids: `[..., B]` integers below `num_groups`, the prompt of each row; for "prompt_mean". A row whose id lies
+        outside gets weight 0.
+      num_groups: static number of prompts; for "prompt_mean".
+      empty_rows: whether a row without a single token counts in `S` (and a prompt without one in `P`): "drop" does not
+        count it, so that padding rows change nothing; "count" does, as Trinity-RFT and TRL do. A prompt counts only if
+        a row names it. "count" is not invariant under added padding rows, by its meaning.
+
+    Returns:
+      `[..., B, T]`, float32 (float64 under x64); masked positions hold 0. Nothing unmasked gives all zeros.
+
+    Gradient:
+      None; weights are data.
+
+    Raises:
+      ValueError: for an unknown mode or rule, an argument the mode needs and lacks, or one it has no use for.
+      TypeError: if the mask has a floating type.
+
+    References:
+      Shao et al., "DeepSeekMath" (2024), eq. 3 (seq_mean_token_mean); Yu et al., "DAPO" (2025), eq. 8 (token_mean);
+      Liu et al., "Understanding R1-Zero-like training" (2025) (seq_mean_token_sum_norm).
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> mask = jnp.array([[True, True, True], [True, False, False]])
+      >>> print(kljax.token_weights(mask, mode="seq_mean_token_sum_norm", max_length=5))
+      [[0.1 0.1 0.1]
+       [0.1 0.  0. ]]
+    """
+    check_choice("mode", mode, MODES)
+    check_choice("empty_rows", empty_rows, EMPTY_ROWS)
+    _check_arguments(mode, max_length, group_ids, num_groups)
+    mask = check_mask(mask)
+    per_row = mask.sum(-1, keepdims=True).astype(jnp.result_type(float))
+    rows = _count_rows(per_row, empty_rows)
+    if mode == "token_mean":
+        divisor = per_row.sum(-2, keepdims=True)
+    elif mode == "token_sum":
+        divisor = jnp.ones_like(rows)
+    elif mode == "seq_mean_token_sum":
+        divisor = rows
+    elif mode == "seq_mean_token_mean":
+        divisor = rows * per_row
+    elif mode == "seq_mean_token_sum_norm":
+        divisor = rows * _needed("max_length", max_length, mode)
+    else:
+        ids, count = _needed("group_ids", group_ids, mode), _needed("num_groups", num_groups, mode)
+        divisor = _prompt_divisor(per_row, jnp.asarray(ids), count, empty_rows)
+    return jnp.where(mask & (divisor > 0), 1 / jnp.where(divisor > 0, divisor, 1), 0)
+
+
+def aggregate(
+    values: ArrayLike,
+    mask: ArrayLike,
+    *,
+    mode: str,
+    max_length: Scalar | None = None,
+    group_ids: ArrayLike | None = None,
+    num_groups: int | None = None,
+    empty_rows: str = "drop",
+) -> Array:
+    """Reduces per-token values of a whole batch to a scalar: `sum(where(mask, values, 0) * token_weights(mask, ...))`.
+
+    Args:
+      values: `[B, T]` per-token values, any float type.
+      mask: `[B, T]` booleans, True on trained tokens.
+      mode: the reduction, see `token_weights`.
+      max_length: see `token_weights`.
+      group_ids: see `token_weights`.
+      num_groups: see `token_weights`.
+      empty_rows: see `token_weights`.
+
+    Returns:
+      A scalar, float32 or float64, in the unit of `values`; 0 where nothing is unmasked.
+
+    Gradient:
+      To `values`: the token weights; exactly 0 at masked positions.
+
+    Raises:
+      ValueError: if the shapes differ, or as `token_weights`.
+
+    References:
+      As `token_weights`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> values, mask = jnp.array([[1.0, 3.0], [5.0, jnp.nan]]), jnp.array([[True, True], [True, False]])
+      >>> print(kljax.aggregate(values, mask, mode="token_mean"))
+      3.0
+      >>> print(kljax.aggregate(values, mask, mode="seq_mean_token_mean"))
+      3.5
+    """
+    check_same_shape(values=values, mask=mask)
+    weights = token_weights(
+        mask, mode=mode, max_length=max_length, group_ids=group_ids, num_groups=num_groups, empty_rows=empty_rows
+    )
+    (values,) = as_float(values)
+    return (masked(values, mask) * weights.astype(values.dtype)).sum()
+
+
+def _check_arguments(mode: str, max_length: object, group_ids: object, num_groups: object) -> None:
+    check_only_with(
+        mode == "seq_mean_token_sum_norm",
+        f"has no meaning in mode {mode!r}, only in 'seq_mean_token_sum_norm'",
+        {"max_length": max_length},
+    )
+    check_only_with(
+        mode == "prompt_mean",
+        f"has no meaning in mode {mode!r}, only in 'prompt_mean'",
+        {"group_ids": group_ids, "num_groups": num_groups},
+    )
+    check_at_least("max_length", max_length, 0, strict=True)
+
+
+def _needed(name: str, value: Any, mode: str) -> Any:
+    if value is None:
+        raise ValueError(f"{name}: got None, but mode {mode!r} needs it")
+    return value
+
+
+def _count_rows(per_row: Array, empty_rows: str) -> Array:
+    """`[..., 1, 1]`: how many rows a mean over sequences divides by."""
+    counted = per_row > 0 if empty_rows == "drop" else jnp.ones_like(per_row, bool)
+    return counted.sum(-2, keepdims=True).astype(per_row.dtype)
+
+
+def _prompt_divisor(per_row: Array, group_ids: Array, num_groups: int, empty_rows: str) -> Array:
+    """`[..., B, 1]`: number of prompts times the tokens of the row's own prompt."""
+    groups = jnp.arange(num_groups, dtype=group_ids.dtype).reshape((1,) * (per_row.ndim - 1) + (num_groups,))
+    member = group_ids[..., None] == groups
+    tokens = jnp.where(member, per_row, 0).sum(-2, keepdims=True)
+    present = tokens > 0 if empty_rows == "drop" else member.any(-2, keepdims=True)
+    prompts = present.sum(-1, keepdims=True).astype(per_row.dtype)
+    return prompts * jnp.where(member, tokens, 0).sum(-1, keepdims=True)

@@ -1,0 +1,176 @@
+"""Policy losses per token, to be minimised; `[..., T]`, masked positions exactly 0.
+
+`d = log_probs - old_log_probs` and `r = exp(d)` at a sampled token; `A` is its advantage, which is data and whose
+producer stopped its gradient, as with the old log-probs.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from kljax._checks import check_choice
+from kljax._numerics import clip
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.losses._surrogate import check_clip, clipped_surrogate, loss_inputs
+from kljax.masking import masked
+from kljax.ratios import level_log_ratios, log_ratios
+
+__all__ = ["cispo_loss", "gspo_loss", "ppo_clip_loss"]
+
+
+def ppo_clip_loss(
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    *,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    dual_clip: Scalar | None = None,
+    log_ratio_clip: Scalar | None = None,
+) -> Array:
+    """PPO's clipped surrogate: `L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
+
+    With `dual_clip = c`, a token of negative advantage pays at most `-c A`.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy being trained, in nats.
+      old_log_probs: same shape, log-probs of the policy at the start of the update; data.
+      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      mask: same shape, boolean.
+      clip_low: how far below 1 the ratio may fall and still be rewarded, at least 0.
+      clip_high: how far above 1 it may rise; larger than `clip_low` in DAPO ("clip-higher").
+      dual_clip: the bound `c` on the ratio of a negative advantage, above 1; None has no bound. verl uses 3.
+      log_ratio_clip: bound of `d`, in nats; None does not clip. verl and OpenRLHF use 20.
+
+    Returns:
+      `[..., T]`, float32 or float64, in the unit of the advantages; masked positions hold 0.
+
+    Gradient:
+      To `log_probs`: `-A r` where the ratio is within the bound that applies (`r <= 1 + clip_high` for `A > 0`,
+      `1 - clip_low <= r` for `A < 0`), both inclusive as in PyTorch, else 0. At `r = 1` that is the policy gradient.
+      Exactly on `dual_clip` it is half, because two terms tie.
+
+    Raises:
+      ValueError: for differing shapes, advantages that are not per token, a negative clip or `dual_clip <= 1`.
+
+    References:
+      Schulman et al., "Proximal policy optimization" (2017), eq. 7; Ye et al., "Mastering complex control in MOBA
+      games" (2020), eq. 5 (dual clip); Yu et al., "DAPO" (2025), eq. 10 (two bounds).
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, old, ones = jnp.log(jnp.array([[0.9, 0.5]])), jnp.log(jnp.array([[0.5, 0.5]])), jnp.ones((1, 2))
+      >>> print(kljax.ppo_clip_loss(lp, old, ones, jnp.array([[1, 1]])))
+      [[-1.2 -1. ]]
+    """
+    check_clip(clip_low, clip_high, dual_clip)
+    log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
+    log_ratio = log_ratios(log_probs, old_log_probs, mask, log_ratio_clip=log_ratio_clip)
+    loss = clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    return masked(loss, mask)
+
+
+def gspo_loss(
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    *,
+    clip_low: Scalar = 3e-4,
+    clip_high: Scalar = 4e-4,
+    gradient: str = "token",
+    max_log_ratio: Scalar | None = None,
+) -> Array:
+    """PPO's surrogate with the length-normalised sequence ratio `s = exp(sum_t m_t d_t / n)` in place of the token's.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy being trained, in nats.
+      old_log_probs: same shape, log-probs of the policy at the start of the update; data.
+      advantages: same shape; data, usually equal over a row (`broadcast_to_tokens`).
+      mask: same shape, boolean; `n` is the number of unmasked tokens of the row.
+      clip_low: how far below 1 the ratio may fall; of the order of 1e-4, since `s` is a mean over the row.
+      clip_high: how far above 1 it may rise.
+      gradient: "token" (GSPO-token, as verl, SkyRL and Trinity) has the value `s` and the gradient of the token's own
+        log-prob; "sequence" (as slime, OpenRLHF and TRL) differentiates `s`.
+      max_log_ratio: upper bound of `log s`, in nats; None does not clip. verl and SkyRL use 10.
+
+    Returns:
+      `[..., T]`, float32 or float64; masked positions hold 0.
+
+    Gradient:
+      To `log_probs` at `t`, where the clip is not active: `-A_t s` with "token"; with "sequence" an equal share of the
+      row's sum, `-s / n * sum_u g_u A_u`, if token `u` enters the loss with weight `g_u`. The two agree where `A` and
+      the weights are constant over the row.
+
+    Raises:
+      ValueError: for differing shapes, advantages that are not per token, a negative clip or an unknown `gradient`.
+
+    References:
+      Zheng et al., "Group Sequence Policy Optimization" (2025), eq. 5 ("sequence") and eq. 13 ("token").
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kljax
+      >>> old, adv, mask = jnp.zeros((1, 2)), jnp.array([[1.0, 3.0]]), jnp.array([[1, 1]])
+      >>> for gradient in ("token", "sequence"):
+      ...     print(jax.grad(lambda lp: kljax.gspo_loss(lp, old, adv, mask, gradient=gradient).sum())(old))
+      [[-1. -3.]]
+      [[-2. -2.]]
+    """
+    check_clip(clip_low, clip_high)
+    check_choice("gradient", gradient, ("token", "sequence"))
+    log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
+    log_ratio = level_log_ratios(log_probs, old_log_probs, mask, "geometric")[..., None]
+    if gradient == "token":
+        log_ratio = log_probs - jax.lax.stop_gradient(log_probs) + jax.lax.stop_gradient(log_ratio)
+    if max_log_ratio is not None:
+        log_ratio = clip(log_ratio, None, jnp.asarray(max_log_ratio, log_ratio.dtype))
+    log_ratio = jnp.broadcast_to(log_ratio, log_probs.shape)
+    return masked(clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high), mask)
+
+
+def cispo_loss(
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    *,
+    clip_low: Scalar = 1.0,
+    clip_high: Scalar = 4.0,
+) -> Array:
+    """Policy gradient with a clipped, constant importance weight: `L = -A * w * log pi`.
+
+    The weight `w = clip(r, 1 - clip_low, 1 + clip_high)` is not differentiated. Unlike in PPO no token loses its
+    gradient; only its weight is bounded. The systems differ widely in the bounds: ART and SkyRL [0, 5] (the defaults
+    here), Trinity [0, 1.28], verl and slime [0.8, 1.2].
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy being trained, in nats.
+      old_log_probs: same shape, log-probs of the policy that drew the tokens, or of the start of the update; data.
+      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      mask: same shape, boolean.
+      clip_low: the lower bound of the weight is `1 - clip_low`; 1 is none.
+      clip_high: the upper bound of the weight is `1 + clip_high`.
+
+    Returns:
+      `[..., T]`, float32 or float64; masked positions hold 0. The value has no meaning beyond its gradient.
+
+    Gradient:
+      To `log_probs`: `-A clip(r)`, the importance-weighted policy gradient with a truncated weight.
+
+    Raises:
+      ValueError: for differing shapes, advantages that are not per token, or a negative clip.
+
+    References:
+      MiniMax, "MiniMax-M1" (2025), eq. 4.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kljax
+      >>> lp, old, ones = jnp.array([[0.0, -3.0]]), jnp.array([[-3.0, -3.0]]), jnp.ones((1, 2))
+      >>> print(jax.grad(lambda lp: kljax.cispo_loss(lp, old, ones, jnp.array([[1, 1]])).sum())(lp))
+      [[-5. -1.]]
+    """
+    check_clip(clip_low, clip_high)
+    log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
+    low, high = (jnp.asarray(bound, log_probs.dtype) for bound in (1 - clip_low, 1 + clip_high))
+    weight = jax.lax.stop_gradient(clip(jnp.exp(log_probs - old_log_probs), low, high))
+    return masked(-advantages * weight * log_probs, mask)

@@ -1,0 +1,60 @@
+"""The loss of a value head, per token."""
+
+import jax.numpy as jnp
+
+from kljax._checks import as_float, check_at_least, check_same_shape
+from kljax._numerics import clip as clip_values
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.masking import masked
+
+__all__ = ["value_loss"]
+
+
+def value_loss(
+    values: ArrayLike,
+    old_values: ArrayLike | None,
+    returns: ArrayLike,
+    mask: ArrayLike,
+    *,
+    clip: Scalar | None = None,
+) -> Array:
+    """Half the squared error, the larger of two: `max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2`.
+
+    Args:
+      values: `[..., T]` values `V` being trained, of the state before each token, in the unit of the rewards.
+      old_values: same shape, the values at the start of the update; data. May be None without `clip`.
+      returns: same shape, the targets `R` (from `gae`); data.
+      mask: same shape, boolean.
+      clip: how far `c` the value may move from the old one, positive; None leaves the plain squared error.
+
+    Returns:
+      `[..., T]`, float32 or float64, in squared units of the rewards; masked positions hold 0.
+
+    Gradient:
+      To `values`: `V - R`, or 0 where the clipped error is the larger one. Whole on the clip's bound; the mean of both
+      where the two errors tie.
+
+    Raises:
+      ValueError: for differing shapes, a `clip` that is not positive, or a `clip` without `old_values`.
+
+    References:
+      Schulman et al., OpenAI baselines `ppo2` (2017); verl `compute_value_loss`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> values, old, returns = jnp.array([[2.0, 1.0]]), jnp.array([[0.0, 1.0]]), jnp.array([[1.0, 3.0]])
+      >>> print(kljax.value_loss(values, old, returns, jnp.array([[1, 1]]), clip=0.5))
+      [[0.5 2. ]]
+    """
+    check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
+    check_at_least("clip", clip, 0, strict=True)
+    if clip is not None and old_values is None:
+        raise ValueError("old_values: got None, expected the values at the start of the update, which clip needs")
+    values, old_values, returns = as_float(values, values if old_values is None else old_values, returns)
+    values, old_values, returns = masked(values, mask), masked(old_values, mask), masked(returns, mask)
+    error = jnp.square(values - returns)
+    if clip is not None:
+        clip = jnp.asarray(clip, values.dtype)
+        clipped = clip_values(values, old_values - clip, old_values + clip)
+        error = jnp.maximum(error, jnp.square(clipped - returns))
+    return masked(0.5 * error, mask)

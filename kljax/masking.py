@@ -1,0 +1,276 @@
+"""Masked statistics, completion masks and the one next-token shift.
+
+Every function selects with `where`, never by multiplying, so NaN or infinity at a masked position reaches neither a
+value nor a gradient. Arrays are `[..., T]`; masks are boolean (or 0/1 integers) of the same shape.
+"""
+
+import jax.numpy as jnp
+
+from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
+from kljax._typing import Array, ArrayLike, Scalar
+
+__all__ = [
+    "completion_mask",
+    "last_token_mask",
+    "masked",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+    "shift_right",
+]
+
+Axis = int | tuple[int, ...] | None
+
+
+def masked(values: ArrayLike, mask: ArrayLike | None) -> Array:
+    """Values where the mask is set, exact zeros elsewhere: `where(mask, values, 0)` in float32 (float64 is kept).
+
+    Args:
+      values: array of any shape and float type.
+      mask: same shape, boolean; None keeps everything.
+
+    Returns:
+      Array of the shape of `values`, float32 or float64; masked positions hold 0.
+
+    Gradient:
+      To `values` at unmasked positions, exactly 0 at the others.
+
+    Raises:
+      ValueError: if the shapes differ.
+      TypeError: if the mask has a floating type.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(kljax.masked(jnp.array([1.0, jnp.nan]), jnp.array([True, False])))
+      [1. 0.]
+    """
+    (values,) = as_float(values)
+    if mask is None:
+        return values
+    check_same_shape(values=values, mask=mask)
+    return jnp.where(check_mask(mask), values, 0)
+
+
+def masked_sum(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None) -> Array:
+    """Sum over the unmasked positions: `sum_t m_t x_t`.
+
+    Args:
+      values: `[..., T]`, any float type.
+      mask: same shape, boolean.
+      axis: the axes to reduce; None reduces all.
+
+    Returns:
+      The sum, float32 or float64; 0 where nothing is unmasked.
+
+    Gradient:
+      To `values`: 1 at unmasked positions, 0 at masked ones.
+
+    Raises:
+      ValueError: if the shapes differ.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(kljax.masked_sum(jnp.array([1.0, 2.0, 4.0]), jnp.array([True, False, True])))
+      5.0
+    """
+    return masked(values, mask).sum(axis)
+
+
+def masked_mean(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None) -> Array:
+    """Mean over the unmasked positions: `sum_t m_t x_t / sum_t m_t`, and 0 where nothing is unmasked.
+
+    No epsilon enters the divisor, so the mean of a constant is that constant.
+
+    Args:
+      values: `[..., T]`, any float type.
+      mask: same shape, boolean.
+      axis: the axes to reduce; None reduces all.
+
+    Returns:
+      The mean, float32 or float64; 0 where nothing is unmasked.
+
+    Gradient:
+      To `values`: `m_t / sum m`; 0 everywhere when nothing is unmasked.
+
+    Raises:
+      ValueError: if the shapes differ.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(kljax.masked_mean(jnp.array([1.0, 9.0, 3.0]), jnp.array([True, False, True])))
+      2.0
+    """
+    total = masked_sum(values, mask, axis=axis)
+    return total / jnp.maximum(_count(mask, axis, total.dtype), 1)
+
+
+def masked_var(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, ddof: int = 1) -> Array:
+    """Variance over the unmasked positions, by two passes: `sum_t m_t (x_t - mean)^2 / (n - ddof)`.
+
+    Args:
+      values: `[..., T]`, any float type.
+      mask: same shape, boolean.
+      axis: the axes to reduce; None reduces all.
+      ddof: 1 for Bessel's correction (the default of `torch.var`), 0 for the population variance.
+
+    Returns:
+      The variance, float32 or float64; 0 where `n <= ddof`.
+
+    Gradient:
+      To `values` at unmasked positions: `2 (x_t - mean) / (n - ddof)`.
+
+    Raises:
+      ValueError: if the shapes differ, or `ddof` is negative.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(kljax.masked_var(jnp.array([1.0, 3.0, 99.0]), jnp.array([True, True, False])))
+      2.0
+    """
+    check_at_least("ddof", ddof, 0)
+    values = masked(values, mask)
+    mean = jnp.expand_dims(masked_mean(values, mask, axis=axis), _all_axes(values, axis))
+    squares = masked(jnp.square(values - mean), mask).sum(axis)
+    count = _count(mask, axis, values.dtype)
+    return jnp.where(count > ddof, squares / jnp.maximum(count - ddof, 1), 0)
+
+
+def masked_whiten(
+    values: ArrayLike,
+    mask: ArrayLike,
+    *,
+    axis: Axis = None,
+    shift_mean: bool = True,
+    ddof: int = 1,
+    eps: Scalar = 1e-8,
+) -> Array:
+    """Values with mean 0 and variance 1 over the unmasked positions: `(x - mean) / sqrt(var + eps)`.
+
+    Args:
+      values: `[..., T]`, any float type.
+      mask: same shape, boolean.
+      axis: the axes to whiten over; None takes the statistics over everything.
+      shift_mean: False adds the mean back, so that only the scale changes.
+      ddof: degrees of freedom of the variance; 1 as in verl and slime, 0 as in OpenRLHF.
+      eps: added to the variance, in squared units of `values`.
+
+    Returns:
+      Same shape, float32 or float64; masked positions hold 0. With `shift_mean`, a constant becomes 0.
+
+    Gradient:
+      To `values` through mean and variance alike; usually applied to data.
+
+    Raises:
+      ValueError: if the shapes differ, or `ddof` is negative.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(kljax.masked_whiten(jnp.array([1.0, 3.0, 9.0]), jnp.array([True, True, False]), ddof=0))
+      [-1.  1.  0.]
+    """
+    values = masked(values, mask)
+    axes = _all_axes(values, axis)
+    mean = jnp.expand_dims(masked_mean(values, mask, axis=axis), axes)
+    var = jnp.expand_dims(masked_var(values, mask, axis=axis, ddof=ddof), axes)
+    # A variance of 0 with eps 0 would be 0/0: everything then equals the mean, and whitened it is 0.
+    scale = jnp.where(var + eps > 0, 1 / jnp.sqrt(jnp.where(var + eps > 0, var + eps, 1)), 0)
+    whitened = (values - mean) * scale
+    return masked(whitened if shift_mean else whitened + mean, mask)
+
+
+def completion_mask(prompt_lengths: ArrayLike, completion_lengths: ArrayLike, length: int) -> Array:
+    """The positions of the sampled tokens: `prompt <= t < prompt + completion`.
+
+    Masks come from lengths and never from comparing tokens with a padding id, which a model may sample itself.
+
+    Args:
+      prompt_lengths: `[...]` integers, tokens before the first sampled one (left padding included, if there is any).
+      completion_lengths: `[...]` integers, number of sampled tokens.
+      length: T, the number of positions.
+
+    Returns:
+      `[..., T]` booleans.
+
+    Gradient:
+      None; masks are data.
+
+    Raises:
+      ValueError: if the shapes of the two lengths differ.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(kljax.completion_mask(jnp.array([1, 2]), jnp.array([2, 1]), 4).astype(int))
+      [[0 1 1 0]
+       [0 0 1 0]]
+    """
+    check_same_shape(prompt_lengths=prompt_lengths, completion_lengths=completion_lengths)
+    start = jnp.asarray(prompt_lengths)[..., None]
+    stop = start + jnp.asarray(completion_lengths)[..., None]
+    position = jnp.arange(length).reshape((1,) * (start.ndim - 1) + (length,))
+    return (position >= start) & (position < stop)
+
+
+def last_token_mask(mask: ArrayLike) -> Array:
+    """The last unmasked position of each row, and nothing in a row without one.
+
+    Args:
+      mask: `[..., T]`, boolean.
+
+    Returns:
+      `[..., T]` booleans with at most one position set per row.
+
+    Gradient:
+      None; masks are data.
+
+    Raises:
+      TypeError: if the mask has a floating type.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(kljax.last_token_mask(jnp.array([[1, 0, 1, 0], [0, 0, 0, 0]])).astype(int))
+      [[0 0 1 0]
+       [0 0 0 0]]
+    """
+    mask = check_mask(mask)
+    later = jnp.flip(jnp.cumsum(jnp.flip(mask, -1), -1), -1)
+    return mask & (later == 1)
+
+
+def shift_right(values: ArrayLike, fill: Scalar = 0) -> Array:
+    """The next-token shift: what position `t - 1` predicts becomes the value of token `t`, `y_t = x_{t-1}`.
+
+    A model's output at position `t - 1` scores token `t`; after this shift every array of the library holds at
+    position `t` the value of token `t` itself. Position 0 has no prediction and is never trained.
+
+    Args:
+      values: `[..., T]`, any type; position `t` belongs to the prediction of token `t + 1`.
+      fill: the value of position 0.
+
+    Returns:
+      `[..., T]`, the type of `values`; the last prediction, whose token is not there, is dropped.
+
+    Gradient:
+      To `values`, shifted back; the last position gets 0.
+
+    Raises:
+      Nothing.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(kljax.shift_right(jnp.array([[1.0, 2.0, 3.0]])))
+      [[0. 1. 2.]]
+    """
+    values = jnp.asarray(values)
+    first = jnp.full((*values.shape[:-1], 1), fill, values.dtype)
+    return jnp.concatenate([first, values[..., :-1]], axis=-1)
+
+
+def _count(mask: ArrayLike, axis: Axis, dtype: jnp.dtype) -> Array:
+    return check_mask(mask).sum(axis).astype(dtype)
+
+
+def _all_axes(values: Array, axis: Axis) -> tuple[int, ...]:
+    if axis is None:
+        return tuple(range(values.ndim))
+    return axis if isinstance(axis, tuple) else (axis,)

@@ -1,0 +1,309 @@
+"""Reference policies: the frozen other side of the KL.
+
+A policy is a pair `(params, adapter)`. The reference is another such pair, so "the base model with the adapter off"
+shares the very arrays of the policy and costs no memory. The other sources restore one half of the pair from disk with
+orbax, directly into the shapes and shardings of an abstract tree, so that the reference is laid out as the policy is.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kljax._typing import Array
+
+__all__ = [
+    "Policy",
+    "adapter_reference",
+    "base_reference",
+    "check_tree",
+    "checkpoint_reference",
+    "fingerprint",
+    "restore_tree",
+]
+
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Base weights plus an optional LoRA adapter.
+
+    Attributes:
+      params: pytree of base weights.
+      adapter: pytree of adapter weights, or None for the base model alone.
+
+    Example:
+      >>> import kljax
+      >>> kljax.Policy({"w": 1.0}).adapter is None
+      True
+    """
+
+    params: Tree
+    adapter: Tree = None
+
+
+def base_reference(policy: Policy) -> Policy:
+    """The base model: the same weights with the adapter off, `(params, None)`.
+
+    Args:
+      policy: the policy being trained, which must have an adapter; without one its own weights move.
+
+    Returns:
+      A policy whose `params` are the same array objects as those of `policy`: no second copy of the weights.
+
+    Gradient:
+      The weights are the policy's own; whoever scores with the reference stops the gradient of the log-probs.
+
+    Raises:
+      ValueError: if `policy` has no adapter.
+
+    References:
+      von Werra et al., TRL (`ref_model=None` with PEFT); Hu et al., "LoRA" (2021).
+
+    Example:
+      >>> import kljax
+      >>> kljax.base_reference(kljax.Policy({"w": 1.0}, {"a": 2.0}))
+      Policy(params={'w': 1.0}, adapter=None)
+    """
+    if policy.adapter is None:
+        raise ValueError("policy.adapter: got None; without an adapter the base weights are the ones being trained")
+    return Policy(policy.params, None)
+
+
+def adapter_reference(
+    policy: Policy, path: str | pathlib.Path, abstract_adapter: Tree, *, item: str | None = None
+) -> Policy:
+    """The base weights of the policy with an adapter that orbax saved.
+
+    Args:
+      policy: supplies the base weights, which are shared, not copied.
+      path: directory that orbax wrote.
+      abstract_adapter: pytree of `jax.ShapeDtypeStruct` with shardings, the adapter's structure.
+      item: dotted path of the subtree that holds the adapter, if the checkpoint holds more than it.
+
+    Returns:
+      A policy with the restored adapter, sharded as `abstract_adapter` says.
+
+    Gradient:
+      None; a reference is data.
+
+    Raises:
+      FileNotFoundError: if there is no checkpoint at `path`.
+      ValueError: if structure or shapes differ from `abstract_adapter`.
+
+    References:
+      Hu et al., "LoRA" (2021).
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, kljax, orbax.checkpoint as ocp
+      >>> path, adapter = tempfile.mkdtemp() + "/adapter", {"a": jnp.ones(2)}
+      >>> with ocp.StandardCheckpointer() as checkpointer:
+      ...     checkpointer.save(path, adapter)
+      >>> abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), adapter)
+      >>> print(kljax.adapter_reference(kljax.Policy({"w": 1.0}), path, abstract).adapter["a"])
+      [1. 1.]
+    """
+    return Policy(policy.params, restore_tree(path, abstract_adapter, item=item))
+
+
+def checkpoint_reference(path: str | pathlib.Path, abstract_params: Tree, *, item: str | None = None) -> Policy:
+    """A policy of its own, without an adapter, from weights that orbax saved.
+
+    Args:
+      path: directory that orbax wrote.
+      abstract_params: pytree of `jax.ShapeDtypeStruct` with shardings, the structure of the weights.
+      item: dotted path of the subtree that holds the weights, if the checkpoint holds more than them.
+
+    Returns:
+      A policy with the restored weights, sharded as `abstract_params` says.
+
+    Gradient:
+      None; a reference is data.
+
+    Raises:
+      FileNotFoundError: if there is no checkpoint at `path`.
+      ValueError: if structure or shapes differ from `abstract_params`.
+
+    References:
+      Orbax, checkpointing PyTrees.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, kljax, orbax.checkpoint as ocp
+      >>> path, params = tempfile.mkdtemp() + "/params", {"w": jnp.ones(2)}
+      >>> with ocp.StandardCheckpointer() as checkpointer:
+      ...     checkpointer.save(path, params)
+      >>> abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+      >>> print(kljax.checkpoint_reference(path, abstract).params["w"])
+      [1. 1.]
+    """
+    return Policy(restore_tree(path, abstract_params, item=item), None)
+
+
+def restore_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None = None) -> Tree:
+    """Restores a pytree, or one subtree of a larger checkpoint, into the given shapes and shardings.
+
+    Args:
+      path: directory that orbax wrote.
+      abstract: pytree of `jax.ShapeDtypeStruct` with shardings. Shapes and dtypes must be those on disk.
+      item: dotted path of a subtree, such as "trainable.adapter"; None restores the whole checkpoint.
+
+    Returns:
+      A pytree of arrays, each created directly in its sharding.
+
+    Gradient:
+      None; what is restored is data.
+
+    Raises:
+      FileNotFoundError: if there is no checkpoint at `path`.
+      ValueError: if the structure, a shape or a dtype differs, naming the first leaves that do.
+
+    References:
+      Orbax, `PyTreeRestore` with `partial_restore`.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, kljax, orbax.checkpoint as ocp
+      >>> path, tree = tempfile.mkdtemp() + "/tree", {"policy": {"w": jnp.ones(2)}, "step": jnp.zeros(())}
+      >>> with ocp.StandardCheckpointer() as checkpointer:
+      ...     checkpointer.save(path, tree)
+      >>> abstract = {"w": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=tree["step"].sharding)}
+      >>> print(kljax.restore_tree(path, abstract, item="policy")["w"])
+      [1. 1.]
+    """
+    import orbax.checkpoint as ocp
+
+    check_tree(path, abstract, item=item)
+    directory, keys, nested = pathlib.Path(path).absolute(), _keys(item), _nest(abstract, item)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        arguments = ocp.args.PyTreeRestore(
+            item=nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested), partial_restore=True
+        )
+        restored = checkpointer.restore(directory, args=arguments)
+    for key in keys:
+        restored = restored[key]
+    return restored
+
+
+def check_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None = None) -> None:
+    """Checks from the metadata alone that `restore_tree` with these arguments would fit; reads no array.
+
+    Args:
+      path: directory that orbax wrote.
+      abstract: pytree of `jax.ShapeDtypeStruct`. Shapes and dtypes must be those on disk.
+      item: dotted path of a subtree; None means the whole checkpoint.
+
+    Returns:
+      Nothing.
+
+    Gradient:
+      None.
+
+    Raises:
+      FileNotFoundError: if there is no checkpoint at `path`.
+      ValueError: if the structure, a shape or a dtype differs, naming the first leaves that do.
+
+    References:
+      Orbax, checkpoint metadata.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, kljax
+      >>> try:
+      ...     kljax.check_tree(tempfile.mkdtemp() + "/none", {"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
+      ... except FileNotFoundError as error:
+      ...     print(str(error).split(" at ")[0])
+      no checkpoint
+    """
+    import orbax.checkpoint as ocp
+
+    directory = pathlib.Path(path).absolute()
+    if not directory.is_dir():
+        raise FileNotFoundError(f"no checkpoint at {directory}")
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        _check_structure(directory, _saved_leaves(checkpointer, directory), _nest(abstract, item))
+
+
+def fingerprint(tree: Tree) -> Array:
+    """A checksum of every bit of every leaf, computed where the leaves live: equal trees have equal fingerprints.
+
+    Each leaf's 32-bit words are mixed with their position by a multiplicative hash and added modulo 2^32, so one
+    changed bit changes the sum and no array travels to the host.
+
+    Args:
+      tree: pytree of arrays of any type and sharding.
+
+    Returns:
+      `[leaves]` unsigned 32-bit integers, in the order of `jax.tree.leaves`.
+
+    Gradient:
+      None; integers.
+
+    Raises:
+      Nothing.
+
+    References:
+      Knuth, "The Art of Computer Programming" vol. 3, section 6.4 (multiplicative hashing).
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(bool((kljax.fingerprint({"w": jnp.ones(3)}) == kljax.fingerprint({"w": jnp.ones(3)})).all()))
+      True
+    """
+    return jnp.stack([_leaf_hash(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def _keys(item: str | None) -> list[str]:
+    return item.split(".") if item else []
+
+
+def _nest(abstract: Tree, item: str | None) -> Tree:
+    for key in reversed(_keys(item)):
+        abstract = {key: abstract}
+    return abstract
+
+
+def _leaf_hash(leaf: Array) -> Array:
+    leaf = jnp.asarray(leaf)
+    unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}") if leaf.dtype != jnp.bool_ else jnp.dtype("uint8")
+    bits = leaf.astype(unsigned) if leaf.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(leaf, unsigned)
+    if unsigned.itemsize == 8:
+        high = (bits >> jnp.asarray(32, unsigned)).astype(jnp.uint32)
+        words = bits.astype(jnp.uint32) ^ (high * jnp.uint32(0x85EBCA6B))
+    else:
+        words = bits.astype(jnp.uint32)
+    position = jnp.zeros(words.shape, jnp.uint32)
+    for axis, size in enumerate(words.shape):
+        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    mixed = (words ^ (position * jnp.uint32(0x9E3779B1))) * jnp.uint32(0xC2B2AE35)
+    mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(0x27D4EB2F)
+    return mixed.sum(dtype=jnp.uint32)
+
+
+def _leaves(tree: Tree) -> dict[str, Any]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {
+        ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path): x for path, x in flat
+    }
+
+
+def _saved_leaves(checkpointer: Any, directory: pathlib.Path) -> dict[str, Any]:
+    try:
+        return _leaves(checkpointer.metadata(directory).item_metadata.tree)
+    except (AttributeError, FileNotFoundError, ValueError) as error:
+        raise FileNotFoundError(f"no readable checkpoint at {directory}: {error}") from error
+
+
+def _check_structure(directory: pathlib.Path, saved: dict[str, Any], wanted: Tree) -> None:
+    problems = []
+    for name, leaf in _leaves(wanted).items():
+        if name not in saved:
+            problems.append(f"{name} is not in it")
+        elif tuple(saved[name].shape) != leaf.shape or np.dtype(saved[name].dtype) != leaf.dtype:
+            found = f"{np.dtype(saved[name].dtype)}{list(saved[name].shape)}"
+            problems.append(f"{name} is {found}, expected {leaf.dtype}{list(leaf.shape)}")
+    if problems:
+        shown = "; ".join(problems[:5]) + ("" if len(problems) <= 5 else f"; and {len(problems) - 5} more")
+        raise ValueError(f"checkpoint {directory} does not fit: {shown}")
