@@ -1,0 +1,94 @@
+"""The recorded PyTorch results: an index by system and function, arrays read when they are asked for."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+DIRECTORY = pathlib.Path(__file__).parent
+
+# Both sides work in float64, except where the PyTorch side works in float32 inside; these are all of them, with why.
+RTOL, ATOL = 1e-7, 1e-11
+FLOAT32_TOLERANCE = 1e-5
+FLOAT32 = {
+    ("openrlhf", "compute_approx_kl"): "casts both log-probs to float32 before it subtracts them",
+    ("slime", "compute_approx_kl"): "casts both log-probs to float32 before it subtracts them",
+    ("slime", "ppo_kl_shaped_gae"): "allocates the padded rewards and values of its GAE in float32",
+}
+
+# Ids of the cases that some test asked for; the coverage test compares them with the index.
+CLAIMED: set[str] = set()
+
+
+@functools.cache
+def _arrays() -> Mapping[str, np.ndarray]:
+    return np.load(DIRECTORY / "torch_goldens.npz")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of one PyTorch function."""
+
+    id: str
+    system: str
+    function: str
+    params: Mapping[str, Any]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def given(self, name: str) -> jax.Array:
+        """An input; masks as booleans."""
+        value = _arrays()[f"{self.id}/in/{name}"]
+        return jnp.asarray(value.astype(bool) if name == "mask" else value)
+
+    def result(self, name: str) -> np.ndarray:
+        """What PyTorch gave."""
+        return _arrays()[f"{self.id}/out/{name}"]
+
+    def assert_matches(self, actual: jax.Array, expected: np.ndarray | jax.Array) -> None:
+        """Compares at the tolerance of the case: 1e-7 relative, or 1e-5 where PyTorch worked in float32."""
+        narrow = (self.system, self.function) in FLOAT32
+        rtol, atol = (FLOAT32_TOLERANCE, FLOAT32_TOLERANCE) if narrow else (RTOL, ATOL)
+        assert actual.dtype == jnp.float64
+        chex.assert_trees_all_close(np.asarray(actual), np.asarray(expected), rtol=rtol, atol=atol)
+
+    def assert_value_and_grad(self, function: Callable[[jax.Array], jax.Array], of: str) -> None:
+        """Asserts that `function(input named of)` has the recorded value and, under the cotangent, gradient.
+
+        Where PyTorch returned a constant, detached from `of`, the gradient here must be 0.
+        """
+        value, pull_back = jax.vjp(function, self.given(of))
+        self.assert_matches(value, self.result("value"))
+        cotangent = self.given("cotangent") if "cotangent" in self.inputs else jnp.ones_like(value)
+        gradient = pull_back(cotangent)[0]
+        self.assert_matches(gradient, self.result("grad") if "grad" in self.outputs else np.zeros(gradient.shape))
+
+
+@functools.cache
+def all_cases() -> tuple[Case, ...]:
+    """Every case of the index, in its order."""
+    index = json.loads((DIRECTORY / "torch_goldens.json").read_text())["cases"]
+    return tuple(
+        Case(c["id"], c["system"], c["function"], c["params"], tuple(c["inputs"]), tuple(c["outputs"])) for c in index
+    )
+
+
+def parametrize(*functions: tuple[str, str]) -> pytest.MarkDecorator:
+    """Parametrizes a test over every case of the given (system, function) pairs and claims them as covered."""
+    chosen = [case for case in all_cases() if (case.system, case.function) in functions]
+    missing = set(functions) - {(case.system, case.function) for case in chosen}
+    assert not missing, f"no recorded case of {missing}"
+    CLAIMED.update(case.id for case in chosen)
+    return pytest.mark.parametrize("case", [pytest.param(case, id=_label(case)) for case in chosen])
+
+
+def _label(case: Case) -> str:
+    return "-".join([case.id, *(str(value) for key, value in case.params.items() if key not in ("note", "dtype"))])

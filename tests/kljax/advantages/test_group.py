@@ -1,0 +1,125 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests.masks import MASK, check_masked, draw
+
+# Not adjacent; group 2 has one row; group 3 none; the last two rows are padding.
+IDS = np.array([0, 1, 0, 2, 1, 0, 1, -1, -1])
+REWARDS = np.array([1.0, 0.5, 0.0, 3.0, -2.0, 0.25, 4.0, np.nan, np.inf])
+LENGTHS = np.array([3, 1, 7, 2, 0, 5, 4, 9, 9])
+REAL = IDS >= 0
+GROUPS = 4
+
+FUNCTIONS = {
+    "grpo": lambda r, ids, **kw: kljax.grpo_advantages(r, ids, num_groups=GROUPS, **kw),
+    "centered": lambda r, ids, **kw: kljax.reinforce_plus_plus_baseline_advantages(r, ids, num_groups=GROUPS, **kw),
+    "rloo": lambda r, ids, **kw: kljax.rloo_advantages(r, ids, num_groups=GROUPS, **kw),
+    "opo": lambda r, ids, **kw: kljax.opo_advantages(r, LENGTHS, ids, num_groups=GROUPS, **kw),
+}
+
+
+def by_hand(name: str, *, singleton: str = "zero") -> np.ndarray:
+    """Each row compared with the rows of its group, one at a time."""
+    result = np.zeros(len(IDS))
+    for i in np.flatnonzero(REAL):
+        members = np.flatnonzero(IDS[i] == IDS)
+        r = REWARDS[members]
+        if len(members) == 1:
+            result[i] = 0 if singleton == "zero" else r[0] / (1 + 1e-6 if name == "grpo" else 1)
+        elif name == "grpo":
+            result[i] = (REWARDS[i] - r.mean()) / (r.std(ddof=1) + 1e-6)
+        elif name == "centered":
+            result[i] = REWARDS[i] - r.mean()
+        elif name == "rloo":
+            result[i] = REWARDS[i] - REWARDS[members[members != i]].mean()
+        else:
+            result[i] = REWARDS[i] - np.average(r, weights=LENGTHS[members])
+    return result
+
+
+@pytest.mark.parametrize("singleton", ["zero", "reward"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_row_is_compared_with_its_group(name: str, singleton: str) -> None:
+    got = jax.jit(lambda r: FUNCTIONS[name](r, IDS, singleton=singleton))(REWARDS)
+    np.testing.assert_allclose(got, by_hand(name, singleton=singleton), 1e-12, 1e-14)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_padding_rows_count_in_nothing(name: str) -> None:
+    marked = FUNCTIONS[name](REWARDS, np.where(REAL, IDS, 1), valid=REAL)
+    np.testing.assert_array_equal(marked, FUNCTIONS[name](REWARDS, IDS))
+    without = jax.grad(lambda r: jnp.square(FUNCTIONS[name](r, IDS)).sum())(jnp.asarray(REWARDS))
+    assert np.isfinite(without).all()
+    np.testing.assert_array_equal(without[~REAL], 0)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_equal_rewards_have_no_advantage_and_no_gradient_that_is_nan(name: str) -> None:
+    def advantages(r: jax.Array) -> jax.Array:
+        return FUNCTIONS[name](r, np.where(REAL, 0, -1))
+
+    constant = jnp.full(len(IDS), 0.1, jnp.float32)  # the float32 mean of seven times 0.1 is not 0.1
+    np.testing.assert_array_equal(advantages(constant), 0)
+    assert np.isfinite(jax.grad(lambda r: advantages(r).sum())(constant)).all()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_low_precision_rewards_give_float32(name: str) -> None:
+    assert FUNCTIONS[name](jnp.asarray(REWARDS, jnp.bfloat16), IDS).dtype == jnp.float32
+    assert FUNCTIONS[name](REWARDS, IDS).dtype == jnp.float64
+
+
+def test_grpo_options() -> None:
+    r, ids = np.array([1.0, 2.0, 4.0]), np.zeros(3, int)
+    centered = r - r.mean()
+    got = kljax.grpo_advantages(r, ids, num_groups=1, ddof=0, eps=1e-4)
+    np.testing.assert_allclose(got, centered / (r.std() + 1e-4), 1e-14)
+    np.testing.assert_allclose(kljax.grpo_advantages(r, ids, num_groups=1, scale="none"), centered, 1e-14)
+    np.testing.assert_allclose(kljax.grpo_advantages(r, ids, num_groups=1, eps=0.0), centered / r.std(ddof=1), 1e-14)
+
+
+def test_a_group_without_tokens_has_no_baseline_to_compare_with() -> None:
+    got = kljax.opo_advantages(np.array([1.0, 2.0]), np.zeros(2, int), np.zeros(2, int), num_groups=1)
+    np.testing.assert_array_equal(got, 0)
+
+
+def test_an_id_without_a_group_is_an_error_or_nan() -> None:
+    r, ids = np.array([1.0, 2.0, 3.0]), np.array([0, 0, 1])
+    with pytest.raises(ValueError, match="group_ids: got 1, expected ids below num_groups = 1"):
+        kljax.grpo_advantages(r, ids, num_groups=1)
+    under_jit = jax.jit(lambda ids: kljax.grpo_advantages(r, ids, num_groups=1, scale="none"))(ids)
+    np.testing.assert_allclose(under_jit, [-0.5, 0.5, np.nan])
+
+
+def test_broadcast_to_tokens() -> None:
+    rows = np.arange(1.0, len(MASK) + 1)
+    np.testing.assert_array_equal(kljax.broadcast_to_tokens(rows, MASK), np.where(MASK, rows[:, None], 0))
+    per_row = jax.grad(lambda a: kljax.broadcast_to_tokens(a, MASK).sum())(jnp.asarray(rows))
+    np.testing.assert_array_equal(per_row, MASK.sum(-1))
+    empty = np.where(np.arange(len(MASK)) == 0, np.nan, rows)
+    assert np.isfinite(kljax.broadcast_to_tokens(empty, MASK)).all()
+    (tokens,) = draw(1.0)
+    check_masked(lambda a: kljax.broadcast_to_tokens(a.sum(-1, where=MASK), MASK), [tokens])
+
+
+def test_errors_name_the_argument() -> None:
+    r, ids = np.zeros(3), np.zeros(3, int)
+    with pytest.raises(ValueError, match="singleton: got 'one'"):
+        kljax.rloo_advantages(r, ids, num_groups=1, singleton="one")
+    with pytest.raises(ValueError, match="scale: got 'batch'"):
+        kljax.grpo_advantages(r, ids, num_groups=1, scale="batch")
+    with pytest.raises(ValueError, match="ddof: got 2"):
+        kljax.grpo_advantages(r, ids, num_groups=1, ddof=2)
+    with pytest.raises(ValueError, match="num_groups: got 0"):
+        kljax.grpo_advantages(r, ids, num_groups=0)
+    with pytest.raises(ValueError, match=r"rewards: got shape \[3, 1\]"):
+        kljax.grpo_advantages(r[:, None], ids, num_groups=1)
+    with pytest.raises(TypeError, match="group_ids: got dtype float64"):
+        kljax.grpo_advantages(r, r, num_groups=1)
+    with pytest.raises(ValueError, match="shapes differ"):
+        kljax.opo_advantages(r, np.ones(2), ids, num_groups=1)
+    with pytest.raises(ValueError, match=r"advantages: got shape \[3\], expected \[6\]"):
+        kljax.broadcast_to_tokens(r, MASK)

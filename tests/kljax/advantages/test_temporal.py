@@ -1,0 +1,94 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests.masks import MASK, check_masked, draw
+
+REWARDS, VALUES = draw(1.0, 1.0)
+
+
+def returns_by_hand(masked_tokens: str, gamma: float) -> np.ndarray:
+    result = np.zeros(MASK.shape)
+    for row, mask in enumerate(MASK):
+        later = 0.0
+        for t in reversed(range(len(mask))):
+            total = np.where(mask, REWARDS[row], 0)[t] + gamma * later
+            if mask[t]:
+                result[row, t] = later = total
+            else:
+                later = {"carry": later, "reset": 0.0, "none": total}[masked_tokens]
+    return result
+
+
+def gae_by_hand(gamma: float, lam: float) -> np.ndarray:
+    """The sum over later unmasked tokens, without a recursion."""
+    result = np.zeros(MASK.shape)
+    for row, mask in enumerate(MASK):
+        at = np.flatnonzero(mask)
+        values = np.append(VALUES[row, at], 0)
+        delta = REWARDS[row, at] + gamma * values[1:] - values[:-1]
+        for i, t in enumerate(at):
+            result[row, t] = sum((gamma * lam) ** (j - i) * delta[j] for j in range(i, len(at)))
+    return result
+
+
+@pytest.mark.parametrize("masked_tokens", ["carry", "reset", "none"])
+def test_returns(masked_tokens: str) -> None:
+    def returns(rewards: jax.Array) -> jax.Array:
+        return kljax.reinforce_plus_plus_returns(rewards, MASK, gamma=0.9, masked_tokens=masked_tokens)
+
+    np.testing.assert_allclose(returns(REWARDS), returns_by_hand(masked_tokens, 0.9), 1e-12, 1e-14)
+    check_masked(returns, [REWARDS])
+
+
+def test_the_recorded_returns_of_the_three_rules() -> None:
+    rewards, mask = np.array([[0.0, 0.7, 0.0, 1.0]]), np.array([[1, 0, 1, 1]])
+    expected = {"carry": [0.81, 0, 0.9, 1], "reset": [0, 0, 0.9, 1], "none": [0.729, 0, 0.9, 1]}
+    for rule, row in expected.items():
+        got = kljax.reinforce_plus_plus_returns(rewards, mask, gamma=0.9, masked_tokens=rule)
+        np.testing.assert_allclose(got, [row], 1e-14)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.9, 0.0)])
+def test_gae(gamma: float, lam: float) -> None:
+    advantages, returns = kljax.gae(REWARDS, VALUES, MASK, gamma=gamma, lam=lam)
+    expected = gae_by_hand(gamma, lam)
+    np.testing.assert_allclose(advantages, expected, 1e-12, 1e-14)
+    np.testing.assert_allclose(returns, np.where(MASK, expected + VALUES, 0), 1e-12, 1e-14)
+
+
+def test_gae_does_not_see_what_is_masked() -> None:
+    check_masked(lambda rewards, values: kljax.gae(rewards, values, MASK, gamma=0.9, lam=0.8), [REWARDS, VALUES])
+
+
+def test_the_recorded_returns_of_verl() -> None:
+    values, rewards, mask = np.array([0.5, 0.1, 0.3, 0.2]), np.array([0.0, 0.7, 0.0, 1.0]), np.array([1, 0, 1, 1])
+    _, returns = kljax.gae(rewards, values, mask, gamma=0.9, lam=0.8)
+    np.testing.assert_allclose(returns, [0.59832, 0, 0.756, 1.0], 1e-12)
+
+
+def test_gae_at_lambda_one_is_the_return_less_the_value() -> None:
+    advantages, returns = kljax.gae(REWARDS, VALUES, MASK, gamma=0.9, lam=1.0)
+    discounted = kljax.reinforce_plus_plus_returns(REWARDS, MASK, gamma=0.9)
+    np.testing.assert_allclose(returns, discounted, 1e-12, 1e-14)
+    np.testing.assert_allclose(advantages, kljax.masked(discounted - VALUES, MASK), 1e-12, 1e-14)
+
+
+def test_more_leading_axes_and_traced_discounts() -> None:
+    stacked = [np.stack([x, x[::-1]]) for x in (REWARDS, VALUES, MASK)]
+    got, _ = jax.jit(lambda gamma, lam: kljax.gae(*stacked, gamma=gamma, lam=lam))(jnp.float32(0.5), jnp.float32(0.5))
+    expected = gae_by_hand(0.5, 0.5)
+    np.testing.assert_allclose(got, np.stack([expected, expected[::-1]]), 1e-12, 1e-14)
+
+
+def test_errors_name_the_argument() -> None:
+    with pytest.raises(ValueError, match=r"masked_tokens: got 'cary'.*did you mean 'carry'"):
+        kljax.reinforce_plus_plus_returns(REWARDS, MASK, masked_tokens="cary")
+    with pytest.raises(ValueError, match="gamma: got -1"):
+        kljax.reinforce_plus_plus_returns(REWARDS, MASK, gamma=-1)
+    with pytest.raises(ValueError, match="lam: got -1"):
+        kljax.gae(REWARDS, VALUES, MASK, lam=-1)
+    with pytest.raises(ValueError, match="shapes differ: rewards"):
+        kljax.gae(REWARDS, VALUES[1:], MASK)

@@ -1,0 +1,49 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests.masks import MASK, check_masked, draw
+
+VALUES, OLD, RETURNS = draw(1.0, 1.0, 1.0)
+
+
+def test_unclipped() -> None:
+    expected = np.where(MASK, 0.5 * (VALUES - RETURNS) ** 2, 0)
+    np.testing.assert_allclose(kljax.value_loss(VALUES, OLD, RETURNS, MASK), expected, 1e-12)
+    np.testing.assert_allclose(kljax.value_loss(VALUES, None, RETURNS, MASK), expected, 1e-12)
+
+
+def test_clipped_value_and_gradient() -> None:
+    clipped = np.clip(VALUES, OLD - 0.5, OLD + 0.5)
+    larger = np.maximum((VALUES - RETURNS) ** 2, (clipped - RETURNS) ** 2)
+
+    def loss(values: jax.Array) -> jax.Array:
+        return kljax.value_loss(values, OLD, RETURNS, MASK, clip=0.5)
+
+    np.testing.assert_allclose(loss(VALUES), np.where(MASK, 0.5 * larger, 0), 1e-12)
+    moves = (abs(VALUES - OLD) <= 0.5) | ((clipped - RETURNS) ** 2 < (VALUES - RETURNS) ** 2)
+    assert 0 < (MASK & ~moves).sum() < MASK.sum()
+    grad = jax.grad(lambda values: loss(values).sum())(jnp.asarray(VALUES))
+    np.testing.assert_allclose(grad, np.where(MASK & moves, VALUES - RETURNS, 0), 1e-12, 1e-14)
+
+
+def test_the_gradient_is_whole_on_the_bound_and_shared_at_a_tie() -> None:
+    values, old, returns = jnp.array([0.5, -0.5, 2.0]), jnp.zeros(3), jnp.array([4.0, -4.0, 1.25])
+    grad = jax.grad(lambda v: kljax.value_loss(v, old, returns, jnp.ones(3, bool), clip=0.5).sum())(values)
+    np.testing.assert_array_equal(grad, [-3.5, 3.5, 0.375])
+
+
+def test_masked_inputs_reach_nothing() -> None:
+    check_masked(lambda v, old, returns: kljax.value_loss(v, old, returns, MASK, clip=0.5), [VALUES, OLD, RETURNS])
+    check_masked(lambda v, returns: kljax.value_loss(v, None, returns, MASK), [VALUES, RETURNS])
+
+
+def test_errors_name_the_argument() -> None:
+    with pytest.raises(ValueError, match="clip: got 0, expected a number > 0"):
+        kljax.value_loss(VALUES, OLD, RETURNS, MASK, clip=0)
+    with pytest.raises(ValueError, match="old_values: got None"):
+        kljax.value_loss(VALUES, None, RETURNS, MASK, clip=0.5)
+    with pytest.raises(ValueError, match="shapes differ"):
+        kljax.value_loss(VALUES, OLD, RETURNS[1:], MASK)

@@ -1,0 +1,175 @@
+"""The rules of the house, checked: layers, public names, docstrings, signatures, sizes."""
+
+import ast
+import doctest
+import inspect
+import pathlib
+import re
+import subprocess
+import sys
+import typing
+
+import numpy as np
+import pytest
+
+import kljax
+
+ROOT = pathlib.Path(__file__).parents[2]
+LIBRARY = sorted((ROOT / "kljax").rglob("*.py"))
+SOURCES = LIBRARY + sorted((ROOT / "train").rglob("*.py"))
+
+# A module imports from its own layer or a lower one.
+LAYERS = [
+    {"_typing", "_checks", "_numerics"},
+    {"masking"},
+    {"log_probs", "kl", "ratios"},
+    {"aggregation", "rewards", "advantages", "controllers"},
+    {"losses", "diagnostics"},
+    {"reference"},
+]
+LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
+ALLOWED_AT_IMPORT = {"jax", "numpy", "kljax"} | set(sys.stdlib_module_names)
+
+# Sections every public function has; "References" only where there is a paper or a system to name.
+SECTIONS = ("Args", "Returns", "Gradient", "Raises", "Example")
+
+
+def public_functions() -> list[str]:
+    return [name for name in kljax.__all__ if inspect.isfunction(getattr(kljax, name))]
+
+
+def topic(path: pathlib.Path) -> str:
+    """The layer's name of a module: its file, or its folder."""
+    return path.relative_to(ROOT / "kljax").parts[0].removesuffix(".py")
+
+
+def imported(path: pathlib.Path, *, top_level_only: bool) -> set[str]:
+    """The dotted names of the modules that a file imports."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+    return names
+
+
+def relative(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", [p for p in LIBRARY if topic(p) != "__init__"], ids=relative)
+def test_imports_go_one_way(path: pathlib.Path) -> None:
+    for name in imported(path, top_level_only=False):
+        parts = name.split(".")
+        if parts[0] == "kljax" and len(parts) > 1:
+            assert LAYER[parts[1]] <= LAYER[topic(path)], f"{relative(path)} imports {name} from a higher layer"
+        assert parts[0] != "train", f"{relative(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=relative)
+def test_library_imports_only_jax_and_numpy(path: pathlib.Path) -> None:
+    roots = {name.split(".")[0] for name in imported(path, top_level_only=True)}
+    assert roots <= ALLOWED_AT_IMPORT
+    assert "__future__" not in roots
+
+
+def test_importing_the_library_loads_nothing_of_the_trainer() -> None:
+    script = "import sys, kljax; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert {"jax", "kljax"} <= loaded
+    assert not loaded & {"orbax", "flax", "optax", "chex", "train", "grain", "pydantic"}
+
+
+def test_every_public_name_of_every_module_is_in_the_package() -> None:
+    names: set[str] = set()
+    for path in LIBRARY:
+        if path.stem.startswith("_"):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+                names |= set(ast.literal_eval(node.value))
+    assert names <= set(kljax.__all__), f"not in kljax.__all__: {sorted(names - set(kljax.__all__))}"
+    assert sorted(kljax.__all__) == list(kljax.__all__)
+    assert all(hasattr(kljax, name) for name in kljax.__all__)
+
+
+@pytest.mark.parametrize("name", kljax.__all__)
+def test_public_docstrings(name: str) -> None:
+    thing = getattr(kljax, name)
+    text = inspect.getdoc(thing) or ""
+    first, _, rest = text.partition("\n")
+    assert first.endswith((".", ":", "`")), f"{name}: the first line is not a sentence of its own"
+    assert len(first) > 20
+    assert rest.startswith("\n"), f"{name}: the first line is followed by a blank one"
+    if inspect.isfunction(thing):
+        missing = [section for section in SECTIONS if not re.search(rf"^{section}:$", text, re.MULTILINE)]
+        assert not missing, f"{name}: no section {missing}"
+        positions = [text.index(f"\n{section}:\n") for section in SECTIONS]
+        assert positions == sorted(positions), f"{name}: sections out of order"
+        assert doctest.DocTestParser().get_examples(text), f"{name}: no example that runs"
+
+
+@pytest.mark.parametrize("name", public_functions())
+def test_every_argument_is_documented(name: str) -> None:
+    function = getattr(kljax, name)
+    text = inspect.getdoc(function) or ""
+    arguments = text[text.index("\nArgs:\n") : text.index("\nReturns:\n")]
+    documented = re.findall(r"^  (\w+): ", arguments, re.MULTILINE)
+    assert documented == list(inspect.signature(function).parameters)
+
+
+# Positional arguments that are not arrays: trees, paths and lengths that come first by their nature.
+POSITIONAL = {
+    "policy",
+    "path",
+    "abstract",
+    "abstract_adapter",
+    "abstract_params",
+    "tree",
+    "coef",  # the controllers' first argument
+    "length",
+    "fill",
+}
+
+
+@pytest.mark.parametrize("name", public_functions())
+def test_arrays_are_positional_and_all_else_is_keyword_only(name: str) -> None:
+    for parameter in inspect.signature(getattr(kljax, name)).parameters.values():
+        is_array = np.ndarray in typing.get_args(parameter.annotation)  # ArrayLike, a union
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            assert is_array or parameter.name in POSITIONAL, f"{name}: {parameter.name} should be keyword-only"
+        else:
+            assert parameter.kind is parameter.KEYWORD_ONLY, f"{name}: {parameter.name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_sizes(path: pathlib.Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= 500, f"{relative(path)} has over 500 lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = code_lines(node)
+            assert lines <= 60, f"{relative(path)}: {node.name} has {lines} lines without its docstring"
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    assert function.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is not None and first.end_lineno is not None:
+        lines -= first.end_lineno - first.lineno + 1
+    return lines
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_no_configuration_by_guessing(path: pathlib.Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
+        if called and len(node.args) == 3:
+            assert not re.search("config|cfg", ast.unparse(node.args[0])), f"{relative(path)}: {ast.unparse(node)}"

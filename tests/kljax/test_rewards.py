@@ -1,0 +1,89 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests.masks import LENGTH, MASK, ROWS, check_masked, draw
+
+LP, REF, TOKEN_SCORES = draw(1.0, 1.0, 2.0)
+SCORES = np.arange(1.0, ROWS + 1)
+
+
+def placed(scores: np.ndarray) -> np.ndarray:
+    """Scores at the last unmasked token, in plain Python."""
+    rewards = np.zeros(MASK.shape)
+    for row, score in enumerate(scores):
+        if MASK[row].any():
+            rewards[row, np.flatnonzero(MASK[row])[-1]] = score
+    return rewards
+
+
+def test_scores_land_on_the_last_unmasked_token() -> None:
+    np.testing.assert_array_equal(kljax.place_rewards(SCORES, MASK), placed(SCORES))
+    np.testing.assert_array_equal(kljax.place_rewards(TOKEN_SCORES, MASK), np.where(MASK, TOKEN_SCORES, 0))
+    check_masked(lambda scores: kljax.place_rewards(scores, MASK), [TOKEN_SCORES])
+
+
+def test_the_score_of_a_row_without_tokens_reaches_nothing() -> None:
+    def total(scores: jax.Array) -> jax.Array:
+        return kljax.kl_shaped_rewards(scores, LP, REF, MASK, coef=0.1)[0].sum()
+
+    scores = SCORES.copy()
+    scores[0] = np.nan
+    value, grad = jax.value_and_grad(total)(jnp.asarray(scores))
+    assert np.isfinite(value)
+    np.testing.assert_array_equal(grad, [0, 1, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3", "low_var_kl", "none"])
+@pytest.mark.parametrize("scores", [SCORES, TOKEN_SCORES], ids=["row", "token"])
+def test_rewards_are_scores_minus_scaled_kl_and_kl_is_raw(estimator: str, scores: np.ndarray) -> None:
+    x = LP - REF
+    k3 = np.exp(-x) - 1 + x
+    estimates = {"k1": x, "abs": abs(x), "k2": x * x / 2, "k3": k3, "low_var_kl": k3, "none": 0 * x}
+    expected_kl = np.where(MASK, np.minimum(estimates[estimator], 10), 0)
+    expected = (placed(scores) if scores.ndim == 1 else np.where(MASK, scores, 0)) - 0.3 * expected_kl
+    rewards, kl = kljax.kl_shaped_rewards(scores, LP, REF, MASK, coef=0.3, estimator=estimator)
+    np.testing.assert_allclose(kl, expected_kl, 1e-12, 1e-14)
+    np.testing.assert_allclose(rewards, expected, 1e-12, 1e-14)
+
+
+def test_masked_inputs_reach_nothing() -> None:
+    check_masked(
+        lambda scores, lp, ref: kljax.kl_shaped_rewards(scores, lp, ref, MASK, coef=0.3), [TOKEN_SCORES, LP, REF]
+    )
+
+
+def test_the_kl_is_data() -> None:
+    def total(lp: jax.Array, ref: jax.Array) -> jax.Array:
+        rewards, kl = kljax.kl_shaped_rewards(SCORES, lp, ref, MASK, coef=0.3, estimator="k2")
+        return (rewards + kl).sum()
+
+    for grad in jax.grad(total, argnums=(0, 1))(jnp.asarray(LP), jnp.asarray(REF)):
+        np.testing.assert_array_equal(grad, 0)
+
+
+def test_coefficient_zero_leaves_the_rewards_even_where_the_kl_is_infinite() -> None:
+    ref = REF.copy()
+    ref[1, 2] = np.inf
+    rewards, kl = jax.jit(lambda coef: kljax.kl_shaped_rewards(SCORES, LP, ref, MASK, coef=coef))(0.0)
+    np.testing.assert_array_equal(rewards, placed(SCORES))
+    assert np.isneginf(kl[1, 2])
+
+
+def test_the_coefficient_may_be_traced_and_of_another_float_type() -> None:
+    shaped = jax.jit(lambda coef: kljax.kl_shaped_rewards(SCORES, LP, REF, MASK, coef=coef)[0])
+    expected, _ = kljax.kl_shaped_rewards(SCORES, LP, REF, MASK, coef=0.25)
+    np.testing.assert_array_equal(shaped(jnp.float32(0.25)), expected)
+
+
+def test_errors_name_the_argument() -> None:
+    with pytest.raises(ValueError, match=rf"scores: got shape \[3\], expected \[{ROWS}\].*\[{ROWS}, {LENGTH}\]"):
+        kljax.kl_shaped_rewards(np.zeros(3), LP, REF, MASK, coef=0.1)
+    with pytest.raises(ValueError, match=r"coef: got -0\.1"):
+        kljax.kl_shaped_rewards(SCORES, LP, REF, MASK, coef=-0.1)
+    with pytest.raises(ValueError, match="estimator: got 'k4'"):
+        kljax.kl_shaped_rewards(SCORES, LP, REF, MASK, coef=0.1, estimator="k4")
+    with pytest.raises(ValueError, match="shapes differ"):
+        kljax.kl_shaped_rewards(SCORES, LP, REF[:, 1:], MASK, coef=0.1)
