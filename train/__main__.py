@@ -1,0 +1,66 @@
+"""`python -m train CONFIG [key=value ...] [--resume]`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from train.config import load
+from train.config.fields import known_fields
+from train.config.messages import show
+from train.errors import UserError
+
+EXAMPLES = """\
+examples:
+  python -m train configs/quickstart.yaml
+  python -m train configs/quickstart.yaml name=weaker kl.loss.coef=1e-3 seed=1
+  python -m train configs/quickstart.yaml lora.rank=8 'reference={source: step, step: 0}'
+  python -m train configs/quickstart.yaml --resume
+"""
+
+
+def field_help() -> str:
+    """One line per field: name, default, meaning and what is allowed."""
+    lines = ["fields (key: default):"]
+    for path, known in known_fields().items():
+        if not known.section:
+            default = "required" if known.required else show(known.default)
+            lines += [f"  {path}: {default}", f"      {known.doc} Expected: {known.expected}."]
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command = argparse.ArgumentParser(
+        prog="python -m train",
+        description="Train a policy with KL regularisation as a YAML config says.",
+        epilog=f"{EXAMPLES}\n{field_help()}".replace("%", "%%"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
+    command.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint of the run")
+    return command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code is 0, 2 for what the user can put right, 130 for Ctrl-C."""
+    options = parser().parse_intermixed_args(arguments)
+    try:
+        loaded = load(options.config, options.overrides)
+        for warning in loaded.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        # Only now, so that a mistake in the config shows before JAX starts.
+        from train.run import run
+
+        return run(loaded, resume=options.resume)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Checkpoints of a run, by orbax: the base once, the state every few steps, the last complete one on resume."""
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+import kljax
+from train.abandoned_reads import quiet_abandoned_reads
+from train.config.schema import Checkpoint
+from train.errors import UserError
+from train.state import TrainState
+
+Tree = Any
+ITEM = "state"
+
+
+def abstract(tree: Tree) -> Tree:
+    """Shapes, dtypes and shardings of a tree of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def _layout(tree: Tree) -> dict[str, str]:
+    """Name, dtype and shape of every leaf, the same for a state and for what orbax says of a saved one."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"
+        for path, leaf in leaves
+    }
+
+
+def save_base(path: Path, params: Tree) -> None:
+    """Writes the base weights once, whole or not at all; orbax renames the finished directory into place."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path.absolute(), params)
+
+
+class Checkpoints:
+    """The numbered checkpoints of one run: `<directory>/<step>/state`.
+
+    A save happens in the background and becomes visible by one rename, so a run that is killed leaves either a
+    complete checkpoint or a temporary directory that is removed at the next start. The newest `keep` stay, and so do
+    the steps that a reference may be read from again: step 0, the policy before RL, and those in `pinned`.
+    """
+
+    def __init__(self, directory: Path, section: Checkpoint, pinned: Sequence[int] = ()) -> None:
+        self._directory = directory.absolute()
+        policies = preservation_policy.LatestN(section.keep), preservation_policy.CustomSteps([0, *pinned])
+        self._options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies), cleanup_tmp_directories=True
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=self._options)
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, in order."""
+        return sorted(self._manager.all_steps())
+
+    def path(self, step: int) -> Path:
+        """The directory that holds the state of a step; raises `UserError` listing the steps that exist."""
+        if step not in self.steps():
+            listed = ", ".join(map(str, self.steps())) or "none"
+            raise UserError(f"reference.step: got {step}, but this run has no such checkpoint; there are: {listed}")
+        return self._directory / str(step) / ITEM
+
+    def save(self, state: TrainState, step: int) -> None:
+        """Starts saving; the arrays are copied before this returns, so the state may be donated afterwards."""
+        self._manager.save(step, args=ocp.args.Composite(**{ITEM: ocp.args.StandardSave(state)}))
+
+    def restore_last(self, like: TrainState) -> TrainState | None:
+        """The newest state that can be read, laid out like `like`; None if there is none.
+
+        A checkpoint that cannot be read is named in a warning, moved aside and skipped.
+
+        Raises:
+          UserError: if a checkpoint is whole but of other names, shapes or dtypes than `like`; it stays where it is.
+        """
+        # A save that is still being written is not damage.
+        self.wait()
+        quiet_abandoned_reads()
+        for step in reversed(self.steps()):
+            try:
+                return self._restore(step, like)
+            except UserError:
+                raise
+            except Exception as error:
+                # Orbax reports damage with exceptions of several types, some of them bare `Exception`.
+                self._set_aside(step, error)
+        return None
+
+    def _restore(self, step: int, like: TrainState) -> TrainState:
+        self._check_fits(step, like)
+        args = ocp.args.Composite(**{ITEM: ocp.args.StandardRestore(abstract(like))})
+        return self._manager.restore(step, args=args)[ITEM]
+
+    def _check_fits(self, step: int, like: TrainState) -> None:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            metadata = checkpointer.metadata(self._directory / str(step) / ITEM).item_metadata
+        if metadata is None:
+            raise ValueError("its metadata cannot be read")
+        saved = _layout(metadata.tree)
+        wanted = _layout(like)
+        differing = (name for name in saved.keys() | wanted.keys() if saved.get(name) != wanted.get(name))
+        # The weights before the moments of the optimizer, which only follow them.
+        wrong = sorted(differing, key=lambda name: (not name.startswith("trainable"), name))
+        if wrong:
+            shown = "; ".join(f"{name}: got {saved.get(name)}, expected {wanted.get(name)}" for name in wrong[:5])
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise UserError(f"checkpoint {self._directory / str(step)} does not fit this config: {shown}{more}")
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        self._manager.close()
+        damaged = self._directory.parent / "damaged"
+        damaged.mkdir(exist_ok=True)
+        target = damaged / f"{step}-{len(list(damaged.iterdir()))}"
+        shutil.move(self._directory / str(step), target)
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        logging.getLogger(__name__).warning(
+            "checkpoint %s is damaged and was skipped (moved to %s): %s", self._directory / str(step), target, reason
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=self._options)
+
+    def wait(self) -> None:
+        """Returns when every save that was started is complete on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for saves and frees the threads."""
+        self._manager.close()
+
+
+def restore_base(path: Path, abstract_params: Tree, field: str, *, item: str | None = None) -> Tree:
+    """Base weights from a directory that `save_base` wrote, or from a checkpoint; raises `UserError` naming `field`."""
+    quiet_abandoned_reads()
+    try:
+        return kljax.restore_tree(path, abstract_params, item=item)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{field}: {error}") from error

@@ -1,0 +1,108 @@
+"""The schema as a table: dotted path -> what is expected there. Error messages and --help read it."""
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from train.config.schema import Config
+
+NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+BOUNDS = {"gt": "> {:_}", "ge": ">= {:_}", "lt": "< {:_}", "le": "<= {:_}", "multiple_of": "a multiple of {:_}"}
+UNIONS = {Union, types.UnionType}
+
+
+@dataclass(frozen=True)
+class Known:
+    """One known path."""
+
+    path: str
+    expected: str
+    choices: tuple[str, ...]
+    default: Any
+    required: bool
+    doc: str
+    tag: str | None  # the field that tells the variants of a union apart
+    section: bool
+
+
+@cache
+def known_fields() -> Mapping[str, Known]:
+    """All paths of the schema, sections included, in the order of the schema."""
+    table: dict[str, Known] = {}
+    for known in _walk(Config, ""):
+        table[known.path] = _merged(table[known.path], known) if known.path in table else known
+    for known in list(table.values()):
+        if known.tag is not None:
+            path = f"{known.path}.{known.tag}"
+            table[path] = replace(table[path], required=False, default=getattr(known.default, known.tag))
+    return table
+
+
+def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+    """What an annotation allows, in words."""
+    spoken = [item for item in metadata if isinstance(item, str)]
+    if spoken:
+        return spoken[0]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return describe(arguments[0], (*arguments[1:], *metadata))
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(choice) for choice in arguments)
+    if origin in UNIONS:
+        allowed = [describe(item, metadata) for item in arguments if item is not type(None)]
+        return " or ".join([*allowed, "null"] if type(None) in arguments else allowed[:1])
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a mapping with {', '.join(annotation.model_fields)}"
+    return " ".join([NAMES[annotation], " and ".join(_bounds(metadata))]).strip()
+
+
+def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            yield from _bounds(tuple(item.metadata))
+        for name, template in BOUNDS.items():
+            if hasattr(item, name):
+                yield template.format(getattr(item, name))
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[Known]:
+    for name, info in model.model_fields.items():
+        path = prefix + name
+        models = _models(info.annotation)
+        tag = info.discriminator if isinstance(info.discriminator, str) else None
+        yield Known(
+            path=path,
+            expected=describe(info.annotation, tuple(info.metadata)),
+            choices=_choices(info.annotation),
+            default=info.get_default(),
+            required=info.is_required(),
+            doc=info.description or "",
+            tag=tag,
+            section=bool(models),
+        )
+        for inner in models:
+            yield from _walk(inner, f"{path}.")
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    options = get_args(annotation) if get_origin(annotation) in UNIONS else (annotation,)
+    return [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """The literal names an annotation allows, also as entries of a tuple."""
+    if get_origin(annotation) is Literal:
+        return tuple(str(choice) for choice in get_args(annotation))
+    return tuple(choice for item in get_args(annotation) for choice in _choices(item))
+
+
+def _merged(one: Known, other: Known) -> Known:
+    """The same path in two variants of a union: the tag has the names of both."""
+    choices = tuple(dict.fromkeys((*one.choices, *other.choices)))
+    expected = f"one of {', '.join(choices)}" if choices else one.expected
+    return replace(one, expected=expected, choices=choices, doc=one.doc or other.doc)

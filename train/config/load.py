@@ -1,0 +1,164 @@
+"""From a YAML file and `key=value` overrides to a checked Config, or to the list of all that is wrong."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from train.config.checks import cross_field_problems, cross_field_warnings
+from train.config.errors import ConfigError
+from train.config.fields import known_fields
+from train.config.messages import Location, dotted, field_problems, show, unknown_field
+from train.config.schema import Config
+from train.config.yaml_text import format_yaml, parse_yaml
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config that passed every check, and what the user should be told about it."""
+
+    config: Config
+    warnings: tuple[str, ...]
+    source: Path
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """The config of a file with overrides on top; of two equal keys the last counts.
+
+    Args:
+        path: a YAML file with one mapping.
+        overrides: `a.b=c`, where c is YAML; a section is replaced by `a={b: c}`.
+
+    Raises:
+        ConfigError: everything that is wrong, one line per problem.
+    """
+    source = Path(path)
+    raw, problems = _read(source)
+    problems += apply_overrides(raw, overrides)
+    try:
+        config, more = parse(raw)
+    except ConfigError as error:
+        raise ConfigError(str(source), [*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(str(source), problems)
+    return LoadedConfig(config, more, source)
+
+
+def parse(raw: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
+    """The config of a nested mapping, and its warnings.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        found = field_problems(error)
+        distrusted = [location for location, _ in found]
+        raise ConfigError("config", [line for _, line in found] + _other_problems(raw, distrusted)) from None
+    wrong = cross_field_problems(config)
+    if wrong:
+        raise ConfigError("config", [problem.text for problem in wrong])
+    config, switched = _with_rollout_log_probs(config)
+    return config, (*switched, *cross_field_warnings(config))
+
+
+def dump_yaml(config: Config) -> str:
+    """Every field of a config as YAML that loads back as an equal config."""
+    return format_yaml(config.model_dump(mode="json"))
+
+
+def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Put `a.b=c` into the nested mapping; returns the lines of those that cannot be."""
+    problems = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals:
+            problems.append(f"{override!r}: got no '=', expected an override of the form key=value")
+        elif path not in known_fields():
+            problems.append(unknown_field(path))
+        else:
+            try:
+                value, repeated = parse_yaml(text)
+            except yaml.YAMLError as error:
+                problems.append(f"{path}: got {text!r}, which is not valid YAML ({_where(error)}); quote it")
+                continue
+            problems += [f"{path}: in {text!r}, {line}" for line in repeated]
+            _put(raw, path.split("."), value)
+    return problems
+
+
+def _put(raw: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        if raw.get(key) is None:
+            raw[key] = {}
+        if not isinstance(raw[key], dict):
+            return  # not a mapping: validation says so
+        raw = raw[key]
+    raw[keys[-1]] = value
+
+
+def _read(source: Path) -> tuple[dict[str, Any], list[str]]:
+    """The mapping of a file, and its repeated keys."""
+    try:
+        text = source.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(str(source), [f"cannot read the config: {error.strerror}"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(source), [f"not a text file: {error.reason} at byte {error.start}"]) from None
+    try:
+        raw, repeated = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(str(source), [f"not valid YAML: {_where(error)}"]) from None
+    if not isinstance(raw, dict):
+        got = "nothing" if raw is None else show(raw)
+        raise ConfigError(str(source), [f"got {got}, expected a mapping of fields such as `steps: 100`"])
+    return copy.deepcopy(raw), repeated
+
+
+def _where(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{error.problem or error.context} on line {mark.line + 1}, column {mark.column + 1}"
+    return " ".join(str(error).split())
+
+
+def _other_problems(raw: Mapping[str, Any], distrusted: Sequence[Location]) -> list[str]:
+    """Cross-field problems that rest on valid fields only, so that one run of the command shows them as well."""
+    trusted: dict[str, Any] = copy.deepcopy(dict(raw))
+    for location in distrusted:
+        _drop(trusted, location)
+    trusted.setdefault("steps", 1)
+    try:
+        config = Config.model_validate(trusted)
+    except ValidationError:
+        return []
+    bad = [dotted(location) for location in distrusted]
+    return [
+        problem.text
+        for problem in cross_field_problems(config)
+        if not any(_overlap(field, path) for field in problem.fields for path in bad)
+    ]
+
+
+def _overlap(one: str, other: str) -> bool:
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _drop(raw: Any, location: Location) -> None:
+    for key in location[:-1]:
+        raw = raw.get(key) if isinstance(raw, dict) else None
+    if isinstance(raw, dict):
+        raw.pop(location[-1], None)
+
+
+def _with_rollout_log_probs(config: Config) -> tuple[Config, tuple[str, ...]]:
+    if config.rollout.record_log_probs or not config.needs_rollout_log_probs():
+        return config, ()
+    rollout = config.rollout.model_copy(update={"record_log_probs": True})
+    message = "rollout.record_log_probs: switched on, because kl.rollout.coef > 0 needs the sampler's log-probs"
+    return config.model_copy(update={"rollout": rollout}), (message,)

@@ -1,0 +1,113 @@
+"""What is wrong with a value, in one line that names the field, the value and what is allowed."""
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from pydantic import ValidationError
+
+from train.config.fields import Known, known_fields
+
+Location: TypeAlias = tuple[str | int, ...]
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
+_WORDS = {"None": "null", "True": "true", "False": "false"}
+
+
+def show(value: Any) -> str:
+    """A value the way it is written in YAML, shortened."""
+    text = _SHORT.repr(value)
+    return _WORDS.get(text, text)
+
+
+def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
+    """`; did you mean 'x'?`, or nothing where no candidate is close."""
+    by_case = {candidate.casefold(): candidate for candidate in candidates}
+    close = difflib.get_close_matches(word.casefold(), by_case, n=1, cutoff=cutoff)
+    return f"; did you mean '{by_case[close[0]]}'?" if close else ""
+
+
+def unknown_field(path: str) -> str:
+    """The line for a path that the schema does not have."""
+    known = known_fields()
+    parent = path.rpartition(".")[0]
+    while parent and parent not in known:
+        parent = parent.rpartition(".")[0]
+    names = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
+    allowed = f"expected one of {', '.join(names)}" if names else f"{parent} is {known[parent].expected}"
+    hint = did_you_mean(path, known) or _by_last_name(path)
+    return f"{path}: unknown field, {allowed}{hint}"
+
+
+def field_problems(error: ValidationError) -> list[tuple[Location, str]]:
+    """What pydantic found: the part of the config that cannot be trusted, and the line to show."""
+    return [_problem(dict(item)) for item in error.errors(include_url=False)]
+
+
+def dotted(location: Iterable[str | int]) -> str:
+    """`("lora", "targets", 1)` as `lora.targets[1]`."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _problem(item: dict[str, Any]) -> tuple[Location, str]:
+    location, variant = _without_variants(item["loc"])
+    path = dotted(location)
+    names = tuple(part for part in location if isinstance(part, str))
+    known = known_fields().get(dotted(names))
+    if item["type"] == "invalid_key":
+        return location, f"{path}: got the key {show(item['input'])}, expected text"
+    if known is None:
+        return location, unknown_field(path)
+    if item["type"] == "extra_forbidden":
+        return location, _wrong_variant(path, known_fields()[dotted(location[:-1])], variant)
+    if item["type"] == "missing":
+        return location[:-1] or location, f"{path}: missing, expected {known.expected}"
+    if known.tag and item["type"] == "union_tag_invalid":
+        tag = known_fields()[f"{path}.{known.tag}"]
+        return location, _wrong_value(tag.path, item["input"][known.tag], tag, item)
+    return names, _wrong_value(path, item["input"], known, item)
+
+
+def _wrong_value(path: str, value: Any, known: Known, item: dict[str, Any]) -> str:
+    reason = f" ({item['ctx']['error']})" if item["type"] == "value_error" else ""
+    single = item["type"] == "literal_error"  # one entry, possibly of a list
+    expected = f"one of {', '.join(known.choices)}" if single and len(known.choices) > 1 else known.expected
+    if item["type"] == "finite_number":
+        expected = expected.replace("a number", "a finite number")
+    if item["type"] == "string_type" and isinstance(value, bool | int | float):
+        expected += f" (quote it: {show(str(value))})"
+    hint = did_you_mean(value, known.choices, cutoff=0.5) if isinstance(value, str) else ""
+    return f"{path}: got {show(value)}{reason}, expected {expected}{hint}"
+
+
+def _wrong_variant(path: str, parent: Known, variant: str) -> str:
+    tag = known_fields()[f"{parent.path}.{parent.tag}"]
+    return (
+        f"{path}: not a field when {tag.path} is {variant}; change {tag.path} ({', '.join(tag.choices)}), "
+        f"or replace the section with {parent.path}={{{parent.tag}: {variant}}}"
+    )
+
+
+def _without_variants(location: Location) -> tuple[Location, str]:
+    """Pydantic puts the chosen variant of a union into the location; it is no part of the path."""
+    cleaned: list[str | int] = []
+    variant = ""
+    parts = list(location)
+    while parts:
+        cleaned.append(parts.pop(0))
+        known = known_fields().get(dotted(cleaned))
+        if known and known.tag and parts:
+            variant = str(parts.pop(0))
+    return tuple(cleaned), variant
+
+
+def _by_last_name(path: str) -> str:
+    """A right name in the wrong section, such as `learning_rate` at the top."""
+    name = path.rpartition(".")[2]
+    found = [known for known in known_fields() if known.rpartition(".")[2] == name]
+    return f"; did you mean {' or '.join(repr(item) for item in found[:3])}?" if found else ""

@@ -1,0 +1,268 @@
+"""Every field of a run, its default and its range. Under each field: what it means."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from train.config.kl import KL, BaseReference, Reference
+from train.config.types import (
+    AboveOne,
+    AdvantageEstimator,
+    Aggregation,
+    Count,
+    CountOrZero,
+    Decay,
+    EmptyRows,
+    EvenCount,
+    Fraction,
+    LoraTargets,
+    NonNegative,
+    Operand,
+    Operations,
+    PolicyLoss,
+    Positive,
+    RunName,
+    Section,
+    Seed,
+    TaskName,
+    Text,
+)
+
+GSM8K_LENGTHS = {"max_prompt_length": 256, "max_completion_length": 192}
+
+
+def _arithmetic_lengths(data: Mapping[str, Any]) -> dict[str, int]:
+    """What the longest problem and answer need, wrong answers included; nothing for operands that are no numbers."""
+    operand, operations = data.get("max_operand", 99), str(data.get("operations", "+"))
+    if not isinstance(operand, int):
+        return {}
+    digits = len(str(operand))
+    answer = (2 * digits if "*" in operations else digits + 1) + ("-" in operations)
+    # Operation, equals sign and the beginning of the sequence; the end of the sequence.
+    return {"max_prompt_length": 2 * digits + 3, "max_completion_length": answer + 1}
+
+
+class Data(Section):
+    train: Text | None = None
+    """gsm8k: JSON lines of question and answer to train on."""
+    eval: Text | None = None
+    """gsm8k: JSON lines of question and answer that are held out."""
+    max_prompt_length: Count = 7
+    """Tokens; longer prompts are counted and left out. The default fits every arithmetic problem; 256 with gsm8k."""
+    max_completion_length: Count = 4
+    """Tokens that are sampled at most, the end of sequence included. The default fits every answer; 192 with gsm8k."""
+    max_operand: Operand = 99
+    """arithmetic: the largest operand."""
+    operations: Operations = "+"
+    """arithmetic: which operations the problems use."""
+    error_rate: Fraction = 0.0
+    """arithmetic: share of wrong solutions in what the warm start imitates; the verifier knows the right answers."""
+
+
+class Model(Section):
+    layers: Count = 2
+    """Decoder layers."""
+    width: Count = 128
+    """Size of the residual stream."""
+    heads: Count = 4
+    """Query heads."""
+    kv_heads: Count = 2
+    """Key and value heads; divides heads."""
+    head_dim: EvenCount = 32
+    """Size of a head."""
+    mlp_width: Count = 384
+    """Hidden size of the gated MLP."""
+    rope_theta: Positive = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: Positive = 1e-6
+    """Epsilon of RMSNorm."""
+    tie_embeddings: bool = True
+    """Use the embedding table as the output head."""
+    qkv_bias: bool = False
+    """Biases in the query, key and value projections (Qwen 2)."""
+    qk_norm: bool = False
+    """RMSNorm on queries and keys (Qwen 3)."""
+
+
+class Lora(Section):
+    rank: Count = 8
+    """Rank of the adapter matrices."""
+    alpha: Positive = 16.0
+    """Scale: the adapter's output is multiplied by alpha / rank."""
+    targets: LoraTargets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Modules that get an adapter."""
+
+
+class Mesh(Section):
+    data: Count = 1
+    """Devices over which rows are split with replicated parameters."""
+    fsdp: Count = 1
+    """Devices over which rows and parameters are split."""
+    tensor: Count = 1
+    """Devices over which heads, MLP and vocabulary are split."""
+
+
+class WarmStart(Section):
+    steps: CountOrZero = 300
+    """Supervised steps before RL; their result is the base."""
+    batch_size: Count = 64
+    """Rows of a supervised step."""
+    learning_rate: Positive = 3e-3
+    """Learning rate of the supervised steps."""
+    checkpoint: Text | None = None
+    """Start from this saved base instead of training one."""
+
+
+class Rollout(Section):
+    prompts_per_step: Count = 16
+    """Prompts of one rollout batch."""
+    samples_per_prompt: Count = 8
+    """Completions of each prompt: the group of the group estimators."""
+    record_log_probs: bool = True
+    """Keep the sampler's log-probs (rollout_log_probs)."""
+
+
+class Advantage(Section):
+    estimator: AdvantageEstimator = "grpo"
+    """How rewards become advantages; gae brings a value head."""
+    scale: Literal["std", "none"] = "std"
+    """grpo: divide by the standard deviation of the group, or not."""
+    gamma: Fraction = 1.0
+    """gae, reinforce_plus_plus: discount per token."""
+    lam: Fraction = 1.0
+    """gae: decay of the temporal-difference errors."""
+    whiten: bool = False
+    """Whiten the advantages over the whole batch."""
+
+
+class Loss(Section):
+    policy: PolicyLoss = "ppo"
+    """Policy loss."""
+    clip_low: Fraction = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: NonNegative = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: AboveOne | None = None
+    """ppo: bound of the loss for negative advantages; null: none."""
+    aggregation: Aggregation = "token_mean"
+    """How per-token losses become one number."""
+    max_length: Count | None = None
+    """seq_mean_token_sum_norm: the constant length that is divided by."""
+    empty_rows: EmptyRows = "drop"
+    """Whether a row without a single token counts in a mean over sequences."""
+    entropy_coef: NonNegative = 0.0
+    """Coefficient of the entropy bonus."""
+    value_coef: NonNegative = 0.0
+    """gae: coefficient of the value loss."""
+    value_clip: Positive | None = None
+    """gae: how far a value may move from the old one; null: no clip."""
+
+
+class Optim(Section):
+    learning_rate: Positive = 3e-4
+    """Learning rate of RL."""
+    warmup_steps: CountOrZero = 0
+    """Updates over which the learning rate rises; the first one is not wasted on a rate of 0."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay of AdamW."""
+    b1: Decay = 0.9
+    """AdamW: decay of the first moment."""
+    b2: Decay = 0.95
+    """AdamW: decay of the second moment."""
+    eps: Positive = 1e-8
+    """AdamW: epsilon."""
+    max_grad_norm: Positive = 1.0
+    """Global norm to which gradients are clipped."""
+    updates_per_batch: Count = 1
+    """Optimizer updates into which a rollout batch is split."""
+    epochs: Count = 1
+    """Passes over each rollout batch."""
+    micro_batches: Count = 1
+    """Micro-batches of an update; changes memory, never the result."""
+
+
+class Eval(Section):
+    every: Count = 50
+    """Steps between evaluations on held-out prompts."""
+    prompts: Count = 256
+    """Held-out prompts of an evaluation, at most."""
+    batch_size: Count = 128
+    """Rows that are sampled at once."""
+
+
+class Checkpoint(Section):
+    every: Count = 50
+    """Steps between checkpoints."""
+    keep: Count = 2
+    """Newest checkpoints that are kept."""
+
+
+class Config(Section):
+    """One run. Defaults, then the YAML file, then `key=value` on the command line; nothing else."""
+
+    name: RunName = "run"
+    """Name of the run: the directory below output."""
+    seed: Seed = 0
+    """Seed of data, initialisation and sampling."""
+    steps: Count
+    """RL steps."""
+    output: Text = "runs"
+    """Directory of all runs."""
+    temperature: Positive = 1.0
+    """Temperature of the sampler and of every log-prob."""
+    task: TaskName = "arithmetic"
+    """What is trained on."""
+    data: Data = Data()
+    """Prompts and lengths."""
+    model: Model = Model()
+    """Shape of the decoder."""
+    lora: Lora | None = None
+    """Train only an adapter; null: train all weights."""
+    mesh: Mesh = Mesh()
+    """Devices along each axis."""
+    warm_start: WarmStart = WarmStart()
+    """Supervised steps before RL."""
+    rollout: Rollout = Rollout()
+    """Sampling."""
+    advantage: Advantage = Advantage()
+    """From rewards to advantages."""
+    loss: Loss = Loss()
+    """From advantages to the loss."""
+    kl: KL = KL()
+    """The four places where KL enters."""
+    reference: Reference = BaseReference(source="base")
+    """What the reference KL is measured against."""
+    optim: Optim = Optim()
+    """AdamW and the split of a batch."""
+    eval: Eval = Eval()
+    """Evaluation on held-out prompts."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Saving."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lengths_of_the_task(cls, raw: Any) -> Any:
+        """So that `task=gsm8k` alone, or a larger operand, is enough on top of a config without lengths."""
+        data = raw.get("data", {}) if isinstance(raw, dict) else None
+        if not isinstance(data, dict):
+            return raw
+        lengths = GSM8K_LENGTHS if raw.get("task") == "gsm8k" else _arithmetic_lengths(data)
+        return {**raw, "data": {**lengths, **data}}
+
+    def needs_reference(self) -> bool:
+        """Whether reference log-probs are computed at all."""
+        coefs = (self.kl.reward.coef, self.kl.loss.coef, self.kl.advantage.coef)
+        return self.reference.monitor or any(coef > 0 for coef in coefs)
+
+    def needs_rollout_log_probs(self) -> bool:
+        """Whether the objective reads the sampler's log-probs."""
+        return self.kl.rollout.coef > 0
+
+    def has_value_head(self) -> bool:
+        """Whether a value head is trained."""
+        return self.advantage.estimator == "gae"
+
+    def rows_per_batch(self) -> int:
+        """Completions of one rollout batch."""
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt

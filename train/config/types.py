@@ -1,0 +1,65 @@
+"""The names and number ranges that config fields are made of."""
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Estimator = Literal["none", "k1", "abs", "k2", "k3", "low_var_kl"]
+RolloutEstimator = Literal["k1", "abs", "k2", "k3"]
+KLGradient = Literal["value", "k2", "none"]
+Aggregation = Literal[
+    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm", "prompt_mean"
+]
+EmptyRows = Literal["drop", "count"]
+AdvantageEstimator = Literal["grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
+PolicyLoss = Literal["ppo", "cispo", "gspo"]
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Operations = Literal["+", "+-"]
+TaskName = Literal["arithmetic", "gsm8k"]
+
+ESTIMATORS: tuple[str, ...] = get_args(Estimator)
+ROLLOUT_ESTIMATORS: tuple[str, ...] = get_args(RolloutEstimator)
+KL_GRADIENTS: tuple[str, ...] = get_args(KLGradient)
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+EMPTY_ROWS: tuple[str, ...] = get_args(EmptyRows)
+ADVANTAGE_ESTIMATORS: tuple[str, ...] = get_args(AdvantageEstimator)
+POLICY_LOSSES: tuple[str, ...] = get_args(PolicyLoss)
+
+
+def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) != len(values):
+        raise ValueError("an entry is repeated")
+    return values
+
+
+# A plain string in the metadata is what an error message says is expected; otherwise the type and its range do.
+Count = Annotated[int, Field(ge=1, le=10**9)]
+CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+AboveOne = Annotated[float, Field(gt=1)]
+EvenCount = Annotated[int, Field(ge=2, le=10**9, multiple_of=2)]
+Operand = Annotated[int, Field(ge=1, le=999)]
+Text = Annotated[str, Field(min_length=1)]
+RunName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100),
+    "text of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
+]
+LoraTargets = Annotated[
+    tuple[LoraTarget, ...],
+    Field(min_length=1, strict=False),
+    AfterValidator(_without_repeats),
+    "a list, without repeats, of " + ", ".join(get_args(LoraTarget)),
+]
+
+
+class Section(BaseModel):
+    """A frozen group of fields: unknown keys, infinities and silent conversions (text to number, 1 to true) fail."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )

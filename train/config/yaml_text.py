@@ -1,0 +1,73 @@
+"""YAML as people write it: 1e-3 is a number, `no` is text, and a repeated key is a mistake."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+# The core schema of YAML 1.2. PyYAML's own rules read 1e-3 as text, `no` as false, 010 as 8 and 1:30 as 90.
+SCALARS = (
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", tuple("tTfF")),
+    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)", tuple("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
+        tuple("-+.0123456789"),
+    ),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads with the rules above."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes with the same rules, so that text which looks like a number is quoted."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {}
+    for _tag, _pattern, _first in SCALARS:
+        _class.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+def parse_yaml(text: str) -> tuple[Any, list[str]]:
+    """The value of a YAML text, and one line for every repeated key. Raises yaml.YAMLError."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, []
+        return loader.construct_document(node), list(_repeated_keys(node, "", set()))
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except ValueError as error:
+        raise yaml.YAMLError(str(error)) from None
+    finally:
+        loader.dispose()
+
+
+def format_yaml(value: Any) -> str:
+    """YAML text that `parse_yaml` reads back as the same value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _repeated_keys(node: yaml.Node, path: str, seen: set[int]) -> Iterator[str]:
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _repeated_keys(item, f"{path}[{index}]", seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            name = f"{path}.{key.value}" if path else str(key.value)
+            line = key.start_mark.line + 1
+            if name in lines:
+                yield f"{name}: given twice, on lines {lines[name]} and {line}"
+            lines[name] = line
+            yield from _repeated_keys(value, name, seen)

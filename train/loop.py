@@ -1,0 +1,138 @@
+"""The RL loop: sample, judge, score, prepare, update; evaluate and save every so often."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from train.batch import require
+from train.checkpoint import Checkpoints
+from train.evaluate import Evaluation, evaluate
+from train.interrupt import Interrupt
+from train.keys import purpose_key
+from train.metrics import MetricsWriter
+from train.objective import coefficients, required_fields
+from train.rollout import Sampler, collect, divide, make_sampler
+from train.setting import Setting
+from train.state import TrainState
+from train.step import SCORED, make_prepare, make_score, make_update, update_rows
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled functions of a run, each compiled once."""
+
+    rollout: Sampler
+    score: Callable[..., Any]
+    prepare: Callable[..., Any]
+    update: Callable[..., Any]
+    held_out: Sampler
+    greedy: Sampler
+
+    @classmethod
+    def of(cls, setting: Setting, state: TrainState) -> "Programs":
+        """The programs for this setting and states of this layout."""
+        config, model, mesh = setting.config, setting.model, setting.mesh
+        return cls(
+            rollout=make_sampler(config, model, setting.tokenizer, mesh, name="rollout"),
+            score=make_score(config, model, mesh),
+            prepare=make_prepare(config, mesh),
+            update=make_update(config, model, setting.optimizer, state, mesh),
+            held_out=make_sampler(config, model, setting.tokenizer, mesh, name="held_out"),
+            greedy=make_sampler(config, model, setting.tokenizer, mesh, name="greedy", greedy=True),
+        )
+
+
+def rl_step(setting: Setting, programs: Programs, state: TrainState, step: int) -> tuple[TrainState, dict, dict]:
+    """One rollout batch and every update on it. Returns the state, the metrics and the seconds of each part."""
+    config, clock = setting.config, time.perf_counter()
+    rollout = collect(
+        config,
+        programs.rollout,
+        state.trainable,
+        setting.base,
+        setting.prompts.batch(step),
+        task=setting.task,
+        key=purpose_key(config.seed, "sample", step),
+        tokenizer=setting.tokenizer,
+        mesh=setting.mesh,
+    )
+    sampled = time.perf_counter()
+    recorded = [name for name in required_fields(config) if name not in SCORED]
+    require(rollout.batch, recorded, "the objective of this config")
+    batch = programs.score(state.trainable, setting.base, setting.reference, rollout.batch)
+    batch, controller, totals = programs.prepare(batch, state.controller)
+    coefs = coefficients(config)
+    for rows in update_rows(config, purpose_key(config.seed, "rows", step)):
+        state, metrics = programs.update(state, setting.base, batch, rows, coefs)
+        totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
+    state = dataclasses.replace(state, step=state.step + 1, controller=controller)
+    values = rollout.metrics | divide(totals)
+    seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}
+    return state, values, seconds
+
+
+def write_evaluation(setting: Setting, programs: Programs, state: TrainState, writer: MetricsWriter, step: int) -> None:
+    """Evaluates the current policy on the held-out prompts; writes the metrics and some of its completions.
+
+    `accuracy` is that of the policy itself, sampled at the temperature it is trained at, with the same keys every time;
+    `accuracy_greedy` that of its most probable tokens.
+    """
+
+    def measure(sampler: Sampler) -> Evaluation:
+        return evaluate(
+            setting.config,
+            sampler,
+            state.trainable,
+            setting.base,
+            setting.held_out,
+            task=setting.task,
+            key=purpose_key(setting.config.seed, "held_out"),
+            tokenizer=setting.tokenizer,
+            mesh=setting.mesh,
+        )
+
+    sampled, greedy = measure(programs.held_out), measure(programs.greedy)
+    writer.write("eval", step, {**sampled.metrics, "accuracy_greedy": greedy.metrics["accuracy"]})
+    writer.samples(step, sampled.samples)
+
+
+def train(
+    setting: Setting,
+    programs: Programs,
+    state: TrainState,
+    *,
+    writer: MetricsWriter,
+    checkpoints: Checkpoints,
+    interrupt: Interrupt,
+    advance: Callable[[str], None],
+) -> TrainState:
+    """Runs until `config.steps`, or until an interrupt was asked for; the last step is saved either way.
+
+    The lines of a step are written before its checkpoint, so the metrics of a resumed run have no gap.
+    """
+    config = setting.config
+    done = int(state.step)
+    while done < config.steps and not interrupt.asked:
+        state, values, seconds = rl_step(setting, programs, state, done)
+        done += 1
+        writer.write("train", done, values)
+        writer.timing(done, seconds)
+        last = done == config.steps
+        if last or done % config.eval.every == 0:
+            write_evaluation(setting, programs, state, writer, done)
+        if last or interrupt.asked or done % config.checkpoint.every == 0:
+            checkpoints.save(state, done)
+        advance(_note(values))
+    jax.block_until_ready(state)
+    checkpoints.wait()
+    return state
+
+
+def _note(values: dict[str, float]) -> str:
+    shown = {"reward": "reward {:.3f}", "kl_reference": "KL {:.4f}", "entropy": "entropy {:.3f}"}
+    return "  ".join(text.format(values[name]) for name, text in shown.items() if name in values)

@@ -1,0 +1,158 @@
+"""What a policy (base parameters, optional adapter) computes: weights, hidden states, token statistics, values."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+import kljax
+from train.models import Decoder
+from train.sharding import constrain, param_shardings
+
+Tree = Any
+
+
+def _draw(model: Decoder, collection: str, key: jax.Array) -> Tree:
+    """The boxed variables of one collection; the other is dead code under jit."""
+    tokens, mask = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
+    return model.init({"params": key, "lora": key}, tokens, mask)[collection]
+
+
+def _abstract(model: Decoder, collection: str, mesh: Mesh) -> Tree:
+    """ShapeDtypeStructs that carry their shardings."""
+    boxed = jax.eval_shape(functools.partial(_draw, model, collection), jax.random.key(0))
+    shapes = nn.unbox(boxed)
+    shardings = param_shardings(mesh, nn.get_partition_spec(boxed), shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def _initialise(model: Decoder, collection: str, key: jax.Array, mesh: Mesh) -> Tree:
+    """Values drawn on the devices that will hold them; threefry is partitionable, so they do not depend on the mesh."""
+    shardings = jax.tree.map(lambda x: x.sharding, _abstract(model, collection, mesh))
+    return jax.jit(lambda key: nn.unbox(_draw(model, collection, key)), out_shardings=shardings)(key)
+
+
+def _base(model: Decoder) -> Decoder:
+    return Decoder(dataclasses.replace(model.config, lora=None))
+
+
+def _check_has_lora(model: Decoder) -> None:
+    if model.config.lora is None:
+        raise ValueError("adapter: the model has no lora section, so there is nothing to attach an adapter to")
+
+
+def abstract_params(model: Decoder, mesh: Mesh) -> Tree:
+    """Shapes, dtypes and shardings of the base parameters, for restoring them."""
+    return _abstract(_base(model), "params", mesh)
+
+
+def abstract_adapter(model: Decoder, mesh: Mesh) -> Tree:
+    """Shapes, dtypes and shardings of the adapter, for restoring it. Raises ValueError for a model without lora."""
+    _check_has_lora(model)
+    return _abstract(model, "lora", mesh)
+
+
+def init_params(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
+    """Base parameters, sharded over the mesh; the same values whether or not the model has a lora section."""
+    return _initialise(_base(model), "params", key, mesh)
+
+
+def init_adapter(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
+    """A new adapter, sharded; B is zero, so that it changes nothing yet. Raises ValueError for a model without lora."""
+    _check_has_lora(model)
+    return _initialise(model, "lora", key, mesh)
+
+
+def init_value_head(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
+    """`{"kernel": [D], "bias": []}`: small weights, so that the first values are near 0."""
+    width = model.config.width
+    specs = {"kernel": PartitionSpec("embed"), "bias": PartitionSpec()}
+
+    def draw(key: jax.Array) -> Tree:
+        return {"kernel": jax.random.normal(key, (width,)) / (width + 1), "bias": jnp.zeros(())}
+
+    shapes = jax.eval_shape(draw, key)
+    return jax.jit(draw, out_shardings=param_shardings(mesh, specs, shapes))(key)
+
+
+@functools.cache
+def _adapter_layout(model: Decoder) -> dict[str, tuple[int, ...]]:
+    boxed = jax.eval_shape(functools.partial(_draw, model, "lora"), jax.random.key(0))
+    return _layout(nn.unbox(boxed))
+
+
+def _layout(tree: Tree) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
+
+
+def variables(model: Decoder, policy: kljax.Policy) -> dict[str, Tree]:
+    """The collections that `model.apply` takes; without an adapter there is no "lora".
+
+    Raises:
+      ValueError: an adapter whose names or shapes are not those that the model's lora section gives (flax would
+        silently leave the ones it does not know unused).
+    """
+    if policy.adapter is None:
+        return {"params": policy.params}
+    _check_has_lora(model)
+    expected, got = _adapter_layout(model), _layout(policy.adapter)
+    if expected != got:
+        wrong = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
+        listed = "; ".join(f"{name}: got {got.get(name)}, expected {expected.get(name)}" for name in wrong)
+        raise ValueError(f"adapter does not fit the model: {listed}")
+    return {"params": policy.params, "lora": policy.adapter}
+
+
+def hidden_states(model: Decoder, policy: kljax.Policy, tokens: jax.Array, token_mask: jax.Array) -> jax.Array:
+    """Hidden states [B, T, D]; finite but meaningless at padding."""
+    return model.apply(variables(model, policy), tokens, token_mask)
+
+
+def head(model: Decoder, params: Tree) -> jax.Array:
+    """Weights of the LM head, [D, V]: whole along D, so that a scan over chunks does not gather them at every step."""
+    tied = model.config.tie_embeddings
+    kernel = params["embed_tokens"]["embedding"].T if tied else params["lm_head"]["kernel"]
+    return constrain(kernel, None, "vocab")
+
+
+def token_stats(
+    model: Decoder,
+    policy: kljax.Policy,
+    tokens: jax.Array,
+    token_mask: jax.Array,
+    *,
+    temperature: float | jax.Array,
+    entropy: bool = False,
+    first: int = 1,
+) -> tuple[kljax.TokenStats, jax.Array]:
+    """Statistics of every token given the ones before it, and the hidden states they came from.
+
+    Args:
+      tokens: [B, T] int32; token_mask: [B, T] bool.
+      temperature: the one the tokens were sampled at.
+      entropy: whether to compute entropies too.
+      first: first column that is wanted (the prompt length P where only completions are); those before cost nothing.
+
+    Returns:
+      `TokenStats` of [B, T] (position t is token t; 0 in columns before `first`; finite but meaningless at padding)
+      and hidden states [B, T, D].
+    """
+    if not 1 <= first <= tokens.shape[1]:
+        raise ValueError(f"first: got {first}, expected 1 to {tokens.shape[1]} (column 0 has no prediction)")
+    hidden = hidden_states(model, policy, tokens, token_mask)
+    following = jnp.roll(tokens, -1, axis=1)[:, first - 1 :]
+    stats = kljax.log_probs_from_hidden(
+        hidden[:, first - 1 :], head(model, policy.params), following, temperature=temperature, entropy=entropy
+    )
+    aligned = jax.tree.map(lambda x: jnp.pad(kljax.shift_right(x), ((0, 0), (first - 1, 0))), stats)
+    return aligned, hidden
+
+
+def token_values(value_head: Tree, hidden: jax.Array) -> jax.Array:
+    """Value [B, T] of the state before token t, read from the hidden state of token t - 1; position 0 is 0."""
+    return kljax.shift_right(hidden @ value_head["kernel"] + value_head["bias"])

@@ -1,0 +1,184 @@
+"""One run from beginning to end: the base, the state, RL, the summary."""
+
+import dataclasses
+import logging
+import sys
+import time
+from typing import Any
+
+import jax
+
+from train.checkpoint import Checkpoints
+from train.config.load import LoadedConfig
+from train.config.schema import Config
+from train.data import Prompts, keep_prompts
+from train.interrupt import Interrupt, listening
+from train.loop import Programs, train, write_evaluation
+from train.metrics import MetricsWriter, read_metrics
+from train.plots import write_curves
+from train.references import (
+    assert_unchanged,
+    check_reference,
+    load_reference,
+    pinned_steps,
+    reference_fingerprint,
+)
+from train.report import Start, default_console, print_comparison, progress, write_summary
+from train.run_directory import RunDirectory, resume_run, saved_steps, start_run
+from train.setting import Setting
+from train.setup import config_mesh, first_state, make_model, new_base, restored_base
+from train.state import TrainState
+from train.step import make_optimizer
+from train.tasks import load_task
+from train.tokenizer import ByteTokenizer
+from train.tracing import forget_traces
+
+Tree = Any
+INTERRUPTED = 130
+ACCURACIES = ("accuracy", "accuracy_greedy")
+
+
+def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
+    """Runs a config; returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
+    config, began, console = loaded.config, time.perf_counter(), default_console()
+    forget_traces()
+    # Orbax says through these what this program says better itself.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    setting = _setting(config)
+    check_reference(config, setting.model, setting.mesh, saved_steps(config) if resume else [])
+    directory = resume_run(config) if resume else start_run(config)
+    console.print(f"run directory: {directory.root}", markup=False, highlight=False)
+    with jax.set_mesh(setting.mesh), progress(console) as bars:
+        checkpoints = Checkpoints(directory.checkpoints, config.checkpoint, pinned_steps(config))
+        setting, state, writer = _begin(setting, directory, checkpoints, bars, continued=resume)
+        first = int(state.step)
+        with listening() as interrupt:
+            state = _reinforce(
+                setting,
+                state,
+                directory=directory,
+                checkpoints=checkpoints,
+                writer=writer,
+                bars=bars,
+                interrupt=interrupt,
+            )
+        writer.close()
+        checkpoints.close()
+    done = int(state.step)
+    if done < config.steps:
+        print(f"interrupted after step {done} of {config.steps}; saved, continue with --resume", file=sys.stderr)
+        return INTERRUPTED
+    before, after = _before_and_after(directory)
+    write_curves(directory.root)
+    # A finished run that is asked to continue did nothing now: its summary, with its seconds, stays.
+    if done > first or not directory.summary.exists():
+        write_summary(directory.summary, _summary(before, after, done, time.perf_counter() - began))
+    print_comparison(console, before, after)
+    return 0
+
+
+def _setting(config: Config) -> Setting:
+    """What the run needs of the config and the machine; every mistake that can be found here is found before RL."""
+    tokenizer, task = ByteTokenizer(), load_task(config)
+    prompts = Prompts(
+        task.train,
+        tokenizer,
+        length=config.data.max_prompt_length,
+        batch_size=config.rollout.prompts_per_step,
+        seed=config.seed,
+    )
+    held_out = keep_prompts(task.eval, tokenizer, config.data.max_prompt_length, what="held-out prompts")
+    return Setting(
+        config=config,
+        mesh=config_mesh(config),
+        model=make_model(config, tokenizer),
+        optimizer=make_optimizer(config.optim),
+        tokenizer=tokenizer,
+        task=task,
+        prompts=prompts,
+        held_out=held_out[: config.eval.prompts],
+    )
+
+
+def _begin(
+    setting: Setting, directory: RunDirectory, checkpoints: Checkpoints, bars: Start, *, continued: bool
+) -> tuple[Setting, TrainState, MetricsWriter]:
+    """The base and the state to go on from: of the last complete checkpoint, or from the start.
+
+    The base is written once the warm start is complete; a run that was killed before begins anew.
+    """
+    config, model, mesh = setting.config, setting.model, setting.mesh
+    if continued and directory.base.is_dir():
+        base = restored_base(directory, model, mesh)
+        first = first_state(config, model, mesh, base, setting.optimizer)
+        restored = checkpoints.restore_last(first)
+        state = first if restored is None else restored
+        writer = MetricsWriter(directory.root, resume_step=-1 if restored is None else int(state.step))
+    else:
+        writer = MetricsWriter(directory.root)
+        base = new_base(setting, directory, bars=bars, writer=writer)
+        state = first_state(config, model, mesh, base, setting.optimizer)
+    # Without LoRA the base weights are the trainable ones, whose buffers the update gives away.
+    return dataclasses.replace(setting, base=base if config.lora is not None else None), state, writer
+
+
+def _reinforce(
+    setting: Setting,
+    state: TrainState,
+    *,
+    directory: RunDirectory,
+    checkpoints: Checkpoints,
+    writer: MetricsWriter,
+    bars: Start,
+    interrupt: Interrupt,
+) -> TrainState:
+    """RL from this state on, against a reference that is proven unchanged at the end."""
+    programs = Programs.of(setting, state)
+    if not checkpoints.steps():
+        write_evaluation(setting, programs, state, writer, 0)
+        checkpoints.save(state, 0)
+        checkpoints.wait()
+    reference = load_reference(
+        setting.config,
+        setting.model,
+        setting.mesh,
+        base=setting.base,
+        base_path=directory.base,
+        checkpoints=checkpoints,
+    )
+    before = reference_fingerprint(reference)
+    state = train(
+        dataclasses.replace(setting, reference=reference),
+        programs,
+        state,
+        writer=writer,
+        checkpoints=checkpoints,
+        interrupt=interrupt,
+        advance=bars("RL", setting.config.steps, int(state.step)),
+    )
+    assert_unchanged(reference, before)
+    return state
+
+
+def _before_and_after(directory: RunDirectory) -> tuple[dict[str, float], dict[str, float]]:
+    """The first and the last evaluation, the latter with the KLs of the last training step."""
+    records = read_metrics(directory.metrics)
+    evaluations = [record for record in records if record["phase"] == "eval"]
+    steps = [record for record in records if record["phase"] == "train"]
+    last = steps[-1] if steps else {}
+    measured: dict[str, float] = {name: last[name] for name in ("kl_reference", "rollout_kl") if name in last}
+    before, after = ({name: record[name] for name in ACCURACIES} for record in (evaluations[0], evaluations[-1]))
+    return before, after | measured
+
+
+def _summary(before: dict[str, float], after: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
+    """What a run is judged by; a KL that was not computed is null."""
+    return {
+        **{f"{name}_before": before[name] for name in ACCURACIES},
+        **{f"{name}_after": after[name] for name in ACCURACIES},
+        "kl_reference": after.get("kl_reference"),
+        "rollout_kl": after.get("rollout_kl"),
+        "steps": steps,
+        "seconds": round(seconds, 1),
+    }

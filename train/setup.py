@@ -1,0 +1,85 @@
+"""What a run starts from: the model, the base weights and the first state."""
+
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from train.checkpoint import restore_base, save_base
+from train.config.schema import Config
+from train.data import Supervised
+from train.errors import UserError
+from train.keys import purpose_key
+from train.metrics import MetricsWriter
+from train.models import Decoder, DecoderConfig, LoraConfig
+from train.objective import make_controller
+from train.policy import abstract_params, init_adapter, init_params, init_value_head
+from train.references import locate
+from train.report import Start
+from train.run_directory import RunDirectory
+from train.setting import Setting
+from train.sharding import make_mesh, replicated
+from train.state import TrainState, initial_state
+from train.tokenizer import ByteTokenizer
+from train.warm_start import warm_start
+
+Tree = Any
+
+
+def make_model(config: Config, tokenizer: ByteTokenizer) -> Decoder:
+    """The decoder that the config describes, with the vocabulary of the tokenizer."""
+    lora = None if config.lora is None else LoraConfig(**config.lora.model_dump())
+    return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, lora=lora, **config.model.model_dump()))
+
+
+def config_mesh(config: Config) -> Mesh:
+    """The mesh of the config; raises `UserError` if this machine has too few devices."""
+    try:
+        return make_mesh(**config.mesh.model_dump())
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def restored_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
+    """The base of a run that is continued."""
+    return restore_base(directory.base, abstract_params(model, mesh), "base")
+
+
+def new_base(setting: Setting, directory: RunDirectory, *, bars: Start, writer: MetricsWriter) -> Tree:
+    """The base of a new run: a saved one, or newly drawn weights after the warm start. Saved once it is complete."""
+    config, model, mesh = setting.config, setting.model, setting.mesh
+    section = config.warm_start
+    if section.checkpoint is not None:
+        path, item = locate(section.checkpoint, "params")
+        params = restore_base(path, abstract_params(model, mesh), "warm_start.checkpoint", item=item)
+    else:
+        params = init_params(model, purpose_key(config.seed, "params"), mesh)
+        data = Supervised(
+            setting.prompts.examples,
+            setting.tokenizer,
+            prompt_length=config.data.max_prompt_length,
+            completion_length=config.data.max_completion_length,
+            batch_size=section.batch_size,
+            seed=config.seed,
+        )
+        advance = bars("warm start", section.steps, 0)
+
+        def report(step: int, values: dict[str, float]) -> None:
+            writer.write("warm_start", step, values)
+            advance(f"loss {values['loss']:.3f}")
+
+        params = warm_start(setting, params, data, report)
+    save_base(directory.base, params)
+    return params
+
+
+def first_state(
+    config: Config, model: Decoder, mesh: Mesh, base: Tree, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """The state before RL. Without LoRA the base weights become the trainable ones; with it they stay what they are."""
+    trainable: dict[str, Tree] = {"params": base}
+    if config.lora is not None:
+        trainable = {"adapter": init_adapter(model, purpose_key(config.seed, "adapter"), mesh)}
+    if config.has_value_head():
+        trainable["value_head"] = init_value_head(model, purpose_key(config.seed, "value_head"), mesh)
+    return initial_state(trainable, optimizer, make_controller(config), replicated(mesh))

@@ -1,0 +1,153 @@
+"""The mesh, and the one table that says which mesh axis each logical axis of an array lives on."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor")
+
+RULES: Mapping[str, str | tuple[str, ...] | None] = {
+    "rows": ("data", "fsdp"),
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "norm": None,
+    "layers": None,
+    "lora_rank": None,
+}
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh over the first `data * fsdp * tensor` devices.
+
+    Raises:
+      ValueError: an axis below 1, or fewer devices than the mesh needs.
+    """
+    shape = (data, fsdp, tensor)
+    for name, size in zip(AXES, shape, strict=True):
+        if size < 1:
+            raise ValueError(f"mesh.{name}: got {size}, expected at least 1")
+    needed, devices = data * fsdp * tensor, jax.devices()
+    if needed > len(devices):
+        raise ValueError(
+            f"mesh: data={data} x fsdp={fsdp} x tensor={tensor} needs {needed} devices, "
+            f"got {len(devices)} ({devices[0].platform})"
+        )
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:needed])
+
+
+def mesh_axes(axis: str | None, rules: Mapping[str, str | tuple[str, ...] | None] = RULES) -> tuple[str, ...]:
+    """The mesh axes of one logical axis; none for None.
+
+    Raises:
+      ValueError: a logical axis that the table does not know.
+    """
+    if axis is None:
+        return ()
+    if axis not in rules:
+        raise ValueError(f"logical axis: got {axis!r}, expected one of {', '.join(rules)}")
+    found = rules[axis]
+    return () if found is None else (found,) if isinstance(found, str) else tuple(found)
+
+
+def partition_spec(
+    axes: tuple[str | None, ...], rules: Mapping[str, str | tuple[str, ...] | None] = RULES
+) -> PartitionSpec:
+    """Logical axes of one array -> mesh axes.
+
+    Raises:
+      ValueError: two logical axes of the array land on the same mesh axis.
+    """
+    owner: dict[str, str | None] = {}
+    for axis in axes:
+        for name in mesh_axes(axis, rules):
+            if name in owner:
+                raise ValueError(
+                    f"logical axes {owner[name]!r} and {axis!r} of one array both map to mesh axis {name!r}"
+                )
+            owner[name] = axis
+    entries = (mesh_axes(axis, rules) for axis in axes)
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in entries))
+
+
+def _sharding(
+    path: Any, axes: PartitionSpec, leaf: Any, mesh: Mesh, rules: Mapping[str, str | tuple[str, ...] | None]
+) -> NamedSharding:
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    if len(axes) not in (0, len(leaf.shape)):
+        raise ValueError(f"{name}: logical axes {tuple(axes)} do not fit shape {leaf.shape}")
+    try:
+        spec = partition_spec(tuple(axes), rules)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    for size, axis in zip(leaf.shape, axes, strict=False):
+        parts = 1
+        for mesh_axis in mesh_axes(axis, rules):
+            parts *= mesh.shape[mesh_axis]
+        if size % parts:
+            mapped = " x ".join(f"mesh.{item}={mesh.shape[item]}" for item in mesh_axes(axis, rules))
+            raise ValueError(f"{name}: axis {axis!r} of size {size} is not divisible by {mapped} (shape {leaf.shape})")
+    return NamedSharding(mesh, spec)
+
+
+def param_shardings(
+    mesh: Mesh, logical_specs: Any, shapes: Any, rules: Mapping[str, str | tuple[str, ...] | None] = RULES
+) -> Any:
+    """Shardings for a tree of parameters.
+
+    Args:
+      mesh: the mesh.
+      logical_specs: tree of PartitionSpec of logical axis names (`nn.get_partition_spec`); `P()` is replicated.
+      shapes: tree of the same structure whose leaves have `.shape`.
+      rules: logical axis -> mesh axis.
+
+    Raises:
+      ValueError: names the parameter; two axes on one mesh axis, or a size that the mesh does not divide.
+    """
+
+    def is_spec(x: Any) -> bool:
+        return isinstance(x, PartitionSpec)
+
+    def place(path: Any, axes: PartitionSpec, leaf: Any) -> NamedSharding:
+        return _sharding(path, axes, leaf, mesh, rules)
+
+    return jax.tree_util.tree_map_with_path(place, logical_specs, shapes, is_leaf=is_spec)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over data and fsdp, everything else whole."""
+    return NamedSharding(mesh, partition_spec(("rows",)))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def shard_rows(tree: Any, mesh: Mesh) -> Any:
+    """Put host arrays on the mesh, split over their leading axis.
+
+    Raises:
+      ValueError: names the field whose rows the mesh does not divide.
+    """
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+
+    def put(path: Any, leaf: Any) -> jax.Array:
+        if leaf.shape[0] % parts:
+            name = jax.tree_util.keystr(path, simple=True, separator=".") or "array"
+            raise ValueError(f"{name}: {leaf.shape[0]} rows are not divisible by mesh.data x mesh.fsdp = {parts}")
+        return jax.device_put(leaf, batch_sharding(mesh))
+
+    return jax.tree_util.tree_map_with_path(put, tree)
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Hint the layout of an activation inside jit; the array itself where no mesh is set (`jax.set_mesh`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(name not in mesh.axis_names for name in AXES):
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(axes))

@@ -1,0 +1,141 @@
+"""The compiled functions of an RL step: score a rollout batch, prepare it, update on it.
+
+Each compiles once, which chex asserts, and none of them talks to the host.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+import kljax
+from train import objective as objectives
+from train.batch import Batch, map_micro_batches, micro_batches, take_rows
+from train.config.schema import Config, Optim
+from train.models import Decoder
+from train.policy import token_stats, token_values
+from train.sharding import batch_sharding, replicated
+from train.state import TrainState, policy_of
+from train.tracing import traced_once
+
+Tree = Any
+Metrics = objectives.Metrics
+
+SCORED = ("old_log_probs", "ref_log_probs", "values")
+"""The fields of a batch that `make_score` fills in; the others a rollout brings."""
+
+
+def make_optimizer(section: Optim) -> optax.GradientTransformation:
+    """AdamW on gradients of bounded global norm, with a linear warm-up of the learning rate."""
+    first = section.learning_rate / (section.warmup_steps + 1)
+    schedule = optax.linear_schedule(first, section.learning_rate, section.warmup_steps)
+    return optax.chain(
+        optax.clip_by_global_norm(section.max_grad_norm),
+        optax.adamw(
+            schedule if section.warmup_steps else section.learning_rate,
+            b1=section.b1,
+            b2=section.b2,
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+        ),
+    )
+
+
+def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batch]:
+    """`(trainable, base, reference, batch) -> batch` with old log-probs, reference log-probs and values filled in.
+
+    `reference` is None when no coefficient needs it: then nothing of it is computed. All results are data. Old and
+    reference log-probs are computed as the objective's are, at its micro-batch size, so that an unchanged policy has
+    ratio 1 up to the last bit of a log-prob.
+    """
+
+    def token_stats_of(policy: kljax.Policy, tokens: jax.Array, mask: jax.Array) -> tuple[kljax.TokenStats, jax.Array]:
+        first = config.data.max_prompt_length
+        return token_stats(model, policy, tokens, mask, temperature=config.temperature, first=first)
+
+    def score(trainable: dict[str, Tree], base: Tree, reference: kljax.Policy | None, batch: Batch) -> Batch:
+        policy = policy_of(trainable, base)
+
+        def rows(part: Batch) -> Batch:
+            stats, hidden = token_stats_of(policy, part.tokens, part.token_mask)
+            found = {"old_log_probs": stats.log_prob}
+            if reference is not None:
+                ref_stats, _ = token_stats_of(reference, part.tokens, part.token_mask)
+                found["ref_log_probs"] = ref_stats.log_prob
+            if "value_head" in trainable:
+                found["values"] = token_values(trainable["value_head"], hidden)
+            masked = {name: kljax.masked(value, part.completion_mask) for name, value in found.items()}
+            return dataclasses.replace(part, **jax.lax.stop_gradient(masked))
+
+        return map_micro_batches(rows, batch, _score_parts(config))
+
+    return jax.jit(traced_once(score), out_shardings=batch_sharding(mesh))
+
+
+def make_prepare(config: Config, mesh: Mesh) -> Callable[..., Any]:
+    """The compiled half of the objective that needs the whole rollout batch."""
+    prepare = traced_once(objectives.make_preparation(config))
+    return jax.jit(prepare, out_shardings=(batch_sharding(mesh), replicated(mesh), replicated(mesh)))
+
+
+def make_update(
+    config: Config, model: Decoder, optimizer: optax.GradientTransformation, state: TrainState, mesh: Mesh
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """`(state, base, batch, rows, coefficients) -> (state, metrics)`: one optimizer update on some rows of the batch.
+
+    The token weights are computed from the masks of all rows of the update before these are split, so gradients and
+    metrics of the micro-batches only add. The state is donated and keeps its shardings.
+    """
+    objective = objectives.make_objective(config, model)
+    gradient = jax.value_and_grad(objective, has_aux=True)
+
+    def update(
+        state: TrainState, base: Tree, batch: Batch, rows: jax.Array, coefs: objectives.Coefficients
+    ) -> tuple[TrainState, Metrics]:
+        chosen = take_rows(batch, rows)
+        weighted = dataclasses.replace(chosen, token_weights=objectives.token_weights(config, chosen))
+        parts = jax.lax.with_sharding_constraint(
+            micro_batches(weighted, config.optim.micro_batches), _micro_sharding(mesh)
+        )
+
+        def accumulate(total: Tree, part: Batch) -> tuple[Tree, Metrics]:
+            (_, metrics), grads = gradient(state.trainable, base, part, coefs)
+            return jax.tree.map(jnp.add, total, grads), metrics
+
+        zeros = jax.tree.map(jnp.zeros_like, state.trainable)
+        grads, metrics = jax.lax.scan(accumulate, zeros, parts)
+        metrics = jax.tree.map(lambda x: x.sum(0), metrics)
+        norm = optax.tree.norm(grads)
+        metrics["grad_norm"] = kljax.WeightedSum(norm, jnp.ones_like(norm))
+        changes, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+        trainable = optax.apply_updates(state.trainable, changes)
+        return dataclasses.replace(state, trainable=trainable, opt_state=opt_state), metrics
+
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(traced_once(update), donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+
+
+def update_rows(config: Config, key: jax.Array) -> list[jax.Array]:
+    """The rows of each update on a rollout batch: for every epoch a new permutation, cut into equal parts."""
+    rows, parts = config.rows_per_batch(), config.optim.updates_per_batch
+    chosen: list[jax.Array] = []
+    for epoch in range(config.optim.epochs):
+        order = jnp.arange(rows)
+        if parts > 1:
+            order = jax.random.permutation(jax.random.fold_in(key, epoch), rows)
+        chosen.extend(order.reshape(parts, -1))
+    return chosen
+
+
+def _score_parts(config: Config) -> int:
+    """Scoring goes over as many rows at a time as an update does."""
+    return config.optim.updates_per_batch * config.optim.micro_batches
+
+
+def _micro_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:
+    """Micro-batches on a leading axis that every device walks through; rows over the mesh."""
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, *batch_sharding(mesh).spec))
