@@ -1,0 +1,149 @@
+"""The real command in a process of its own, and what it leaves on disk."""
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 300
+
+# A run of these is compilation and little else, but some completions are right, so that every term has a gradient.
+TINY = (
+    "model={layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 8, mlp_width: 32}",
+    "warm_start={steps: 60, batch_size: 16, learning_rate: 1e-2}",
+    "rollout={prompts_per_step: 8, samples_per_prompt: 2}",
+    "eval={every: 1, prompts: 8, batch_size: 8}",
+    "checkpoint={every: 1, keep: 10}",
+    "data.max_operand=4",
+)
+# Runs that several files read.
+PPO = ("configs/ppo_adaptive_kl.yaml", *TINY, "steps=4", "optim.epochs=2")
+# Two steps without a warm-up: the adapter is on after the first.
+LORA = ("configs/lora.yaml", *TINY, "steps=2", "lora.rank=2", "lora.alpha=4.0", "optim.warmup_steps=0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A finished process of the command."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def root(self) -> Path:
+        """The run directory that the command printed."""
+        (line,) = (line for line in self.stdout.splitlines() if line.startswith("run directory: "))
+        return Path(line.removeprefix("run directory: "))
+
+    def succeeded(self) -> "Run":
+        """Itself, after asserting that the command ended well and quietly."""
+        assert self.returncode == 0, f"exit code {self.returncode}\n{self.stdout}\n{self.stderr}"
+        assert "Traceback" not in self.stderr
+        return self
+
+
+def environment(cache: Path | None, devices: int = 1) -> dict[str, str]:
+    """CPU devices, as many whatever the tests run on. `cache` keeps compiled programs for later runs."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    if cache is not None:
+        settings |= {
+            "PYTHONPYCACHEPREFIX": str(cache / "bytecode"),
+            "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+    return {**kept, **settings}
+
+
+def start(env: Mapping[str, str], *arguments: object) -> subprocess.Popen[str]:
+    """Starts `python -m train ARGUMENTS` in the repository."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "train", *map(str, arguments)],
+        cwd=ROOT,
+        env=dict(env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> Run:
+    """Waits for the end of a process."""
+    try:
+        stdout, stderr = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+    return Run(process.returncode, stdout, stderr)
+
+
+def run(env: Mapping[str, str], *arguments: object) -> Run:
+    """`python -m train ARGUMENTS` to its end."""
+    return finish(start(env, *arguments))
+
+
+def shared_run(directory: Path, *arguments: str, devices: int = 1) -> Run:
+    """One run for all tests and test processes that ask for these arguments; its output lies below `directory`.
+
+    The first to come runs the command while the others wait, so nobody may change what the run wrote.
+    """
+    name = hashlib.sha256("\0".join((*arguments, str(devices))).encode()).hexdigest()[:12]
+    output, record = directory / name, directory / f"{name}.json"
+    with (directory / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not record.exists():
+            shutil.rmtree(output, ignore_errors=True)
+            done = run(environment(directory, devices), *arguments, f"output={output}")
+            record.write_text(json.dumps(dataclasses.asdict(done)))
+        return Run(**json.loads(record.read_text()))
+
+
+def records(root: Path, phase: str) -> list[dict]:
+    """The records of one phase of `metrics.jsonl`."""
+    lines = (root / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["phase"] == phase]
+
+
+def saved_arrays(directory: Path) -> dict[str, np.ndarray]:
+    """Every array of a directory that orbax saved, by its dotted name."""
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(directory).item_metadata.tree
+        arguments = ocp.args.PyTreeRestore(
+            restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        )
+        restored = checkpointer.restore(directory, args=arguments)
+    leaves = jax.tree_util.tree_leaves_with_path(restored)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
+
+
+def state_arrays(root: Path, step: int) -> dict[str, np.ndarray]:
+    """The state that a run saved after a step."""
+    return saved_arrays(root / "checkpoints" / str(step) / "state")
+
+
+def assert_same_arrays(got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    """Bit by bit, which also tells -0 from 0 and one NaN from another."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype
+        assert got[name].shape == value.shape
+        assert got[name].tobytes() == value.tobytes(), name
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory with its bytes."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
+    }

@@ -1,0 +1,206 @@
+"""A run that is stopped, however rudely, and continued ends bit by bit where the uninterrupted one ends.
+
+PPO with a value head under the adaptive controller, four updates a batch: everything that a state can hold moves.
+"""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.command import (
+    PPO,
+    TIMEOUT,
+    Run,
+    assert_same_arrays,
+    files,
+    finish,
+    records,
+    saved_arrays,
+    start,
+    state_arrays,
+)
+
+STEPS = 4
+RECIPE = PPO
+NAME = "ppo_adaptive_kl"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(shared):
+    return shared(*RECIPE).succeeded()
+
+
+@pytest.fixture
+def resume(train, tmp_path):
+    """`resume("key=value", ...)` continues the run of this test."""
+    return lambda *arguments: train(*RECIPE, f"output={tmp_path}", *arguments, "--resume")
+
+
+def assert_same_run(got: Path, expected: Path) -> None:
+    """The same base, states and metrics; the arrays bit by bit, the metrics byte by byte."""
+    assert (got / "metrics.jsonl").read_text() == (expected / "metrics.jsonl").read_text()
+    assert_same_arrays(saved_arrays(got / "base"), saved_arrays(expected / "base"))
+    for step in (0, STEPS):
+        assert_same_arrays(state_arrays(got, step), state_arrays(expected, step))
+    one, two = (json.loads((root / "summary.json").read_text()) for root in (got, expected))
+    assert one | {"seconds": 0} == two | {"seconds": 0}
+
+
+def copied(run: Run, output: Path) -> Path:
+    """A copy of a run that a test may harm."""
+    return Path(shutil.copytree(run.root, output / NAME))
+
+
+def lines(root: Path, phase: str) -> int:
+    """The number of lines that a phase has so far."""
+    path = root / "metrics.jsonl"
+    return path.read_text().count(f'"phase": "{phase}"') if path.exists() else 0
+
+
+def in_warm_start(root: Path) -> bool:
+    return lines(root, "warm_start") > 1 and not list(root.glob("base*"))
+
+
+def in_save_of_base(root: Path) -> bool:
+    return bool(list(root.glob("base.*tmp*")))
+
+
+def after_base(root: Path) -> bool:
+    return (root / "base").is_dir() and not list(root.glob("checkpoints/*"))
+
+
+def in_save(root: Path, step: int) -> bool:
+    return bool(list(root.glob(f"checkpoints/{step}.*tmp*")))
+
+
+def before_save(root: Path, step: int) -> bool:
+    """Between steps: the lines of a step are there, its checkpoint is not."""
+    return lines(root, "train") == step and not list(root.glob(f"checkpoints/{step}*"))
+
+
+MOMENTS = {
+    "in the warm start": in_warm_start,
+    "while the base is saved": in_save_of_base,
+    "after the base": after_base,
+    "while step 0 is saved": lambda root: in_save(root, 0),
+    "after step 1": lambda root: before_save(root, 1),
+    "while step 2 is saved": lambda root: in_save(root, 2),
+}
+
+
+def kill_at(process, root: Path, happens) -> bool:
+    """Kills the process at the first moment at which `happens(root)`; False if it ended without one.
+
+    The process is frozen before it is looked at for good, so that the moment cannot pass between look and kill.
+    """
+    deadline = time.monotonic() + TIMEOUT
+    while process.poll() is None and time.monotonic() < deadline:
+        if happens(root):
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            if happens(root):
+                process.kill()
+                process.communicate()
+                return True
+            process.send_signal(signal.SIGCONT)
+        time.sleep(0.0005)
+    process.kill()
+    process.communicate()
+    return False
+
+
+def test_every_part_of_the_state_moves(uninterrupted):
+    first, last = (state_arrays(uninterrupted.root, step) for step in (0, STEPS))
+    assert int(last["opt_state.1.0.count"]) == 4 * STEPS
+    assert [name for name, value in first.items() if value.tobytes() == last[name].tobytes()] == []
+    coefficients = [record["kl_coef"] for record in records(uninterrupted.root, "train")]
+    assert len(set(coefficients)) == STEPS
+    assert {record["step"] for record in records(uninterrupted.root, "train") if record["reward"] > 0}
+
+
+def test_killed_at_six_moments_and_continued_each_time(uninterrupted, env, resume, tmp_path):
+    root = tmp_path / NAME
+    flags: list[str] = []
+    for name, happens in MOMENTS.items():
+        process = start(env, *RECIPE, f"output={tmp_path}", *flags)
+        assert kill_at(process, root, happens), f"{name}: the run ended before"
+        flags = ["--resume"]
+    assert_same_run(resume().succeeded().root, uninterrupted.root)
+    leftovers = [path for path in root.rglob("*") if "tmp" in path.name or path.name.endswith(".partial")]
+    assert leftovers == []
+
+
+def test_damaged_checkpoints_are_named_and_skipped(uninterrupted, resume, tmp_path):
+    root = copied(uninterrupted, tmp_path)
+    newest, before = (root / "checkpoints" / str(step) for step in (STEPS, STEPS - 1))
+    data = [path for path in newest.glob("state/**/d/*") if path.is_file()]
+    assert data
+    for path in data:
+        os.truncate(path, path.stat().st_size // 2)
+    os.truncate(before / "state" / "_METADATA", 10)
+    done = resume().succeeded()
+    assert f"checkpoint {newest} is damaged" in done.stderr
+    assert f"checkpoint {before} is damaged" in done.stderr
+    assert f"checkpoint {root / 'checkpoints' / str(STEPS - 2)} is damaged" not in done.stderr
+    assert f"RL {STEPS}/{STEPS}" in done.stdout
+    assert_same_run(root, uninterrupted.root)
+
+
+def test_interrupted_run_saves_says_so_and_continues(uninterrupted, env, resume, tmp_path):
+    root = tmp_path / NAME
+    process = start(env, *RECIPE, f"output={tmp_path}")
+    while process.poll() is None and lines(root, "train") == 0:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    step = lines(root, "train")
+    assert 1 <= step < STEPS
+    assert f"interrupted after step {step} of {STEPS}; saved, continue with --resume" in done.stderr
+    assert int(state_arrays(root, step)["step"]) == step
+    assert not (root / "summary.json").exists()
+    assert_same_run(resume().succeeded().root, uninterrupted.root)
+
+
+def test_resuming_a_finished_run_changes_nothing_and_says_the_same(uninterrupted, resume, tmp_path):
+    root = copied(uninterrupted, tmp_path)
+    before = files(root)
+    done = resume().succeeded()
+    table = uninterrupted.stdout[uninterrupted.stdout.index("held-out") :]
+    assert done.stdout.endswith(table)
+    after = files(root)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    # Only the path of the output differs, which is another one here.
+    assert changed == {"config.yaml"}
+
+
+def test_more_steps_may_be_asked_for_and_are_the_same_as_all_at_once(uninterrupted, train, resume, tmp_path):
+    train(*RECIPE, f"output={tmp_path}", "steps=2", "eval.every=3").succeeded()
+    root = resume().succeeded().root
+    assert_same_arrays(state_arrays(root, STEPS), state_arrays(uninterrupted.root, STEPS))
+    assert records(root, "train") == records(uninterrupted.root, "train")
+
+
+def test_another_learning_rate_cannot_continue_a_run(uninterrupted, resume, tmp_path):
+    root = copied(uninterrupted, tmp_path)
+    before = files(root)
+    done = resume("optim.learning_rate=1e-5")
+    assert done.returncode == 2
+    assert (
+        f"error: --resume: the config differs from that of {root}: optim.learning_rate: the run has 0.0003, got "
+        in (done.stderr)
+    )
+    assert files(root) == before
+
+
+def test_there_is_nothing_to_continue(resume, tmp_path):
+    done = resume()
+    assert done.returncode == 2
+    assert done.stderr == f"error: --resume: there is no run at {tmp_path / NAME}; leave the flag out to start one\n"
+    assert list(tmp_path.iterdir()) == []

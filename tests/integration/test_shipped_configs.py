@@ -1,0 +1,91 @@
+"""Every recipe in configs/ goes to its end on the real command; the word problems from files in their real form."""
+
+import json
+import math
+
+import pytest
+
+from tests.integration.command import LORA, PPO, ROOT, TINY, records, state_arrays
+from train.config import load
+
+# The first update of a warm-up of the learning rate is at 0; two steps should show more than one.
+SHORT = (*TINY, "steps=2", "optim.warmup_steps=0")
+CENTERED = "configs/reinforce_pp_baseline_centered.yaml"
+# With each recipe, metrics of the terms that it is there to show.
+RECIPES = (
+    (("configs/quickstart.yaml", *SHORT), {"kl_loss", "rollout_kl_loss", "clip_fraction"}),
+    (LORA, {"kl_loss"}),
+    (PPO, {"kl_reward", "kl_coef", "value_loss"}),
+    ((CENTERED, *SHORT), {"kl_reference"}),
+)
+LONG = "How many apples are in the basket if somebody asks about them at great length? " * 4
+
+
+def test_every_config_is_run_here_or_in_the_smoke_run():
+    assert {f"configs/{path.name}" for path in (ROOT / "configs").iterdir()} == {
+        *(recipe[0] for recipe, _ in RECIPES),
+        "configs/gsm8k.yaml",
+        "configs/smoke.yaml",
+    }
+
+
+@pytest.mark.parametrize(("recipe", "metrics"), RECIPES, ids=[recipe[0] for recipe, _ in RECIPES])
+def test_a_recipe_goes_to_its_end(shared, recipe, metrics):
+    root = shared(*recipe).succeeded().root
+    steps = load(root / "config.yaml").config.steps
+    train = records(root, "train")
+    assert [record["step"] for record in train] == list(range(1, steps + 1))
+    assert [record["step"] for record in records(root, "eval")] == list(range(steps + 1))
+    assert all(metrics <= set(record) for record in train)
+    numbers = [value for record in train for value in record.values() if value != "train"]
+    assert all(math.isfinite(value) for value in numbers)
+    assert train[-1]["kl_reference"] > 0
+    assert max(record["grad_norm"] for record in train) > 0
+    summary = json.loads((root / "summary.json").read_text())
+    assert summary["steps"] == steps
+    assert summary["kl_reference"] == train[-1]["kl_reference"]
+    assert (root / "curves.png").stat().st_size > 10_000
+    assert int(state_arrays(root, steps)["step"]) == steps
+
+
+def word_problems(path, count, *, too_long):
+    """A file as GSM8K has it: calculations in double angle brackets, the answer after ####."""
+    lines = [
+        {
+            "question": f"Tom has {n} apples and buys {n + 1} more. How many apples does he have?",
+            "answer": f"Tom has {n}+{n + 1}=<<{n}+{n + 1}={2 * n + 1}>>{2 * n + 1} apples.\n#### {2 * n + 1}",
+        }
+        for n in range(count)
+    ]
+    if too_long:
+        lines.insert(count // 2, {"question": LONG, "answer": "Nobody knows.\n#### 1,000"})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("coef", [0.05, 0.0])
+def test_word_problems(train, tmp_path, coef):
+    """With the KL in the loss and without, as the recipe invites to compare; one question is too long for it."""
+    done = train(
+        "configs/gsm8k.yaml",
+        *TINY,
+        "steps=1",
+        "warm_start.steps=3",
+        f"kl.loss.coef={coef}",
+        f"data.train={word_problems(tmp_path / 'train.jsonl', 12, too_long=True)}",
+        f"data.eval={word_problems(tmp_path / 'eval.jsonl', 5, too_long=True)}",
+        f"output={tmp_path}",
+    ).succeeded()
+    assert "1 of 13 prompts are longer than data.max_prompt_length = 256 tokens and are left out" in done.stderr
+    assert "1 of 6 " in done.stderr
+    root = tmp_path / "gsm8k"
+    (step,) = records(root, "train")
+    assert {"correct", "format", "kl_reference", "completion_length"} <= set(step)
+    assert ("kl_loss" in step) == (coef > 0)
+    # `completion_length` counts bytes of real length, not the six tokens of a sum.
+    assert 1 <= step["completion_length"] <= 192
+    assert records(root, "eval")[0]["step"] == 0
+    config = load(root / "config.yaml").config
+    assert (config.data.max_prompt_length, config.data.max_completion_length) == (256, 192)
+    assert json.loads((root / "summary.json").read_text())["steps"] == 1
+    assert {path.name for path in (root / "checkpoints").iterdir()} == {"0", "1"}

@@ -1,0 +1,119 @@
+"""The smallest run that has every part: a config, a model of three layers, and a batch as a rollout would leave it."""
+
+import copy
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+import kljax
+from train.batch import Batch
+from train.config.load import apply_overrides, parse
+from train.config.schema import Config
+from train.models import Decoder
+from train.setup import first_state, make_model
+from train.sharding import make_mesh
+from train.state import TrainState
+from train.tokenizer import ByteTokenizer
+
+PROMPT, ROOM = 5, 4
+LAYERS = 3
+RAW = {
+    "steps": 3,
+    "data": {"max_prompt_length": PROMPT, "max_completion_length": ROOM, "max_operand": 9},
+    "model": {"layers": LAYERS, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 24},
+    "warm_start": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3},
+    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2},
+    "eval": {"prompts": 5, "batch_size": 4},
+    "checkpoint": {"every": 1, "keep": 2},
+}
+ROWS, LENGTH = 8, PROMPT + ROOM
+PROMPT_LENGTHS = (5, 3, 1, 4, 5, 2, 5, 3)
+COMPLETION_LENGTHS = (4, 1, 2, 4, 0, 3, 2, 4)
+
+
+def config_of(*overrides: str) -> Config:
+    """The tiny config with `a.b=c` on top."""
+    raw = copy.deepcopy(RAW)
+    problems = apply_overrides(raw, overrides)
+    assert not problems, problems
+    return parse(raw)[0]
+
+
+@functools.cache
+def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh of the first devices."""
+    return make_mesh(data, fsdp, tensor)
+
+
+def model_of(config: Config) -> Decoder:
+    """The model of a config."""
+    return make_model(config, ByteTokenizer())
+
+
+@functools.cache
+def host_params() -> dict:
+    """Weights on the host, the same for every config here, and far enough from 0 to have opinions."""
+    from train.policy import init_params
+
+    params = init_params(model_of(config_of()), jax.random.key(0), mesh_of())
+    return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim > 2 else 1), params)
+
+
+def moved(params: dict, by: float, seed: int = 1) -> dict:
+    """Weights some way off, as those of a reference or of a policy after some updates."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: x + np.float32(by) * rng.normal(size=x.shape).astype(np.float32), params)
+
+
+def state_of(config: Config, optimizer: optax.GradientTransformation, mesh: Mesh | None = None) -> TrainState:
+    """A first state of its own buffers, so that it may be donated."""
+    from train.policy import abstract_params
+
+    model, mesh = model_of(config), mesh or mesh_of()
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_params(model, mesh))
+    base = jax.tree.map(lambda x, s: jnp.copy(jax.device_put(x, s)), host_params(), shardings)
+    return first_state(config, model, mesh, base, optimizer)
+
+
+def rollout_batch(seed: int = 0) -> Batch:
+    """What a rollout returns: rows of all lengths, one of them without a single token."""
+    rng = np.random.default_rng(seed)
+    column = np.arange(LENGTH)
+    prompts, completions = (np.array(lengths)[:, None] for lengths in (PROMPT_LENGTHS, COMPLETION_LENGTHS))
+    completion_mask = (column >= PROMPT) & (column < PROMPT + completions)
+    return Batch(
+        tokens=jnp.asarray(rng.integers(0, 256, (ROWS, LENGTH)), jnp.int32),
+        token_mask=jnp.asarray(((column >= PROMPT - prompts) & (column < PROMPT)) | completion_mask),
+        completion_mask=jnp.asarray(completion_mask),
+        rewards=jnp.asarray(rng.integers(0, 2, ROWS) + rng.normal(size=ROWS) / 4, jnp.float32),
+        group_ids=jnp.asarray(np.repeat(np.arange(4), 2), jnp.int32),
+        rollout_log_probs=jnp.asarray(np.where(completion_mask, -5 + rng.normal(size=completion_mask.shape), 0), "f4"),
+    )
+
+
+def full_batch(log_probs: np.ndarray, seed: int = 0) -> Batch:
+    """A batch with every field, its log-probs scattered around `log_probs`, so that no term is 0 and clips are active.
+
+    Under the mask the fields hold 1e4, which would show if it got out.
+    """
+    rng, batch = np.random.default_rng(seed + 1), rollout_batch(seed)
+    mask = np.asarray(batch.completion_mask)
+
+    def field(center: np.ndarray | float, spread: float) -> jax.Array:
+        return jnp.asarray(np.where(mask, center + spread * rng.normal(size=mask.shape), 1e4), jnp.float32)
+
+    return dataclasses.replace(
+        batch,
+        rollout_log_probs=field(log_probs, 0.1),
+        old_log_probs=field(log_probs, 0.3),
+        ref_log_probs=field(log_probs, 0.5),
+        values=field(0.0, 1.0),
+        advantages=field(0.0, 1.0),
+        returns=field(0.0, 1.0),
+        token_weights=kljax.token_weights(mask, mode="token_mean"),
+    )

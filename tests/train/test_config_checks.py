@@ -1,0 +1,184 @@
+"""What must hold between fields, and what follows from them."""
+
+import pytest
+
+from train.config import ConfigError, parse
+from train.config.load import apply_overrides
+
+
+def build(*overrides):
+    raw = {"steps": 5}
+    assert apply_overrides(raw, overrides) == []
+    return parse(raw)
+
+
+def problems(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        build(*overrides)
+    return caught.value.problems
+
+
+K1 = ("kl.loss.coef=0.1", "kl.loss.estimator=k1", "kl.loss.gradient=value")
+GAE = ("advantage.estimator=gae", "loss.value_coef=0.5")
+NORM = "loss.aggregation=seq_mean_token_sum_norm"
+
+
+def test_k1_loss_with_its_own_gradient_is_refused_with_the_reason():
+    (problem,) = problems(*K1)
+    assert problem.startswith("kl.loss.estimator: got k1 with kl.loss.gradient value")
+    assert "E[grad log pi] = 0" in problem
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "kl.loss.coef=0.0",
+        "kl.loss.gradient=k2",
+        "kl.loss.gradient=none",
+        "kl.loss.estimator=k3",
+        "kl.loss.importance_corrected=true",
+    ],
+)
+def test_k1_loss_is_fine_otherwise(change):
+    build(*K1, change)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        (("kl.loss.max_ratio=2.0",), "kl.loss.max_ratio: got 2.0, but there is no ratio"),
+        (("kl.reward.controller={type: adaptive, target: 1, horizon: 9}",), "kl.reward.coef: got 0 with the adaptive"),
+        (("advantage.estimator=gae",), "loss.value_coef: got 0, but advantage.estimator gae learns a value head"),
+        (("loss.value_coef=0.5",), "loss.value_coef: got 0.5, but advantage.estimator grpo has no value head"),
+        (("loss.value_clip=0.2",), "loss.value_clip: got 0.2, but advantage.estimator grpo has no value head"),
+        (("loss.dual_clip=3.0", "loss.policy=gspo"), "loss.dual_clip: got 3.0, but only loss.policy ppo has it"),
+        ((NORM,), "loss.max_length: got null, but loss.aggregation seq_mean_token_sum_norm divides by it"),
+        (("loss.max_length=8",), "loss.max_length: got 8, but loss.aggregation token_mean does not use it"),
+        (("data.train=a.jsonl",), "data.train: got 'a.jsonl', but task arithmetic makes its own problems"),
+        (("data.max_operand=9",), "eval.prompts: got 256, expected at most 50, half of the 100 problems"),
+        (("reference={source: adapter, path: /}",), "reference.source: got adapter, but the model has none"),
+        (("reference={source: step, step: 6}",), "reference.step: got 6, but the run ends at steps 5"),
+        (("reference={source: checkpoint, path: /no/where}",), "reference.path: got '/no/where', expected a saved"),
+        (("warm_start.checkpoint=/no/where",), "warm_start.checkpoint: got '/no/where', expected a saved"),
+        (("model.kv_heads=3",), "model.heads: got 4, expected a multiple of model.kv_heads = 3"),
+        (("mesh.tensor=4",), "model.kv_heads: got 2, expected a multiple of mesh.tensor = 4"),
+        (("mesh.tensor=2", "model.mlp_width=5"), "model.mlp_width: got 5, expected a multiple of mesh.tensor = 2"),
+        (
+            ("mesh.tensor=16", "model.heads=16", "model.kv_heads=16"),
+            "mesh.tensor: got 16, expected a divisor of the vocabulary of 264",
+        ),
+        (("mesh.fsdp=2", "model.width=33"), "model.width: got 33, expected a multiple of mesh.fsdp = 2"),
+        (
+            ("mesh.data=2", "eval.batch_size=3"),
+            "eval.batch_size: got 3, expected a multiple of mesh.data x mesh.fsdp = 2",
+        ),
+        (
+            ("mesh.data=2", "warm_start.batch_size=3"),
+            "warm_start.batch_size: got 3, expected a multiple of mesh.data x mesh.fsdp = 2",
+        ),
+        (
+            ("optim.updates_per_batch=3",),
+            "optim.micro_batches: rollout.prompts_per_step x rollout.samples_per_prompt = 128 rows do not divide into",
+        ),
+        (
+            ("optim.updates_per_batch=4", "optim.micro_batches=16", "mesh.fsdp=2", "mesh.data=2"),
+            "optim.micro_batches: a micro-batch has 2 rows",
+        ),
+    ],
+)
+def test_combination_is_refused(overrides, start):
+    (problem,) = problems(*overrides)
+    assert problem.startswith(start)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo"])
+def test_group_estimators_need_a_group(estimator):
+    (problem,) = problems(f"advantage.estimator={estimator}", "rollout.samples_per_prompt=1")
+    assert problem.startswith("rollout.samples_per_prompt: got 1")
+
+
+def test_other_estimators_need_no_group():
+    build("advantage.estimator=reinforce_plus_plus", "rollout.samples_per_prompt=1")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        GAE,
+        (*GAE, "loss.value_clip=0.2"),
+        ("loss.dual_clip=3.0",),
+        (NORM, "loss.max_length=6"),
+        ("lora.rank=2", "reference={source: adapter, path: /}"),
+        ("reference={source: checkpoint, path: 'gs://bucket/run'}",),
+        ("mesh={data: 2, fsdp: 2, tensor: 2}",),
+        ("kl.reward={coef: 0.1, controller: {type: adaptive, target: 1, horizon: 9}}",),
+    ],
+)
+def test_combination_is_accepted(overrides):
+    _, warnings = build(*overrides)
+    assert warnings == ()
+
+
+def test_files_of_the_real_task_must_exist(tmp_path):
+    found = problems("task=gsm8k", f"data.train={tmp_path}", f"data.eval={tmp_path / 'none'}")
+    assert [problem.rpartition("but ")[2] for problem in found] == ["it is a directory", "there is no such file"]
+
+
+def test_problems_that_rest_on_a_bad_field_are_not_guessed():
+    found = problems("mesh.tensor=-1", "model.mlp_width=5", "task=gsm", "data.train=a.jsonl")
+    assert [problem.partition(":")[0] for problem in found] == ["task", "mesh.tensor"]
+
+
+def test_rollout_kl_switches_the_recording_on():
+    config, warnings = build("kl.rollout.coef=0.1", "rollout.record_log_probs=false")
+    assert config.rollout.record_log_probs
+    (warning,) = warnings
+    assert warning.startswith("rollout.record_log_probs: switched on")
+    config, warnings = build("rollout.record_log_probs=false")
+    assert not config.rollout.record_log_probs
+    assert warnings == ()
+
+
+@pytest.mark.parametrize("term", ["reward", "loss", "advantage"])
+def test_warns_of_a_term_that_is_always_zero(term):
+    _, (warning,) = build(f"kl.{term}={{coef: 0.5, estimator: none}}")
+    assert warning == f"kl.{term}.estimator: none makes this term 0 although kl.{term}.coef is 0.5"
+
+
+def test_warns_of_a_loss_that_trains_nothing():
+    _, (warning,) = build("kl.loss={coef: 0.5, gradient: none}")
+    assert warning.startswith("kl.loss.gradient: none")
+
+
+@pytest.mark.parametrize(
+    ("override", "needed"),
+    [
+        ("seed=1", False),
+        ("kl.rollout.coef=0.1", False),
+        ("kl.reward.coef=0.1", True),
+        ("kl.loss.coef=0.1", True),
+        ("kl.advantage.coef=0.1", True),
+        ("reference.monitor=true", True),
+    ],
+)
+def test_reference_is_needed_only_by_what_reads_it(override, needed):
+    assert build(override)[0].needs_reference() is needed
+
+
+def test_derived_facts():
+    config, _ = build(*GAE, "rollout.prompts_per_step=3", "rollout.samples_per_prompt=5", "kl.rollout.coef=0.1")
+    assert config.rows_per_batch() == 15
+    assert config.has_value_head()
+    assert config.needs_rollout_log_probs()
+    assert not build()[0].has_value_head()
+    assert not build()[0].needs_rollout_log_probs()
+
+
+def test_names_are_the_library_s():
+    from kljax import aggregation, kl
+    from train.config import types
+
+    assert set(types.ESTIMATORS) == set(kl.ESTIMATORS)
+    assert set(types.KL_GRADIENTS) == set(kl.GRADIENTS)
+    assert set(types.AGGREGATIONS) == set(aggregation.MODES)
+    assert set(types.EMPTY_ROWS) == set(aggregation.EMPTY_ROWS)

@@ -1,0 +1,187 @@
+"""Every source of a reference: what is restored, what is shared, what is said when it is not there."""
+
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import kljax
+from tests import tiny
+from train.checkpoint import Checkpoints, save_base
+from train.config.schema import Checkpoint, Config
+from train.errors import UserError
+from train.keys import purpose_key
+from train.policy import init_adapter
+from train.references import assert_unchanged, load_reference, locate, reference_fingerprint
+from train.state import TrainState
+
+LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj]}"
+NEEDED = "kl.loss.coef=0.1"
+BASE = tiny.host_params()
+OTHER = tiny.moved(BASE, 0.1)
+
+
+def config_of(source: str, *overrides: str, lora: bool = False) -> Config:
+    return tiny.config_of(NEEDED, f"reference={source}", *([LORA] if lora else []), *overrides)
+
+
+def adapter_of(step: int):
+    """An adapter that a step number tells from every other; neither half of it is 0."""
+    config = tiny.config_of(LORA)
+    drawn = init_adapter(tiny.model_of(config), purpose_key(step, "adapter"), tiny.mesh_of())
+    return jax.tree.map(lambda x: x + 1 + step, drawn)
+
+
+def state_of(lora: bool, step: int) -> TrainState:
+    trainable = {"adapter": adapter_of(step)} if lora else {"params": tiny.moved(BASE, 0.01 * step)}
+    empty = jax.numpy.int32(step), trainable, optax.identity().init(trainable), kljax.fixed_kl(0.0).init()
+    return jax.device_put(TrainState(*empty), jax.sharding.NamedSharding(tiny.mesh_of(), jax.sharding.PartitionSpec()))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """A run of all weights and one of an adapter, each with its base and the checkpoints 0 and 3."""
+    roots = {lora: tmp_path_factory.mktemp("lora" if lora else "full") for lora in (False, True)}
+    for lora, root in roots.items():
+        save_base(root / "base", jax.tree.map(jax.numpy.asarray, BASE))
+        checkpoints = Checkpoints(root / "checkpoints", Checkpoint(every=1, keep=2))
+        for step in (0, 3):
+            checkpoints.save(state_of(lora, step), step)
+        checkpoints.close()
+    return roots
+
+
+def load(config: Config, root: Path, *, base=None) -> kljax.Policy | None:
+    checkpoints = Checkpoints(root / "checkpoints", Checkpoint(every=1, keep=2))
+    try:
+        return load_reference(
+            config,
+            tiny.model_of(config),
+            tiny.mesh_of(int(config.mesh.data), int(config.mesh.fsdp), int(config.mesh.tensor)),
+            base=base,
+            base_path=root / "base",
+            checkpoints=checkpoints,
+        )
+    finally:
+        checkpoints.close()
+
+
+def pointers(tree) -> list[int]:
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+
+
+def policy_base():
+    """The base weights as a LoRA run holds them on its device."""
+    return jax.tree.map(jax.numpy.array, BASE)
+
+
+def test_nothing_is_loaded_when_nothing_needs_it(tmp_path):
+    config = tiny.config_of("reference={source: step, step: 2}")
+    assert load(config, tmp_path) is None
+    assert load(tiny.config_of("kl.rollout.coef=0.1"), tmp_path) is None
+
+
+def test_a_metric_alone_needs_it(runs):
+    assert load(tiny.config_of("reference.monitor=true"), runs[False]) is not None
+
+
+def test_the_base_of_an_adapter_is_the_policys_own_weights(runs):
+    base = policy_base()
+    reference = load(config_of("{source: base}", lora=True), runs[True], base=base)
+    assert reference.adapter is None
+    assert pointers(reference.params) == pointers(base), "no second copy of the weights"
+
+
+def test_the_base_of_a_policy_that_moves_is_read_back(runs):
+    reference = load(config_of("{source: base}"), runs[False])
+    chex.assert_trees_all_equal(jax.device_get(reference.params), BASE)
+    assert reference.adapter is None
+
+
+def test_a_step_of_all_weights(runs):
+    reference = load(config_of("{source: step, step: 3}"), runs[False])
+    chex.assert_trees_all_equal(jax.device_get(reference), kljax.Policy(tiny.moved(BASE, 0.03)))
+
+
+def test_a_step_of_an_adapter_shares_the_base(runs):
+    base = policy_base()
+    reference = load(config_of("{source: step, step: 3}", lora=True), runs[True], base=base)
+    chex.assert_trees_all_equal(reference.adapter, adapter_of(3))
+    assert pointers(reference.params) == pointers(base)
+
+
+@pytest.mark.parametrize("place", ["checkpoints/3", "checkpoints/3/state", "plain"])
+def test_an_adapter_from_a_run_or_on_its_own(runs, tmp_path, place):
+    path = runs[True] / place
+    if place == "plain":
+        path = tmp_path / "adapter"
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, adapter_of(3))
+    base = policy_base()
+    reference = load(config_of(f"{{source: adapter, path: {path}}}", lora=True), runs[True], base=base)
+    chex.assert_trees_all_equal(reference.adapter, adapter_of(3))
+    assert pointers(reference.params) == pointers(base)
+
+
+@pytest.mark.parametrize("place", ["base", "checkpoints/3", "checkpoints/3/state", "plain"])
+def test_a_checkpoint_of_another_run_or_weights_on_their_own(runs, tmp_path, place):
+    path, expected = runs[False] / place, {"base": BASE}.get(place, tiny.moved(BASE, 0.03))
+    if place == "plain":
+        path, expected = tmp_path / "weights", OTHER
+        save_base(path, jax.tree.map(jax.numpy.asarray, OTHER))
+    reference = load(config_of(f"{{source: checkpoint, path: {path}}}"), tmp_path)
+    chex.assert_trees_all_equal(jax.device_get(reference), kljax.Policy(expected))
+
+
+def test_a_reference_is_laid_out_as_the_policy_is(runs):
+    config = config_of("{source: base}", "mesh.fsdp=4")
+    with jax.set_mesh(tiny.mesh_of(1, 4, 1)):
+        reference = load(config, runs[False])
+    chex.assert_trees_all_equal(jax.device_get(reference.params), BASE)
+    specs = {str(leaf.sharding.spec) for leaf in jax.tree.leaves(reference)}
+    assert any("fsdp" in spec for spec in specs)
+
+
+def test_what_is_not_there_is_said(runs, tmp_path):
+    with pytest.raises(UserError, match=r"^reference\.step: got 2, .* there are: 0, 3$"):
+        load(config_of("{source: step, step: 2}"), runs[False])
+    with pytest.raises(UserError, match=rf"^reference\.path: no readable checkpoint at {tmp_path}"):
+        load(config_of(f"{{source: checkpoint, path: {tmp_path}}}"), runs[False])
+    path = runs[False] / "checkpoints" / "3"
+    with pytest.raises(UserError, match=r"^reference\.path: .*trainable\.adapter\.\S+ is not in it"):
+        load(config_of(f"{{source: adapter, path: {path}}}", lora=True), runs[True], base=policy_base())
+    path = runs[True] / "checkpoints" / "3"
+    with pytest.raises(UserError, match=r"^reference\.path: .*trainable\.params\.\S+ is not in it"):
+        load(config_of(f"{{source: checkpoint, path: {path}}}"), runs[False])
+    with pytest.raises(UserError, match=r"^reference\.path: .* expected float32\[3, 16, 3\]"):
+        load(config_of(f"{{source: adapter, path: {path}}}", "lora.rank=3", lora=True), runs[True], base=policy_base())
+
+
+def test_locate(tmp_path):
+    (tmp_path / "7" / "state").mkdir(parents=True)
+    (tmp_path / "plain").mkdir()
+    assert locate(str(tmp_path / "7"), "params") == (tmp_path / "7" / "state", "trainable.params")
+    assert locate(str(tmp_path / "7" / "state"), "adapter") == (tmp_path / "7" / "state", "trainable.adapter")
+    assert locate(str(tmp_path / "plain"), "params") == (tmp_path / "plain", None)
+
+
+def test_a_change_of_one_bit_is_found():
+    reference = kljax.Policy(jax.tree.map(jax.numpy.asarray, BASE), {"a": jax.numpy.ones(3)})
+    before = reference_fingerprint(reference)
+    assert_unchanged(reference, before)
+    leaves, tree = jax.tree.flatten(reference)
+    for index in (0, len(leaves) - 1):
+        flat = np.array(leaves[index]).reshape(-1)
+        flat.view(np.uint32)[0] ^= 1
+        changed = [*leaves[:index], flat.reshape(leaves[index].shape), *leaves[index + 1 :]]
+        with pytest.raises(RuntimeError, match="the reference policy changed during the run"):
+            assert_unchanged(jax.tree.unflatten(tree, changed), before)
+
+
+def test_no_reference_cannot_change():
+    assert reference_fingerprint(None) is None
+    assert_unchanged(None, None)

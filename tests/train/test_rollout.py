@@ -1,0 +1,144 @@
+"""Rollouts: rows in the order of their prompts, judged by the task, at the temperature that is trained at."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests import tiny
+from train.data import encode_prompts
+from train.policy import token_stats
+from train.rollout import collect, complete, divide, judge, make_sampler
+from train.sampler import Samples
+from train.sharding import shard_rows
+from train.state import policy_of
+from train.tasks import Example, Task, load_task
+from train.tasks.arithmetic import score
+from train.tokenizer import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+EXAMPLES = [Example(f"{a}+{b}=", str(a + b), str(a + b)) for a, b in ((1, 2), (3, 4), (5, 5), (0, 8))]
+TASK = Task("fixed", EXAMPLES, EXAMPLES, score)
+
+
+def scripted(texts: list[str], finished: list[bool]):
+    """A sampler that answers with given texts, row by row, and checks that it was given the prompts."""
+
+    def draw(trainable, base, prompts, prompt_mask, key) -> Samples:
+        rows, room = prompts.shape[0], tiny.ROOM
+        tokens = np.zeros((rows, room), np.int32)
+        mask = np.zeros((rows, room), bool)
+        for row, (text, done) in enumerate(zip(texts, finished, strict=True)):
+            ids = TOKENIZER.encode(text) + [TOKENIZER.eos_id] * done
+            tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
+        both = np.concatenate([np.zeros(prompts.shape, bool), mask], axis=1)
+        return Samples(
+            tokens=jax.numpy.concatenate([prompts, tokens], axis=1),
+            token_mask=jax.numpy.concatenate([prompt_mask, mask], axis=1),
+            completion_mask=jax.numpy.asarray(both),
+            log_probs=jax.numpy.where(both, -1.5, 0),
+            finished=jax.numpy.asarray(np.array(finished)),
+        )
+
+    return draw
+
+
+TEXTS = ["3", "4", "7", "77", "10", "", "8", "8"]
+FINISHED = [True, True, True, True, True, False, False, True]
+
+
+def collected(*overrides: str):
+    return collect(
+        tiny.config_of(*overrides),
+        scripted(TEXTS, FINISHED),
+        {},
+        None,
+        EXAMPLES,
+        task=TASK,
+        key=jax.random.key(0),
+        tokenizer=TOKENIZER,
+        mesh=tiny.mesh_of(),
+    )
+
+
+def test_rows_follow_their_prompts_and_are_judged_one_by_one():
+    rollout = collected()
+    batch = rollout.batch
+    assert rollout.completions == TEXTS
+    np.testing.assert_array_equal(batch.group_ids, [0, 0, 1, 1, 2, 2, 3, 3])
+    # "8" that was cut off before EOS is not an answer.
+    np.testing.assert_array_equal(batch.rewards, [1, 0, 1, 0, 1, 0, 0, 1])
+    prompts, mask = encode_prompts([e for e in EXAMPLES for _ in range(2)], TOKENIZER, tiny.PROMPT)
+    np.testing.assert_array_equal(batch.tokens[:, : tiny.PROMPT], prompts)
+    np.testing.assert_array_equal(batch.token_mask[:, : tiny.PROMPT], mask)
+    lengths = [2, 2, 2, 3, 3, 0, 1, 2]
+    np.testing.assert_array_equal(batch.completion_mask.sum(-1), lengths)
+    assert rollout.metrics == {
+        "reward": 0.5,
+        "correct": 0.5,
+        "completion_length": sum(lengths) / 8,
+        "finished": 6 / 8,
+    }
+    assert (batch.rewards.dtype, batch.group_ids.dtype) == (np.float32, np.int32)
+    for name in ("old_log_probs", "ref_log_probs", "values", "advantages", "returns", "token_weights"):
+        assert getattr(batch, name) is None, name
+
+
+def test_log_probs_are_recorded_only_if_asked_for():
+    recorded = collected().batch.rollout_log_probs
+    np.testing.assert_array_equal(recorded, np.where(collected().batch.completion_mask, -1.5, 0))
+    assert collected("rollout.record_log_probs=false").batch.rollout_log_probs is None
+    # What needs them switches them on.
+    needing = collected("rollout.record_log_probs=false", "kl.rollout.coef=0.1")
+    assert needing.batch.rollout_log_probs is not None
+
+
+def test_named_rewards_are_kept_apart():
+    task = Task("two", EXAMPLES, EXAMPLES, lambda e, text, done: {"reward": len(text) + done, "correct": 0, "form": 2})
+    scores = judge(task, EXAMPLES[:2], ["abc", ""], np.array([True, False]))
+    assert {name: values.tolist() for name, values in scores.items()} == {
+        "reward": [4, 0],
+        "correct": [0, 0],
+        "form": [2, 2],
+    }
+    assert {values.dtype for values in scores.values()} == {np.dtype(np.float32)}
+    with pytest.raises(ValueError, match="argument"):
+        judge(task, EXAMPLES, ["abc"], np.array([True]))
+
+
+def test_sums_are_divided_on_the_host():
+    pair = tiny.kljax.WeightedSum(jax.numpy.float32(3), jax.numpy.float32(4))
+    nothing = tiny.kljax.WeightedSum.zero()
+    values = divide({"a": pair, "b": nothing})
+    assert values == {"a": 0.75, "b": 0.0}
+    assert {type(value) for value in values.values()} == {float}
+
+
+def test_one_temperature_for_the_sampler_and_the_log_probs():
+    config = tiny.config_of("temperature=0.6")
+    state = tiny.state_of(config, optax.identity())
+    model, mesh = tiny.model_of(config), tiny.mesh_of()
+    sampler = make_sampler(config, model, TOKENIZER, mesh, name="test")
+    examples = load_task(config).train[:8]
+    options = {"prompt_length": tiny.PROMPT, "tokenizer": TOKENIZER, "mesh": mesh}
+    samples, texts, finished = complete(sampler, state.trainable, None, examples, key=jax.random.key(1), **options)
+    assert len(texts) == len(finished) == 8
+    stats = jax.jit(token_stats, static_argnums=0)
+
+    def log_probs(temperature: float) -> np.ndarray:
+        policy = policy_of(state.trainable, None)
+        scored, _ = stats(model, policy, samples.tokens, samples.token_mask, temperature=temperature)
+        return np.where(samples.completion_mask, scored.log_prob, 0)
+
+    np.testing.assert_allclose(samples.log_probs, log_probs(0.6), atol=2e-6)
+    assert np.abs(samples.log_probs - log_probs(1.0)).max() > 1e-2
+    again, _, _ = complete(sampler, state.trainable, None, examples, key=jax.random.key(1), **options)
+    np.testing.assert_array_equal(samples.tokens, again.tokens)
+    other, _, _ = complete(sampler, state.trainable, None, examples, key=jax.random.key(2), **options)
+    assert (np.asarray(samples.tokens) != np.asarray(other.tokens)).any()
+
+
+def test_a_mesh_that_does_not_divide_the_rows_is_named():
+    prompts, _ = encode_prompts(EXAMPLES[:3], TOKENIZER, tiny.PROMPT)
+    with pytest.raises(ValueError, match=r"3 rows are not divisible by mesh\.data x mesh\.fsdp = 2"):
+        shard_rows(prompts, tiny.mesh_of(2, 1, 1))
