@@ -16,7 +16,7 @@ define make-environment
 	touch $(2)/.ready
 endef
 
-.PHONY: train test test-library test-newest find-newest-python check lint format types lock clean
+.PHONY: train test test-library test-newest find-newest-python check lint format types docs lock clean
 
 $(VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(VENV))
@@ -43,6 +43,9 @@ format: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(BIN)/mypy
 
+docs: $(VENV)/.ready ## the documentation, into docs/_build/; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+
 lock: $(VENV)/.ready ## after a change of the dependencies
 	$(BIN)/uv lock --python $(BIN)/python
 
@@ -62,4 +65,4 @@ test-newest: $(NEWEST_VENV)/.ready ## the library on Python 3.12 and the newest 
 	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) tests/kljax kljax $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(NEWEST_VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

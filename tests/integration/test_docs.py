@@ -1,0 +1,59 @@
+"""The documentation builds without a warning, leaves no public name out, and every example on its pages runs."""
+
+import doctest
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from sphinx.util.inventory import InventoryFile
+
+import kljax
+from docs import _docstrings, _generate
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> pathlib.Path:
+    """The built pages. A warning is an error: a reference to nothing, a page in no table of contents, bad markup."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def test_every_public_name_is_in_the_reference(site):
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    documented = {name for objects in inventory.data.values() for name in objects}
+    names = {f"kljax.{name}" for names in _generate.topics().values() for name in names}
+    assert names >= {f"kljax.{name}" for name in kljax.__all__}
+    assert names <= documented, f"no page has {sorted(names - documented)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_examples_run(page):
+    blocks = [text for language, text in BLOCK.findall(page.read_text()) if language == "python"]
+    assert all(text.startswith(">>> ") for text in blocks), "an example shows what it prints, so that it is checked"
+    source = "\n".join(blocks)
+    test = doctest.DocTestParser().get_doctest(source, {}, str(page.relative_to(ROOT)), str(page), 0)
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=report.append)
+    assert not report, "".join(report)
+
+
+def test_docstrings_become_markup_that_means_what_they_say():
+    lines = ["The size `|x|` of a * b_, or |c|:", "", "    mode   1 / N", "    other  1", "", ">>> print('`*')", "`*"]
+    expected = ["The size ``|x|`` of a \\* b\\_, or \\|c\\|:", "", "::", "", *lines[2:]]
+    assert _docstrings.to_rst(lines) == expected
+
+
+def test_a_docstring_with_half_a_code_span_is_an_error():
+    with pytest.raises(ValueError, match="backtick"):
+        _docstrings.to_rst(["The `mask of"])
