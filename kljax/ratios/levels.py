@@ -13,20 +13,12 @@ because their log-probs are; whoever recorded those stopped the gradient. Arrays
 
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
-from kljax._numerics import clip_symmetric, exp_capped
+from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
+from kljax._numerics import clip_symmetric
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.masking import masked, masked_mean
 
-__all__ = [
-    "geometric_ratios",
-    "log_ratios",
-    "rejection_mask",
-    "sequence_ratios",
-    "token_ratios",
-    "truncated_importance_weights",
-    "veto_mask",
-]
+__all__ = ["geometric_ratios", "log_ratios", "sequence_ratios", "token_ratios"]
 
 LEVELS = ("token", "sequence", "geometric")
 
@@ -151,134 +143,6 @@ def geometric_ratios(
     return jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, "geometric", log_ratio_clip))
 
 
-def truncated_importance_weights(
-    log_probs: ArrayLike,
-    behaviour_log_probs: ArrayLike,
-    mask: ArrayLike,
-    *,
-    level: str = "token",
-    max_weight: Scalar | None = 2.0,
-) -> Array:
-    """Truncated importance weights: `w = min(r, max_weight)` with the ratio `r` of a level, given to every token.
-
-    Multiplied into a per-token loss they correct it for tokens that another policy drew, e.g. an inference engine
-    whose numerics differ from the trainer's; the cap trades bias for variance.
-
-    Args:
-      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; data.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens (usually the rollout engine).
-      mask: same shape, boolean.
-      level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
-      max_weight: the cap; None does not truncate.
-
-    Returns:
-      `[..., T]`, float32 or float64; masked positions hold 0. Sequence levels repeat one weight over the row.
-
-    Gradient:
-      Plain mathematics: that of `r` below the cap, 0 above it. Weights of recorded policies are data.
-
-    Raises:
-      ValueError: for an unknown level, differing shapes, or a cap that is not positive.
-
-    References:
-      Ionides, "Truncated importance sampling" (2008); Yao et al., "Your efficient RL framework secretly brings you
-      off-policy RL training" (2025).
-
-    Example:
-      >>> import jax.numpy as jnp, kljax
-      >>> lp, rollout = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -3.0]])
-      >>> print(kljax.truncated_importance_weights(lp, rollout, jnp.array([[1, 1]])))
-      [[1. 2.]]
-    """
-    check_at_least("max_weight", max_weight, 0, strict=True)
-    log_ratio = level_log_ratios(log_probs, behaviour_log_probs, mask, level)
-    return _to_tokens(exp_capped(log_ratio, max_weight), mask, level)
-
-
-def rejection_mask(
-    log_probs: ArrayLike,
-    behaviour_log_probs: ArrayLike,
-    mask: ArrayLike,
-    *,
-    level: str = "token",
-    lower: Scalar | None = None,
-    upper: Scalar | None = None,
-) -> Array:
-    """The tokens whose ratio lies within bounds: `m_t and lower <= r <= upper`, with the ratio `r` of a level.
-
-    Reduce with the weights of the original mask to keep the denominators (rejected tokens then count as zero loss), or
-    with the weights of the returned mask to drop the rejected tokens altogether.
-
-    Args:
-      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
-      mask: same shape, boolean.
-      level: "token", "sequence" (rejects whole rows by their product) or "geometric" (by their geometric mean).
-      lower: lowest ratio kept, inclusive; None has no lower bound.
-      upper: highest ratio kept, inclusive; None has no upper bound.
-
-    Returns:
-      `[..., T]` booleans, a subset of `mask`. A ratio that is NaN is rejected.
-
-    Gradient:
-      None; masks are data.
-
-    Raises:
-      ValueError: for an unknown level, differing shapes, no bound at all, a negative bound, or `lower > upper`.
-
-    Example:
-      >>> import jax.numpy as jnp, kljax
-      >>> lp, rollout = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -3.0]])
-      >>> print(kljax.rejection_mask(lp, rollout, jnp.array([[1, 1]]), lower=0.5, upper=2.0))
-      [[ True False]]
-    """
-    if lower is None and upper is None:
-        raise ValueError("lower, upper: got None for both, expected at least one bound")
-    check_at_least("lower", lower, 0)
-    check_at_least("upper", upper, 0)
-    if isinstance(lower, (int, float)) and isinstance(upper, (int, float)) and lower > upper:
-        raise ValueError(f"lower: got {lower!r}, expected at most upper = {upper!r}")
-    ratio = jnp.exp(level_log_ratios(log_probs, behaviour_log_probs, mask, level))
-    low = jnp.asarray(0.0 if lower is None else lower, ratio.dtype)
-    high = jnp.asarray(jnp.inf if upper is None else upper, ratio.dtype)
-    inside = (ratio >= low) & (ratio <= high)
-    return check_mask(mask) & (inside if level == "token" else inside[..., None])
-
-
-def veto_mask(
-    log_probs: ArrayLike, behaviour_log_probs: ArrayLike, mask: ArrayLike, *, min_ratio: Scalar = 1e-4
-) -> Array:
-    """Drops each sequence that holds a catastrophic token: one with `r_t < min_ratio`.
-
-    Args:
-      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
-      mask: same shape, boolean.
-      min_ratio: lowest token ratio tolerated, inclusive.
-
-    Returns:
-      `[..., T]` booleans: the mask, with every position of a vetoed row False. A token whose ratio is NaN vetoes.
-
-    Gradient:
-      None; masks are data.
-
-    Raises:
-      ValueError: if the shapes differ or `min_ratio` is negative.
-
-    Example:
-      >>> import jax.numpy as jnp, kljax
-      >>> lp, rollout = jnp.array([[-1.0, -20.0], [-1.0, -2.0]]), jnp.array([[-1.0, -1.0], [-1.0, -2.0]])
-      >>> print(kljax.veto_mask(lp, rollout, jnp.ones((2, 2), bool)))
-      [[False False]
-       [ True  True]]
-    """
-    check_at_least("min_ratio", min_ratio, 0)
-    keep = check_mask(mask)
-    ratio = token_ratios(log_probs, behaviour_log_probs, mask)
-    vetoed = keep & ~(ratio >= jnp.asarray(min_ratio, ratio.dtype))
-    return keep & ~vetoed.any(-1, keepdims=True)
-
-
 def level_log_ratios(
     log_probs: ArrayLike,
     old_log_probs: ArrayLike,
@@ -297,6 +161,6 @@ def level_log_ratios(
     return clip_symmetric(per_token, log_ratio_clip)
 
 
-def _to_tokens(values: Array, mask: ArrayLike, level: str) -> Array:
+def level_to_tokens(values: Array, mask: ArrayLike, level: str) -> Array:
     """Values of a level as `[..., T]`: repeated over the row where they belong to a sequence, 0 under the mask."""
     return masked(values if level == "token" else jnp.broadcast_to(values[..., None], jnp.shape(mask)), mask)

@@ -1,0 +1,105 @@
+"""How many tokens a loss clips."""
+
+import jax
+import jax.numpy as jnp
+
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.aggregation import WeightedSum
+from kljax.losses._surrogate import check_clip, loss_inputs
+from kljax.ratios import level_log_ratios
+
+__all__ = ["clip_fraction", "dual_clip_fraction"]
+
+
+def clip_fraction(
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    *,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    level: str = "token",
+) -> WeightedSum:
+    """Fraction of tokens whose clip is active: `r > 1 + clip_high` where `A > 0`, `r < 1 - clip_low` where `A < 0`.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy being trained, in nats.
+      old_log_probs: same shape, log-probs at the start of the update.
+      advantages: same shape; a token of advantage 0 is never counted.
+      mask: same shape, boolean.
+      clip_low: as in the loss.
+      clip_high: as in the loss.
+      level: whose ratio: "token" for PPO, "geometric" for GSPO, or "sequence".
+
+    Returns:
+      `WeightedSum` of zeros and ones per token.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: for differing shapes, a negative clip, or an unknown level.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, old, ones = jnp.array([0.0, -1.0]), jnp.array([-1.0, -1.0]), jnp.ones(2)
+      >>> print(kljax.clip_fraction(lp, old, ones, jnp.array([1, 1])).value())
+      0.5
+    """
+    check_clip(clip_low, clip_high)
+    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level)
+    low, high = (jnp.asarray(bound, ratio.dtype) for bound in (1 - clip_low, 1 + clip_high))
+    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    return WeightedSum.of(clipped.astype(ratio.dtype), mask)
+
+
+def dual_clip_fraction(
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    *,
+    dual_clip: Scalar,
+    level: str = "token",
+) -> WeightedSum:
+    """Fraction of tokens that the dual clip bounds: `A < 0` and `r > dual_clip`.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy being trained, in nats.
+      old_log_probs: same shape, log-probs at the start of the update.
+      advantages: same shape.
+      mask: same shape, boolean.
+      dual_clip: as in the loss, above 1.
+      level: whose ratio: "token", "geometric" or "sequence".
+
+    Returns:
+      `WeightedSum` of zeros and ones per token.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: for differing shapes, `dual_clip <= 1`, or an unknown level.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, old = jnp.array([0.0, 0.0]), jnp.array([-2.0, -2.0])
+      >>> print(kljax.dual_clip_fraction(lp, old, jnp.array([1.0, -1.0]), jnp.array([1, 1]), dual_clip=3.0).value())
+      0.5
+    """
+    check_clip(0, 0, dual_clip)
+    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level)
+    bounded = (advantages < 0) & (ratio > jnp.asarray(dual_clip, ratio.dtype))
+    return WeightedSum.of(bounded.astype(ratio.dtype), mask)
+
+
+def _ratios(
+    log_probs: ArrayLike, old_log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, level: str
+) -> tuple[Array, Array]:
+    """The ratios of a level and the advantages, both `[..., T]` and detached."""
+    log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
+    ratio = jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, level))
+    if level != "token":
+        ratio = jnp.broadcast_to(ratio[..., None], advantages.shape)
+    return jax.lax.stop_gradient((ratio, advantages))

@@ -1,0 +1,93 @@
+"""Rejection: which tokens, or whole sequences, another policy drew too differently to be trained on; `[..., T]`."""
+
+import jax.numpy as jnp
+
+from kljax._checks import check_at_least, check_mask
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.ratios.levels import level_log_ratios, token_ratios
+
+__all__ = ["rejection_mask", "veto_mask"]
+
+
+def rejection_mask(
+    log_probs: ArrayLike,
+    behaviour_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    level: str = "token",
+    lower: Scalar | None = None,
+    upper: Scalar | None = None,
+) -> Array:
+    """The tokens whose ratio lies within bounds: `m_t and lower <= r <= upper`, with the ratio `r` of a level.
+
+    Reduce with the weights of the original mask to keep the denominators (rejected tokens then count as zero loss), or
+    with the weights of the returned mask to drop the rejected tokens altogether.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
+      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
+      mask: same shape, boolean.
+      level: "token", "sequence" (rejects whole rows by their product) or "geometric" (by their geometric mean).
+      lower: lowest ratio kept, inclusive; None has no lower bound.
+      upper: highest ratio kept, inclusive; None has no upper bound.
+
+    Returns:
+      `[..., T]` booleans, a subset of `mask`. A ratio that is NaN is rejected.
+
+    Gradient:
+      None; masks are data.
+
+    Raises:
+      ValueError: for an unknown level, differing shapes, no bound at all, a negative bound, or `lower > upper`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -3.0]])
+      >>> print(kljax.rejection_mask(lp, rollout, jnp.array([[1, 1]]), lower=0.5, upper=2.0))
+      [[ True False]]
+    """
+    if lower is None and upper is None:
+        raise ValueError("lower, upper: got None for both, expected at least one bound")
+    check_at_least("lower", lower, 0)
+    check_at_least("upper", upper, 0)
+    if isinstance(lower, (int, float)) and isinstance(upper, (int, float)) and lower > upper:
+        raise ValueError(f"lower: got {lower!r}, expected at most upper = {upper!r}")
+    ratio = jnp.exp(level_log_ratios(log_probs, behaviour_log_probs, mask, level))
+    low = jnp.asarray(0.0 if lower is None else lower, ratio.dtype)
+    high = jnp.asarray(jnp.inf if upper is None else upper, ratio.dtype)
+    inside = (ratio >= low) & (ratio <= high)
+    return check_mask(mask) & (inside if level == "token" else inside[..., None])
+
+
+def veto_mask(
+    log_probs: ArrayLike, behaviour_log_probs: ArrayLike, mask: ArrayLike, *, min_ratio: Scalar = 1e-4
+) -> Array:
+    """Drops each sequence that holds a catastrophic token: one with `r_t < min_ratio`.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
+      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
+      mask: same shape, boolean.
+      min_ratio: lowest token ratio tolerated, inclusive.
+
+    Returns:
+      `[..., T]` booleans: the mask, with every position of a vetoed row False. A token whose ratio is NaN vetoes.
+
+    Gradient:
+      None; masks are data.
+
+    Raises:
+      ValueError: if the shapes differ or `min_ratio` is negative.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout = jnp.array([[-1.0, -20.0], [-1.0, -2.0]]), jnp.array([[-1.0, -1.0], [-1.0, -2.0]])
+      >>> print(kljax.veto_mask(lp, rollout, jnp.ones((2, 2), bool)))
+      [[False False]
+       [ True  True]]
+    """
+    check_at_least("min_ratio", min_ratio, 0)
+    keep = check_mask(mask)
+    ratio = token_ratios(log_probs, behaviour_log_probs, mask)
+    vetoed = keep & ~(ratio >= jnp.asarray(min_ratio, ratio.dtype))
+    return keep & ~vetoed.any(-1, keepdims=True)
