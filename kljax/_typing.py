@@ -6,3 +6,4 @@ import jax.typing
 Array = jax.Array
 ArrayLike = jax.typing.ArrayLike
 Scalar = float | jax.Array
+AxisName = str | tuple[str, ...] | None

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_only_with, check_same_shape
-from kljax._typing import Array, ArrayLike, Scalar
-from kljax.masking import masked
+from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax.masking import masked, over_devices
 
 __all__ = ["WeightedSum", "aggregate", "token_weights"]
 
@@ -76,6 +76,7 @@ def token_weights(
     group_ids: ArrayLike | None = None,
     num_groups: int | None = None,
     empty_rows: str = "drop",
+    axis_name: AxisName = None,
 ) -> Array:
     """The weight of each token in the loss, for one of six reductions.
 
@@ -98,6 +99,7 @@ def token_weights(
       empty_rows: whether a row without a single token counts in `S` (and a prompt without one in `P`): "drop" does not
         count it, so that padding rows change nothing; "count" does, as Trinity-RFT and TRL do. A prompt counts only if
         a row names it. "count" is not invariant under added padding rows, by its meaning.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread; None takes the mask as all of it.
 
     Returns:
       `[..., B, T]`, float32 (float64 under x64); masked positions hold 0. Nothing unmasked gives all zeros.
@@ -125,9 +127,9 @@ def token_weights(
     _check_arguments(mode, max_length, group_ids, num_groups)
     mask = check_mask(mask)
     per_row = mask.sum(-1, keepdims=True).astype(jnp.result_type(float))
-    rows = _count_rows(per_row, empty_rows)
+    rows = _count_rows(per_row, empty_rows, axis_name)
     if mode == "token_mean":
-        divisor = per_row.sum(-2, keepdims=True)
+        divisor = over_devices(per_row.sum(-2, keepdims=True), axis_name)
     elif mode == "token_sum":
         divisor = jnp.ones_like(rows)
     elif mode == "seq_mean_token_sum":
@@ -138,7 +140,7 @@ def token_weights(
         divisor = rows * _needed("max_length", max_length, mode)
     else:
         ids, count = _needed("group_ids", group_ids, mode), _needed("num_groups", num_groups, mode)
-        divisor = _prompt_divisor(per_row, jnp.asarray(ids), count, empty_rows)
+        divisor = _prompt_divisor(per_row, jnp.asarray(ids), count, empty_rows, axis_name)
     return jnp.where(mask & (divisor > 0), 1 / jnp.where(divisor > 0, divisor, 1), 0)
 
 
@@ -151,6 +153,7 @@ def aggregate(
     group_ids: ArrayLike | None = None,
     num_groups: int | None = None,
     empty_rows: str = "drop",
+    axis_name: AxisName = None,
 ) -> Array:
     """Reduces per-token values of a whole batch to a scalar: `sum(where(mask, values, 0) * token_weights(mask, ...))`.
 
@@ -162,6 +165,7 @@ def aggregate(
       group_ids: see `token_weights`.
       num_groups: see `token_weights`.
       empty_rows: see `token_weights`.
+      axis_name: see `token_weights`.
 
     Returns:
       A scalar, float32 or float64, in the unit of `values`; 0 where nothing is unmasked.
@@ -185,10 +189,16 @@ def aggregate(
     """
     check_same_shape(values=values, mask=mask)
     weights = token_weights(
-        mask, mode=mode, max_length=max_length, group_ids=group_ids, num_groups=num_groups, empty_rows=empty_rows
+        mask,
+        mode=mode,
+        max_length=max_length,
+        group_ids=group_ids,
+        num_groups=num_groups,
+        empty_rows=empty_rows,
+        axis_name=axis_name,
     )
     (values,) = as_float(values)
-    return (masked(values, mask) * weights.astype(values.dtype)).sum()
+    return over_devices((masked(values, mask) * weights.astype(values.dtype)).sum(), axis_name)
 
 
 def _check_arguments(mode: str, max_length: object, group_ids: object, num_groups: object) -> None:
@@ -211,17 +221,18 @@ def _needed(name: str, value: Any, mode: str) -> Any:
     return value
 
 
-def _count_rows(per_row: Array, empty_rows: str) -> Array:
+def _count_rows(per_row: Array, empty_rows: str, axis_name: AxisName) -> Array:
     """`[..., 1, 1]`: how many rows a mean over sequences divides by."""
     counted = per_row > 0 if empty_rows == "drop" else jnp.ones_like(per_row, bool)
-    return counted.sum(-2, keepdims=True).astype(per_row.dtype)
+    return over_devices(counted.sum(-2, keepdims=True), axis_name).astype(per_row.dtype)
 
 
-def _prompt_divisor(per_row: Array, group_ids: Array, num_groups: int, empty_rows: str) -> Array:
+def _prompt_divisor(per_row: Array, group_ids: Array, num_groups: int, empty_rows: str, axis_name: AxisName) -> Array:
     """`[..., B, 1]`: number of prompts times the tokens of the row's own prompt."""
     groups = jnp.arange(num_groups, dtype=group_ids.dtype).reshape((1,) * (per_row.ndim - 1) + (num_groups,))
     member = group_ids[..., None] == groups
-    tokens = jnp.where(member, per_row, 0).sum(-2, keepdims=True)
-    present = tokens > 0 if empty_rows == "drop" else member.any(-2, keepdims=True)
+    tokens = over_devices(jnp.where(member, per_row, 0).sum(-2, keepdims=True), axis_name)
+    named = over_devices(member.sum(-2, keepdims=True), axis_name)
+    present = (tokens if empty_rows == "drop" else named) > 0
     prompts = present.sum(-1, keepdims=True).astype(per_row.dtype)
     return prompts * jnp.where(member, tokens, 0).sum(-1, keepdims=True)

@@ -1,13 +1,15 @@
 """Masked statistics, completion masks and the one next-token shift.
 
 Every function selects with `where`, never by multiplying, so NaN or infinity at a masked position reaches neither a
-value nor a gradient. Arrays are `[..., T]`; masks are boolean (or 0/1 integers) of the same shape.
+value nor a gradient. Arrays are `[..., T]`; masks are boolean (or 0/1 integers) of the same shape. In `shard_map`,
+where each device holds a part of a batch, `axis_name` makes a statistic that of the whole; `jit` needs no such help.
 """
 
+import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, Scalar
 
 __all__ = [
     "completion_mask",
@@ -52,13 +54,14 @@ def masked(values: ArrayLike, mask: ArrayLike | None) -> Array:
     return jnp.where(check_mask(mask), values, 0)
 
 
-def masked_sum(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None) -> Array:
+def masked_sum(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, axis_name: AxisName = None) -> Array:
     """Sum over the unmasked positions: `sum_t m_t x_t`.
 
     Args:
       values: `[..., T]`, any float type.
       mask: same shape, boolean.
       axis: the axes to reduce; None reduces all.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the statistic is taken as well.
 
     Returns:
       The sum, float32 or float64; 0 where nothing is unmasked.
@@ -74,10 +77,10 @@ def masked_sum(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None) -> Arra
       >>> print(kljax.masked_sum(jnp.array([1.0, 2.0, 4.0]), jnp.array([True, False, True])))
       5.0
     """
-    return masked(values, mask).sum(axis)
+    return over_devices(masked(values, mask).sum(axis), axis_name)
 
 
-def masked_mean(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None) -> Array:
+def masked_mean(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, axis_name: AxisName = None) -> Array:
     """Mean over the unmasked positions: `sum_t m_t x_t / sum_t m_t`, and 0 where nothing is unmasked.
 
     No epsilon enters the divisor, so the mean of a constant is that constant.
@@ -86,6 +89,7 @@ def masked_mean(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None) -> Arr
       values: `[..., T]`, any float type.
       mask: same shape, boolean.
       axis: the axes to reduce; None reduces all.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the statistic is taken as well.
 
     Returns:
       The mean, float32 or float64; 0 where nothing is unmasked.
@@ -101,11 +105,13 @@ def masked_mean(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None) -> Arr
       >>> print(kljax.masked_mean(jnp.array([1.0, 9.0, 3.0]), jnp.array([True, False, True])))
       2.0
     """
-    total = masked_sum(values, mask, axis=axis)
-    return total / jnp.maximum(_count(mask, axis, total.dtype), 1)
+    total = masked_sum(values, mask, axis=axis, axis_name=axis_name)
+    return total / jnp.maximum(_count(mask, axis, axis_name, total.dtype), 1)
 
 
-def masked_var(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, ddof: int = 1) -> Array:
+def masked_var(
+    values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, ddof: int = 1, axis_name: AxisName = None
+) -> Array:
     """Variance over the unmasked positions, by two passes: `sum_t m_t (x_t - mean)^2 / (n - ddof)`.
 
     Args:
@@ -113,6 +119,7 @@ def masked_var(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, ddof: i
       mask: same shape, boolean.
       axis: the axes to reduce; None reduces all.
       ddof: 1 for Bessel's correction (the default of `torch.var`), 0 for the population variance.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the statistic is taken as well.
 
     Returns:
       The variance, float32 or float64; 0 where `n <= ddof`.
@@ -130,9 +137,9 @@ def masked_var(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, ddof: i
     """
     check_at_least("ddof", ddof, 0)
     values = masked(values, mask)
-    mean = jnp.expand_dims(masked_mean(values, mask, axis=axis), _all_axes(values, axis))
-    squares = masked(jnp.square(values - mean), mask).sum(axis)
-    count = _count(mask, axis, values.dtype)
+    mean = jnp.expand_dims(masked_mean(values, mask, axis=axis, axis_name=axis_name), _all_axes(values, axis))
+    squares = masked_sum(jnp.square(values - mean), mask, axis=axis, axis_name=axis_name)
+    count = _count(mask, axis, axis_name, values.dtype)
     return jnp.where(count > ddof, squares / jnp.maximum(count - ddof, 1), 0)
 
 
@@ -144,6 +151,7 @@ def masked_whiten(
     shift_mean: bool = True,
     ddof: int = 1,
     eps: Scalar = 1e-8,
+    axis_name: AxisName = None,
 ) -> Array:
     """Values with mean 0 and variance 1 over the unmasked positions: `(x - mean) / sqrt(var + eps)`.
 
@@ -154,6 +162,7 @@ def masked_whiten(
       shift_mean: False adds the mean back, so that only the scale changes.
       ddof: degrees of freedom of the variance; 1 as in verl and slime, 0 as in OpenRLHF.
       eps: added to the variance, in squared units of `values`.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the statistic is taken as well.
 
     Returns:
       Same shape, float32 or float64; masked positions hold 0. With `shift_mean`, a constant becomes 0.
@@ -171,8 +180,8 @@ def masked_whiten(
     """
     values = masked(values, mask)
     axes = _all_axes(values, axis)
-    mean = jnp.expand_dims(masked_mean(values, mask, axis=axis), axes)
-    var = jnp.expand_dims(masked_var(values, mask, axis=axis, ddof=ddof), axes)
+    mean = jnp.expand_dims(masked_mean(values, mask, axis=axis, axis_name=axis_name), axes)
+    var = jnp.expand_dims(masked_var(values, mask, axis=axis, ddof=ddof, axis_name=axis_name), axes)
     # A variance of 0 with eps 0 would be 0/0: everything then equals the mean, and whitened it is 0.
     scale = jnp.where(var + eps > 0, 1 / jnp.sqrt(jnp.where(var + eps > 0, var + eps, 1)), 0)
     whitened = (values - mean) * scale
@@ -266,8 +275,13 @@ def shift_right(values: ArrayLike, fill: Scalar = 0) -> Array:
     return jnp.concatenate([first, values[..., :-1]], axis=-1)
 
 
-def _count(mask: ArrayLike, axis: Axis, dtype: jnp.dtype) -> Array:
-    return check_mask(mask).sum(axis).astype(dtype)
+def over_devices(values: Array, axis_name: AxisName) -> Array:
+    """The sum over the mapped axes, or the values themselves where there are none."""
+    return values if axis_name is None else jax.lax.psum(values, axis_name)
+
+
+def _count(mask: ArrayLike, axis: Axis, axis_name: AxisName, dtype: jnp.dtype) -> Array:
+    return over_devices(check_mask(mask).sum(axis), axis_name).astype(dtype)
 
 
 def _all_axes(values: Array, axis: Axis) -> tuple[int, ...]:

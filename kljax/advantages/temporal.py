@@ -63,7 +63,7 @@ def reinforce_plus_plus_returns(
         skipped = {"carry": later, "reset": jnp.zeros_like(later), "none": total}[masked_tokens]
         return jnp.where(kept, total, skipped), jnp.where(kept, total, 0)
 
-    return _scan_back(step, jnp.zeros(rewards.shape[:-1], rewards.dtype), (rewards, keep))
+    return _scan_back(step, _nothing(rewards), (rewards, keep))
 
 
 def gae(
@@ -121,9 +121,13 @@ def gae(
         carry = jnp.where(kept, value, next_value), jnp.where(kept, advantage, next_advantage)
         return carry, jnp.where(kept, advantage, 0)
 
-    nothing = jnp.zeros(rewards.shape[:-1], rewards.dtype)
-    advantages = _scan_back(step, (nothing, nothing), (rewards, values, keep))
+    advantages = _scan_back(step, (_nothing(rewards), _nothing(values)), (rewards, values, keep))
     return advantages, masked(advantages + values, mask)
+
+
+def _nothing(values: Array) -> Array:
+    """`[...]` zeros to start from. Made from the values, so that inside `shard_map` they vary over the same devices."""
+    return jnp.zeros_like(values.sum(-1))
 
 
 def _scan_back(step: Callable[[Any, Any], tuple[Any, Array]], start: Any, arrays: Any) -> Array:
