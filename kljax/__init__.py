@@ -35,7 +35,9 @@ from kljax.kl import abs_diff, estimate_kl, k1, k2, k3, low_var_kl
 from kljax.log_probs import TokenStats, log_probs_from_hidden
 from kljax.losses import (
     cispo_loss,
+    clip_cov_loss,
     gspo_loss,
+    kl_cov_loss,
     ppo_clip_loss,
     reference_kl_loss,
     rollout_kl_loss,
@@ -90,6 +92,7 @@ __all__ = [
     "check_tree",
     "checkpoint_reference",
     "cispo_loss",
+    "clip_cov_loss",
     "clip_fraction",
     "completion_mask",
     "dual_clip_fraction",
@@ -105,6 +108,7 @@ __all__ = [
     "k1",
     "k2",
     "k3",
+    "kl_cov_loss",
     "kl_shaped_rewards",
     "last_token_mask",
     "log_prob_abs_diff",

@@ -1,0 +1,101 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests.masks import MASK, check_masked, draw
+
+LP, DRIFT, ADV = draw(0.7, 0.15, 2.0)
+OLD = LP - DRIFT
+N = int(MASK.sum())
+COVARIANCE = np.where(MASK, (ADV - ADV[MASK].mean()) * (LP - LP[MASK].mean()), -np.inf)
+RATIO = np.exp(LP - OLD)
+CLIPPED = np.where(ADV > 0, RATIO > 1.2, RATIO < 0.8)
+KEYS = jax.random.split(jax.random.key(3), 200)
+
+
+def highest(count: int) -> np.ndarray:
+    """The positions of the `count` highest covariances, as booleans."""
+    chosen = np.zeros(MASK.size, bool)
+    chosen[np.argsort(-COVARIANCE.ravel(), kind="stable")[:count]] = True
+    return chosen.reshape(MASK.shape)
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(1e-4, 1), (0.2, int(0.2 * N)), (1.0, N), (3.0, N)])
+def test_kl_cov_value_and_gradient(fraction: float, count: int) -> None:
+    def loss(lp: jax.Array) -> jax.Array:
+        return kljax.kl_cov_loss(lp, OLD, ADV, MASK, fraction=fraction, coef=0.7)
+
+    pays = highest(count)
+    expected = np.where(MASK, -ADV * RATIO + np.where(pays, 0.7 * np.abs(LP - OLD), 0), 0)
+    np.testing.assert_allclose(loss(jnp.asarray(LP)), expected, 1e-12, 1e-14)
+    grad = jax.grad(lambda lp: loss(lp).sum())(jnp.asarray(LP))
+    expected = np.where(MASK, -ADV * RATIO + np.where(pays, 0.7 * np.sign(LP - OLD), 0), 0)
+    np.testing.assert_allclose(grad, expected, 1e-12, 1e-14)
+
+
+def test_kl_cov_penalty_has_no_gradient_at_the_start_of_an_update() -> None:
+    grad = jax.grad(lambda lp: kljax.kl_cov_loss(lp, LP, ADV, MASK, fraction=1.0, coef=5.0).sum())(jnp.asarray(LP))
+    np.testing.assert_array_equal(grad, np.where(MASK, -ADV, 0))
+
+
+def test_kl_cov_takes_the_earlier_of_equal_covariances() -> None:
+    lp, old, mask = jnp.zeros((2, 3)), jnp.full((2, 3), -1.0), jnp.array([[False, True, True], [True, True, True]])
+    paid = kljax.kl_cov_loss(lp, old, jnp.zeros((2, 3)), mask, fraction=0.4)
+    np.testing.assert_array_equal(paid, np.array([[0, 1, 1], [0, 0, 0]]))
+
+
+def dropped(key: jax.Array, **options: float) -> jax.Array:
+    """Which tokens lose the loss that PPO gives them."""
+    ppo = kljax.ppo_clip_loss(LP, OLD, ADV, MASK)
+    return (kljax.clip_cov_loss(LP, OLD, ADV, MASK, key, **options) == 0) & (ppo != 0)
+
+
+def test_clip_cov_drops_candidates_only_and_as_many_as_the_fraction_says() -> None:
+    candidates = (COVARIANCE > 0.05) & (COVARIANCE < 2) & ~CLIPPED & MASK
+    assert 5 < candidates.sum() < N
+    for fraction, count in ((1e-4, 1), (0.1, int(0.1 * N)), (1.0, candidates.sum())):
+        lost = jax.vmap(lambda key, f=fraction: dropped(key, fraction=f, lower=0.05, upper=2.0))(KEYS)
+        np.testing.assert_array_equal(lost.sum((1, 2)), count)
+        np.testing.assert_array_equal(lost.any(0), candidates)  # in 200 draws every candidate is met
+
+
+def test_clip_cov_is_ppo_at_the_tokens_it_keeps() -> None:
+    def of(weights: np.ndarray, function, *more, **options) -> tuple[jax.Array, jax.Array]:
+        return jax.value_and_grad(lambda lp: (function(lp, OLD, ADV, MASK, *more, **options) * weights).sum())(
+            jnp.asarray(LP)
+        )
+
+    options = {"fraction": 0.1, "lower": 0.05}
+    kept = ~dropped(KEYS[0], **options)
+    weights = np.where(kept, 1.0 + np.arange(MASK.size).reshape(MASK.shape) % 5, 0)
+    value, grad = of(weights, kljax.clip_cov_loss, KEYS[0], **options)
+    ppo_value, ppo_grad = of(weights, kljax.ppo_clip_loss)
+    np.testing.assert_allclose(value, ppo_value, 1e-13)
+    np.testing.assert_allclose(grad, ppo_grad, 1e-13)
+    value, grad = of(np.where(kept, 0.0, 1.0), kljax.clip_cov_loss, KEYS[0], **options)
+    assert value == 0
+    assert not grad.any()
+
+
+def test_clip_cov_without_a_candidate_is_ppo() -> None:
+    loss = kljax.clip_cov_loss(LP, OLD, ADV, MASK, KEYS[0], lower=1e6, upper=np.inf)
+    np.testing.assert_array_equal(loss, kljax.ppo_clip_loss(LP, OLD, ADV, MASK))
+
+
+@pytest.mark.parametrize("fraction", [1e-4, 0.3])
+def test_masks(fraction: float) -> None:
+    def clip_cov(lp: jax.Array, old: jax.Array, adv: jax.Array) -> jax.Array:
+        return kljax.clip_cov_loss(lp, old, adv, MASK, KEYS[0], fraction=fraction, lower=0.0)
+
+    check_masked(lambda lp, old, adv: kljax.kl_cov_loss(lp, old, adv, MASK, fraction=fraction), [LP, OLD, ADV])
+    check_masked(clip_cov, [LP, OLD, ADV])
+
+
+@pytest.mark.parametrize("fraction", [-0.1, -1])
+def test_negative_fractions_are_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match=r"fraction: got -.*, expected a number >= 0"):
+        kljax.kl_cov_loss(LP, OLD, ADV, MASK, fraction=fraction)
+    with pytest.raises(ValueError, match=r"fraction: got -"):
+        kljax.clip_cov_loss(LP, OLD, ADV, MASK, KEYS[0], fraction=fraction)
