@@ -3,11 +3,17 @@
 A page asks for one with a comment of its own line, such as `<!-- api kl -->`.
 """
 
+import decimal
 import inspect
+import itertools
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 import kljax
 
@@ -53,6 +59,28 @@ def summary() -> str:
     return "\n".join(parts)
 
 
+def float32() -> str:
+    """Relative errors of k3 in float32, by the size of the log-ratio."""
+    lines = ["| log-ratio | `k3` | its derivative | value as written |", "|---|---|---|---|"]
+    bounds = [1e-8, 1e-6, 1e-4, 1e-2, 1.0, 10.0, 50.0]
+    for low, high in itertools.pairwise(bounds):
+        sizes = np.geomspace(low, high, 100)
+        x = np.concatenate([-sizes, sizes]).astype(np.float32)
+        value, derivative = jax.vmap(jax.value_and_grad(lambda x: kljax.k3(x, jnp.zeros_like(x))))(x)
+        with decimal.localcontext(prec=50):
+            inverse = [(-decimal.Decimal(float(v))).exp() for v in x]
+            exact = [e - 1 + decimal.Decimal(float(v)) for e, v in zip(inverse, x, strict=True)]
+            slope = [1 - e for e in inverse]
+            errors = [_error(value, exact), _error(derivative, slope), _error(jnp.exp(-x) - 1 + x, exact)]
+        lines.append(f"| {low:g} to {high:g} | " + " | ".join(f"{error:.1e}" for error in errors) + " |")
+    return "\n".join(lines)
+
+
+def _error(values: Any, exact: Sequence[decimal.Decimal]) -> float:
+    """The largest relative error."""
+    return max(float(abs(decimal.Decimal(float(v)) - e) / abs(e)) for v, e in zip(values, exact, strict=True))
+
+
 def _thing(name: str) -> Any:
     return operator.attrgetter(name)(kljax)
 
@@ -70,4 +98,4 @@ def _entry(name: str) -> str:
     return f".. {'autofunction' if callable(thing) else 'autodata'}:: kljax.{name}\n"
 
 
-GENERATORS: dict[str, Callable[..., str]] = {"api": api, "summary": summary}
+GENERATORS: dict[str, Callable[..., str]] = {"api": api, "summary": summary, "float32": float32}

@@ -6,11 +6,14 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from sphinx.util.inventory import InventoryFile
 
 import kljax
 from docs import _docstrings, _generate
+from train.config.load import parse
+from train.config.yaml_text import parse_yaml
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -44,8 +47,19 @@ def test_examples_run(page):
     source = "\n".join(blocks)
     test = doctest.DocTestParser().get_doctest(source, {}, str(page.relative_to(ROOT)), str(page), 0)
     report: list[str] = []
-    doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=report.append)
+    with np.printoptions():  # a page may choose how arrays are printed
+        doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=report.append)
     assert not report, "".join(report)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_configs_load(page):
+    for language, text in BLOCK.findall(page.read_text()):
+        if language == "yaml":
+            fields, repeated = parse_yaml(text)
+            assert not repeated
+            _, warnings = parse({"steps": 1, **fields})
+            assert not warnings
 
 
 def test_docstrings_become_markup_that_means_what_they_say():
