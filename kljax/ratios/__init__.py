@@ -1,13 +1,21 @@
 """Importance ratios, the weights that correct for another sampler, and the masks that reject what is too far off."""
 
+from kljax.ratios.correction import RolloutCorrection, correct_rollout
+from kljax.ratios.divergence import divergence_mask, kl_rejection_mask, off_policy_sequence_mask
 from kljax.ratios.levels import geometric_ratios, log_ratios, sequence_ratios, token_ratios
 from kljax.ratios.levels import level_log_ratios as level_log_ratios
 from kljax.ratios.rejection import rejection_mask, veto_mask
-from kljax.ratios.weights import truncated_importance_weights
+from kljax.ratios.weights import importance_weights, truncated_importance_weights
 
 __all__ = [
+    "RolloutCorrection",
+    "correct_rollout",
+    "divergence_mask",
     "geometric_ratios",
+    "importance_weights",
+    "kl_rejection_mask",
     "log_ratios",
+    "off_policy_sequence_mask",
     "rejection_mask",
     "sequence_ratios",
     "token_ratios",

@@ -20,7 +20,7 @@ def bernoulli_tv(log_probs: ArrayLike, other_log_probs: ArrayLike) -> Array:
     larger, smaller = jnp.maximum(first, second), jnp.minimum(first, second)
     # Both -inf: the difference would be NaN.
     gap = jnp.where(larger == smaller, 0, smaller - larger)
-    return -jnp.exp(larger) * jnp.expm1(gap)
+    return jnp.abs(jnp.exp(larger) * jnp.expm1(gap))
 
 
 def bernoulli_kl(log_probs: ArrayLike, other_log_probs: ArrayLike) -> Array:

@@ -164,3 +164,21 @@ def level_log_ratios(
 def level_to_tokens(values: Array, mask: ArrayLike, level: str) -> Array:
     """Values of a level as `[..., T]`: repeated over the row where they belong to a sequence, 0 under the mask."""
     return masked(values if level == "token" else jnp.broadcast_to(values[..., None], jnp.shape(mask)), mask)
+
+
+def check_bounds(lower: Scalar | None, upper: Scalar | None, *, needed: bool = True, low: float | None = None) -> None:
+    """Raises `ValueError` for bounds in the wrong order, below `low`, or, if one is needed, for none at all."""
+    if needed and lower is None and upper is None:
+        raise ValueError("lower, upper: got None for both, expected at least one bound")
+    if low is not None:
+        check_at_least("lower", lower, low)
+        check_at_least("upper", upper, low)
+    if isinstance(lower, (int, float)) and isinstance(upper, (int, float)) and lower > upper:
+        raise ValueError(f"lower: got {lower!r}, expected at most upper = {upper!r}")
+
+
+def within(values: Array, lower: Scalar | None, upper: Scalar | None) -> Array:
+    """Where `lower <= values <= upper`; None has no bound, and NaN is never within."""
+    low = jnp.asarray(-jnp.inf if lower is None else lower, values.dtype)
+    high = jnp.asarray(jnp.inf if upper is None else upper, values.dtype)
+    return (values >= low) & (values <= high)

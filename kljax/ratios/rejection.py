@@ -1,10 +1,14 @@
-"""Rejection: which tokens, or whole sequences, another policy drew too differently to be trained on; `[..., T]`."""
+"""Rejection by the ratio of two policies: which tokens, or whole sequences, another policy drew too differently.
+
+A mask here is a subset of the mask given. Reduced with the weights of the original mask, rejected tokens count as zero
+loss and the denominators stay; with the weights of the returned mask they are dropped. Arrays are `[..., T]`.
+"""
 
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_mask
 from kljax._typing import Array, ArrayLike, Scalar
-from kljax.ratios.levels import level_log_ratios, token_ratios
+from kljax.ratios.levels import check_bounds, level_log_ratios, token_ratios, within
 
 __all__ = ["rejection_mask", "veto_mask"]
 
@@ -46,29 +50,27 @@ def rejection_mask(
       >>> print(kljax.rejection_mask(lp, rollout, jnp.array([[1, 1]]), lower=0.5, upper=2.0))
       [[ True False]]
     """
-    if lower is None and upper is None:
-        raise ValueError("lower, upper: got None for both, expected at least one bound")
-    check_at_least("lower", lower, 0)
-    check_at_least("upper", upper, 0)
-    if isinstance(lower, (int, float)) and isinstance(upper, (int, float)) and lower > upper:
-        raise ValueError(f"lower: got {lower!r}, expected at most upper = {upper!r}")
-    ratio = jnp.exp(level_log_ratios(log_probs, behaviour_log_probs, mask, level))
-    low = jnp.asarray(0.0 if lower is None else lower, ratio.dtype)
-    high = jnp.asarray(jnp.inf if upper is None else upper, ratio.dtype)
-    inside = (ratio >= low) & (ratio <= high)
+    check_bounds(lower, upper, low=0)
+    inside = within(jnp.exp(level_log_ratios(log_probs, behaviour_log_probs, mask, level)), lower, upper)
     return check_mask(mask) & (inside if level == "token" else inside[..., None])
 
 
 def veto_mask(
-    log_probs: ArrayLike, behaviour_log_probs: ArrayLike, mask: ArrayLike, *, min_ratio: Scalar = 1e-4
+    log_probs: ArrayLike,
+    behaviour_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    min_ratio: Scalar | None = 1e-4,
+    max_ratio: Scalar | None = None,
 ) -> Array:
-    """Drops each sequence that holds a catastrophic token: one with `r_t < min_ratio`.
+    """Drops each sequence that holds a catastrophic token: one with `r_t < min_ratio` or `r_t > max_ratio`.
 
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
       behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
       mask: same shape, boolean.
-      min_ratio: lowest token ratio tolerated, inclusive.
+      min_ratio: lowest token ratio tolerated, inclusive; None tolerates any.
+      max_ratio: highest token ratio tolerated, inclusive; None tolerates any.
 
     Returns:
       `[..., T]` booleans: the mask, with every position of a vetoed row False. A token whose ratio is NaN vetoes.
@@ -77,7 +79,10 @@ def veto_mask(
       None; masks are data.
 
     Raises:
-      ValueError: if the shapes differ or `min_ratio` is negative.
+      ValueError: if the shapes differ, a bound is negative, there is none, or they are in the wrong order.
+
+    References:
+      slime's veto (a lower bound) and SkyRL's outlier tokens (either one).
 
     Example:
       >>> import jax.numpy as jnp, kljax
@@ -87,7 +92,9 @@ def veto_mask(
        [ True  True]]
     """
     check_at_least("min_ratio", min_ratio, 0)
+    check_at_least("max_ratio", max_ratio, 0)
+    if min_ratio is None and max_ratio is None:
+        raise ValueError("min_ratio, max_ratio: got None for both, expected at least one bound")
     keep = check_mask(mask)
-    ratio = token_ratios(log_probs, behaviour_log_probs, mask)
-    vetoed = keep & ~(ratio >= jnp.asarray(min_ratio, ratio.dtype))
-    return keep & ~vetoed.any(-1, keepdims=True)
+    tolerated = within(token_ratios(log_probs, behaviour_log_probs, mask), min_ratio, max_ratio)
+    return keep & (tolerated | ~keep).all(-1, keepdims=True)

@@ -1,0 +1,88 @@
+"""Train/rollout correction as a sequence of steps, in an order that stands in the call."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from kljax._checks import as_float, check_mask, check_same_shape
+from kljax._typing import Array, ArrayLike
+
+__all__ = ["RolloutCorrection", "correct_rollout"]
+
+Step = Callable[[Array, Array, Array], Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RolloutCorrection:
+    """What a train/rollout correction does to a loss per token: `loss * weights`, reduced over whichever mask is meant.
+
+    Attributes:
+      weights: `[..., T]`, float32 or float64, the product of all weights; 0 where a token is masked or rejected.
+      kept: `[..., T]` booleans, the tokens of the mask that no step rejected.
+    """
+
+    weights: Array
+    kept: Array
+
+
+def correct_rollout(
+    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, steps: Sequence[Step]
+) -> RolloutCorrection:
+    """Applies weights and rejections in the order given, each to the tokens that those before it left.
+
+    A step is a function `(log_probs, rollout_log_probs, mask) -> [..., T]`: booleans reject, floats are weights that
+    multiply. `functools.partial` makes one of `importance_weights` or of any mask of this library, and rejections that
+    are to see the same mask are one step: `lambda *x: first(*x) & second(*x)`.
+
+    Nothing is divided here. The caller reduces with token weights of the mask he means: those of the original mask
+    keep the denominators (slime, SkyRL, OpenRLHF, TRL: a rejected token counts as zero loss), those of `kept` average
+    over what is left (verl).
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; data.
+      rollout_log_probs: same shape, log-probs recorded by the sampler.
+      mask: same shape, boolean.
+      steps: functions as above, applied from the first to the last; none leaves the weights 1.
+
+    Returns:
+      `RolloutCorrection` with the weights and the tokens kept. Weights of 0 (IcePop's) do not reject.
+
+    Gradient:
+      None; the weights are constants.
+
+    Raises:
+      ValueError: if the shapes differ, or a step returns another one.
+      TypeError: if a step returns neither booleans nor floats.
+
+    References:
+      SkyRL applies outlier veto, token mask, weights, sequence mask in this order; verl the weights first and then
+      every rejection to the original mask.
+
+    Example:
+      >>> from functools import partial
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout = jnp.log(jnp.array([[0.9, 0.4, 0.2]])), jnp.log(jnp.array([[0.3, 0.4, 0.4]]))
+      >>> steps = [partial(kljax.rejection_mask, lower=0.8), partial(kljax.importance_weights, upper=2.0)]
+      >>> corrected = kljax.correct_rollout(lp, rollout, jnp.array([[1, 1, 1]]), steps=steps)
+      >>> print(corrected.weights, corrected.kept)
+      [[2. 1. 0.]] [[ True  True False]]
+    """
+    check_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
+    log_probs, rollout_log_probs = jax.lax.stop_gradient(as_float(log_probs, rollout_log_probs))
+    kept = check_mask(mask)
+    weights = jnp.ones(kept.shape, log_probs.dtype)
+    for index, step in enumerate(steps):
+        result = jnp.asarray(step(log_probs, rollout_log_probs, kept))
+        check_same_shape(**{"mask": kept, f"result of steps[{index}]": result})
+        if result.dtype == bool:
+            kept &= result
+        elif jnp.issubdtype(result.dtype, jnp.floating):
+            # An infinite weight of one step and a zero of another are a zero, not NaN.
+            none = (weights == 0) | (result == 0)
+            weights = jnp.where(none, 0, weights * result.astype(weights.dtype))
+        else:
+            raise TypeError(f"steps[{index}]: got dtype {result.dtype}, expected booleans or floating-point weights")
+    return RolloutCorrection(jax.lax.stop_gradient(jnp.where(kept, weights, 0)), kept)

@@ -1,0 +1,179 @@
+"""Rejection by an estimate of the divergence of two policies, per token or per sequence; arrays are `[..., T]`."""
+
+import jax.numpy as jnp
+
+from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.kl import estimate_kl
+from kljax.masking import masked, masked_mean
+from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
+from kljax.ratios.levels import check_bounds, within
+
+__all__ = ["divergence_mask", "kl_rejection_mask", "off_policy_sequence_mask"]
+
+ESTIMATORS = ("k1", "k2", "k3")
+REDUCTIONS = ("token", "sum", "mean", "max")
+DIVERGENCES = {"tv": bernoulli_tv, "kl": bernoulli_kl}
+LEVELS = ("token", "sequence")
+
+
+def kl_rejection_mask(
+    log_probs: ArrayLike,
+    behaviour_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    estimator: str = "k1",
+    reduction: str = "token",
+    lower: Scalar | None = None,
+    upper: Scalar | None = None,
+    log_ratio_clip: Scalar | None = None,
+) -> Array:
+    """The tokens whose estimate of KL(behaviour || pi) lies within bounds, each by itself or its whole row at once.
+
+    With `d = log pi - log behaviour` at a token that the behaviour drew: `k1 = -d`, `k2 = d^2 / 2`,
+    `k3 = exp(d) - 1 - d`. The reduction over the unmasked tokens of the row gives what is compared.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
+      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
+      mask: same shape, boolean.
+      estimator: "k1", "k2" or "k3".
+      reduction: "token" keeps or rejects each token; "sum", "mean" and "max" over the row do so with whole rows.
+      lower: lowest value kept, inclusive, in nats; None has no lower bound. Negative values have a use with "k1" only.
+      upper: highest value kept, inclusive, in nats; None has no upper bound.
+      log_ratio_clip: bound of each `d` before it is estimated, in nats; None does not clip. verl uses 20.
+
+    Returns:
+      `[..., T]` booleans, a subset of `mask`. A value that is NaN is rejected.
+
+    Gradient:
+      None; masks are data.
+
+    Raises:
+      ValueError: for an unknown name, differing shapes, no bound at all, `lower > upper`, or a clip not above 0.
+
+    References:
+      verl's `rollout_rs`: "token_k3" is "k3" with "token", "seq_mean_k1" is "k1" with "mean". The thresholds that verl
+      takes for k1 are ratios `behaviour / pi`: "0.5_2.0" there is `lower=log(0.5), upper=log(2.0)` here.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -3.0]]), jnp.array([[1, 1]])
+      >>> for reduction in ("token", "max"):
+      ...     print(kljax.kl_rejection_mask(lp, rollout, mask, estimator="k2", reduction=reduction, upper=1.0))
+      [[ True False]]
+      [[False False]]
+    """
+    check_choice("estimator", estimator, ESTIMATORS)
+    check_choice("reduction", reduction, REDUCTIONS)
+    check_bounds(lower, upper)
+    kept = check_mask(mask)
+    # The tokens are the behaviour's, so it is the first of the two policies.
+    kl = estimate_kl(behaviour_log_probs, log_probs, mask, estimator=estimator, log_ratio_clip=log_ratio_clip)
+    if reduction == "sum":
+        kl = kl.sum(-1, keepdims=True)
+    elif reduction == "mean":
+        kl = masked_mean(kl, mask, axis=-1)[..., None]
+    elif reduction == "max":
+        kl = jnp.where(kept, kl, -jnp.inf).max(-1, keepdims=True)
+    return kept & within(kl, lower, upper)
+
+
+def divergence_mask(
+    log_probs: ArrayLike,
+    behaviour_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    divergence: str = "tv",
+    level: str = "token",
+    max_divergence: Scalar,
+) -> Array:
+    """The tokens, or rows, at which the two policies are close, judged by the probability of the sampled token alone.
+
+    Seen as a coin with the outcomes "this token" and "any other token", with `p = exp(behaviour_log_probs)` and
+    `q = exp(log_probs)`, the policies are apart by `|p - q|` ("tv") or by
+    `p log(p / q) + (1 - p) log((1 - p) / (1 - q))` ("kl", KL(behaviour || pi)). Both are lower bounds of what they are
+    over the vocabulary. Unlike a ratio they leave rare tokens alone.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
+      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
+      mask: same shape, boolean.
+      divergence: "tv" or "kl".
+      level: "token", or "sequence" for the mean over the unmasked tokens of the row.
+      max_divergence: highest divergence kept, inclusive: a probability for "tv", nats for "kl".
+
+    Returns:
+      `[..., T]` booleans, a subset of `mask`. A divergence that is NaN is rejected.
+
+    Gradient:
+      None; masks are data.
+
+    Raises:
+      ValueError: for an unknown name, differing shapes, or a negative bound.
+
+    References:
+      OpenRLHF 0.11.2's `is_correction_gating`, which clamps both probabilities to [1e-6, 1 - 1e-6] first.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout, mask = jnp.log(jnp.array([0.9, 1e-4])), jnp.log(jnp.array([0.5, 1e-6])), jnp.array([1, 1])
+      >>> print(kljax.divergence_mask(lp, rollout, mask, max_divergence=0.2))
+      [False  True]
+    """
+    check_choice("divergence", divergence, DIVERGENCES)
+    check_choice("level", level, LEVELS)
+    check_at_least("max_divergence", max_divergence, 0)
+    check_same_shape(log_probs=log_probs, behaviour_log_probs=behaviour_log_probs, mask=mask)
+    log_probs, behaviour_log_probs = as_float(log_probs, behaviour_log_probs)
+    apart = DIVERGENCES[divergence](masked(behaviour_log_probs, mask), masked(log_probs, mask))
+    if level == "sequence":
+        apart = masked_mean(apart, mask, axis=-1)[..., None]
+    return check_mask(mask) & within(apart, None, max_divergence)
+
+
+def off_policy_sequence_mask(
+    log_probs: ArrayLike,
+    behaviour_log_probs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    *,
+    max_kl: Scalar,
+    log_ratio_clip: Scalar | None = None,
+) -> Array:
+    """Drops the tokens of negative advantage in rows that the policy has moved away from (OPSM).
+
+    A row is off-policy if the mean of `log behaviour - log pi` over its unmasked tokens, k1 of KL(behaviour || pi),
+    is above `max_kl`. To learn from mistakes that the policy does not make any more destabilises training; what went
+    well is kept.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy being trained, in nats.
+      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens, or of the start of the update.
+      advantages: same shape.
+      mask: same shape, boolean.
+      max_kl: highest mean tolerated, inclusive, in nats. slime uses 1e-4, Trinity-RFT 0.1.
+      log_ratio_clip: bound of each token's log-ratio, in nats; None does not clip. Trinity-RFT uses 20.
+
+    Returns:
+      `[..., T]` booleans, a subset of `mask`. A row whose mean is NaN is off-policy.
+
+    Gradient:
+      None; masks are data.
+
+    Raises:
+      ValueError: for differing shapes or a clip that is not positive.
+
+    References:
+      DeepSeek-AI, "DeepSeek-V3.2" (2025), off-policy sequence masking.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout = jnp.array([[-2.0, -2.0]]), jnp.array([[-1.0, -1.0]])
+      >>> print(kljax.off_policy_sequence_mask(lp, rollout, jnp.array([[1.0, -1.0]]), jnp.array([[1, 1]]), max_kl=0.1))
+      [[ True False]]
+    """
+    check_same_shape(log_probs=log_probs, advantages=advantages)
+    kl = estimate_kl(behaviour_log_probs, log_probs, mask, estimator="k1", log_ratio_clip=log_ratio_clip)
+    near = within(masked_mean(kl, mask, axis=-1)[..., None], None, max_kl)
+    return check_mask(mask) & (near | ~(masked(advantages, mask) < 0))
