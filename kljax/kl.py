@@ -189,7 +189,8 @@ def estimate_kl(
       mask: same shape, boolean; None keeps every position.
       estimator: "none", "k1", "abs", "k2", "k3" or "low_var_kl" (k3 with the clips 20 and 10 unless given).
       gradient: "value" differentiates the estimate; "k2" keeps the value and takes the gradient of `w_const * x^2 / 2`,
-        which no clip touches; "none" makes the estimate a constant.
+        which no clip touches; "weighted_k2" takes the same gradient and leaves `w` out of the value; "none" makes the
+        estimate a constant.
       sampling_log_probs: same shape; log-probs of the policy that drew the tokens. Given, the estimate is multiplied
         by the importance ratio `w`, which makes it right off-policy.
       max_ratio: cap of `w`; None does not cap.
@@ -201,7 +202,7 @@ def estimate_kl(
 
     Gradient:
       To `log_probs` (and, with "value", to `ref_log_probs` if the caller did not stop it). In expectation over tokens
-      drawn from pi: k1 nothing; k2, and every estimator with `gradient="k2"`, that of KL(pi || ref); k3 that of
+      drawn from pi: k1 nothing; k2, and every estimator with a gradient of k2, that of KL(pi || ref); k3 that of
       KL(ref || pi). With `sampling_log_probs` the ratio is differentiated too, and `w * k1` and `w * k3` have the
       gradient of KL(pi || ref) in expectation over the sampling policy, while `max_ratio` is not reached. Clips have
       PyTorch's gradient: 1 inside and on the bound, 0 outside, also where the estimate would overflow.
@@ -234,7 +235,7 @@ def estimate_kl(
 
     def corrected(log_ratio: Array, log_weight: Array, log_ref_weight: Array) -> Array:
         clipped = clip_symmetric(log_ratio, log_ratio_clip)
-        if sampling_log_probs is None:
+        if sampling_log_probs is None or gradient == "weighted_k2":
             return _ESTIMATORS[estimator](clipped)
         far = jnp.zeros(log_ratio.shape, bool)
         if estimator in ("k3", "low_var_kl"):
@@ -245,7 +246,7 @@ def estimate_kl(
     value = _clip_value(corrected, ratios, value_clip)
     if gradient != "value":
         value = jax.lax.stop_gradient(value)
-    if gradient == "k2" and estimator != "none":
+    if gradient in ("k2", "weighted_k2") and estimator != "none":
         log_ratio, log_weight, _ = ratios
         weight = 1.0 if sampling_log_probs is None else jax.lax.stop_gradient(exp_capped(log_weight, max_ratio))
         surrogate = weight * _k2(log_ratio)
@@ -317,4 +318,4 @@ _ESTIMATORS: dict[str, Callable[[Array], Array]] = {
     "low_var_kl": _k3,
 }
 ESTIMATORS = tuple(_ESTIMATORS)
-GRADIENTS = ("value", "k2", "none")
+GRADIENTS = ("value", "k2", "weighted_k2", "none")

@@ -28,8 +28,8 @@ def reference_kl_loss(
       ref_log_probs: same shape, log-probs of the reference; data.
       mask: same shape, boolean.
       estimator: the value, as in `estimate_kl`.
-      gradient: "k2" (default): the gradient of KL(pi || ref) whatever the value; "value": that of the estimator;
-        "none": a constant.
+      gradient: "k2" (default): the gradient of KL(pi || ref) whatever the value; "weighted_k2": the same, with the
+        importance ratio in the gradient but not in the value; "value": that of the estimator; "none": a constant.
       sampling_log_probs: same shape; importance-corrects for tokens that another policy drew.
       max_ratio: cap of that importance ratio.
       log_ratio_clip: bound of the log-ratio, in nats.

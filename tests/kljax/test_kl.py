@@ -84,6 +84,9 @@ def test_importance_correction() -> None:
     expected = np.array([ratio[0] * x[0], 2 * (1 - np.exp(-x[1]))])
     chex.assert_trees_all_close(grad(estimator="k3", max_ratio=2.0), expected, rtol=1e-12)
     chex.assert_trees_all_close(grad(estimator="k3", max_ratio=2.0, gradient="k2"), capped * x, rtol=1e-12)
+    # The ratio in the gradient alone: OpenRLHF's unbiased gradient.
+    weighted = {"estimator": "k3", "max_ratio": 2.0, "gradient": "weighted_k2"}
+    chex.assert_trees_all_close((corrected(lp, **weighted), grad(**weighted)), (oracles.k3(x), capped * x), rtol=1e-12)
 
 
 def test_capped_ratio_that_overflows_has_a_finite_gradient() -> None:
@@ -182,7 +185,7 @@ ONE = jnp.zeros((1, 2))
             r"estimator: got 'k4', expected one of none, k1, abs, k2, k3, low_var_kl; did you mean 'k3'\?",
         ),
         ({"estimator": "low_var"}, r"did you mean 'low_var_kl'\?"),
-        ({"gradient": "values"}, r"gradient: got 'values', expected one of value, k2, none; did you mean 'value'\?"),
+        ({"gradient": "values"}, r"gradient: got 'values', expected one of value, k2, weighted_k2, none; did you mean 'value'\?"),
         ({"max_ratio": 2.0}, r"max_ratio: .*needs sampling_log_probs"),
         ({"sampling_log_probs": ONE, "max_ratio": 0.0}, r"max_ratio: got 0\.0, expected a number > 0"),
         ({"value_clip": -1.0}, r"value_clip: got -1\.0, expected a number > 0"),

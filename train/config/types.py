@@ -6,7 +6,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Estimator = Literal["none", "k1", "abs", "k2", "k3", "low_var_kl"]
 RolloutEstimator = Literal["k1", "abs", "k2", "k3"]
-KLGradient = Literal["value", "k2", "none"]
+KLGradient = Literal["value", "k2", "weighted_k2", "none"]
 Aggregation = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm", "prompt_mean"
 ]
