@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 DIRECTORY = pathlib.Path(__file__).parent
+SHARED, GENERATED = "torch_goldens", "generated"
 
 # Both sides work in float64, except where the PyTorch side works in float32 inside; these are all of them, with why.
 RTOL, ATOL = 1e-7, 1e-11
@@ -29,8 +30,8 @@ CLAIMED: set[str] = set()
 
 
 @functools.cache
-def _arrays() -> Mapping[str, np.ndarray]:
-    return np.load(DIRECTORY / "torch_goldens.npz")
+def _arrays(file: str) -> Mapping[str, np.ndarray]:
+    return np.load(DIRECTORY / f"{file}.npz")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +44,24 @@ class Case:
     params: Mapping[str, Any]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    file: str = SHARED
 
     def given(self, name: str) -> jax.Array:
-        """An input; masks as booleans."""
-        value = _arrays()[f"{self.id}/in/{name}"]
+        """An input; masks as booleans. The generated cases on one batch share its arrays."""
+        assert name in self.inputs, f"{self.id} did not read {name}"
+        place = f"{self.id}/in/{name}" if self.file == SHARED else f"{self.params['batch']}/{name}"
+        value = _arrays(self.file)[place]
         return jnp.asarray(value.astype(bool) if name == "mask" else value)
 
     def result(self, name: str) -> np.ndarray:
         """What PyTorch gave."""
-        return _arrays()[f"{self.id}/out/{name}"]
+        return _arrays(self.file)[f"{self.id}/out/{name}"]
+
+    def assert_outputs(self, **actual: jax.Array) -> None:
+        """Asserts that these are all outputs but the value and its gradient, and that each matches."""
+        assert set(actual) == set(self.outputs) - {"value", "grad"}
+        for name, array in actual.items():
+            self.assert_matches(jnp.asarray(array, jnp.float64), self.result(name))
 
     def assert_matches(self, actual: jax.Array, expected: np.ndarray | jax.Array) -> None:
         """Compares at the tolerance of the case: 1e-7 relative, or 1e-5 where PyTorch worked in float32."""
@@ -74,16 +84,17 @@ class Case:
 
 @functools.cache
 def all_cases() -> tuple[Case, ...]:
-    """Every case of the index, in its order."""
-    index = json.loads((DIRECTORY / "torch_goldens.json").read_text())["cases"]
+    """Every case, the shared ones and then the generated ones, in the order of their indexes."""
     return tuple(
-        Case(c["id"], c["system"], c["function"], c["params"], tuple(c["inputs"]), tuple(c["outputs"])) for c in index
+        Case(c["id"], c["system"], c["function"], c["params"], tuple(c["inputs"]), tuple(c["outputs"]), file)
+        for file in (SHARED, GENERATED)
+        for c in json.loads((DIRECTORY / f"{file}.json").read_text())["cases"]
     )
 
 
-def parametrize(*functions: tuple[str, str]) -> pytest.MarkDecorator:
-    """Parametrizes a test over every case of the given (system, function) pairs and claims them as covered."""
-    chosen = [case for case in all_cases() if (case.system, case.function) in functions]
+def parametrize(*functions: tuple[str, str], file: str = SHARED) -> pytest.MarkDecorator:
+    """Parametrizes a test over a file's cases of the given (system, function) pairs and claims them as covered."""
+    chosen = [case for case in all_cases() if case.file == file and (case.system, case.function) in functions]
     missing = set(functions) - {(case.system, case.function) for case in chosen}
     assert not missing, f"no recorded case of {missing}"
     CLAIMED.update(case.id for case in chosen)

@@ -1,0 +1,104 @@
+"""TRL 1.16: the GRPO, GMPO and RLOO losses, their advantages and corrections, and the distillation divergences."""
+
+from typing import Any
+
+from tests.goldens.plan import BOTH, Plan, grid
+
+EDGES = ("base", "holes", "empty_row")
+EPSILON = {"epsilon": 0.2, "epsilon_high": 0.28}
+SEQUENCE: dict[str, Any] = {"importance_sampling_level": "sequence"}
+VESPO: dict[str, Any] = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+
+
+def loss(batches: tuple[str, ...] = BOTH, **arguments: Any) -> Plan:
+    """A call of `GRPOTrainer._compute_loss`; what is not named has the default of the release."""
+    return Plan("GRPOTrainer._compute_loss", {**EPSILON, **arguments}, batches)
+
+
+GRPO = [
+    *[loss(EDGES, loss_type=name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")],
+    loss(loss_type="cispo", epsilon_high=1.2),
+    loss(loss_type="cispo", epsilon_high=0.2),
+    loss(loss_type="sapo", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05),
+    loss(loss_type="vespo", **VESPO),
+    loss(loss_type="vespo", use_vllm=True, **VESPO),
+    loss(loss_type="grpo", delta=1.5),
+    loss(loss_type="dapo", per_token_advantages=True),
+    loss(loss_type="grpo", **SEQUENCE),
+    loss(loss_type="luspo", **SEQUENCE),
+    loss(loss_type="dapo", gradient_accumulation_steps=4, steps_per_generation=8),
+    loss(loss_type="grpo", gradient_accumulation_steps=4),
+    *[
+        loss(loss_type=name, beta=0.1, use_bias_correction_kl=correction)
+        for name in ("grpo", "dapo")
+        for correction in (True, False)
+    ],
+    loss(loss_type="grpo", beta=0.1, use_bias_correction_kl=True, **SEQUENCE),
+    loss(loss_type="luspo", beta=0.1, use_bias_correction_kl=False, **SEQUENCE),
+    loss(loss_type="grpo", beta=0.1, use_bias_correction_kl=True, delta=1.2),
+    loss(loss_type="grpo", off_policy_mask_threshold=0.02),
+    loss(loss_type="grpo", beta=0.1, use_bias_correction_kl=False, off_policy_mask_threshold=0.02),
+    loss(loss_type="grpo", use_vllm=True),
+]
+OTHER_LOSSES = [
+    Plan("GMPOTrainer._compute_loss", {"epsilon": 0.4, "epsilon_high": 0.4, "beta": beta}, EDGES) for beta in (0.0, 0.1)
+]
+RLOO_LOSS = [Plan("RLOOTrainer._compute_loss", EPSILON)]
+
+MASKS = [Plan("get_off_policy_mask", {"off_policy_threshold": threshold}, EDGES, None) for threshold in (0.0, 0.05)]
+RATIOS = [
+    Plan(
+        "vllm_importance_sampling",
+        {
+            "vllm_importance_sampling_mode": mode,
+            "vllm_importance_sampling_clip_max": 1.4,
+            "vllm_importance_sampling_clip_min": low,
+        },
+        gradient_of=None,
+        note="part of _generate_and_score_completions",
+    )
+    for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    for low in (None, 0.7)
+]
+# Groups of two, as the view of the release wants them.
+ADVANTAGES = [
+    *[
+        Plan(
+            "advantages",
+            {**params, "multi_objective_aggregation": "sum_then_normalize"},
+            ("base",),
+            None,
+            "part of GRPOTrainer",
+        )
+        for params in grid(scale_rewards=("group", "batch", "none"))
+    ],
+    *[
+        Plan(
+            "advantages",
+            {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": weights},
+            ("base",),
+            None,
+            "part of GRPOTrainer",
+        )
+        for weights in ([1.0, 1.0], [1.0, 0.25])
+    ],
+    *[
+        Plan(
+            "rloo_advantages", {"normalize_advantages": normalize, "beta": beta}, ("base",), None, "part of RLOOTrainer"
+        )
+        for normalize, beta in ((False, 0.0), (True, 0.0), (False, 0.1))
+    ],
+]
+DISTILLATION = [
+    *[
+        Plan("generalized_jsd_loss", {"beta": beta, "temperature": temperature}, gradient_of="logits")
+        for beta, temperature in ((0.0, 1.0), (0.3, 1.0), (0.5, 2.0), (1.0, 1.0))
+    ],
+    *[Plan("compute_divergence", {"alpha": alpha}, ("base",), "logits") for alpha in (0.0, 0.3, 1.0)],
+    *[
+        Plan("compute_topk_self_distillation_loss", params, ("base",), "logits")
+        for params in grid(distillation_topk=(3,), distillation_alpha=(0.5, 1.0), distillation_add_tail=(True, False))
+    ],
+    Plan("apply_importance_sampling_clipping", {"clip_coeff": 1.2}, gradient_of="advantages"),
+]
+PLANS = (*GRPO, *OTHER_LOSSES, *RLOO_LOSS, *MASKS, *RATIOS, *ADVANTAGES, *DISTILLATION)

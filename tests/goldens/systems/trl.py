@@ -1,0 +1,195 @@
+"""TRL 1.16: methods of its trainers, compiled from their source, on a stand-in for the trainer."""
+
+import collections
+import functools
+import math
+import pathlib
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tests.goldens.systems import release
+from tests.goldens.systems.record import Call, Given
+
+Params = Mapping[str, Any]
+Outputs = Mapping[str, Any]
+MAX_LENGTH = 16  # `max_completion_length`, longer than the rows
+ARGUMENTS = {
+    "use_bias_correction_kl": True,
+    "delta": None,
+    "steps_per_generation": 1,
+    "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+}
+ATTRIBUTES = {
+    "loss_type": "grpo",
+    "beta": 0.0,
+    "importance_sampling_level": "token",
+    "off_policy_mask_threshold": None,
+    "use_vllm": False,
+}
+
+
+def trainer(given: Given, params: Params, **methods: Callable[..., Any]) -> types.SimpleNamespace:
+    """What the methods read from the trainer."""
+    ours = {name: params.get(name, default) for name, default in ATTRIBUTES.items()}
+    args = types.SimpleNamespace(**{name: params.get(name, default) for name, default in ARGUMENTS.items()})
+    log_probs = given.log_probs
+    return types.SimpleNamespace(
+        **ours,
+        **methods,
+        args=args,
+        epsilon_low=params["epsilon"],
+        epsilon_high=params["epsilon_high"],
+        top_entropy_quantile=1.0,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        vllm_importance_sampling_correction=True,
+        max_completion_length=MAX_LENGTH,
+        current_gradient_accumulation_steps=params.get("gradient_accumulation_steps", 1),
+        model=types.SimpleNamespace(training=True),
+        accelerator=types.SimpleNamespace(
+            num_processes=1, gather=release.identity, gather_for_metrics=release.identity, reduce=release.identity
+        ),
+        _metrics={"train": collections.defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, -log_probs.detach(), None),
+    )
+
+
+def inputs(given: Given, params: Params) -> dict[str, torch.Tensor]:
+    """The batch of a trainer: the prompt is one token, which the stand-in for the model does not read."""
+    tokens = torch.zeros(given.mask.shape, dtype=torch.long)
+    prompt = tokens[:, :1]
+    batch = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": tokens, "completion_mask": given.mask}
+    batch["advantages"] = given.advantages if params.get("per_token_advantages") else given.row_advantages
+    batch |= {"old_per_token_logps": given.old_log_probs, "num_items_in_batch": given.mask.sum()}
+    if params.get("beta", 0.0) != 0.0:
+        batch["ref_per_token_logps"] = given.ref_log_probs
+    if params.get("use_vllm"):
+        batch["importance_sampling_ratio"] = given.is_weights
+    return batch
+
+
+def grpo_loss(method: Callable[..., Any], helpers: Mapping[str, Any], given: Given, params: Params) -> Outputs:
+    """`_compute_loss` of GRPO or GMPO, and its metrics."""
+    self = trainer(given, params, **helpers)
+    value = method(self, None, inputs(given, params))
+    metrics = {name: values[-1] for name, values in self._metrics["train"].items()}
+    wanted = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "cispo_clip_ratio")
+    return {"value": value, **{f"metric_{name.replace('/', '_')}": metrics[name] for name in wanted if name in metrics}}
+
+
+def rloo_loss(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+    """`_compute_loss` of RLOO, whose ratio is that of whole sequences."""
+    batch = {**inputs(given, params), "old_logps": (given.old_log_probs * given.mask).sum(1)}
+    return {"value": method(trainer(given, params), None, batch)}
+
+
+def off_policy_mask(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+    """The rows that are kept."""
+    arrays = given.row_advantages[:, None], given.log_probs, given.rollout_log_probs, given.mask
+    return {"kept": method(*arrays, params["off_policy_threshold"])}
+
+
+def importance_ratio(statements: Callable[..., Any], given: Given, params: Params) -> Outputs:
+    """The vLLM correction, of shape `[B, T]` or `[B, 1]`."""
+    settings = {name: value for name, value in params.items() if name.startswith("vllm_")}
+    self = types.SimpleNamespace(use_vllm=True, vllm_importance_sampling_correction=True, **settings)
+    arrays = {"old_per_token_logps": given.old_log_probs, "sampling_per_token_logps": given.rollout_log_probs}
+    names = statements(self=self, completion_mask=given.mask, tool_mask=None, **arrays)
+    return {"weights": names["vllm_importance_sampling_ratio"].expand_as(given.mask)}
+
+
+def grpo_advantages(statements: Callable[..., Any], names: Mapping[str, Any], given: Given, params: Params) -> Outputs:
+    """The advantages of groups of two, of a single reward or of several."""
+    several = params["multi_objective_aggregation"] == "normalize_then_sum"
+    rewards = given.reward_components if several else given.rewards[:, None]
+    weights = torch.tensor(params.get("reward_weights", [1.0] * rewards.shape[1]), dtype=rewards.dtype)
+    self = types.SimpleNamespace(
+        multi_objective_aggregation=params["multi_objective_aggregation"],
+        scale_rewards=params.get("scale_rewards", "group"),
+        reward_weights=weights,
+        reward_funcs=[None] * rewards.shape[1],
+    )
+    unscorable = torch.zeros(len(rewards), dtype=torch.bool)
+    arrays = {"rewards_per_func": rewards, "unscorable_mask": unscorable, "num_generations": 2, "device": "cpu"}
+    return {"advantages": statements(self=self, **arrays, **names)["advantages"]}
+
+
+def rloo_advantages(statements: Callable[..., Any], names: Mapping[str, Any], given: Given, params: Params) -> Outputs:
+    """The leave-one-out advantages of groups of two."""
+    self = types.SimpleNamespace(normalize_advantages=params["normalize_advantages"], beta=params["beta"])
+    arrays: dict[str, Any] = {"rewards": given.rewards, "num_generations": 2, "gather": release.identity}
+    if params["beta"] != 0.0:
+        arrays |= {"old_per_token_logps": given.old_log_probs, "ref_per_token_logps": given.ref_log_probs}
+        arrays["completion_mask"] = given.mask
+    return {"advantages": statements(self=self, **arrays, **names)["advantages"]}
+
+
+def jsd(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+    """The generalised divergence, a mean over the unmasked positions."""
+    labels = torch.where(given.mask > 0, 0, -100)
+    return {"value": method(given.logits, given.teacher_logits, labels, **params)}
+
+
+def divergence(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+    """A divergence per token between two distributions over the vocabulary."""
+    student, teacher = (torch.log_softmax(logits, -1) for logits in (given.logits, given.teacher_logits))
+    return {"value": method(student, teacher, params["alpha"])}
+
+
+def weighted(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+    """A loss per token under a truncated, constant importance weight."""
+    return {"value": method(given.advantages, given.log_probs, given.old_log_probs, params["clip_coeff"])}
+
+
+def calls(root: pathlib.Path) -> dict[str, Call]:
+    """Every function that a case of TRL names."""
+    trl = root / "trl"
+    utils, grpo, rloo = (trl / f"trainer/{name}.py" for name in ("utils", "grpo_trainer", "rloo_trainer"))
+    names: dict[str, Any] = {"torch": torch, "math": math, "F": torch.nn.functional}
+    names |= {name: release.function_from(utils, name, names) for name in ("nanmin", "nanmax", "nanstd")}
+    helpers = {name: release.function_from(grpo, name, names) for name in ("get_off_policy_mask", "get_gamma_weights")}
+    helpers["get_gamma_weights"] = torch.no_grad()(helpers["get_gamma_weights"])  # its decorator in the release
+    gmpo = release.function_from(trl / "experimental/gmpo/gmpo_trainer.py", "_compute_loss", names)
+    sdpo = trl / "experimental/sdpo/loss_utils.py"
+    parts = {name: release.function_from(sdpo, name, names) for name in ("compute_divergence", "add_tail_bucket")}
+    topk = release.function_from(sdpo, "compute_topk_self_distillation_loss", {**names, **parts})
+    clipping = release.function_from(sdpo, "apply_importance_sampling_clipping", names)
+    generate, zeroed = "_generate_and_score_completions", "advantages = torch.nan_to_num"
+    vllm = "if self.use_vllm and self.vllm_importance_sampling_correction:\n    mask"
+    return {
+        "GRPOTrainer._compute_loss": functools.partial(
+            grpo_loss, release.function_from(grpo, "_compute_loss", names), helpers
+        ),
+        "GMPOTrainer._compute_loss": functools.partial(grpo_loss, gmpo, {}),
+        "RLOOTrainer._compute_loss": functools.partial(rloo_loss, release.function_from(rloo, "_compute_loss", names)),
+        "get_off_policy_mask": functools.partial(off_policy_mask, helpers["get_off_policy_mask"]),
+        "vllm_importance_sampling": functools.partial(
+            importance_ratio, release.statements_from(grpo, generate, vllm, vllm)
+        ),
+        "advantages": functools.partial(
+            grpo_advantages,
+            release.statements_from(grpo, generate, "if self.multi_objective_aggregation", zeroed),
+            {"nanstd": names["nanstd"]},
+        ),
+        "rloo_advantages": functools.partial(
+            rloo_advantages,
+            release.statements_from(rloo, generate, "if self.beta != 0.0:\n    per_token_kl", zeroed),
+            {"nanstd": names["nanstd"]},
+        ),
+        "generalized_jsd_loss": functools.partial(
+            jsd, release.function_from(trl / "experimental/gkd/gkd_trainer.py", "generalized_jsd_loss", names)
+        ),
+        "compute_divergence": functools.partial(divergence, parts["compute_divergence"]),
+        "compute_topk_self_distillation_loss": lambda given, params: {
+            "value": topk(given.logits, given.teacher_logits, **params)
+        },
+        "apply_importance_sampling_clipping": functools.partial(weighted, clipping),
+    }
