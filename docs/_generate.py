@@ -36,7 +36,7 @@ def topics() -> dict[str, list[str]]:
     for name in sorted(kljax.__all__, key=_place):
         found.setdefault(getattr(kljax, name).__module__.split(".")[1], []).append(name)
     for space in NAMESPACES:
-        if hasattr(kljax, space):
+        if hasattr(getattr(kljax, space, None), "__all__"):
             found[space] = [f"{space}.{name}" for name in getattr(kljax, space).__all__]
     return found
 
@@ -76,6 +76,70 @@ def float32() -> str:
     return "\n".join(lines)
 
 
+def versions() -> str:
+    """The systems and the versions that were read."""
+    lines = ["| system | key | version | its KL unless told otherwise |", "|---|---|---|---|"]
+    for system in _systems().values():
+        lines.append(f"| [{system.title}]({system.key}.md) | `{system.key}` | {system.version} | {system.default_kl} |")
+    return "\n".join(lines)
+
+
+def system(key: str) -> str:
+    """Every name of a system, by kind."""
+    parts = []
+    for kind, title in _kinds().items():
+        rows = [row for row in _rows() if row.system == key and row.kind == kind]
+        if rows:
+            parts += [f"### {title.capitalize()}", "", _table(rows), ""]
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[Any]) -> str:
+    """Rows of the table of names as Markdown; a column that is empty in all of them is left out."""
+    columns: dict[str, Callable[[Any], str]] = {
+        "there": lambda row: _code(row.name) + (f"<br>in {row.option}" if row.option else ""),
+        "here": lambda row: _code(repr(row.call).replace("kljax.", "")) if row.call else row.reason,
+        "given": lambda row: "<br>".join(f"{_code(name)}: {source}" for name, source in row.given.items()),
+        "meaning": lambda row: row.meaning,
+        "clamps": lambda row: "" if row.clamps == "none" else row.clamps,
+        "divisors": lambda row: row.divisors,
+        "gradient": lambda row: row.gradient,
+        "defaults": lambda row: row.defaults,
+        "note": lambda row: row.note,
+    }
+    cells = {title: [column(row) for row in rows] for title, column in columns.items()}
+    shown = [title for title, column in cells.items() if any(column)]
+    lines = [" | ".join(shown), "|".join("---" for _ in shown)]
+    lines += [" | ".join(_escaped(cells[title][i]) for title in shown) for i in range(len(rows))]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """A cell: `|` ends one, and `*` and `_` would be emphasis outside of code."""
+    parts = re.split("(`[^`]*`|<br>)", text.replace("|", "\\|"))
+    return "".join(part if part[:1] in "`<" else re.sub(r"([*_<>])", r"\\\1", part) for part in parts)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _rows() -> Sequence[Any]:
+    return kljax.systems.rows() if hasattr(getattr(kljax, "systems", None), "rows") else ()
+
+
+def _kinds() -> dict[str, str]:
+    from kljax.systems._row import KINDS
+
+    return KINDS
+
+
+def _systems() -> dict[str, Any]:
+    from kljax.systems._row import SYSTEMS
+
+    return SYSTEMS
+
+
 def _error(values: Any, exact: Sequence[decimal.Decimal]) -> float:
     """The largest relative error."""
     return max(float(abs(decimal.Decimal(float(v)) - e) / abs(e)) for v, e in zip(values, exact, strict=True))
@@ -98,4 +162,6 @@ def _entry(name: str) -> str:
     return f".. {'autofunction' if callable(thing) else 'autodata'}:: kljax.{name}\n"
 
 
-GENERATORS: dict[str, Callable[..., str]] = {"api": api, "summary": summary, "float32": float32}
+GENERATORS: dict[str, Callable[..., str]] = {
+    function.__name__: function for function in (api, summary, float32, versions, system)
+}

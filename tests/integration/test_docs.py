@@ -1,6 +1,8 @@
 """The documentation builds without a warning, leaves no public name out, and every example on its pages runs."""
 
+import ast
 import doctest
+import inspect
 import pathlib
 import re
 import subprocess
@@ -60,6 +62,16 @@ def test_configs_load(page):
             assert not repeated
             _, warnings = parse({"steps": 1, **fields})
             assert not warnings
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_calls_in_the_text_fit_their_functions(page):
+    for text in re.findall(r"`([a-z_]\w*\([^`]*\))`", page.read_text()):
+        name = text.partition("(")[0]
+        if name in kljax.__all__:
+            call = ast.parse(text, mode="eval").body
+            keywords = {keyword.arg: None for keyword in call.keywords}
+            inspect.signature(getattr(kljax, name)).bind_partial(*call.args, **keywords)
 
 
 def test_docstrings_become_markup_that_means_what_they_say():
