@@ -1,5 +1,6 @@
-"""Advantages: by comparison within a group, over time, and the centred KL adjustment. No whitening happens inside."""
+"""Advantages: by comparison within a group, over time, from a teacher. No whitening happens inside."""
 
+from kljax.advantages.baselines import asymre_advantages, opmd_advantages, rae_advantages, remax_advantages
 from kljax.advantages.centered import centered_kl_advantages
 from kljax.advantages.group import (
     broadcast_to_tokens,
@@ -8,15 +9,27 @@ from kljax.advantages.group import (
     reinforce_plus_plus_baseline_advantages,
     rloo_advantages,
 )
+from kljax.advantages.multi_reward import gdpo_advantages
+from kljax.advantages.scaled import gpg_advantages, maxrl_advantages, pass_at_k_advantages
+from kljax.advantages.steps import broadcast_to_steps
 from kljax.advantages.temporal import gae, reinforce_plus_plus_returns
 
 __all__ = [
+    "asymre_advantages",
+    "broadcast_to_steps",
     "broadcast_to_tokens",
     "centered_kl_advantages",
     "gae",
+    "gdpo_advantages",
+    "gpg_advantages",
     "grpo_advantages",
+    "maxrl_advantages",
+    "opmd_advantages",
     "opo_advantages",
+    "pass_at_k_advantages",
+    "rae_advantages",
     "reinforce_plus_plus_baseline_advantages",
     "reinforce_plus_plus_returns",
+    "remax_advantages",
     "rloo_advantages",
 ]

@@ -4,13 +4,11 @@ Rows of a group need not be adjacent. A padding row is one whose `valid` is Fals
 enters no statistic, its reward may be NaN, and its advantage is 0. Rewards are data; nothing here stops a gradient.
 """
 
-from typing import NamedTuple
-
-import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
+from kljax._checks import as_float, check_choice, check_same_shape
 from kljax._typing import Array, ArrayLike, Scalar
+from kljax.advantages._groups import SINGLETONS, centered, deviations, finish, make_groups
 from kljax.masking import masked
 
 __all__ = [
@@ -21,7 +19,7 @@ __all__ = [
     "rloo_advantages",
 ]
 
-SINGLETONS = ("zero", "reward")
+SCALES = ("std", "batch_std", "mean", "none")
 
 
 def grpo_advantages(
@@ -35,17 +33,20 @@ def grpo_advantages(
     singleton: str = "zero",
     valid: ArrayLike | None = None,
 ) -> Array:
-    """Group-relative advantages: `A_i = (r_i - mean_g) / (std_g + eps)`, or without the divisor.
+    """Group-relative advantages: `A_i = (r_i - mean_g) / (std_g + eps)`, or with another divisor, or without one.
 
     Args:
       rewards: `[B]`, one reward per row.
       group_ids: `[B]` integers below `num_groups`, the prompt of each row; negative marks a padding row.
       num_groups: static number of groups.
-      scale: "std" divides by the standard deviation of the group; "none" only centres (Dr. GRPO).
+      scale: "std" divides by the standard deviation of the group; "batch_std" by that of all rewards of the batch
+        (TRL, Trinity-RFT); "mean" by the mean of the group (MaxRL as SkyRL has it, see `maxrl_advantages`); "none" only
+        centres (Dr. GRPO).
       ddof: of the standard deviation: 1 as verl, TRL, slime and `torch.std` have it; 0 as ART has it.
-      eps: added to the standard deviation, in the unit of the rewards. verl and slime 1e-6, TRL 1e-4, OpenRLHF 1e-9.
-      singleton: a group of one row has no one to compare with: "zero" gives it 0; "reward" takes mean 0 and standard
-        deviation 1, as verl and SkyRL do, which gives `r / (1 + eps)`, or `r` without the scale.
+      eps: added to the divisor, in the unit of the rewards. verl and slime 1e-6, TRL 1e-4, OpenRLHF 1e-9.
+      singleton: a group of one row has no one to compare with: "zero" gives it 0; "reward" takes mean 0 and the
+        standard deviation 1 or that of the batch, as verl and SkyRL do: `r / (1 + eps)` with "std", `r` with "mean" and
+        "none".
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
 
     Returns:
@@ -59,7 +60,8 @@ def grpo_advantages(
         id cannot be seen and makes the row's advantage NaN.
 
     References:
-      Shao et al., "DeepSeekMath" (2024), section 4.1; Liu et al., "Understanding R1-Zero-like training" (2025).
+      Shao et al., "DeepSeekMath" (2024), section 4.1; Liu et al., "Understanding R1-Zero-like training" (2025), for
+      "none"; Liu et al., "Part I: tricks or traps?" (2025), for "batch_std".
 
     Example:
       >>> import jax.numpy as jnp, kljax
@@ -67,21 +69,25 @@ def grpo_advantages(
       >>> print(kljax.grpo_advantages(rewards, groups, num_groups=2, ddof=0, eps=0.0))
       [ 1. -1.  0.  0.]
     """
-    check_choice("scale", scale, ("std", "none"))
+    check_choice("scale", scale, SCALES)
     check_choice("singleton", singleton, SINGLETONS)
-    if ddof not in (0, 1):
-        raise ValueError(f"ddof: got {ddof!r}, expected 0 or 1")
-    groups = _group(rewards, group_ids, num_groups, valid)
-    centered = _centered(groups, groups.real.astype(groups.rewards.dtype))
+    groups = make_groups(rewards, group_ids, num_groups, valid)
+    distances, alone = centered(groups, groups.weights()), groups.rewards
+    std, varies = deviations(groups, distances, ddof)
+    eps = jnp.asarray(eps, distances.dtype)
     if scale == "none":
-        return _finish(groups, centered, groups.rewards, singleton)
-    eps = jnp.asarray(eps, centered.dtype)
-    var = groups.total(jnp.square(centered)) / jnp.maximum(groups.size - ddof, 1)
-    # A constant group: the square root of 0 has an infinite slope, and with eps 0 the quotient would be 0 / 0.
-    varies = var != 0
-    std = jnp.where(varies, jnp.sqrt(jnp.where(varies, var, 1)), 1)[groups.ids]
-    result = jnp.where(varies[groups.ids], centered / (std + eps), 0)
-    return _finish(groups, result, groups.rewards / (1 + eps), singleton)
+        return finish(groups, distances, alone, singleton)
+    if scale == "mean":
+        divisor = (groups.total(alone) / jnp.maximum(groups.size, 1))[groups.ids] + eps
+        varies = varies[groups.ids] & (divisor != 0)
+    elif scale == "std":
+        divisor, varies, alone = std[groups.ids] + eps, varies[groups.ids], alone / (1 + eps)
+    else:
+        whole = groups.as_one()
+        batch_std, varies = deviations(whole, centered(whole, whole.weights()), ddof)
+        divisor, alone = batch_std + eps, alone / (batch_std + eps)
+    result = jnp.where(varies, distances / jnp.where(varies, divisor, 1), 0)
+    return finish(groups, result, alone, singleton)
 
 
 def reinforce_plus_plus_baseline_advantages(
@@ -158,10 +164,10 @@ def rloo_advantages(
       [ 1.5 -1.5  0. ]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    groups = _group(rewards, group_ids, num_groups, valid)
-    centered = _centered(groups, groups.real.astype(groups.rewards.dtype))
+    groups = make_groups(rewards, group_ids, num_groups, valid)
+    distances = centered(groups, groups.weights())
     without_self = groups.size / jnp.maximum(groups.size - 1, 1)
-    return _finish(groups, centered * without_self[groups.ids], groups.rewards, singleton)
+    return finish(groups, distances * without_self[groups.ids], groups.rewards, singleton)
 
 
 def opo_advantages(
@@ -203,9 +209,9 @@ def opo_advantages(
     """
     check_choice("singleton", singleton, SINGLETONS)
     check_same_shape(rewards=rewards, lengths=lengths)
-    groups = _group(rewards, group_ids, num_groups, valid)
+    groups = make_groups(rewards, group_ids, num_groups, valid)
     weights = jnp.where(groups.real, jnp.asarray(lengths).astype(groups.rewards.dtype), 0)
-    return _finish(groups, _centered(groups, weights), groups.rewards, singleton)
+    return finish(groups, centered(groups, weights), groups.rewards, singleton)
 
 
 def broadcast_to_tokens(advantages: ArrayLike, mask: ArrayLike) -> Array:
@@ -234,57 +240,3 @@ def broadcast_to_tokens(advantages: ArrayLike, mask: ArrayLike) -> Array:
     if advantages.shape != shape[:-1]:
         raise ValueError(f"advantages: got shape {list(advantages.shape)}, expected {list(shape[:-1])}, one per row")
     return masked(jnp.broadcast_to(advantages[..., None], shape), mask)
-
-
-class _Groups(NamedTuple):
-    """Rewards with 0 on padding rows, ids that are safe to index with, which rows are real, and rows per group."""
-
-    rewards: Array
-    ids: Array
-    real: Array
-    unknown: Array
-    size: Array
-
-    def total(self, values: Array) -> Array:
-        """Sums `[B]` values, 0 on padding rows, into `[G]`."""
-        return jax.ops.segment_sum(values, self.ids, num_segments=self.size.shape[0])
-
-
-def _group(rewards: ArrayLike, group_ids: ArrayLike, num_groups: int, valid: ArrayLike | None) -> _Groups:
-    check_at_least("num_groups", num_groups, 1)
-    (rewards,) = as_float(rewards)
-    if rewards.ndim != 1:
-        raise ValueError(f"rewards: got shape {list(rewards.shape)}, expected [B], one reward per row")
-    check_same_shape(rewards=rewards, group_ids=group_ids, valid=valid)
-    ids = jnp.asarray(group_ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"group_ids: got dtype {ids.dtype}, expected an integer type")
-    chosen = ids >= 0 if valid is None else (ids >= 0) & check_mask(valid, "valid")
-    unknown = chosen & (ids >= num_groups)
-    if not isinstance(unknown, jax.core.Tracer) and unknown.is_fully_addressable and unknown.any():
-        raise ValueError(f"group_ids: got {ids.max()}, expected ids below num_groups = {num_groups}")
-    real = chosen & ~unknown
-    ids = jnp.where(real, ids, 0)
-    count = jax.ops.segment_sum(real.astype(rewards.dtype), ids, num_segments=num_groups)
-    return _Groups(jnp.where(real, rewards, 0), ids, real, unknown, count)
-
-
-def _centered(groups: _Groups, weights: Array) -> Array:
-    """`r_i - sum_g w_j r_j / sum_g w_j`, 0 on padding rows and in a group of weight 0.
-
-    The mean is taken of the distances to the lowest reward of the group: equal rewards then centre to exactly 0, where
-    the rounding of their mean, divided by a standard deviation of the same size, would become an advantage.
-    """
-    real, ids = groups.real, groups.ids
-    low = jax.ops.segment_min(jnp.where(real, groups.rewards, jnp.inf), ids, num_segments=groups.size.shape[0])
-    above = jnp.where(real, groups.rewards - jnp.where(real, jax.lax.stop_gradient(low)[ids], 0), 0)
-    total = groups.total(weights)
-    mean = groups.total(weights * above) / jnp.where(total > 0, total, 1)
-    return jnp.where(real & (total > 0)[ids], above - mean[ids], 0)
-
-
-def _finish(groups: _Groups, result: Array, alone: Array, singleton: str) -> Array:
-    """Applies the rule for groups of one, and the values of rows that belong to no group."""
-    only = groups.size[groups.ids] == 1
-    result = jnp.where(only, alone if singleton == "reward" else 0, result)
-    return jnp.where(groups.unknown, jnp.nan, jnp.where(groups.real, result, 0))

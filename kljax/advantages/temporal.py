@@ -13,6 +13,7 @@ from kljax.masking import masked
 __all__ = ["gae", "reinforce_plus_plus_returns"]
 
 MASKED_RULES = ("carry", "reset", "none")
+GAE_RULES = ("skip", "carry", "none")
 
 
 def reinforce_plus_plus_returns(
@@ -24,7 +25,7 @@ def reinforce_plus_plus_returns(
 
     - "carry": it is skipped and takes no discount; the return of the next unmasked token goes on (verl 0.9.1);
     - "reset": it cuts the row; credit from behind it does not reach the tokens before it (SkyRL, earlier verl);
-    - "none": it takes one step of discount like any other token (Trinity-RFT).
+    - "none": it takes one step of discount like any other token (Trinity-RFT, OpenRLHF, slime).
 
     Args:
       token_rewards: `[..., T]`, rewards per token, usually from `kl_shaped_rewards`; masked ones are ignored.
@@ -67,36 +68,52 @@ def reinforce_plus_plus_returns(
 
 
 def gae(
-    rewards: ArrayLike, values: ArrayLike, mask: ArrayLike, *, gamma: Scalar = 1.0, lam: Scalar = 1.0
+    rewards: ArrayLike,
+    values: ArrayLike,
+    mask: ArrayLike,
+    *,
+    gamma: Scalar = 1.0,
+    lam: Scalar = 1.0,
+    masked_tokens: str = "skip",
 ) -> tuple[Array, Array]:
-    """Generalised advantage estimates over the unmasked tokens, and the returns that the value function is fitted to.
+    """Generalised advantage estimates, and the returns that the value function is fitted to.
 
-    With `t'` the next unmasked token after `t`, and `V` and `A` 0 after the last one:
+    With `V` and `A` 0 after the last token:
 
         delta_t  = R_t + gamma * V_{t'} - V_t
         A_t      = delta_t + gamma * lam * A_{t'}
         return_t = A_t + V_t
 
-    Masked tokens are skipped wherever they stand, so a span that the policy did not write neither discounts nor
-    breaks the credit, and padding never enters. This is verl's rule; other systems do not mask inside the recursion.
+    Which token is `t'`, and what a masked one counts, is the difference between the systems:
+
+    - "skip": `t'` is the next unmasked token, so a span that the policy did not write neither discounts nor breaks the
+      credit, and padding never enters (verl);
+    - "carry": `t'` is `t + 1`; rewards and values under the mask are 0, and the recursion runs on through them with a
+      discount each (OpenRLHF). A value in front of a masked token is compared with 0, even inside a row;
+    - "none": `t'` is `t + 1`, and rewards and values under the mask enter as they are (SkyRL, Trinity-RFT, slime, TRL):
+      what the value function says of a tool's output, or of padding, becomes credit.
 
     Args:
-      rewards: `[..., T]`, rewards per token; masked ones are ignored.
-      values: same shape, the value of the state before each token; masked ones are ignored.
+      rewards: `[..., T]`, rewards per token; masked ones are ignored, but for "none".
+      values: same shape, the value of the state before each token; masked ones are ignored, but for "none".
       mask: same shape, boolean.
       gamma: discount per token, usually between 0 and 1.
       lam: trace decay, 0 (one-step) to 1 (Monte Carlo).
+      masked_tokens: one of the three rules above. The rules of `reinforce_plus_plus_returns` are named for returns:
+        its "carry" is the "skip" of this function, and its "none" the "carry".
 
     Returns:
       `(advantages, returns)`, both `[..., T]`, float32 or float64, in the unit of the rewards; masked positions
-      hold 0. Not whitened: apply `masked_whiten` to the advantages if that is wanted.
+      hold 0. Not whitened: apply `masked_whiten` to the advantages if that is wanted. With "none", NaN under the mask
+      reaches every earlier token of its row; what lies before the first unmasked token, or has weight 0 because
+      `gamma` or `lam` is 0, reaches nothing.
 
     Gradient:
       Plain arithmetic, linear in rewards and values. Both results are data for a loss: compute them outside the
       function that is differentiated, or stop their gradient.
 
     Raises:
-      ValueError: for differing shapes, or a negative `gamma` or `lam`.
+      ValueError: for an unknown rule, differing shapes, or a negative `gamma` or `lam`.
 
     References:
       Schulman et al., "High-dimensional continuous control using GAE" (2016), eq. 16.
@@ -108,21 +125,31 @@ def gae(
       >>> print(advantages, returns)
       [[0.5 0.  0.5]] [[1. 0. 1.]]
     """
+    check_choice("masked_tokens", masked_tokens, GAE_RULES)
     check_same_shape(rewards=rewards, values=values, mask=mask)
     check_at_least("gamma", gamma, 0)
     check_at_least("lam", lam, 0)
     rewards, values = as_float(rewards, values)
-    rewards, values, keep = masked(rewards, mask), masked(values, mask), check_mask(mask)
+    keep = check_mask(mask)
+    enters = jnp.cumsum(keep, -1) > 0 if masked_tokens == "none" else keep
+    rewards, values = jnp.where(enters, rewards, 0), jnp.where(enters, values, 0)
     gamma, lam = jnp.asarray(gamma, rewards.dtype), jnp.asarray(lam, rewards.dtype)
 
     def step(later: tuple[Array, Array], now: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
         (next_value, next_advantage), (reward, value, kept) = later, now
-        advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
-        carry = jnp.where(kept, value, next_value), jnp.where(kept, advantage, next_advantage)
+        advantage = reward + _weighed(gamma, next_value) - value + _weighed(gamma * lam, next_advantage)
+        carry = value, advantage
+        if masked_tokens == "skip":
+            carry = jnp.where(kept, value, next_value), jnp.where(kept, advantage, next_advantage)
         return carry, jnp.where(kept, advantage, 0)
 
     advantages = _scan_back(step, (_nothing(rewards), _nothing(values)), (rewards, values, keep))
     return advantages, masked(advantages + values, mask)
+
+
+def _weighed(weight: Array, values: Array) -> Array:
+    """`weight * values`, where a weight of 0 leaves nothing even of NaN."""
+    return weight * jnp.where(weight != 0, values, 0)
 
 
 def _nothing(values: Array) -> Array:

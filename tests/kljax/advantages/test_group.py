@@ -81,6 +81,42 @@ def test_grpo_options() -> None:
     np.testing.assert_allclose(kljax.grpo_advantages(r, ids, num_groups=1, eps=0.0), centered / r.std(ddof=1), 1e-14)
 
 
+def test_grpo_divided_by_the_deviation_of_the_batch() -> None:
+    real = REWARDS[REAL]
+    centred = by_hand("centered")
+    for ddof in (0, 1):
+        got = kljax.grpo_advantages(REWARDS, IDS, num_groups=GROUPS, scale="batch_std", ddof=ddof, eps=1e-4)
+        np.testing.assert_allclose(got, centred / (real.std(ddof=ddof) + 1e-4), 1e-12, 1e-14)
+    alone = kljax.grpo_advantages(REWARDS, IDS, num_groups=GROUPS, scale="batch_std", singleton="reward")
+    np.testing.assert_allclose(alone[3], 3.0 / (real.std(ddof=1) + 1e-6), 1e-12)
+    one_row = kljax.grpo_advantages(np.array([2.0]), np.zeros(1, int), num_groups=1, scale="batch_std", eps=0.0)
+    np.testing.assert_array_equal(one_row, 0)
+
+
+def test_grpo_divided_by_the_mean_of_the_group() -> None:
+    got = kljax.grpo_advantages(REWARDS, IDS, num_groups=GROUPS, scale="mean", eps=1e-6, singleton="reward")
+    expected = by_hand("centered", singleton="reward")
+    for group in (0, 1):
+        expected[group == IDS] /= REWARDS[group == IDS].mean() + 1e-6
+    np.testing.assert_allclose(got, expected, 1e-12, 1e-14)
+    balanced = kljax.grpo_advantages(np.array([1.0, -1.0]), np.zeros(2, int), num_groups=1, scale="mean", eps=0.0)
+    np.testing.assert_array_equal(balanced, 0)
+
+
+@pytest.mark.parametrize("scale", ["batch_std", "mean"])
+def test_the_other_scales_have_finite_gradients_and_no_advantage_among_equals(scale: str) -> None:
+    def total(r: jax.Array, ids: np.ndarray) -> jax.Array:
+        return jnp.square(kljax.grpo_advantages(r, ids, num_groups=GROUPS, scale=scale, eps=0.0)).sum()
+
+    gradient = jax.grad(total)(jnp.asarray(REWARDS), IDS)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(gradient[~REAL], 0)
+    for value in (0.0, 0.1):
+        constant = jnp.full(len(IDS), value, jnp.float32)
+        np.testing.assert_array_equal(kljax.grpo_advantages(constant, IDS, num_groups=GROUPS, scale=scale, eps=0.0), 0)
+        assert np.isfinite(jax.grad(total)(constant, IDS)).all()
+
+
 def test_a_group_without_tokens_has_no_baseline_to_compare_with() -> None:
     got = kljax.opo_advantages(np.array([1.0, 2.0]), np.zeros(2, int), np.zeros(2, int), num_groups=1)
     np.testing.assert_array_equal(got, 0)

@@ -34,6 +34,14 @@ def gae_by_hand(gamma: float, lam: float) -> np.ndarray:
     return result
 
 
+def gae_over_all_positions(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """The sum over all later positions, masked or not."""
+    length = rewards.shape[-1]
+    delta = rewards + gamma * np.append(values[:, 1:], np.zeros((len(values), 1)), 1) - values
+    weight = np.tril((gamma * lam) ** np.abs(np.subtract.outer(np.arange(length), np.arange(length))))
+    return np.where(MASK, delta @ weight, 0)
+
+
 @pytest.mark.parametrize("masked_tokens", ["carry", "reset", "none"])
 def test_returns(masked_tokens: str) -> None:
     def returns(rewards: jax.Array) -> jax.Array:
@@ -63,10 +71,56 @@ def test_gae_does_not_see_what_is_masked() -> None:
     check_masked(lambda rewards, values: kljax.gae(rewards, values, MASK, gamma=0.9, lam=0.8), [REWARDS, VALUES])
 
 
-def test_the_recorded_returns_of_verl() -> None:
+@pytest.mark.parametrize("masked_tokens", ["carry", "none"])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.9, 0.0), (0.0, 0.8)])
+def test_gae_that_runs_through_what_is_masked(masked_tokens: str, gamma: float, lam: float) -> None:
+    options = {"gamma": gamma, "lam": lam, "masked_tokens": masked_tokens}
+    seen = (np.where(MASK, x, 0) if masked_tokens == "carry" else x for x in (REWARDS, VALUES))
+    expected = gae_over_all_positions(*seen, gamma, lam)
+    advantages, returns = kljax.gae(REWARDS, VALUES, MASK, **options)
+    np.testing.assert_allclose(advantages, expected, 1e-12, 1e-14)
+    np.testing.assert_allclose(returns, np.where(MASK, expected + VALUES, 0), 1e-12, 1e-14)
+    if masked_tokens == "carry":
+        check_masked(lambda rewards, values: kljax.gae(rewards, values, MASK, **options), [REWARDS, VALUES])
+
+
+def test_the_three_rules_agree_where_nothing_is_masked_in_between_or_behind() -> None:
+    mask = np.array([[0, 1, 1, 1], [1, 1, 1, 1]])
+    rewards, values = REWARDS[:2, :4], VALUES[:2, :4]
+    skip, carry, none = (
+        kljax.gae(rewards, values, mask, gamma=0.9, lam=0.8, masked_tokens=rule) for rule in ("skip", "carry", "none")
+    )
+    jax.tree.map(np.testing.assert_array_equal, (carry, none), (skip, skip))
+
+
+def test_values_under_the_mask_stay_out_of_what_they_cannot_reach() -> None:
+    mask = np.array([[0, 0, 1, 0, 1, 0]])
+    values, rewards = np.full(mask.shape, np.nan), np.full(mask.shape, np.nan)
+    values[mask == 1], rewards[mask == 1] = [0.5, 0.25], [1.0, 2.0]
+
+    def total(gamma: float, lam: float, *arrays: jax.Array) -> jax.Array:
+        advantages, returns = kljax.gae(*arrays, mask, gamma=gamma, lam=lam, masked_tokens="none")
+        return (advantages + 2 * returns).sum()
+
+    # Without a discount each token is on its own.
+    value, grads = jax.value_and_grad(total, (0, 2, 3))(0.0, 1.0, rewards, values)
+    np.testing.assert_allclose(value, 3 * 3.0 - 0.75)
+    assert all(np.isfinite(grad).all() for grad in grads)
+    # Without a trace the value of the next position counts, and nothing behind it.
+    values[0, [3, 5]] = 4.0
+    np.testing.assert_allclose(total(1.0, 0.0, rewards, values), 3 * (3.0 + 8.0) - 0.75)
+    # Before the first unmasked token nothing is asked for.
+    rewards[0, [3, 5]] = 1.0
+    value, grads = jax.value_and_grad(total, (0, 1, 2, 3))(0.9, 0.8, rewards, values)
+    assert np.isfinite(value)
+    assert all(np.isfinite(grad).all() for grad in grads)
+
+
+def test_the_recorded_returns_of_verl_and_of_the_systems_that_do_not_mask() -> None:
     values, rewards, mask = np.array([0.5, 0.1, 0.3, 0.2]), np.array([0.0, 0.7, 0.0, 1.0]), np.array([1, 0, 1, 1])
-    _, returns = kljax.gae(rewards, values, mask, gamma=0.9, lam=0.8)
-    np.testing.assert_allclose(returns, [0.59832, 0, 0.756, 1.0], 1e-12)
+    for rule, expected in (("skip", [0.59832, 0, 0.756, 1.0]), ("none", [0.95279, 0, 0.756, 1.0])):
+        _, returns = kljax.gae(rewards, values, mask, gamma=0.9, lam=0.8, masked_tokens=rule)
+        np.testing.assert_allclose(returns, expected, 1e-5)
 
 
 def test_gae_at_lambda_one_is_the_return_less_the_value() -> None:
@@ -86,6 +140,8 @@ def test_more_leading_axes_and_traced_discounts() -> None:
 def test_errors_name_the_argument() -> None:
     with pytest.raises(ValueError, match=r"masked_tokens: got 'cary'.*did you mean 'carry'"):
         kljax.reinforce_plus_plus_returns(REWARDS, MASK, masked_tokens="cary")
+    with pytest.raises(ValueError, match=r"masked_tokens: got 'reset', expected one of skip, carry, none"):
+        kljax.gae(REWARDS, VALUES, MASK, masked_tokens="reset")
     with pytest.raises(ValueError, match="gamma: got -1"):
         kljax.reinforce_plus_plus_returns(REWARDS, MASK, gamma=-1)
     with pytest.raises(ValueError, match="lam: got -1"):

@@ -1,0 +1,89 @@
+"""Rows in groups: what the group advantages have in common. Padding rows are 0 everywhere and count in nothing."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
+from kljax._typing import Array, ArrayLike
+
+SINGLETONS = ("zero", "reward")
+
+
+class Groups(NamedTuple):
+    """Rewards with 0 on padding rows, ids that are safe to index with, which rows are real, and rows per group."""
+
+    rewards: Array
+    ids: Array
+    real: Array
+    unknown: Array
+    size: Array
+
+    def total(self, values: Array) -> Array:
+        """Sums `[B]` values, 0 on padding rows, into `[G]`."""
+        return jax.ops.segment_sum(values, self.ids, num_segments=self.size.shape[0])
+
+    def as_one(self) -> "Groups":
+        """All real rows in one group."""
+        return self._replace(ids=jnp.zeros_like(self.ids), size=self.size.sum(keepdims=True))
+
+    def weights(self) -> Array:
+        """1 on real rows."""
+        return self.real.astype(self.rewards.dtype)
+
+
+def make_groups(rewards: ArrayLike, group_ids: ArrayLike, num_groups: int, valid: ArrayLike | None) -> Groups:
+    """Checks rewards and ids, and puts the rows that are real into their groups."""
+    check_at_least("num_groups", num_groups, 1)
+    (rewards,) = as_float(rewards)
+    if rewards.ndim != 1:
+        raise ValueError(f"rewards: got shape {list(rewards.shape)}, expected [B], one reward per row")
+    check_same_shape(rewards=rewards, group_ids=group_ids, valid=valid)
+    ids, real, unknown = safe_ids(group_ids, num_groups, valid)
+    count = jax.ops.segment_sum(real.astype(rewards.dtype), ids, num_segments=num_groups)
+    return Groups(jnp.where(real, rewards, 0), ids, real, unknown, count)
+
+
+def safe_ids(group_ids: ArrayLike, num_groups: int, valid: ArrayLike | None) -> tuple[Array, Array, Array]:
+    """Ids to index with, which rows have one, and which name a group that does not exist."""
+    ids = jnp.asarray(group_ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"group_ids: got dtype {ids.dtype}, expected an integer type")
+    chosen = ids >= 0 if valid is None else (ids >= 0) & check_mask(valid, "valid")
+    unknown = chosen & (ids >= num_groups)
+    if not isinstance(unknown, jax.core.Tracer) and unknown.is_fully_addressable and unknown.any():
+        raise ValueError(f"group_ids: got {ids.max()}, expected ids below num_groups = {num_groups}")
+    real = chosen & ~unknown
+    return jnp.where(real, ids, 0), real, unknown
+
+
+def centered(groups: Groups, weights: Array) -> Array:
+    """`r_i - sum_g w_j r_j / sum_g w_j`, 0 on padding rows and in a group of weight 0.
+
+    The mean is taken of the distances to the lowest reward of the group: equal rewards then centre to exactly 0, where
+    the rounding of their mean, divided by a standard deviation of the same size, would become an advantage.
+    """
+    real, ids = groups.real, groups.ids
+    low = jax.ops.segment_min(jnp.where(real, groups.rewards, jnp.inf), ids, num_segments=groups.size.shape[0])
+    above = jnp.where(real, groups.rewards - jnp.where(real, jax.lax.stop_gradient(low)[ids], 0), 0)
+    total = groups.total(weights)
+    mean = groups.total(weights * above) / jnp.where(total > 0, total, 1)
+    return jnp.where(real & (total > 0)[ids], above - mean[ids], 0)
+
+
+def deviations(groups: Groups, distances: Array, ddof: int) -> tuple[Array, Array]:
+    """The standard deviation of each group from the distances to its mean, 1 where nothing varies; and what varies."""
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof: got {ddof!r}, expected 0 or 1")
+    var = groups.total(jnp.square(distances)) / jnp.maximum(groups.size - ddof, 1)
+    # A constant group: the square root of 0 has an infinite slope, and with eps 0 the quotient would be 0 / 0.
+    varies = var != 0
+    return jnp.where(varies, jnp.sqrt(jnp.where(varies, var, 1)), 1), varies
+
+
+def finish(groups: Groups, result: Array, alone: Array, singleton: str) -> Array:
+    """Applies the rule for groups of one, and the values of rows that belong to no group."""
+    only = groups.size[groups.ids] == 1
+    result = jnp.where(only, alone if singleton == "reward" else 0, result)
+    return jnp.where(groups.unknown, jnp.nan, jnp.where(groups.real, result, 0))

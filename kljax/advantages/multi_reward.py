@@ -1,0 +1,100 @@
+"""Several rewards per row, each compared within the group before they are added."""
+
+import jax
+import jax.numpy as jnp
+
+from kljax._checks import as_float, check_choice, check_mask
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.advantages._groups import safe_ids
+from kljax.advantages.group import grpo_advantages
+
+__all__ = ["gdpo_advantages"]
+
+NORMALIZATIONS = ("none", "rows")
+
+
+def gdpo_advantages(
+    rewards: ArrayLike,
+    group_ids: ArrayLike,
+    *,
+    num_groups: int,
+    weights: ArrayLike | None = None,
+    scale: str = "std",
+    ddof: int = 1,
+    eps: Scalar = 1e-6,
+    normalize: str = "none",
+    singleton: str = "zero",
+    valid: ArrayLike | None = None,
+) -> Array:
+    """The sum of the group advantages of each reward: `A_i = sum_k w_k grpo(r_k)_i`.
+
+    A reward that varies little weighs as much as one that varies much, which it would not in the advantage of the sum.
+
+    What follows differs. verl whitens over tokens, `masked_whiten(broadcast_to_tokens(A, mask), mask)`. TRL's
+    "normalize_then_sum" takes `(A - mean) / (std + eps)` over the rows of the batch, which is `normalize="rows"` (with
+    `eps=1e-4`).
+
+    Args:
+      rewards: `[B, K]`, the rewards of each row.
+      group_ids: `[B]` integers below `num_groups`, the prompt of each row; negative marks a padding row.
+      num_groups: static number of groups.
+      weights: `[K]`, the weight of each reward; None weighs each 1.
+      scale: "std", "batch_std", "mean" or "none", as `grpo_advantages`.
+      ddof: of the standard deviations, 0 or 1.
+      eps: added to the standard deviations; in the unit of the rewards.
+      normalize: "rows" standardises the sum over the rows of the batch; "none" leaves it.
+      singleton: as `grpo_advantages`, "zero" or "reward".
+      valid: `[B]` or `[B, K]` booleans; a row that is False is padding, a single reward that is False does not count
+        and adds nothing to its row, as TRL treats a reward that is NaN. None takes every row with an id of at least 0.
+
+    Returns:
+      `[B]`, float32 or float64; padding rows hold 0.
+
+    Gradient:
+      Advantages are data.
+
+    Raises:
+      ValueError: as `grpo_advantages`; for rewards that are not `[B, K]`, or `weights` that are not `[K]`.
+
+    References:
+      "GDPO: group reward-decoupled normalization policy optimization" (arXiv 2601.05242, 2026).
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> rewards = jnp.array([[1.0, 0.0], [0.0, 0.0], [1.0, 100.0], [0.0, 0.0]])
+      >>> print(kljax.gdpo_advantages(rewards, jnp.array([0, 0, 1, 1]), num_groups=2, ddof=0, eps=0.0))
+      [ 1. -1.  2. -2.]
+    """
+    check_choice("normalize", normalize, NORMALIZATIONS)
+    (rewards,) = as_float(rewards)
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards: got shape {list(rewards.shape)}, expected [B, K], the rewards of each row")
+    ids, real, unknown = safe_ids(group_ids, num_groups, None)
+    there = jnp.ones(rewards.shape, bool) if valid is None else check_mask(valid, "valid")
+    there = there[:, None] if there.ndim == 1 else there
+    if there.shape not in (rewards.shape, (rewards.shape[0], 1)):
+        raise ValueError(f"valid: got shape {list(there.shape)}, expected {list(rewards.shape)} or one per row")
+    (weights,) = as_float(jnp.ones(rewards.shape[1:], rewards.dtype) if weights is None else weights)
+    if weights.shape != rewards.shape[1:]:
+        raise ValueError(
+            f"weights: got shape {list(weights.shape)}, expected {list(rewards.shape[1:])}, one per reward"
+        )
+
+    def one(reward: Array, present: Array) -> Array:
+        return grpo_advantages(
+            reward,
+            group_ids,
+            num_groups=num_groups,
+            scale=scale,
+            ddof=ddof,
+            eps=eps,
+            singleton=singleton,
+            valid=present,
+        )
+
+    each = jax.vmap(one, in_axes=(1, 1), out_axes=1)(rewards, jnp.broadcast_to(there, rewards.shape))
+    result = (each * weights.astype(each.dtype)[None]).sum(1)
+    if normalize == "none":
+        return result
+    whole = jnp.where(there.any(1) & real, ids * 0, -1)
+    return jnp.where(unknown, jnp.nan, grpo_advantages(result, whole, num_groups=1, ddof=ddof, eps=eps))

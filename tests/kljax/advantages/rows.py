@@ -1,0 +1,33 @@
+"""Rows of several groups to compare: not adjacent, a group of one, a group of none, padding rows with NaN."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+IDS = np.array([0, 1, 0, 2, 1, 0, 1, -1, -1])
+REWARDS = np.array([1.0, 0.5, 0.0, 3.0, -2.0, 0.25, 4.0, np.nan, np.inf])
+REAL = IDS >= 0
+GROUPS = 4
+
+
+def groups() -> list[np.ndarray]:
+    """The rows of each group that has one."""
+    return [np.flatnonzero(group == IDS) for group in np.unique(IDS[REAL])]
+
+
+def check_rows(advantages: Callable[..., jax.Array], expected: np.ndarray) -> None:
+    """Checks values, jit, padding rows by id and by `valid`, gradients, dtypes, and that a NaN stays in its group."""
+    np.testing.assert_allclose(jax.jit(lambda r: advantages(r, IDS))(REWARDS), expected, 1e-12, 1e-14)
+    marked = advantages(REWARDS, np.where(REAL, IDS, 1), valid=REAL)
+    np.testing.assert_array_equal(marked, advantages(REWARDS, IDS))
+    gradient = jax.grad(lambda r: jnp.square(advantages(r, IDS)).sum())(jnp.asarray(REWARDS))
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(gradient[~REAL], 0)
+    assert advantages(jnp.asarray(REWARDS, jnp.bfloat16), IDS).dtype == jnp.float32
+    assert advantages(REWARDS, IDS).dtype == jnp.float64
+    spoiled = np.where(np.arange(len(IDS)) == 0, np.nan, REWARDS)
+    got = advantages(spoiled, IDS)
+    assert np.isnan(got[IDS == 0]).any()
+    np.testing.assert_allclose(got[REAL & (IDS != 0)], expected[REAL & (IDS != 0)], 1e-12, 1e-14)
