@@ -90,22 +90,91 @@ def system(key: str) -> str:
     for kind, title in _kinds().items():
         rows = [row for row in _rows() if row.system == key and row.kind == kind]
         if rows:
-            parts += [f"### {title.capitalize()}", "", _table(rows), ""]
+            common = {field: _common(rows, field) for field in ("option", "defaults")}
+            said = "; ".join(f"{label}: {text}" for label, text in common.items() if text)
+            parts += [
+                f"### {title[0].upper()}{title[1:]}",
+                "",
+                _escaped(said[:1].upper() + said[1:]),
+                "",
+                _table(rows, common),
+                "",
+            ]
     return "\n".join(parts)
 
 
-def _table(rows: Sequence[Any]) -> str:
+def names(kind: str) -> str:
+    """The names of a kind that two or more systems use, with each of their meanings."""
+    shared: dict[str, list[Any]] = {}
+    for row in _rows():
+        if row.kind == kind:
+            shared.setdefault(row.name.lower().replace("_", "-"), []).append(row)
+    lines = ["| name | system | here | clamps | gradient |", "|---|---|---|---|---|"]
+    for rows in shared.values():
+        if len({row.system for row in rows}) == 1:
+            continue
+        meanings: dict[tuple[str, ...], list[Any]] = {}
+        for row in rows:
+            corrected = "<br>and `sampling_log_probs`" if "sampling_log_probs" in row.given else ""
+            meanings.setdefault((_call(row) + corrected, row.clamps, row.gradient), []).append(row)
+        for number, ((here, clamps, gradient), same) in enumerate(meanings.items()):
+            name = _code(rows[0].name) if number == 0 else ""
+            titles = ", ".join(_systems()[row.system].title for row in same)
+            lines.append(f"| {name} | {titles} | " + " | ".join(map(_escaped, (here, clamps, gradient))) + " |")
+    return "\n".join(lines)
+
+
+def counts() -> str:
+    """How many names there are, and how they are checked."""
+    rows = _rows()
+    recorded, called = [row for row in rows if row.goldens], [row for row in rows if row.call]
+    return (
+        f"{len(rows)} names, of which {len(called)} are a call of this library; {len(recorded)} are compared with "
+        f"recorded results of the system's own code. The others say why they are not."
+    )
+
+
+def _here(row: Any) -> str:
+    """The call of a row and the arguments that the user supplies, or why it has none."""
+    return "<br>".join([_call(row), *(f"{_code(name)}: {source}" for name, source in row.given.items())])
+
+
+def _call(row: Any) -> str:
+    return _code(repr(row.call).replace("kljax.", "")) if row.call else row.reason
+
+
+def _common(rows: Sequence[Any], field: str) -> str:
+    """What a field says if it says the same in every row, else nothing."""
+    texts = {getattr(row, field) for row in rows}
+    return texts.pop() if len(texts) == 1 else ""
+
+
+def _table(rows: Sequence[Any], common: dict[str, str]) -> str:
     """Rows of the table of names as Markdown; a column that is empty in all of them is left out."""
-    columns: dict[str, Callable[[Any], str]] = {
-        "there": lambda row: _code(row.name) + (f"<br>in {row.option}" if row.option else ""),
-        "here": lambda row: _code(repr(row.call).replace("kljax.", "")) if row.call else row.reason,
-        "given": lambda row: "<br>".join(f"{_code(name)}: {source}" for name, source in row.given.items()),
-        "meaning": lambda row: row.meaning,
-        "clamps": lambda row: "" if row.clamps == "none" else row.clamps,
-        "divisors": lambda row: row.divisors,
-        "gradient": lambda row: row.gradient,
-        "defaults": lambda row: row.defaults,
-        "note": lambda row: row.note,
+
+    def own(row: Any, field: str) -> str:
+        return "" if common[field] else getattr(row, field)
+
+    def said(*parts: str) -> str:
+        return "<br>".join(part for part in parts if part)
+
+    def there(row: Any) -> str:
+        return said(_code(row.name), own(row, "option"))
+
+    def meaning(row: Any) -> str:
+        clamps = "" if row.clamps == "none" else f"clamped: {row.clamps}"
+        return said(row.meaning, clamps, row.divisors and f"divided by: {row.divisors}")
+
+    def note(row: Any) -> str:
+        defaults, unchecked = own(row, "defaults"), row.reason if row.call else ""
+        return said(defaults and f"defaults: {defaults}", row.note, unchecked and f"not recorded: {unchecked}")
+
+    columns = {
+        "there": there,
+        "here": _here,
+        "what it computes": meaning,
+        "gradient": operator.attrgetter("gradient"),
+        "note": note,
     }
     cells = {title: [column(row) for row in rows] for title, column in columns.items()}
     shown = [title for title, column in cells.items() if any(column)]
@@ -163,5 +232,5 @@ def _entry(name: str) -> str:
 
 
 GENERATORS: dict[str, Callable[..., str]] = {
-    function.__name__: function for function in (api, summary, float32, versions, system)
+    function.__name__: function for function in (api, summary, float32, versions, system, names, counts)
 }
