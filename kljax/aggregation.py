@@ -33,9 +33,11 @@ EMPTY_ROWS = ("drop", "count")
 class WeightedSum:
     """A mean on its way: a sum and the weight to divide it by, so that parts of a batch can be added exactly.
 
+    Sums of several means at once, e.g. one for each bucket of positions, are arrays of one shape.
+
     Attributes:
-      sum: the weighted sum of the values, a scalar.
-      weight: the sum of the weights, a scalar.
+      sum: the weighted sum of the values, a scalar or an array.
+      weight: the sum of the weights, same shape.
 
     Example:
       >>> import jax.numpy as jnp, kljax
@@ -64,6 +66,11 @@ class WeightedSum:
         """The mean `sum / weight`; 0 where the weight is 0."""
         return jnp.where(self.weight == 0, 0, self.sum / jnp.where(self.weight == 0, 1, self.weight))
 
+    def std(self, squares: Self) -> Array:
+        """The population standard deviation of the values, given the `WeightedSum` of their squares."""
+        variance = squares.value() - jnp.square(self.value())
+        return jnp.sqrt(jnp.maximum(variance, 0))
+
     def __add__(self, other: Self) -> Self:
         return type(self)(self.sum + other.sum, self.weight + other.weight)
 
@@ -76,6 +83,7 @@ def token_weights(
     group_ids: ArrayLike | None = None,
     num_groups: int | None = None,
     empty_rows: str = "drop",
+    denominator: Scalar | None = None,
     axis_name: AxisName = None,
 ) -> Array:
     """The weight of each token in the loss, for one of six reductions.
@@ -89,6 +97,11 @@ def token_weights(
         seq_mean_token_sum_norm  1 / (S max_length)
         prompt_mean              1 / (P n_p)
 
+    A `denominator` takes the place of what is counted over the batch, `N`, `S` or `P`: the number of tokens or rows of
+    a whole step, say, or 1 where a system sums. The ids of "prompt_mean" may be those of anything whose rows share one
+    mean: with the rollout of each row, several samples of one rollout share the divisor `n_p`, as in slime; with the
+    micro-batch of each row, it is a mean of the means of micro-batches.
+
     Args:
       mask: `[..., B, T]` booleans of the whole optimizer batch (all micro-batches and devices), True on trained tokens.
       mode: one of the six names above.
@@ -99,6 +112,8 @@ def token_weights(
       empty_rows: whether a row without a single token counts in `S` (and a prompt without one in `P`): "drop" does not
         count it, so that padding rows change nothing; "count" does, as Trinity-RFT and TRL do. A prompt counts only if
         a row names it. "count" is not invariant under added padding rows, by its meaning.
+      denominator: a positive number in place of `N`, `S` or `P`, which are then not counted and to which `empty_rows`
+        says nothing; None counts them. "token_sum" has none.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread; None takes the mask as all of it.
 
     Returns:
@@ -124,14 +139,15 @@ def token_weights(
     """
     check_choice("mode", mode, MODES)
     check_choice("empty_rows", empty_rows, EMPTY_ROWS)
-    _check_arguments(mode, max_length, group_ids, num_groups)
+    _check_arguments(mode, max_length, group_ids, num_groups, denominator)
     mask = check_mask(mask)
     per_row = mask.sum(-1, keepdims=True).astype(jnp.result_type(float))
-    rows = _count_rows(per_row, empty_rows, axis_name)
+    given = None if denominator is None else jnp.asarray(denominator, per_row.dtype)
+    rows = _count_rows(per_row, empty_rows, axis_name) if given is None else given
     if mode == "token_mean":
-        divisor = over_devices(per_row.sum(-2, keepdims=True), axis_name)
+        divisor = over_devices(per_row.sum(-2, keepdims=True), axis_name) if given is None else given
     elif mode == "token_sum":
-        divisor = jnp.ones_like(rows)
+        divisor = jnp.ones_like(per_row)
     elif mode == "seq_mean_token_sum":
         divisor = rows
     elif mode == "seq_mean_token_mean":
@@ -140,7 +156,8 @@ def token_weights(
         divisor = rows * _needed("max_length", max_length, mode)
     else:
         ids, count = _needed("group_ids", group_ids, mode), _needed("num_groups", num_groups, mode)
-        divisor = _prompt_divisor(per_row, jnp.asarray(ids), count, empty_rows, axis_name)
+        prompts, tokens = _count_prompts(per_row, jnp.asarray(ids), count, empty_rows, axis_name)
+        divisor = (prompts if given is None else given) * tokens
     return jnp.where(mask & (divisor > 0), 1 / jnp.where(divisor > 0, divisor, 1), 0)
 
 
@@ -153,6 +170,7 @@ def aggregate(
     group_ids: ArrayLike | None = None,
     num_groups: int | None = None,
     empty_rows: str = "drop",
+    denominator: Scalar | None = None,
     axis_name: AxisName = None,
 ) -> Array:
     """Reduces per-token values of a whole batch to a scalar: `sum(where(mask, values, 0) * token_weights(mask, ...))`.
@@ -165,6 +183,7 @@ def aggregate(
       group_ids: see `token_weights`.
       num_groups: see `token_weights`.
       empty_rows: see `token_weights`.
+      denominator: see `token_weights`.
       axis_name: see `token_weights`.
 
     Returns:
@@ -195,13 +214,14 @@ def aggregate(
         group_ids=group_ids,
         num_groups=num_groups,
         empty_rows=empty_rows,
+        denominator=denominator,
         axis_name=axis_name,
     )
     (values,) = as_float(values)
     return over_devices((masked(values, mask) * weights.astype(values.dtype)).sum(), axis_name)
 
 
-def _check_arguments(mode: str, max_length: object, group_ids: object, num_groups: object) -> None:
+def _check_arguments(mode: str, max_length: object, group_ids: object, num_groups: object, denominator: object) -> None:
     check_only_with(
         mode == "seq_mean_token_sum_norm",
         f"has no meaning in mode {mode!r}, only in 'seq_mean_token_sum_norm'",
@@ -212,7 +232,11 @@ def _check_arguments(mode: str, max_length: object, group_ids: object, num_group
         f"has no meaning in mode {mode!r}, only in 'prompt_mean'",
         {"group_ids": group_ids, "num_groups": num_groups},
     )
+    check_only_with(
+        mode != "token_sum", "has no meaning in mode 'token_sum', which divides by 1", {"denominator": denominator}
+    )
     check_at_least("max_length", max_length, 0, strict=True)
+    check_at_least("denominator", denominator, 0, strict=True)
 
 
 def _needed(name: str, value: Any, mode: str) -> Any:
@@ -227,12 +251,14 @@ def _count_rows(per_row: Array, empty_rows: str, axis_name: AxisName) -> Array:
     return over_devices(counted.sum(-2, keepdims=True), axis_name).astype(per_row.dtype)
 
 
-def _prompt_divisor(per_row: Array, group_ids: Array, num_groups: int, empty_rows: str, axis_name: AxisName) -> Array:
-    """`[..., B, 1]`: number of prompts times the tokens of the row's own prompt."""
+def _count_prompts(
+    per_row: Array, group_ids: Array, num_groups: int, empty_rows: str, axis_name: AxisName
+) -> tuple[Array, Array]:
+    """`[..., 1, 1]`: how many prompts a mean over them divides by; `[..., B, 1]`: the tokens of the row's own prompt."""
     groups = jnp.arange(num_groups, dtype=group_ids.dtype).reshape((1,) * (per_row.ndim - 1) + (num_groups,))
     member = group_ids[..., None] == groups
     tokens = over_devices(jnp.where(member, per_row, 0).sum(-2, keepdims=True), axis_name)
     named = over_devices(member.sum(-2, keepdims=True), axis_name)
     present = (tokens if empty_rows == "drop" else named) > 0
     prompts = present.sum(-1, keepdims=True).astype(per_row.dtype)
-    return prompts * jnp.where(member, tokens, 0).sum(-1, keepdims=True)
+    return prompts, jnp.where(member, tokens, 0).sum(-1, keepdims=True)

@@ -1,14 +1,64 @@
-"""How many tokens a loss clips."""
+"""How many tokens a loss clips, and how many ratios are beyond bounds."""
 
 import jax
 import jax.numpy as jnp
 
+from kljax._checks import as_float, check_choice, check_mask
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.aggregation import WeightedSum
 from kljax.losses._surrogate import check_clip, loss_inputs
 from kljax.ratios import level_log_ratios
+from kljax.ratios.levels import check_bounds, within
 
-__all__ = ["clip_fraction", "dual_clip_fraction"]
+__all__ = ["clip_fraction", "clipped_tokens", "dual_clip_fraction", "ratio_fraction"]
+
+SIDES = ("both", "low", "high")
+
+
+def clipped_tokens(
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    *,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    side: str = "both",
+    level: str = "token",
+) -> Array:
+    """The tokens whose clip is active: `r > 1 + clip_high` where `A > 0`, `r < 1 - clip_low` where `A < 0`.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy being trained, in nats.
+      old_log_probs: same shape, log-probs at the start of the update.
+      advantages: same shape; a token of advantage 0 is never clipped.
+      mask: same shape, boolean.
+      clip_low: as in the loss.
+      clip_high: as in the loss.
+      side: "low" and "high" have one of the two conditions only.
+      level: whose ratio: "token" for PPO, "geometric" for GSPO, or "sequence".
+
+    Returns:
+      `[..., T]` booleans, False at masked positions.
+
+    Gradient:
+      None; masks are data.
+
+    Raises:
+      ValueError: for differing shapes, a negative clip, or an unknown name.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, old, ones = jnp.array([0.0, -1.0]), jnp.array([-1.0, -1.0]), jnp.ones(2)
+      >>> print(kljax.clipped_tokens(lp, old, ones, jnp.array([1, 1])))
+      [ True False]
+    """
+    check_clip(clip_low, clip_high)
+    check_choice("side", side, SIDES)
+    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level)
+    low, high = (jnp.asarray(bound, ratio.dtype) for bound in (1 - clip_low, 1 + clip_high))
+    above, below = (advantages > 0) & (ratio > high), (advantages < 0) & (ratio < low)
+    return check_mask(mask) & {"both": above | below, "low": below, "high": above}[side]
 
 
 def clip_fraction(
@@ -19,6 +69,7 @@ def clip_fraction(
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
+    side: str = "both",
     level: str = "token",
 ) -> WeightedSum:
     """Fraction of tokens whose clip is active: `r > 1 + clip_high` where `A > 0`, `r < 1 - clip_low` where `A < 0`.
@@ -30,6 +81,7 @@ def clip_fraction(
       mask: same shape, boolean.
       clip_low: as in the loss.
       clip_high: as in the loss.
+      side: "low" and "high" count one of the two conditions only.
       level: whose ratio: "token" for PPO, "geometric" for GSPO, or "sequence".
 
     Returns:
@@ -39,7 +91,7 @@ def clip_fraction(
       None; metrics are data.
 
     Raises:
-      ValueError: for differing shapes, a negative clip, or an unknown level.
+      ValueError: for differing shapes, a negative clip, or an unknown name.
 
     Example:
       >>> import jax.numpy as jnp, kljax
@@ -47,11 +99,10 @@ def clip_fraction(
       >>> print(kljax.clip_fraction(lp, old, ones, jnp.array([1, 1])).value())
       0.5
     """
-    check_clip(clip_low, clip_high)
-    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level)
-    low, high = (jnp.asarray(bound, ratio.dtype) for bound in (1 - clip_low, 1 + clip_high))
-    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
-    return WeightedSum.of(clipped.astype(ratio.dtype), mask)
+    clipped = clipped_tokens(
+        log_probs, old_log_probs, advantages, mask, clip_low=clip_low, clip_high=clip_high, side=side, level=level
+    )
+    return WeightedSum.of(clipped.astype(as_float(log_probs, old_log_probs, advantages)[0].dtype), mask)
 
 
 def dual_clip_fraction(
@@ -92,6 +143,46 @@ def dual_clip_fraction(
     ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level)
     bounded = (advantages < 0) & (ratio > jnp.asarray(dual_clip, ratio.dtype))
     return WeightedSum.of(bounded.astype(ratio.dtype), mask)
+
+
+def ratio_fraction(
+    log_probs: ArrayLike,
+    behaviour_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    lower: Scalar | None = None,
+    upper: Scalar | None = None,
+    level: str = "token",
+) -> WeightedSum:
+    """Fraction of the ratios outside bounds: `r < lower` or `r > upper`, whatever the advantage.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the numerator policy, in nats.
+      behaviour_log_probs: same shape, log-probs of the denominator policy, usually the one that drew the tokens.
+      mask: same shape, boolean.
+      lower: lowest ratio inside, inclusive; None has no lower bound.
+      upper: highest ratio inside, inclusive; None has no upper bound.
+      level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
+
+    Returns:
+      `WeightedSum` of zeros and ones per token, or per row that has one. A NaN ratio is outside.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: for an unknown level, differing shapes, no bound at all, a negative bound, or `lower > upper`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout = jnp.array([0.0, -1.0]), jnp.array([-1.0, -1.0])
+      >>> print(kljax.ratio_fraction(lp, rollout, jnp.array([1, 1]), upper=2.0).value())
+      0.5
+    """
+    check_bounds(lower, upper, low=0)
+    ratio = jnp.exp(level_log_ratios(log_probs, behaviour_log_probs, mask, level))
+    counted = check_mask(mask) if level == "token" else check_mask(mask).any(-1)
+    return WeightedSum.of((~within(ratio, lower, upper)).astype(ratio.dtype), counted)
 
 
 def _ratios(

@@ -1,14 +1,33 @@
-"""How far two policies are apart at the sampled tokens: means per token."""
+"""How far two policies are apart at the sampled tokens."""
 
+import jax.numpy as jnp
+
+from kljax._checks import check_mask
 from kljax._typing import ArrayLike, Scalar
 from kljax.aggregation import WeightedSum
+from kljax.diagnostics.means import mean_by_position, mean_metric
 from kljax.kl import estimate_kl
+from kljax.ratios import level_log_ratios, log_ratios
 
-__all__ = ["log_prob_abs_diff", "ppo_kl", "reference_kl", "rollout_kl"]
+__all__ = [
+    "chi_squared",
+    "kl_by_position",
+    "log_prob_abs_diff",
+    "log_prob_squared_diff",
+    "ppo_kl",
+    "reference_kl",
+    "rollout_kl",
+]
 
 
 def ppo_kl(
-    log_probs: ArrayLike, old_log_probs: ArrayLike, mask: ArrayLike, *, log_ratio_clip: Scalar | None = None
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    estimator: str = "k1",
+    log_ratio_clip: Scalar | None = None,
+    mode: str = "token_mean",
 ) -> WeightedSum:
     """How far an update has moved the policy: `E[log pi_old - log pi]`, k1 of KL(old || pi) over tokens of old.
 
@@ -16,28 +35,35 @@ def ppo_kl(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs at the start of the update.
       mask: same shape, boolean.
+      estimator: as in `estimate_kl`; "k1" unless one wants less variance ("k3") or what a system has ("abs", "k2").
       log_ratio_clip: bound of each token's log-ratio, in nats; None does not clip. verl uses 20.
+      mode: as in `mean_metric`.
 
     Returns:
-      `WeightedSum` per token, in nats; can be negative on a sample.
+      `WeightedSum`, in nats; k1 can be negative on a sample.
 
     Gradient:
       None; metrics are data.
 
     Raises:
-      ValueError: if the shapes differ.
+      ValueError: for an unknown name, differing shapes, or a clip that is not positive.
 
     Example:
       >>> import jax.numpy as jnp, kljax
       >>> print(kljax.ppo_kl(jnp.array([-2.0, -1.0]), jnp.array([-1.0, -1.0]), jnp.array([1, 1])).value())
       0.5
     """
-    kl = estimate_kl(old_log_probs, log_probs, mask, estimator="k1", log_ratio_clip=log_ratio_clip)
-    return WeightedSum.of(kl, mask)
+    kl = estimate_kl(old_log_probs, log_probs, mask, estimator=estimator, log_ratio_clip=log_ratio_clip)
+    return mean_metric(kl, mask, mode=mode)
 
 
 def reference_kl(
-    log_probs: ArrayLike, ref_log_probs: ArrayLike, mask: ArrayLike, *, estimator: str = "k3"
+    log_probs: ArrayLike,
+    ref_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    estimator: str = "k3",
+    mode: str = "token_mean",
 ) -> WeightedSum:
     """KL(pi || ref) per token, over tokens drawn from pi.
 
@@ -46,27 +72,32 @@ def reference_kl(
       ref_log_probs: same shape, log-probs of the reference.
       mask: same shape, boolean.
       estimator: as in `estimate_kl`; "k1" and "k3" have the KL as their expectation, and "k3" varies less.
+      mode: as in `mean_metric`; "seq_mean_token_sum" with "k1" estimates the KL of whole sequences.
 
     Returns:
-      `WeightedSum` per token, in nats.
+      `WeightedSum`, in nats.
 
     Gradient:
       None; metrics are data.
 
     Raises:
-      ValueError: for an unknown estimator or differing shapes.
+      ValueError: for an unknown name or differing shapes.
 
     Example:
       >>> import jax.numpy as jnp, kljax
-      >>> kl = kljax.reference_kl(jnp.array([-1.0]), jnp.array([-2.0]), jnp.array([1]))
-      >>> print(f"{kl.value():.4f}")
+      >>> print(f"{kljax.reference_kl(jnp.array([-1.0]), jnp.array([-2.0]), jnp.array([1])).value():.4f}")
       0.3679
     """
-    return WeightedSum.of(estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator), mask)
+    return mean_metric(estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator), mask, mode=mode)
 
 
 def rollout_kl(
-    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, estimator: str = "k3"
+    log_probs: ArrayLike,
+    rollout_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    estimator: str = "k3",
+    mode: str = "token_mean",
 ) -> WeightedSum:
     """KL(rollout || pi) per token: the mismatch between the sampler that drew the tokens and the trainer.
 
@@ -78,44 +109,160 @@ def rollout_kl(
       rollout_log_probs: same shape, log-probs recorded by the sampler.
       mask: same shape, boolean.
       estimator: as in `estimate_kl`.
+      mode: as in `mean_metric`.
 
     Returns:
-      `WeightedSum` per token, in nats.
+      `WeightedSum`, in nats.
 
     Gradient:
       None; metrics are data.
 
     Raises:
-      ValueError: for an unknown estimator or differing shapes.
+      ValueError: for an unknown name or differing shapes.
 
     Example:
       >>> import jax.numpy as jnp, kljax
       >>> print(kljax.rollout_kl(jnp.array([-2.0]), jnp.array([-1.0]), jnp.array([1]), estimator="k1").value())
       1.0
     """
-    return WeightedSum.of(estimate_kl(rollout_log_probs, log_probs, mask, estimator=estimator), mask)
+    return mean_metric(estimate_kl(rollout_log_probs, log_probs, mask, estimator=estimator), mask, mode=mode)
 
 
-def log_prob_abs_diff(log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
+def log_prob_abs_diff(
+    log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, *, mode: str = "token_mean"
+) -> WeightedSum:
     """Mean absolute difference of two log-probs: `E[|log pi - log pi_other|]`.
 
     Args:
       log_probs: `[..., T]` log-probs, in nats.
       other_log_probs: same shape, e.g. the ones the sampler recorded.
       mask: same shape, boolean.
+      mode: as in `mean_metric`.
 
     Returns:
-      `WeightedSum` per token, in nats.
+      `WeightedSum`, in nats.
 
     Gradient:
       None; metrics are data.
 
     Raises:
-      ValueError: if the shapes differ.
+      ValueError: for an unknown mode or differing shapes.
 
     Example:
       >>> import jax.numpy as jnp, kljax
       >>> print(kljax.log_prob_abs_diff(jnp.array([-2.0, -1.0]), jnp.array([-1.0, -2.0]), jnp.array([1, 1])).value())
       1.0
     """
-    return WeightedSum.of(estimate_kl(log_probs, other_log_probs, mask, estimator="abs"), mask)
+    return mean_metric(estimate_kl(log_probs, other_log_probs, mask, estimator="abs"), mask, mode=mode)
+
+
+def log_prob_squared_diff(
+    log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, *, mode: str = "token_mean"
+) -> WeightedSum:
+    """Mean squared difference of two log-probs: `E[(log pi - log pi_other)^2]`, twice the mean of k2.
+
+    With a mean of the difference, signed or absolute, it has the standard deviation of it: `mean.std(squares)`.
+
+    Args:
+      log_probs: `[..., T]` log-probs, in nats.
+      other_log_probs: same shape, e.g. the ones the sampler recorded.
+      mask: same shape, boolean.
+      mode: as in `mean_metric`.
+
+    Returns:
+      `WeightedSum`, in squared nats.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: for an unknown mode or differing shapes.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> given = jnp.array([-4.0, -1.0]), jnp.array([-1.0, -2.0]), jnp.array([1, 1])
+      >>> squares = kljax.log_prob_squared_diff(*given)
+      >>> print(squares.value(), kljax.log_prob_abs_diff(*given).std(squares))
+      5.0 1.0
+    """
+    return mean_metric(jnp.square(log_ratios(log_probs, other_log_probs, mask)), mask, mode=mode)
+
+
+def chi_squared(
+    log_probs: ArrayLike,
+    behaviour_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    level: str = "token",
+    log_ratio_clip: Scalar | None = None,
+) -> WeightedSum:
+    """The chi-squared divergence of pi from the policy that drew the tokens, `E[r^2] - 1`: the variance of the ratios.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the numerator policy, in nats.
+      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
+      mask: same shape, boolean.
+      level: whose ratio: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
+      log_ratio_clip: bound of the level's log-ratio, in nats; None does not clip. `r^2` of a sequence overflows
+        float32 from a log-ratio of 44; verl uses 20.
+
+    Returns:
+      `WeightedSum` of `r^2 - 1` per token, or per row that has one. Its value estimates `E[r^2] - 1` and is at least
+      -1; below 0 only because the mean of the ratios in the sample is not 1.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: for an unknown level, differing shapes, or a clip that is not positive.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout = jnp.log(jnp.array([[0.6, 0.2]])), jnp.log(jnp.array([[0.4, 0.4]]))
+      >>> print(f"{kljax.chi_squared(lp, rollout, jnp.array([[1, 1]])).value():.4f}")
+      0.2500
+    """
+    log_ratio = level_log_ratios(log_probs, behaviour_log_probs, mask, level, log_ratio_clip)
+    counted = check_mask(mask) if level == "token" else check_mask(mask).any(-1)
+    return WeightedSum.of(jnp.expm1(2 * log_ratio), counted)
+
+
+def kl_by_position(
+    log_probs: ArrayLike,
+    other_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    num_buckets: int,
+    max_length: Scalar | None = None,
+    estimator: str = "k3",
+) -> WeightedSum:
+    """KL(pi || other) per token in each of a number of equal ranges of positions, over tokens drawn from pi.
+
+    Drift often starts late in a completion, or in its first tokens; one mean over all of them hides it.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats. For the mismatch of a sampler that
+        is the rollout policy.
+      other_log_probs: same shape, log-probs of the other policy.
+      mask: same shape, boolean.
+      num_buckets: static number `K` of ranges, see `mean_by_position`.
+      max_length: the length that the ranges divide, in tokens; None is T.
+      estimator: as in `estimate_kl`.
+
+    Returns:
+      `WeightedSum` with `[K]` arrays, in nats.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: for an unknown estimator, differing shapes, or a number that is not positive.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, ref, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -3.0]]), jnp.array([[1, 1]])
+      >>> print(kljax.kl_by_position(lp, ref, mask, num_buckets=2, estimator="k1").value())
+      [0. 2.]
+    """
+    kl = estimate_kl(log_probs, other_log_probs, mask, estimator=estimator)
+    return mean_by_position(kl, mask, num_buckets=num_buckets, max_length=max_length)

@@ -7,7 +7,7 @@ from kljax._checks import as_float, check_same_shape
 from kljax._typing import Array, ArrayLike, AxisName
 from kljax.masking import masked, masked_mean, masked_var
 
-__all__ = ["effective_sample_size", "explained_variance"]
+__all__ = ["effective_sample_size", "explained_variance", "probability_correlation"]
 
 
 def effective_sample_size(weights: ArrayLike, mask: ArrayLike, *, axis_name: AxisName = None) -> Array:
@@ -20,7 +20,7 @@ def effective_sample_size(weights: ArrayLike, mask: ArrayLike, *, axis_name: Axi
 
     Returns:
       A scalar between 0 and 1, float32 or float64: 1 for equal weights, `1 / n` if one weight dominates, 0 if there
-      is no weight.
+      is no weight. It is also `mean(w)^2 / mean(w^2)`, with both means as `mean_metric` for parts of a batch.
 
     Gradient:
       None; metrics are data.
@@ -78,3 +78,43 @@ def explained_variance(values: ArrayLike, returns: ArrayLike, mask: ArrayLike, *
     unexplained = masked_var(returns - values, mask, axis_name=axis_name)
     constant = total == 0
     return jax.lax.stop_gradient(jnp.where(constant, 0, 1 - unexplained / jnp.where(constant, 1, total)))
+
+
+def probability_correlation(
+    log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, *, axis_name: AxisName = None
+) -> Array:
+    """Pearson's correlation of the probabilities that two policies give the sampled tokens.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the whole batch, in nats.
+      other_log_probs: same shape, e.g. the ones the sampler recorded.
+      mask: same shape, boolean.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread.
+
+    Returns:
+      A scalar between -1 and 1, float32 or float64; 0 if either policy gives every token the same probability.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: if the shapes differ.
+
+    References:
+      ART's `probs_corr`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout = jnp.log(jnp.array([0.1, 0.5, 0.9])), jnp.log(jnp.array([0.2, 0.4, 0.6]))
+      >>> print(f"{kljax.probability_correlation(lp, rollout, jnp.array([1, 1, 1])):.4f}")
+      1.0000
+    """
+    check_same_shape(log_probs=log_probs, other_log_probs=other_log_probs, mask=mask)
+    first, second = (jnp.exp(masked(jax.lax.stop_gradient(x), mask)) for x in as_float(log_probs, other_log_probs))
+    first, second = (x - masked_mean(x, mask, axis_name=axis_name) for x in (first, second))
+
+    def mean(values: Array) -> Array:
+        return masked_mean(values, mask, axis_name=axis_name)
+
+    norm = jnp.sqrt(mean(jnp.square(first))) * jnp.sqrt(mean(jnp.square(second)))
+    return jnp.where(norm == 0, 0, mean(first * second) / jnp.where(norm == 0, 1, norm)).clip(-1, 1)

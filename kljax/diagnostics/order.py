@@ -1,0 +1,138 @@
+"""Order statistics: extremes, which merge like sums do, and quantiles, which need the whole batch."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+
+from kljax._checks import check_mask
+from kljax._typing import Array, ArrayLike
+from kljax.masking import masked
+from kljax.ratios import level_log_ratios
+
+__all__ = ["Extremes", "log_prob_diff_extremes", "ratio_quantiles"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Extremes:
+    """The smallest and the largest value so far; those of parts of a batch are merged by `+`.
+
+    Attributes:
+      min: the smallest value, a scalar; infinite if there was none.
+      max: the largest value, a scalar; negative infinity if there was none.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> a = kljax.Extremes.of(jnp.array([1.0, 3.0]), jnp.array([True, True]))
+      >>> b = kljax.Extremes.of(jnp.array([2.0, 9.0]), jnp.array([True, False]))
+      >>> print((a + b).min, (a + b).max)
+      1.0 3.0
+    """
+
+    min: Array
+    max: Array
+
+    @classmethod
+    def of(cls, values: ArrayLike, mask: ArrayLike) -> Self:
+        """The extremes of the unmasked values, detached. A NaN among them makes both NaN."""
+        values, kept = jax.lax.stop_gradient(masked(values, mask)), check_mask(mask)
+        lowest = jnp.where(kept, values, jnp.inf).min(initial=jnp.inf)
+        return cls(lowest, jnp.where(kept, values, -jnp.inf).max(initial=-jnp.inf))
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(jnp.minimum(self.min, other.min), jnp.maximum(self.max, other.max))
+
+
+def log_prob_diff_extremes(
+    log_probs: ArrayLike,
+    other_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    level: str = "token",
+    absolute: bool = False,
+) -> Extremes:
+    """The smallest and the largest difference of two log-probs; `exp` of them is that of the ratios.
+
+    Args:
+      log_probs: `[..., T]` log-probs, in nats.
+      other_log_probs: same shape, e.g. the ones the sampler recorded.
+      mask: same shape, boolean.
+      level: "token", "sequence" (sum over the row) or "geometric" (mean over the row).
+      absolute: takes the absolute difference.
+
+    Returns:
+      `Extremes` over the unmasked tokens, or over the rows that have one, in nats.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: for an unknown level or differing shapes.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout = jnp.array([-2.0, -1.0, -1.0]), jnp.array([-1.0, -3.0, -1.0])
+      >>> print(kljax.log_prob_diff_extremes(lp, rollout, jnp.array([1, 1, 1])).max)
+      2.0
+    """
+    difference = level_log_ratios(log_probs, other_log_probs, mask, level)
+    return Extremes.of(jnp.abs(difference) if absolute else difference, _counted(mask, level))
+
+
+def ratio_quantiles(
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    quantiles: Sequence[float] = (0.0, 0.01, 0.5, 0.99, 1.0),
+    level: str = "token",
+) -> Array:
+    """Quantiles of the importance ratios of a whole batch, interpolated linearly between their logarithms.
+
+    An order statistic: those of micro-batches do not add up, so it is taken before the batch is split.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the numerator policy, in nats.
+      old_log_probs: same shape, log-probs of the denominator policy.
+      mask: same shape, boolean.
+      quantiles: numbers between 0 and 1; 0 is the minimum, 1 the maximum.
+      level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
+
+    Returns:
+      `[Q]`, float32 or float64: the quantiles over the unmasked tokens, or over the rows that have one. 1 if there is
+      none, NaN if one of them is.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: for an unknown level, differing shapes, or a quantile that is not between 0 and 1.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, old = jnp.log(jnp.array([0.1, 0.4, 0.2])), jnp.log(jnp.array([0.2, 0.2, 0.2]))
+      >>> print(kljax.ratio_quantiles(lp, old, jnp.array([1, 1, 1]), quantiles=(0.0, 0.5, 1.0)).round(4))
+      [0.5 1.  2. ]
+    """
+    if not all(0 <= quantile <= 1 for quantile in quantiles):
+        raise ValueError(f"quantiles: got {tuple(quantiles)!r}, expected numbers between 0 and 1")
+    values = jax.lax.stop_gradient(level_log_ratios(log_probs, old_log_probs, mask, level)).ravel()
+    kept = _counted(mask, level).ravel()
+    # What is masked goes behind everything else.
+    ordered = jnp.sort(jnp.where(kept, values, jnp.inf))
+    place = jnp.asarray(quantiles, values.dtype) * jnp.maximum(kept.sum() - 1, 0).astype(values.dtype)
+    below = jnp.floor(place)
+    low, high = (ordered[at.astype(int)] for at in (below, jnp.ceil(place)))
+    share = place - below
+    # A share of 0, two equal values and an infinite one below are exact: no difference of infinities.
+    exact = (share == 0) | (low == high) | jnp.isinf(low)
+    between = jnp.where(exact, low, low + share * (high - low))
+    between = jnp.where((kept & jnp.isnan(values)).any(), jnp.nan, between)
+    return jnp.where(kept.any(), jnp.exp(between), 1)
+
+
+def _counted(mask: ArrayLike, level: str) -> Array:
+    return check_mask(mask) if level == "token" else check_mask(mask).any(-1)

@@ -1,0 +1,124 @@
+"""Perplexities of whole sequences and how two policies differ in them; means over the rows that have a token."""
+
+import jax.numpy as jnp
+
+from kljax._checks import check_mask
+from kljax._typing import Array, ArrayLike
+from kljax.aggregation import WeightedSum
+from kljax.masking import masked_mean
+from kljax.ratios import level_log_ratios
+
+__all__ = ["log_perplexity", "log_perplexity_diff", "perplexity", "perplexity_ratio"]
+
+
+def perplexity(log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
+    """Mean perplexity of the sequences: `E_i[exp(-sum_t m_it log pi(y_it) / n_i)]`.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the tokens, in nats.
+      mask: same shape, boolean; `n_i` is the number of unmasked tokens of row `i`.
+
+    Returns:
+      `WeightedSum` per row that has a token.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: if the shapes differ.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(f"{kljax.perplexity(jnp.log(jnp.array([[0.5, 0.125]])), jnp.array([[1, 1]])).value():.4f}")
+      4.0000
+    """
+    return _over_rows(jnp.exp(-masked_mean(log_probs, mask, axis=-1)), mask)
+
+
+def log_perplexity(log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
+    """Mean log-perplexity of the sequences: `E_i[-sum_t m_it log pi(y_it) / n_i]`.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the tokens, in nats.
+      mask: same shape, boolean; `n_i` is the number of unmasked tokens of row `i`.
+
+    Returns:
+      `WeightedSum` per row that has a token, in nats.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: if the shapes differ.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(kljax.log_perplexity(jnp.array([[-1.0, -3.0]]), jnp.array([[1, 1]])).value())
+      2.0
+    """
+    return _over_rows(-masked_mean(log_probs, mask, axis=-1), mask)
+
+
+def log_perplexity_diff(
+    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, absolute: bool = False
+) -> WeightedSum:
+    """How much higher the trainer's log-perplexity is than the sampler's, on sequences of the sampler.
+
+    Per row the mean of `log pi_rollout - log pi`, the negative log of the length-normalised ratio.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
+      rollout_log_probs: same shape, log-probs recorded by the sampler.
+      mask: same shape, boolean.
+      absolute: takes the absolute difference of each row, so that opposite signs do not cancel.
+
+    Returns:
+      `WeightedSum` per row that has a token, in nats. Its extremes over rows are the negative ones of
+      `log_prob_diff_extremes(..., level="geometric")`.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: if the shapes differ.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout, mask = jnp.array([[-2.0], [-1.0]]), jnp.array([[-1.0], [-2.0]]), jnp.array([[1], [1]])
+      >>> for absolute in (False, True):
+      ...     print(kljax.log_perplexity_diff(lp, rollout, mask, absolute=absolute).value())
+      0.0
+      1.0
+    """
+    difference = -level_log_ratios(log_probs, rollout_log_probs, mask, "geometric")
+    return _over_rows(jnp.abs(difference) if absolute else difference, mask)
+
+
+def perplexity_ratio(log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
+    """Mean over sequences of the trainer's perplexity divided by the sampler's.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
+      rollout_log_probs: same shape, log-probs recorded by the sampler.
+      mask: same shape, boolean.
+
+    Returns:
+      `WeightedSum` per row that has a token; 1 where the two agree.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: if the shapes differ.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, rollout = jnp.log(jnp.array([[0.25, 0.5]])), jnp.log(jnp.array([[0.5, 1.0]]))
+      >>> print(f"{kljax.perplexity_ratio(lp, rollout, jnp.array([[1, 1]])).value():.4f}")
+      2.0000
+    """
+    return _over_rows(jnp.exp(-level_log_ratios(log_probs, rollout_log_probs, mask, "geometric")), mask)
+
+
+def _over_rows(values: Array, mask: ArrayLike) -> WeightedSum:
+    return WeightedSum.of(values, check_mask(mask).any(-1))
