@@ -254,7 +254,7 @@ def _count_rows(per_row: Array, empty_rows: str, axis_name: AxisName) -> Array:
 def _count_prompts(
     per_row: Array, group_ids: Array, num_groups: int, empty_rows: str, axis_name: AxisName
 ) -> tuple[Array, Array]:
-    """`[..., 1, 1]`: how many prompts a mean over them divides by; `[..., B, 1]`: the tokens of the row's own prompt."""
+    """`[..., 1, 1]`: how many prompts a mean over them divides by; `[..., B, 1]`: the tokens of each row's prompt."""
     groups = jnp.arange(num_groups, dtype=group_ids.dtype).reshape((1,) * (per_row.ndim - 1) + (num_groups,))
     member = group_ids[..., None] == groups
     tokens = over_devices(jnp.where(member, per_row, 0).sum(-2, keepdims=True), axis_name)

@@ -62,6 +62,40 @@ def test_systems_numbers() -> None:
         assert actual == expected
 
 
+COUNTED = [mode for mode in MODES if mode != "token_sum"]
+
+
+@pytest.mark.parametrize("mode", COUNTED)
+@given(mask=oracles.masks(ROWS, LENGTH), group_ids=st.lists(st.integers(0, PROMPTS - 1), min_size=ROWS, max_size=ROWS))
+def test_a_denominator_takes_the_place_of_the_count(mode: str, mask: np.ndarray, group_ids: list[int]) -> None:
+    ids = np.array(group_ids)
+    weights = kljax.token_weights(mask, mode=mode, denominator=7.5, **needed(mode, ids))
+    expected = np.zeros(mask.shape)
+    for i, t in zip(*np.nonzero(mask), strict=True):
+        within = {
+            "seq_mean_token_mean": mask[i].sum(),
+            "seq_mean_token_sum_norm": 7.0,
+            "prompt_mean": mask[ids == ids[i]].sum(),
+        }
+        expected[i, t] = 1 / (7.5 * within.get(mode, 1))
+    chex.assert_trees_all_close(weights, expected, **CLOSE)
+    # The number that would have been counted changes nothing.
+    counted = {
+        "token_mean": mask.sum(),
+        "prompt_mean": len({j for j in set(group_ids) if mask[ids == j].any()}),
+    }.get(mode, mask.any(1).sum())
+    if counted:
+        own = kljax.token_weights(mask, mode=mode, denominator=float(counted), **needed(mode, ids))
+        chex.assert_trees_all_close(own, kljax.token_weights(mask, mode=mode, **needed(mode, ids)), **CLOSE)
+
+
+def test_a_denominator_may_be_traced_and_one_of_zero_leaves_no_weight() -> None:
+    mask = jnp.ones((2, 3), bool)
+    weigh = jax.jit(lambda n: kljax.token_weights(mask, mode="token_mean", denominator=n))
+    chex.assert_trees_all_close(weigh(jnp.int32(4)), jnp.full((2, 3), 0.25))
+    chex.assert_trees_all_equal(weigh(0.0), jnp.zeros((2, 3)))
+
+
 def test_rows_outside_every_group_weigh_nothing() -> None:
     mask = jnp.ones((3, 2), bool)
     weights = kljax.token_weights(mask, mode="prompt_mean", group_ids=jnp.array([0, -1, 5]), num_groups=2)
@@ -136,6 +170,8 @@ MASK = jnp.ones((2, 3), bool)
             r"num_groups: got None, but mode 'prompt_mean' needs",
         ),
         ({"mode": "token_mean", "max_length": 3}, r"max_length: has no meaning in mode 'token_mean'"),
+        ({"mode": "token_sum", "denominator": 3}, r"denominator: has no meaning in mode 'token_sum'"),
+        ({"mode": "token_mean", "denominator": 0}, r"denominator: got 0, expected a number > 0"),
         ({"mode": "token_mean", "num_groups": 3}, r"num_groups: has no meaning in mode 'token_mean'"),
     ],
 )
