@@ -29,6 +29,8 @@ from kljax.controllers import (
     ControllerState,
     adaptive_kl,
     fixed_kl,
+    pi_kl,
+    scheduled_kl,
 )
 from kljax.diagnostics import (
     Extremes,
@@ -178,6 +180,7 @@ __all__ = [
     "pass_at_k_advantages",
     "perplexity",
     "perplexity_ratio",
+    "pi_kl",
     "place_rewards",
     "ppo_clip_loss",
     "ppo_kl",
@@ -195,6 +198,7 @@ __all__ = [
     "rloo_advantages",
     "rollout_kl",
     "rollout_kl_loss",
+    "scheduled_kl",
     "sequence_ratios",
     "shift_right",
     "token_ratios",

@@ -146,6 +146,9 @@ POSITIONAL = {
     "abstract_params",
     "tree",
     "coef",  # the controllers' first argument
+    "schedule",
+    "reference",
+    "params",
     "length",
     "fill",
 }
