@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_same_shape
+from kljax._checks import as_float, check_mask, check_same_shape
 from kljax._typing import Array, ArrayLike, AxisName
 from kljax.masking import masked, masked_mean, masked_var
+from kljax.ratios.levels import largest
 
 __all__ = ["effective_sample_size", "explained_variance", "probability_correlation"]
 
@@ -110,7 +111,10 @@ def probability_correlation(
       1.0000
     """
     check_same_shape(log_probs=log_probs, other_log_probs=other_log_probs, mask=mask)
-    first, second = (jnp.exp(masked(jax.lax.stop_gradient(x), mask)) for x in as_float(log_probs, other_log_probs))
+    kept = check_mask(mask)
+    logs = [masked(jax.lax.stop_gradient(x), mask) for x in as_float(log_probs, other_log_probs)]
+    # In units of the largest probability, so that squares of small ones do not vanish.
+    first, second = (jnp.exp(x - largest(x, kept, axis_name)) for x in logs)
     first, second = (x - masked_mean(x, mask, axis_name=axis_name) for x in (first, second))
 
     def mean(values: Array) -> Array:

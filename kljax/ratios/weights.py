@@ -1,13 +1,12 @@
 """Importance weights: what a token's loss is multiplied by because another policy drew it; `[..., T]`."""
 
-import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask, check_only_with
 from kljax._numerics import clip, exp_capped
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.masking import masked, masked_mean
-from kljax.ratios.levels import check_bounds, level_log_ratios, level_to_tokens, within
+from kljax.ratios.levels import check_bounds, largest, level_log_ratios, level_to_tokens, within
 
 __all__ = ["importance_weights", "truncated_importance_weights"]
 
@@ -90,7 +89,7 @@ def importance_weights(
         return level_to_tokens(jnp.where(kept, _exp_clipped(log_ratio, *bounds), 0), mask, level)
     counted = check_mask(mask) if level == "token" else check_mask(mask).any(-1)
     log_weight = clip(log_ratio, *(None if x is None else jnp.log(jnp.asarray(x, log_ratio.dtype)) for x in bounds))
-    log_weight = log_weight - _largest(log_weight, kept & counted, axis_name)
+    log_weight = log_weight - largest(log_weight, kept & counted, axis_name)
     weights = level_to_tokens(jnp.where(kept & counted, jnp.exp(log_weight), 0), mask, level)
     return weights / _mean_weight(weights, mask, normalize, axis_name)
 
@@ -144,14 +143,6 @@ def _exp_clipped(log_values: Array, low: Scalar | None, high: Scalar | None) -> 
         return values
     low = jnp.asarray(low, values.dtype)
     return jnp.where(log_values < jnp.log(low), low, values)
-
-
-def _largest(values: Array, kept: Array, axis_name: AxisName) -> Array:
-    """The largest of the values kept, a constant; 0 if it is not finite. In its unit no mean overflows or vanishes."""
-    largest = jax.lax.stop_gradient(jnp.max(jnp.where(kept, values, -jnp.inf), initial=-jnp.inf))
-    if axis_name is not None:
-        largest = jax.lax.pmax(largest, axis_name)
-    return jnp.where(jnp.isfinite(largest), largest, 0)
 
 
 def _mean_weight(weights: Array, mask: ArrayLike, normalize: str, axis_name: AxisName) -> Array:
