@@ -101,7 +101,9 @@ from kljax.reference import (
     base_reference,
     check_tree,
     checkpoint_reference,
+    ema_reference,
     fingerprint,
+    refreshed_reference,
     restore_tree,
 )
 from kljax.rewards import (
@@ -138,6 +140,7 @@ __all__ = [
     "divergence_mask",
     "dual_clip_fraction",
     "effective_sample_size",
+    "ema_reference",
     "estimate_kl",
     "explained_variance",
     "fingerprint",
@@ -190,6 +193,7 @@ __all__ = [
     "ratio_quantiles",
     "reference_kl",
     "reference_kl_loss",
+    "refreshed_reference",
     "reinforce_plus_plus_baseline_advantages",
     "reinforce_plus_plus_returns",
     "rejection_mask",

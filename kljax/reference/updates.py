@@ -1,0 +1,109 @@
+"""References that follow the policy: pure functions from the old reference to the next.
+
+A result has the shapes, dtypes and layout of the reference, so that inside a jitted step whose state is donated it
+takes the place of the old one in memory.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kljax._checks import as_float, check_at_least
+from kljax._typing import Array, ArrayLike, Scalar
+
+__all__ = ["ema_reference", "refreshed_reference"]
+
+Tree = Any
+
+
+def ema_reference(reference: Tree, params: Tree, *, decay: Scalar) -> Tree:
+    """The reference as a moving average of the weights: `ref <- decay * ref + (1 - decay) * params`, leaf by leaf.
+
+    Mixing every few steps instead of a little at each is
+    `refreshed_reference(reference, ema_reference(reference, params, decay=decay), step, every=n)`; TRL mixes
+    0.6 of the policy (`decay=0.4`) every 512 steps.
+
+    Args:
+      reference: pytree of arrays, such as a `Policy`; its dtypes are kept. In bfloat16 a step smaller than 1/256 of a
+        weight is lost to rounding: with a decay near 1 keep the average in float32.
+      params: pytree of the same structure and shapes, the weights of the policy.
+      decay: weight of the old reference, between 0 (the policy itself) and 1 (the reference as it is).
+
+    Returns:
+      A pytree like `reference`. Leaves that are not of a floating type are those of `params`.
+
+    Gradient:
+      None is meant; a reference is data.
+
+    Raises:
+      ValueError: if structure or shapes differ, or `decay` is not between 0 and 1.
+
+    References:
+      TRL 1.16, `SyncRefModelCallback`; Tarvainen and Valpola, "Mean teachers are better role models" (2017).
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(kljax.ema_reference({"w": jnp.zeros(2)}, {"w": jnp.ones(2)}, decay=0.75)["w"])
+      [0.25 0.25]
+    """
+    check_at_least("decay", decay, 0)
+    if isinstance(decay, (int, float, np.number)) and decay > 1:
+        raise ValueError(f"decay: got {decay!r}, expected a number <= 1")
+    _check_same_shapes(reference, params)
+
+    def mix(old: Array, new: Array) -> Array:
+        old, new = jnp.asarray(old), jnp.asarray(new)
+        if not jnp.issubdtype(old.dtype, jnp.floating):
+            return new.astype(old.dtype)
+        wide_old, wide_new = as_float(old, new)
+        weight = 1 - jnp.asarray(decay, wide_old.dtype)
+        # From the old value, so that equal weights stay equal; a weight of 1 is exactly the new value.
+        mixed = jnp.where(weight == 1, wide_new, wide_old + weight * (wide_new - wide_old))
+        return jnp.where(weight == 0, old, mixed.astype(old.dtype))
+
+    return jax.tree.map(mix, reference, params)
+
+
+def refreshed_reference(reference: Tree, params: Tree, step: ArrayLike, *, every: Scalar) -> Tree:
+    """The reference, replaced by the policy every few steps: `ref <- params` if `step > 0` and `step % every == 0`.
+
+    Args:
+      reference: pytree of arrays, such as a `Policy`; its dtypes are kept.
+      params: pytree of the same structure and shapes: the weights of the policy, or what else should take its place.
+      step: the number of steps done, an integer scalar that may be traced.
+      every: the number of steps between two replacements, a positive integer.
+
+    Returns:
+      A pytree like `reference`.
+
+    Gradient:
+      None is meant; a reference is data.
+
+    Raises:
+      ValueError: if structure or shapes differ, or `every` is not positive.
+
+    References:
+      slime 0.3.1, `ref_update_interval`; Gorbatovski et al., "Learn your reference model" (2024).
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> old, new = {"w": jnp.zeros(2)}, {"w": jnp.ones(2)}
+      >>> print(*(kljax.refreshed_reference(old, new, step, every=10)["w"] for step in (0, 9, 10)))
+      [0. 0.] [0. 0.] [1. 1.]
+    """
+    check_at_least("every", every, 0, strict=True)
+    _check_same_shapes(reference, params)
+    step = jnp.asarray(step)
+    due = (step > 0) & (step % jnp.asarray(every).astype(step.dtype) == 0)
+    return jax.tree.map(lambda old, new: jnp.where(due, jnp.asarray(new).astype(old.dtype), old), reference, params)
+
+
+def _check_same_shapes(reference: Tree, params: Tree) -> None:
+    def check(path: Any, old: ArrayLike, new: ArrayLike) -> None:
+        if np.shape(old) != np.shape(new):
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"params{name}: got shape {list(np.shape(new))}, expected {list(np.shape(old))}")
+
+    jax.tree_util.tree_map_with_path(check, reference, params)
