@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_mask
-from kljax._typing import Array, ArrayLike
+from kljax._typing import Array, ArrayLike, AxisName
 from kljax.masking import masked
 from kljax.ratios import level_log_ratios
 
@@ -53,6 +53,7 @@ def log_prob_diff_extremes(
     *,
     level: str = "token",
     absolute: bool = False,
+    axis_name: AxisName = None,
 ) -> Extremes:
     """The smallest and the largest difference of two log-probs; `exp` of them is that of the ratios.
 
@@ -62,6 +63,7 @@ def log_prob_diff_extremes(
       mask: same shape, boolean.
       level: "token", "sequence" (sum over the row) or "geometric" (mean over the row).
       absolute: takes the absolute difference.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the extremes are taken as well.
 
     Returns:
       `Extremes` over the unmasked tokens, or over the rows that have one, in nats.
@@ -79,7 +81,10 @@ def log_prob_diff_extremes(
       2.0
     """
     difference = level_log_ratios(log_probs, other_log_probs, mask, level)
-    return Extremes.of(jnp.abs(difference) if absolute else difference, _counted(mask, level))
+    extremes = Extremes.of(jnp.abs(difference) if absolute else difference, _counted(mask, level))
+    if axis_name is None:
+        return extremes
+    return Extremes(jax.lax.pmin(extremes.min, axis_name), jax.lax.pmax(extremes.max, axis_name))
 
 
 def ratio_quantiles(
@@ -89,6 +94,7 @@ def ratio_quantiles(
     *,
     quantiles: Sequence[float] = (0.0, 0.01, 0.5, 0.99, 1.0),
     level: str = "token",
+    axis_name: AxisName = None,
 ) -> Array:
     """Quantiles of the importance ratios of a whole batch, interpolated linearly between their logarithms.
 
@@ -100,6 +106,7 @@ def ratio_quantiles(
       mask: same shape, boolean.
       quantiles: numbers between 0 and 1; 0 is the minimum, 1 the maximum.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
+      axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread; their ratios are gathered.
 
     Returns:
       `[Q]`, float32 or float64: the quantiles over the unmasked tokens, or over the rows that have one. 1 if there is
@@ -121,6 +128,8 @@ def ratio_quantiles(
         raise ValueError(f"quantiles: got {tuple(quantiles)!r}, expected numbers between 0 and 1")
     values = jax.lax.stop_gradient(level_log_ratios(log_probs, old_log_probs, mask, level)).ravel()
     kept = _counted(mask, level).ravel()
+    if axis_name is not None:
+        values, kept = jax.lax.all_gather((values, kept), axis_name, tiled=True)
     # What is masked goes behind everything else.
     ordered = jnp.sort(jnp.where(kept, values, jnp.inf))
     place = jnp.asarray(quantiles, values.dtype) * jnp.maximum(kept.sum() - 1, 0).astype(values.dtype)
@@ -131,7 +140,9 @@ def ratio_quantiles(
     exact = (share == 0) | (low == high) | jnp.isinf(low)
     between = jnp.where(exact, low, low + share * (high - low))
     between = jnp.where((kept & jnp.isnan(values)).any(), jnp.nan, between)
-    return jnp.where(kept.any(), jnp.exp(between), 1)
+    ratios = jnp.where(kept.any(), jnp.exp(between), 1)
+    # The same on every device; that it is, `shard_map` knows of a maximum only.
+    return ratios if axis_name is None else jax.lax.pmax(ratios, axis_name)
 
 
 def _counted(mask: ArrayLike, level: str) -> Array:
