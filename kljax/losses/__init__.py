@@ -3,15 +3,37 @@
 from kljax.losses.covariance import clip_cov_loss, kl_cov_loss
 from kljax.losses.kl import reference_kl_loss, rollout_kl_loss
 from kljax.losses.policy import cispo_loss, gspo_loss, ppo_clip_loss
+from kljax.losses.policy_gradient import (
+    cross_entropy_loss,
+    gpg_loss,
+    importance_sampling_loss,
+    opmd_loss,
+    reinforce_loss,
+    topr_loss,
+)
+from kljax.losses.smooth import gmpo_loss, sapo_loss, vespo_loss
+from kljax.losses.trust_region import dppo_loss, dppo_mask, sppo_loss
 from kljax.losses.value import value_loss
 
 __all__ = [
     "cispo_loss",
     "clip_cov_loss",
+    "cross_entropy_loss",
+    "dppo_loss",
+    "dppo_mask",
+    "gmpo_loss",
+    "gpg_loss",
     "gspo_loss",
+    "importance_sampling_loss",
     "kl_cov_loss",
+    "opmd_loss",
     "ppo_clip_loss",
     "reference_kl_loss",
+    "reinforce_loss",
     "rollout_kl_loss",
+    "sapo_loss",
+    "sppo_loss",
+    "topr_loss",
     "value_loss",
+    "vespo_loss",
 ]

@@ -7,12 +7,11 @@ producer stopped its gradient, as with the old log-probs.
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import check_choice
+from kljax._checks import check_at_least, check_choice
 from kljax._numerics import clip
 from kljax._typing import Array, ArrayLike, Scalar
-from kljax.losses._surrogate import check_clip, clipped_surrogate, loss_inputs
+from kljax.losses._surrogate import check_clip, clipped_surrogate, log_ratios_of, loss_inputs
 from kljax.masking import masked
-from kljax.ratios import level_log_ratios, log_ratios
 
 __all__ = ["cispo_loss", "gspo_loss", "ppo_clip_loss"]
 
@@ -26,11 +25,15 @@ def ppo_clip_loss(
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     dual_clip: Scalar | None = None,
+    max_ratio: Scalar | None = None,
+    level: str = "token",
     log_ratio_clip: Scalar | None = None,
 ) -> Array:
     """PPO's clipped surrogate: `L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
 
-    With `dual_clip = c`, a token of negative advantage pays at most `-c A`.
+    With `dual_clip = c`, a token of negative advantage pays at most `-c A`. With `max_ratio`, `min(r, max_ratio)` takes
+    the place of the `r` that is not clipped, which bounds negative advantages as well. Given
+    `old_log_probs = stop_gradient(log_probs)` it is the on-policy gradient, at `r = 1`.
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
@@ -40,7 +43,13 @@ def ppo_clip_loss(
       clip_low: how far below 1 the ratio may fall and still be rewarded, at least 0.
       clip_high: how far above 1 it may rise; larger than `clip_low` in DAPO ("clip-higher").
       dual_clip: the bound `c` on the ratio of a negative advantage, above 1; None has no bound. verl uses 3.
-      log_ratio_clip: bound of `d`, in nats; None does not clip. verl and OpenRLHF use 20.
+      max_ratio: the cap of the ratio, above 0; None does not cap. TRL's `delta`. ART's
+        `max_negative_advantage_importance_sampling_weight` is the same, with a `clip_high` of at most it less 1.
+      level: whose ratio `r` is: "token"; "sequence", the product over the row (TRL's RLOO trainer); "geometric", the
+        geometric mean over the row, as in `gspo_loss(gradient="sequence")`; "average" and "geometric_average", the mean
+        and the geometric mean of the token's and the row's "geometric" one (ART). It is differentiated as it stands.
+      log_ratio_clip: bound of `d`, or of the logarithm of the level's ratio, in nats; None does not clip. verl and
+        OpenRLHF use 20.
 
     Returns:
       `[..., T]`, float32 or float64, in the unit of the advantages; masked positions hold 0.
@@ -48,10 +57,11 @@ def ppo_clip_loss(
     Gradient:
       To `log_probs`: `-A r` where the ratio is within the bound that applies (`r <= 1 + clip_high` for `A > 0`,
       `1 - clip_low <= r` for `A < 0`), both inclusive as in PyTorch, else 0. At `r = 1` that is the policy gradient.
-      Exactly on `dual_clip` it is half, because two terms tie.
+      Exactly on `dual_clip` it is half, because two terms tie. Ratios of a row pass it on to all tokens of the row.
 
     Raises:
-      ValueError: for differing shapes, advantages that are not per token, a negative clip or `dual_clip <= 1`.
+      ValueError: for differing shapes, advantages that are not per token, an unknown level, a negative clip, a
+        `max_ratio` that is not positive, or `dual_clip <= 1`.
 
     References:
       Schulman et al., "Proximal policy optimization" (2017), eq. 7; Ye et al., "Mastering complex control in MOBA
@@ -63,10 +73,12 @@ def ppo_clip_loss(
       >>> print(kljax.ppo_clip_loss(lp, old, ones, jnp.array([[1, 1]])))
       [[-1.2 -1. ]]
     """
-    check_clip(clip_low, clip_high, dual_clip)
+    check_clip(clip_low, clip_high, dual_clip, max_ratio)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    log_ratio = log_ratios(log_probs, old_log_probs, mask, log_ratio_clip=log_ratio_clip)
-    loss = clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    log_ratio = log_ratios_of(log_probs, old_log_probs, mask, level=level, log_ratio_clip=log_ratio_clip)
+    loss = clipped_surrogate(
+        log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, max_ratio=max_ratio
+    )
     return masked(loss, mask)
 
 
@@ -79,6 +91,8 @@ def gspo_loss(
     clip_low: Scalar = 3e-4,
     clip_high: Scalar = 4e-4,
     gradient: str = "token",
+    dual_clip: Scalar | None = None,
+    max_ratio: Scalar | None = None,
     max_log_ratio: Scalar | None = None,
 ) -> Array:
     """PPO's surrogate with the length-normalised sequence ratio `s = exp(sum_t m_t d_t / n)` in place of the token's.
@@ -92,6 +106,8 @@ def gspo_loss(
       clip_high: how far above 1 it may rise.
       gradient: "token" (GSPO-token, as verl, SkyRL and Trinity) has the value `s` and the gradient of the token's own
         log-prob; "sequence" (as slime, OpenRLHF and TRL) differentiates `s`.
+      dual_clip: as in `ppo_clip_loss`; None has no bound. slime and OpenRLHF take one.
+      max_ratio: as in `ppo_clip_loss`; None does not cap. TRL's `delta`.
       max_log_ratio: upper bound of `log s`, in nats; None does not clip. verl and SkyRL use 10.
 
     Returns:
@@ -103,7 +119,8 @@ def gspo_loss(
       the weights are constant over the row.
 
     Raises:
-      ValueError: for differing shapes, advantages that are not per token, a negative clip or an unknown `gradient`.
+      ValueError: for differing shapes, advantages that are not per token, an unknown `gradient`, a negative clip, a
+        `max_ratio` that is not positive, or `dual_clip <= 1`.
 
     References:
       Zheng et al., "Group Sequence Policy Optimization" (2025), eq. 5 ("sequence") and eq. 13 ("token").
@@ -116,16 +133,18 @@ def gspo_loss(
       [[-1. -3.]]
       [[-2. -2.]]
     """
-    check_clip(clip_low, clip_high)
+    check_clip(clip_low, clip_high, dual_clip, max_ratio)
     check_choice("gradient", gradient, ("token", "sequence"))
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    log_ratio = level_log_ratios(log_probs, old_log_probs, mask, "geometric")[..., None]
+    log_ratio = log_ratios_of(log_probs, old_log_probs, mask, level="geometric")
     if gradient == "token":
         log_ratio = log_probs - jax.lax.stop_gradient(log_probs) + jax.lax.stop_gradient(log_ratio)
     if max_log_ratio is not None:
         log_ratio = clip(log_ratio, None, jnp.asarray(max_log_ratio, log_ratio.dtype))
-    log_ratio = jnp.broadcast_to(log_ratio, log_probs.shape)
-    return masked(clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high), mask)
+    loss = clipped_surrogate(
+        log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, max_ratio=max_ratio
+    )
+    return masked(loss, mask)
 
 
 def cispo_loss(
@@ -136,12 +155,16 @@ def cispo_loss(
     *,
     clip_low: Scalar = 1.0,
     clip_high: Scalar = 4.0,
+    mask_low: Scalar | None = None,
+    mask_high: Scalar | None = None,
+    level: str = "token",
 ) -> Array:
     """Policy gradient with a clipped, constant importance weight: `L = -A * w * log pi`.
 
     The weight `w = clip(r, 1 - clip_low, 1 + clip_high)` is not differentiated. Unlike in PPO no token loses its
     gradient; only its weight is bounded. The systems differ widely in the bounds: ART and SkyRL [0, 5] (the defaults
-    here), Trinity [0, 1.28], verl and slime [0.8, 1.2].
+    here), Trinity [0, 1.28], verl and slime [0.8, 1.2]; TRL's `epsilon_high` is the upper bound itself, which is
+    `clip_low=1, clip_high=epsilon_high - 1` here.
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
@@ -149,16 +172,20 @@ def cispo_loss(
       advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
       clip_low: the lower bound of the weight is `1 - clip_low`; 1 is none.
-      clip_high: the upper bound of the weight is `1 + clip_high`.
+      clip_high: the upper bound of the weight is `1 + clip_high`, at least 0.
+      mask_low: tokens of `A < 0` with `r < 1 - mask_low` are left out; None leaves none out. With `mask_high` the clip
+        of PPO, as Trinity-RFT's `enable_mask_clip`.
+      mask_high: tokens of `A > 0` with `r > 1 + mask_high` are left out; None leaves none out.
+      level: whose ratio `r` is, as in `ppo_clip_loss`.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0. The value has no meaning beyond its gradient.
 
     Gradient:
-      To `log_probs`: `-A clip(r)`, the importance-weighted policy gradient with a truncated weight.
+      To `log_probs`: `-A clip(r)`, the importance-weighted policy gradient with a truncated weight; 0 where left out.
 
     Raises:
-      ValueError: for differing shapes, advantages that are not per token, or a negative clip.
+      ValueError: for differing shapes, advantages that are not per token, an unknown level, or a bound too low.
 
     References:
       MiniMax, "MiniMax-M1" (2025), eq. 4.
@@ -169,8 +196,14 @@ def cispo_loss(
       >>> print(jax.grad(lambda lp: kljax.cispo_loss(lp, old, ones, jnp.array([[1, 1]])).sum())(lp))
       [[-5. -1.]]
     """
-    check_clip(clip_low, clip_high)
+    check_at_least("clip_low", clip_low, 0)
+    check_at_least("clip_high", clip_high, -1)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    low, high = (jnp.asarray(bound, log_probs.dtype) for bound in (1 - clip_low, 1 + clip_high))
-    weight = jax.lax.stop_gradient(clip(jnp.exp(log_probs - old_log_probs), low, high))
+    ratio = jnp.exp(jax.lax.stop_gradient(log_ratios_of(log_probs, old_log_probs, mask, level=level)))
+    low, high = (jnp.asarray(bound, ratio.dtype) for bound in (1 - clip_low, 1 + clip_high))
+    weight = clip(ratio, low, high)
+    if mask_low is not None:
+        weight = jnp.where((advantages < 0) & (ratio < jnp.asarray(1 - mask_low, ratio.dtype)), 0, weight)
+    if mask_high is not None:
+        weight = jnp.where((advantages > 0) & (ratio > jnp.asarray(1 + mask_high, ratio.dtype)), 0, weight)
     return masked(-advantages * weight * log_probs, mask)

@@ -30,16 +30,22 @@ def bounds(case: cases.Case) -> dict[str, float]:
     return {"clip_low": case.params["clip_ratio_low"], "clip_high": case.params["clip_ratio_high"]}
 
 
+def counted(tokens: jax.Array, mask: jax.Array) -> kljax.WeightedSum:
+    return kljax.WeightedSum.of(tokens.astype(jnp.float64), mask)
+
+
 def assert_verl(
     case: cases.Case,
     per_token: Loss,
     clipped: kljax.WeightedSum,
     lower: kljax.WeightedSum | None = None,
+    *,
     log_ratio_clip: float | None = 20.0,
+    mode: str | None = None,
 ) -> None:
     """Loss and gradient, and the metrics with the epsilon of verl's masked mean taken into account."""
     old, _, mask = inputs(case)
-    arguments, over = VERL_MODES[case.params["loss_agg_mode"]]
+    arguments, over = VERL_MODES[mode or case.params["loss_agg_mode"]]
     factor, batch_factor = epsilon.factors(mask, over), epsilon.factors(mask, "batch").min()
     case.assert_value_and_grad(lambda lp: kljax.aggregate(per_token(lp) * factor, mask, **arguments), "log_probs")
     case.assert_matches(batch_factor * clipped.value(), case.result("metric_pg_clipfrac"))
@@ -75,8 +81,64 @@ def test_verl_cispo(case: cases.Case) -> None:
     # verl counts every ratio outside the bounds, whatever the sign of its advantage.
     low, high = 1 - case.params["clip_ratio_low"], 1 + case.params["clip_ratio_high"]
     inside = kljax.rejection_mask(case.given("log_probs"), old, mask, lower=low, upper=high)
-    fraction = kljax.WeightedSum.of((~inside).astype(jnp.float64), mask)
+    fraction = counted(~inside, mask)
     assert_verl(case, lambda lp: kljax.cispo_loss(lp, old, advantages, mask, **bounds(case)), fraction)
+
+
+@cases.parametrize(("verl", "compute_policy_loss_dppo_tv"), ("verl", "compute_policy_loss_dppo_kl"))
+def test_verl_dppo(case: cases.Case) -> None:
+    rest, lp = inputs(case), case.given("log_probs")
+    options = {**bounds(case), "divergence": case.function.removeprefix("compute_policy_loss_dppo_")}
+    capped, kept = case.params["clip_ratio_c"], kljax.dppo_mask(lp, *rest, **options)
+    above = kept & (kljax.token_ratios(lp, rest[0], rest[2]) > capped)
+    assert_verl(
+        case,
+        lambda lp: kljax.dppo_loss(lp, *rest, **options, through="log_prob", max_ratio=capped, log_ratio_clip=20.0),
+        counted(~kept, rest[2]),
+        counted(above, rest[2]),
+    )
+
+
+@cases.parametrize(("verl", "compute_policy_loss_sapo"))
+def test_verl_sapo(case: cases.Case) -> None:
+    rest = inputs(case)
+    options = {"tau_positive": case.params["tau_pos"], "tau_negative": case.params["tau_neg"], "log_ratio_clip": 20.0}
+    # verl's SAPO reduces by rows whatever mode it is given.
+    assert_verl(
+        case,
+        lambda lp: kljax.sapo_loss(lp, *rest, **options),
+        counted(jnp.zeros(rest[2].shape, bool), rest[2]),
+        mode="seq-mean-token-mean",
+    )
+
+
+@cases.parametrize(("verl", "compute_policy_loss_geo_mean"))
+def test_verl_geo_mean(case: cases.Case) -> None:
+    old, advantages, mask = inputs(case)
+    clips, lp = bounds(case), case.given("log_probs")
+    low, high = jnp.exp(-clips["clip_low"]), jnp.exp(clips["clip_high"])
+    # verl counts what is beyond either bound, the one that has no effect as well, apart by the sign of the advantage.
+    beyond = ~kljax.rejection_mask(lp, old, mask, lower=low, upper=high)
+    factor = epsilon.factors(mask, "batch").min()
+    for name, sign in (("metric_pg_clipfrac", advantages > 0), ("metric_pg_clipfrac_lower", advantages < 0)):
+        case.assert_matches(factor * counted(beyond & sign, mask).value(), case.result(name))
+    case.assert_matches(factor * kljax.ppo_kl(lp, old, mask).value(), case.result("metric_ppo_kl"))
+
+    def loss(lp: jax.Array) -> jax.Array:
+        per_token = kljax.gmpo_loss(lp, old, advantages, mask, **clips) * epsilon.factors(mask, "row")
+        return kljax.aggregate(per_token, mask, mode="seq_mean_token_mean", empty_rows="count")
+
+    case.assert_value_and_grad(loss, "log_probs")
+
+
+@cases.parametrize(("verl", "compute_policy_loss_gpg"))
+def test_verl_gpg(case: cases.Case) -> None:
+    _, advantages, mask = inputs(case)
+    arguments, over = VERL_MODES[case.params["loss_agg_mode"]]
+    factor = epsilon.factors(mask, over)
+    case.assert_value_and_grad(
+        lambda lp: kljax.aggregate(kljax.gpg_loss(lp, advantages, mask) * factor, mask, **arguments), "log_probs"
+    )
 
 
 @cases.parametrize(("art", "loss_fn"))
