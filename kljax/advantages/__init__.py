@@ -13,6 +13,7 @@ from kljax.advantages.multi_reward import gdpo_advantages
 from kljax.advantages.scaled import gpg_advantages, maxrl_advantages, pass_at_k_advantages
 from kljax.advantages.steps import broadcast_to_steps
 from kljax.advantages.temporal import gae, reinforce_plus_plus_returns
+from kljax.advantages.token_baseline import otb_advantages
 
 __all__ = [
     "asymre_advantages",
@@ -26,6 +27,7 @@ __all__ = [
     "maxrl_advantages",
     "opmd_advantages",
     "opo_advantages",
+    "otb_advantages",
     "pass_at_k_advantages",
     "rae_advantages",
     "reinforce_plus_plus_baseline_advantages",

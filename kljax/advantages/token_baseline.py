@@ -1,0 +1,126 @@
+"""A baseline for every position: the one of least variance, given how much each row's gradient varies up to there."""
+
+import jax
+import jax.numpy as jnp
+
+from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.advantages._groups import SINGLETONS, safe_ids
+from kljax.advantages.temporal import reinforce_plus_plus_returns
+from kljax.masking import masked
+
+__all__ = ["otb_advantages"]
+
+ALIGNMENTS = ("token", "position")
+
+
+def otb_advantages(
+    token_rewards: ArrayLike,
+    old_log_probs: ArrayLike,
+    sum_squared_probs: ArrayLike,
+    mask: ArrayLike,
+    group_ids: ArrayLike,
+    *,
+    num_groups: int,
+    weights: ArrayLike | None = None,
+    align: str = "token",
+    zero_tail: bool = True,
+    eps: Scalar = 0.0,
+    singleton: str = "zero",
+    valid: ArrayLike | None = None,
+) -> tuple[Array, Array]:
+    """Returns minus the optimal token baseline: `A_it = G_it - sum_j W_jt G_jt / (sum_j W_jt + eps)` over the group.
+
+    `G_t` is the sum of the rewards from token `t` on, and `W_t = sum_{u <= t} w_u^2 (1 - 2 pi_u + sum_v pi_u(v)^2)` the
+    squared norm of the row's score function up to `t` (to the logits), which is what a baseline's variance weighs by.
+
+    Args:
+      token_rewards: `[B, T]`, rewards per token; masked ones are ignored.
+      old_log_probs: same shape, log-probs of the policy that is about to be trained, in nats; data.
+      sum_squared_probs: same shape, `sum_v pi(v)^2` over the vocabulary: `jnp.exp(2 * vocab_log_probs).sum(-1)`.
+      mask: same shape, boolean.
+      group_ids: `[B]` integers below `num_groups`, the prompt of each row; negative marks a padding row.
+      num_groups: static number of groups.
+      weights: same shape as the mask: importance weights `w` of the tokens; None weighs each 1.
+      align: which tokens of the rows of a group share a baseline: "token", the n-th unmasked ones (verl's
+        tir_optimal_token_baseline), or "position", those at the same position (optimal_token_baseline). The two are the
+        same where the rows of a group have no holes and begin at the same position.
+      zero_tail: whether a row longer than all others has no baseline where it is alone. Otherwise its baseline there is
+        its own return and its advantage 0. The tail begins where the second longest row would end without its holes.
+      eps: added to the sum of the weights; verl 1e-8.
+      singleton: a row alone in its group: "zero" gives it advantage 0; "reward" no baseline, as in verl.
+      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0. A row without a
+        single token is a padding row too.
+
+    Returns:
+      `(advantages, returns)`, both `[B, T]`, float32 or float64, in the unit of the rewards; masked positions and
+      padding rows hold 0.
+
+    Gradient:
+      Plain arithmetic; everything here is data.
+
+    Raises:
+      ValueError: for an unknown option, differing shapes, a negative `eps`, or a group id of `num_groups` or more.
+        Under jit such an id cannot be seen and makes the row's advantages NaN.
+
+    References:
+      verl 0.9.1, `compute_optimal_token_baseline_advantage`; Greensmith et al., "Variance reduction techniques for
+      gradient estimates in reinforcement learning" (2004), theorem 8.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> rewards, log_probs = jnp.array([[0.0, 1.0], [0.0, 0.0]]), jnp.log(jnp.array([[0.5, 0.5], [0.9, 0.5]]))
+      >>> squares, mask, groups = jnp.full((2, 2), 0.5), jnp.ones((2, 2), bool), jnp.array([0, 0])
+      >>> squares = squares.at[1, 0].set(0.82)
+      >>> advantages, returns = kljax.otb_advantages(rewards, log_probs, squares, mask, groups, num_groups=1)
+      >>> print(f"{advantages[0, 0]:.4f} {advantages[0, 1]:.4f}")
+      0.0385 0.3421
+    """
+    check_choice("align", align, ALIGNMENTS)
+    check_choice("singleton", singleton, SINGLETONS)
+    check_at_least("num_groups", num_groups, 1)
+    check_at_least("eps", eps, 0)
+    arrays = {"token_rewards": token_rewards, "old_log_probs": old_log_probs, "sum_squared_probs": sum_squared_probs}
+    rows, _ = check_same_shape(**arrays, mask=mask, weights=weights)
+    if jnp.shape(group_ids) != (rows,):
+        raise ValueError(f"group_ids: got shape {list(jnp.shape(group_ids))}, expected [{rows}], one per row")
+    weights = jnp.ones(jnp.shape(mask), jnp.float32) if weights is None else weights
+    rewards, log_probs, squares, weights = as_float(*arrays.values(), weights)
+    ids, real, unknown = safe_ids(group_ids, num_groups, valid)
+    keep = check_mask(mask) & real[:, None]
+    real = keep.any(-1)
+    returns = reinforce_plus_plus_returns(rewards, keep)
+    squared_norms = jnp.square(masked(weights, keep)) * (1 - 2 * jnp.exp(masked(log_probs, keep)) + squares)
+    energies = masked(jnp.cumsum(masked(squared_norms, keep), -1), keep)
+
+    # Where the tokens of a group meet: the place of each among the places that they share.
+    first = jnp.argmax(keep, -1, keepdims=True)
+    places = jnp.cumsum(keep, -1) - 1 if align == "token" else jnp.arange(keep.shape[1])[None] - first
+    shared = places if align == "token" else places + first
+    weight, value = (_add_up(ids, shared, array, num_groups) for array in (energies, energies * returns))
+    weight = weight + jnp.asarray(eps, weight.dtype)
+    baselines = jnp.where(weight != 0, value / jnp.where(weight != 0, weight, 1), 0)
+    own = baselines[ids[:, None], jnp.maximum(shared, 0)]
+    lengths = keep.sum(-1)
+    if zero_tail:
+        longest, next_longest = _two_longest(lengths, ids, num_groups)
+        alone = (lengths == longest[ids]) & (next_longest[ids] < longest[ids])
+        own = jnp.where(alone[:, None] & (places >= next_longest[ids][:, None]), 0, own)
+    single = (jax.ops.segment_sum(real.astype(int), ids, num_segments=num_groups) == 1)[ids]
+    own = jnp.where(single[:, None], returns if singleton == "zero" else 0, own)
+    return jnp.where(unknown[:, None] & check_mask(mask), jnp.nan, masked(returns - own, keep)), returns
+
+
+def _add_up(ids: Array, places: Array, values: Array, num_groups: int) -> Array:
+    """`[G, T]`: the sum over the rows of each group of the `[B, T]` values, each at its place."""
+    start = jnp.zeros((num_groups, values.shape[1]), values.dtype)
+    return start.at[jnp.broadcast_to(ids[:, None], places.shape), jnp.maximum(places, 0)].add(values)
+
+
+def _two_longest(lengths: Array, ids: Array, num_groups: int) -> tuple[Array, Array]:
+    """`[G]`: the length of the longest row of each group, and of the next one, which may be as long."""
+    longest = jax.ops.segment_max(lengths, ids, num_segments=num_groups)
+    is_longest = lengths == longest[ids]
+    shared = jax.ops.segment_sum(is_longest.astype(int), ids, num_segments=num_groups) > 1
+    others = jax.ops.segment_max(jnp.where(is_longest, 0, lengths), ids, num_segments=num_groups)
+    return longest, jnp.where(shared, longest, jnp.maximum(others, 0))
