@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import kljax
 from tests.goldens import cases
 from tests.goldens.epsilon import EPS, factors
+from tests.kljax.test_goldens_diagnostics import check_offpolicy_metrics
 
 Mask = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 ROWS = "seq_mean_token_max"  # of zeros and ones: the rows that have a one
@@ -64,6 +65,11 @@ def verl_weights(params: dict[str, Any]) -> dict[str, Any]:
 def policies(case: cases.Case) -> tuple[jax.Array, jax.Array, jax.Array]:
     numerator = "log_probs" if "log_probs" in case.inputs else "old_log_probs"
     return case.given(numerator), case.given("rollout_log_probs"), case.given("mask")
+
+
+@cases.parametrize(("verl", "compute_offpolicy_metrics"), file=cases.GENERATED)
+def test_offpolicy_metrics_of_verl(case: cases.Case) -> None:
+    check_offpolicy_metrics(case)
 
 
 @cases.parametrize(("verl", "compute_rollout_rejection_mask"), file=cases.GENERATED)
