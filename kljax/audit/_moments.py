@@ -1,0 +1,261 @@
+"""Moments of every estimator at each position: value and gradient, summed over the vocabulary or over drawn tokens.
+
+A position has three distributions over the vocabulary: the policy pi, the reference and the behaviour q that draws the
+token (pi itself on-policy). Whatever an estimator does in a loss or in a reward, the gradient with respect to the
+policy's logits that one drawn token `v` gives is `c(v) u(v)`, with a coefficient `c(v)` and the score
+`u(v) = onehot(v) - pi`. Everything the audit reports follows from a few moments of the value `e(v)` and of `c(v) u(v)`
+under q, against the exact KL and its exact gradient `g = pi (x - KL)`, where `x = log pi - log ref`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kljax._numerics import expm1_minus
+from kljax._typing import Array
+from kljax.kl import estimate_kl
+
+# "none" estimates no KL, and neither has a value nor a gradient to measure.
+MEASURED = ("k1", "abs", "k2", "k3", "low_var_kl")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Expectations under q of one token, the last axis over positions: `[C]`, `[K, C]`, `[K, E, C]`.
+
+    K counts corrections, E estimators; the loss has one row more, the straight-through gradient. `mean_squared`, each
+    `norm` and each `bias` are squares of expectations; from drawn tokens they are estimated without bias, so they can
+    be negative.
+
+    Attributes:
+      kl: `[C]` exact KL(pi || ref).
+      exact_norm: `[C]` squared norm of its gradient g.
+      mean: `[K, E, C]` of the value e.
+      square: `[K, E, C]` of e^2.
+      mean_squared: `[K, E, C]` square of the mean.
+      loss_bias: `[K, E + 1, C]` squared norm of the expected gradient of the estimator as a loss, less g.
+      loss_norm: `[K, E + 1, C]` squared norm of that expected gradient itself.
+      loss_inner: `[K, E + 1, C]` its inner product with g.
+      loss_second: `[K, E + 1, C]` expected squared norm.
+      reward_bias: `[K, E, C]` the same four of the estimator as a reward, `c = e`.
+      reward_norm: `[K, E, C]`.
+      reward_inner: `[K, E, C]`.
+      reward_second: `[K, E, C]`.
+      reward_drift: `[K, E, C]` inner product of its expected gradient with the expected weighted score.
+      reward_cross: `[K, E, C]` expectation of `w c |u|^2`.
+      score_norm: `[K, C]` squared norm of the expected weighted score `E[w u]`, zero without a mismatch.
+      score_inner: `[K, C]` its inner product with g.
+      score_second: `[K, C]` expectation of `w^2 |u|^2`.
+    """
+
+    kl: Array
+    exact_norm: Array
+    mean: Array
+    square: Array
+    mean_squared: Array
+    loss_bias: Array
+    loss_norm: Array
+    loss_inner: Array
+    loss_second: Array
+    reward_bias: Array
+    reward_norm: Array
+    reward_inner: Array
+    reward_second: Array
+    reward_drift: Array
+    reward_cross: Array
+    score_norm: Array
+    score_inner: Array
+    score_second: Array
+
+
+class Position(NamedTuple):
+    """The three distributions `[C, V]`, and what is exact about them: KL `[C, 1]` and gradient `[C, V]`."""
+
+    log_probs: Array
+    ref_log_probs: Array
+    behaviour_log_probs: Array
+    pi: Array
+    drawn: Array
+    kl: Array
+    gradient: Array
+
+
+class Events(NamedTuple):
+    """What an expectation runs over, `[C, L]`: the vocabulary with its probabilities, or drawn tokens."""
+
+    at: Callable[[Array], Array]
+    probability: Array
+    squared_norms: Callable[[Array, Array], tuple[Array, Array]]
+    squared_mean: Callable[[Array], Array]
+
+
+@jax.jit
+def exact_moments(logits: Array, ref_logits: Array, behaviour_logits: Array, caps: Array | None) -> Moments:
+    """Moments of `[C, V]` positions summed over the vocabulary, corrected by ratios with `[K]` caps or not at all."""
+    position = _position(logits, ref_logits, behaviour_logits)
+    return _collect(_vocabulary(position), position, caps)
+
+
+@functools.partial(jax.jit, static_argnames="draws")
+def sampled_moments(
+    logits: Array, ref_logits: Array, behaviour_logits: Array, caps: Array | None, keys: Array, *, draws: int
+) -> Moments:
+    """The same from `draws` tokens drawn at each position with its own key."""
+    position = _position(logits, ref_logits, behaviour_logits)
+    return _collect(_draws(position, keys, draws), position, caps)
+
+
+def _sum(values: Array) -> Array:
+    return values.sum(-1, keepdims=True)
+
+
+def _position(logits: Array, ref_logits: Array, behaviour_logits: Array) -> Position:
+    log_probs, ref, behaviour = map(jax.nn.log_softmax, (logits, ref_logits, behaviour_logits))
+    pi, support = jnp.exp(log_probs), log_probs > -jnp.inf
+    x = jnp.where(support, log_probs - ref, 0)
+    # The sum of pi k3(x) has no cancellation near x = 0, unlike the sum of pi x; far below 0 k3 would overflow.
+    near = x >= -1
+    terms = jnp.where(near, pi * expm1_minus(-jnp.where(near, x, 0)), jnp.exp(ref) - pi + pi * x)
+    kl = _sum(jnp.where(support, terms, jnp.exp(ref)))
+    return Position(log_probs, ref, behaviour, pi, jnp.exp(behaviour), kl, pi * (x - kl))
+
+
+def _vocabulary(position: Position) -> Events:
+    pi, drawn = position.pi, position.drawn
+
+    def squared_norms(coefficients: Array, _: Array) -> tuple[Array, Array]:
+        weighted = drawn[None] * coefficients
+        expected = weighted - pi[None] * _sum(weighted)
+        # Subtracted before squaring: the difference of squares would leave the root of the rounding error.
+        return jnp.square(expected - position.gradient[None]).sum(-1), jnp.square(expected).sum(-1)
+
+    def squared_mean(values: Array) -> Array:
+        return jnp.square((drawn[None] * values).sum(-1))
+
+    return Events(lambda values: values, drawn, squared_norms, squared_mean)
+
+
+def _draws(position: Position, keys: Array, draws: int) -> Events:
+    tokens = jax.vmap(functools.partial(_draw, draws=draws))(keys, position.drawn)
+    order = jnp.argsort(tokens, axis=-1)
+    ordered = jnp.take_along_axis(tokens, order, axis=-1)
+    run = jnp.cumsum(jnp.diff(ordered, axis=-1, prepend=ordered[:, :1]) != 0, axis=-1)
+    pairs = draws * (draws - 1)
+
+    def at(values: Array) -> Array:
+        return jnp.take_along_axis(values, tokens, axis=-1)
+
+    pi, square = at(position.pi)[None], jnp.square(position.pi).sum(-1)[None]
+    score_square = _score_square(position, at)[None]
+    exact_norm = jnp.square(position.gradient).sum(-1)[None]
+    add_up = functools.partial(jax.ops.segment_sum, num_segments=draws)
+
+    def squared_norms(coefficients: Array, inner: Array) -> tuple[Array, Array]:
+        # |sum_j c_j u_j|^2 with u = onehot - pi: equal tokens add up before they are squared.
+        in_order = jnp.take_along_axis(coefficients, order[None], axis=-1)
+        sums = jax.vmap(jax.vmap(add_up), (0, None))(in_order, run)
+        total, along_pi = coefficients.sum(-1), (coefficients * pi).sum(-1)
+        whole = jnp.square(sums).sum(-1) - 2 * total * along_pi + jnp.square(total) * square
+        norm = (whole - (jnp.square(coefficients) * score_square).sum(-1)) / pairs
+        return norm - 2 * inner + exact_norm, norm
+
+    def squared_mean(values: Array) -> Array:
+        return (jnp.square(values.sum(-1)) - jnp.square(values).sum(-1)) / pairs
+
+    return Events(at, jnp.full(tokens.shape, 1 / draws, position.pi.dtype), squared_norms, squared_mean)
+
+
+def _draw(key: Array, probabilities: Array, *, draws: int) -> Array:
+    """Inverts the cumulative distribution: one pass over the vocabulary however many tokens are drawn."""
+    cumulative = jnp.cumsum(probabilities)
+    uniform = jax.random.uniform(key, (draws,), probabilities.dtype) * cumulative[-1]
+    tokens = jnp.searchsorted(cumulative, uniform, side="right")
+    # Rounding can reach the total itself, beyond the last token that has a probability.
+    last = probabilities.shape[-1] - 1 - jnp.argmax(jnp.flip(probabilities) > 0)
+    return jnp.minimum(tokens, last.astype(tokens.dtype))
+
+
+def _score_square(position: Position, at: Callable[[Array], Array]) -> Array:
+    return at(1 - 2 * position.pi + _sum(jnp.square(position.pi)))
+
+
+def _collect(events: Events, position: Position, caps: Array | None) -> Moments:
+    exact = (position.kl[..., 0], jnp.square(position.gradient).sum(-1))
+    collect = functools.partial(_one_correction, events, position)
+    if caps is None:
+        return Moments(*exact, *(moment[None] for moment in collect(None)))
+    return Moments(*exact, *jax.vmap(collect)(caps))
+
+
+def _one_correction(events: Events, position: Position, cap: Array | None) -> tuple[Array, ...]:
+    """All moments but the exact ones, `[E, C]` or `[C]`."""
+    weight = _weight(position, cap)
+    mean_score = position.drawn * weight - position.pi * _sum(position.drawn * weight)
+    weight, score_square = events.at(weight)[None], _score_square(position, events.at)[None]
+    values, coefficients = _estimates(events.at, position, cap)
+
+    def mean(moment: Array) -> Array:
+        return (events.probability[None] * moment).sum(-1)
+
+    def along(direction: Array) -> Array:
+        return events.at(direction - _sum(position.pi * direction))[None]
+
+    def gradient(coefficients: Array) -> tuple[Array, ...]:
+        inner = mean(coefficients * along(position.gradient))
+        second = mean(jnp.square(coefficients) * score_square)
+        return (*events.squared_norms(coefficients, inner), inner, second)
+
+    return (
+        mean(values),
+        mean(jnp.square(values)),
+        events.squared_mean(values),
+        *gradient(coefficients),
+        *gradient(values),
+        mean(values * along(mean_score)),
+        mean(weight * values * score_square),
+        jnp.square(mean_score).sum(-1),
+        (mean_score * position.gradient).sum(-1),
+        mean(jnp.square(weight) * score_square)[0],
+    )
+
+
+def _weight(position: Position, cap: Array | None) -> Array:
+    """The importance ratio, 1 without a correction and where no token is drawn."""
+    if cap is None:
+        return jnp.ones_like(position.pi)
+    possible = position.drawn > 0
+    log_ratio = jnp.where(possible, position.log_probs - position.behaviour_log_probs, 0)
+    return jnp.minimum(jnp.exp(log_ratio), cap)
+
+
+def _estimates(at: Callable[[Array], Array], position: Position, cap: Array | None) -> tuple[Array, Array]:
+    """Values `[E, C, L]` of the library's estimators and their derivatives by the log-prob, `[E + 1, C, L]`."""
+    ref, behaviour = at(position.ref_log_probs), at(position.behaviour_log_probs)
+    possible = at(position.drawn) > 0
+
+    def estimates(log_probs: Array) -> Array:
+        columns = [*((name, "value") for name in MEASURED), ("k1", "k2")]
+        return jnp.stack(
+            [
+                estimate_kl(
+                    log_probs,
+                    ref,
+                    possible,
+                    estimator=name,
+                    gradient=gradient,
+                    sampling_log_probs=None if cap is None else behaviour,
+                    max_ratio=cap,
+                )
+                for name, gradient in columns
+            ]
+        )
+
+    # Each estimate depends on its own log-prob alone: one direction of ones has every derivative.
+    log_probs = at(position.log_probs)
+    values, derivatives = jax.jvp(estimates, (log_probs,), (jnp.ones_like(log_probs),))
+    return values[:-1], derivatives

@@ -1,0 +1,228 @@
+"""The audit of a recorded batch: the log-probs of the sampled tokens, without the rest of the vocabulary."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kljax._checks import check_at_least, check_mask, check_same_shape
+from kljax._typing import Array, ArrayLike
+from kljax.audit._measure import check_intervals, labelled, summarise
+from kljax.audit._moments import MEASURED
+from kljax.audit._quality import Labels, Sums, gradient_labels, ratio, value_labels
+from kljax.audit.report import Audit, Interval, Result
+from kljax.kl import estimate_kl
+
+__all__ = ["audit_batch"]
+
+RECORDED = "the exact KL(policy || reference) per token that the batch records"
+ON_POLICY = "the mean of k1 over the sampled tokens, which is unbiased on-policy; no exact KL is recorded"
+OFF_POLICY = "the mean of k1 times the importance ratio, which is unbiased off-policy; no exact KL is recorded"
+OF_ERROR = "variances are those of the estimate less the recorded KL of its position"
+OF_ESTIMATE = "variances are those of the estimate over tokens: how the KL itself varies between positions is in them"
+COEFFICIENTS = (
+    "a batch has no expected gradient: each token's derivative by its log-prob is compared with that of the unbiased "
+    "k2 loss, x times the importance ratio; a constant added to all derivatives can be noise without being bias"
+)
+
+
+def audit_batch(
+    log_probs: ArrayLike,
+    ref_log_probs: ArrayLike,
+    mask: ArrayLike,
+    kl: ArrayLike | None = None,
+    behaviour_log_probs: ArrayLike | None = None,
+    *,
+    bootstrap: int = 1000,
+    confidence: float = 0.95,
+    max_ratio: float | None = 2.0,
+    key: Array | None = None,
+) -> Audit:
+    """What a recorded batch can say about the estimators: their values against a yardstick, and their derivatives.
+
+    The yardstick is the exact KL per token if it is recorded. If not, it is the mean of k1, times the importance ratio
+    where behaviour log-probs are given: unbiased, but of high variance, so differences from it carry its noise, which
+    is what the intervals show. Rows are resampled, and estimate and yardstick come from the same tokens.
+
+    Metrics of a value, per token and per sequence (sum over the row): mean, bias, relative_bias, variance, snr, rmse as
+    in `audit_logits`. Metrics of a coefficient, the derivative of a token's estimate by its log-prob, against the
+    unbiased `w x`: relative_difference (norm of the difference over that of `w x`), cosine and root_mean_square.
+
+    Args:
+      log_probs: `[B, T]` log-probs of the policy at the sampled tokens, in nats.
+      ref_log_probs: same shape, log-probs of the reference.
+      mask: same shape, boolean.
+      kl: same shape, exact KL(policy || reference) over the vocabulary at each position, in nats; None is not recorded.
+      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens (the rollout engine, or the policy
+        before the update); None says that the policy itself drew them.
+      bootstrap: replicates of the bootstrap; 0 has no intervals.
+      confidence: coverage of the percentile intervals.
+      max_ratio: cap of the capped correction; None leaves that correction out.
+      key: PRNG key of the bootstrap; None is `jax.random.key(0)`.
+
+    Returns:
+      An `Audit`, on the host. `Audit.yardstick` says which yardstick it was.
+
+    Gradient:
+      None; an audit is a report.
+
+    Raises:
+      ValueError: if shapes differ, nothing is unmasked, an unmasked number is not finite, or for a senseless option.
+      TypeError: if the mask has a floating type.
+
+    References:
+      As `audit_logits`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, kljax
+      >>> lp, ref = -1.0 + 0.1 * jax.random.normal(jax.random.key(0), (2, 16, 8))
+      >>> audit = kljax.audit.audit_batch(lp, ref, jnp.ones(lp.shape, bool), bootstrap=50)
+      >>> print(audit.yardstick)
+      the mean of k1 over the sampled tokens, which is unbiased on-policy; no exact KL is recorded
+    """
+    check_intervals(bootstrap, confidence)
+    check_at_least("max_ratio", max_ratio, 0, strict=True)
+    given = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "kl": kl, "behaviour": behaviour_log_probs}
+    shape = check_same_shape(mask=mask, **given)
+    if len(shape) != 2:
+        raise ValueError(f"log_probs: got shape {list(shape)}, expected [B, T]")
+    kept = np.asarray(check_mask(mask))
+    if not kept.any():
+        raise ValueError("mask: no position is unmasked, so there is nothing to audit")
+    arrays = {name: _filled(name, array, kept) for name, array in given.items() if array is not None}
+    corrections: tuple[str, ...] = ("none",)
+    if behaviour_log_probs is not None:
+        corrections = ("none", "ratio") if max_ratio is None else ("none", "ratio", "capped")
+    found = {correction: _estimates(arrays, correction, max_ratio) for correction in corrections}
+    exact = arrays["kl"] if kl is not None else found["none" if len(corrections) == 1 else "ratio"][0][0]
+    unbiased = found["none" if len(corrections) == 1 else "ratio"][1][-1]
+    levels, coefficients = _levels(found, exact, kept), _coefficients(found, unbiased, kept)
+    keys = jax.random.split(jax.random.key(0) if key is None else key)
+    results: list[Result] = []
+    means: dict[str, Interval] = {}
+    metrics = functools.partial(_value_metrics, of_error=kl is not None)
+    for (level, sums), level_key in zip(levels.items(), keys, strict=True):
+        values = summarise(level_key, bootstrap, confidence, sums, metrics)
+        results += labelled(values, value_labels(corrections), "value", level, "recorded")
+        first = {name: field[:, :1] for name, field in sums.items()}
+        means[level] = summarise(level_key, bootstrap, confidence, first, _exact_mean)["kl"][0]
+    compared = summarise(keys[0], bootstrap, confidence, coefficients, _coefficient_metrics)
+    results += labelled(compared, _coefficient_labels(corrections), "coefficient", "token", "recorded")
+    settings = {
+        "source": "batch",
+        "rows": int(kept.any(-1).sum()),
+        "positions": int(kept.sum()),
+        "policy": "on-policy" if len(corrections) == 1 else "off-policy",
+        "bootstrap": bootstrap,
+        "confidence": confidence,
+        "resampled": "rows",
+    }
+    yardstick = RECORDED if kl is not None else ON_POLICY if len(corrections) == 1 else OFF_POLICY
+    notes = (OF_ERROR if kl is not None else OF_ESTIMATE, COEFFICIENTS)
+    return Audit(yardstick, notes, settings, means, tuple(results))
+
+
+def _filled(name: str, array: ArrayLike, kept: np.ndarray) -> np.ndarray:
+    """On the host in float64, 0 under the mask."""
+    values = np.where(kept, np.asarray(array, np.float64), 0)
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name}: {int((~np.isfinite(values)).sum())} unmasked numbers are not finite")
+    return values
+
+
+def _estimates(arrays: dict[str, np.ndarray], correction: str, max_ratio: float | None) -> tuple[Any, Any, Any]:
+    """Values `[E, B, T]`, derivatives `[E + 1, B, T]` by the log-prob, the last straight-through, weights `[B, T]`."""
+    weight = np.ones_like(arrays["log_probs"])
+    if correction != "none":
+        weight = np.exp(arrays["log_probs"] - arrays["behaviour"])
+    if correction == "capped" and max_ratio is not None:
+        weight = np.minimum(weight, max_ratio)
+
+    def estimate(log_probs: Array, name: str, gradient: str) -> Array:
+        return estimate_kl(
+            log_probs,
+            jnp.asarray(arrays["ref_log_probs"], float),
+            estimator=name,
+            gradient=gradient,
+            sampling_log_probs=None if correction == "none" else jnp.asarray(arrays["behaviour"], float),
+            max_ratio=max_ratio if correction == "capped" else None,
+        )
+
+    values, derivatives = [], []
+    for name, gradient in [*((name, "value") for name in MEASURED), ("k1", "k2")]:
+        one = functools.partial(estimate, name=name, gradient=gradient)
+        value, pull = jax.vjp(one, jnp.asarray(arrays["log_probs"], float))
+        values.append(np.asarray(value, np.float64))
+        derivatives.append(np.asarray(pull(jnp.ones_like(value))[0], np.float64))
+    return np.stack(values[:-1]), np.stack(derivatives), weight
+
+
+def _levels(found: Mapping[str, tuple[Any, Any, Any]], exact: np.ndarray, kept: np.ndarray) -> dict[str, Sums]:
+    """Per row: sums over its tokens, and for sequences the row as one number."""
+    rows, columns = kept.any(-1), sum(len(values) for values, _, _ in found.values())
+    means = np.concatenate([values for values, _, _ in found.values()])
+    exacts = np.broadcast_to(exact, means.shape)
+    ones = np.ones((int(rows.sum()), columns))
+    levels = {}
+    per_row = (_row_sums(means, kept), _row_sums(exacts, kept))
+    for level, (mean, truth) in {"token": (means, exacts), "sequence": per_row}.items():
+        fields = {"exact": truth, "mean": mean, "square": mean**2, "squared_error": (mean - truth) ** 2}
+        if level == "token":
+            fields = {name: _row_sums(field, kept) for name, field in fields.items()}
+        count = kept.sum(-1)[rows, None] * ones if level == "token" else ones
+        levels[level] = {**{name: field.T[rows] for name, field in fields.items()}, "count": count}
+    return levels
+
+
+def _row_sums(values: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    return np.where(kept, values, 0).sum(-1)
+
+
+def _value_metrics(sums: Sums, *, of_error: bool) -> Sums:
+    exact, mean, square, squared_error = (
+        sums[name] / sums["count"] for name in ("exact", "mean", "square", "squared_error")
+    )
+    bias = mean - exact
+    variance = np.maximum(squared_error - bias**2 if of_error else square - mean**2, 0)
+    return {
+        "mean": mean,
+        "bias": bias,
+        "relative_bias": ratio(bias, exact),
+        "variance": variance,
+        "snr": ratio(np.abs(mean), np.sqrt(variance)),
+        "rmse": np.sqrt(bias**2 + variance),
+    }
+
+
+def _exact_mean(sums: Sums) -> Sums:
+    return {"kl": sums["exact"] / sums["count"]}
+
+
+def _coefficient_labels(corrections: tuple[str, ...]) -> list[Labels]:
+    return [label for label in gradient_labels(corrections) if label.place != "reward_baseline"]
+
+
+def _coefficients(found: Mapping[str, tuple[Any, Any, Any]], unbiased: np.ndarray, kept: np.ndarray) -> Sums:
+    """Per row, sums over tokens of every place's coefficients; as a reward a token is paid its own estimate alone."""
+    columns = []
+    for values, derivatives, weight in found.values():
+        mean = np.where(kept, values, 0).sum((-2, -1), keepdims=True) / kept.sum()
+        columns += [derivatives, values, values - weight * mean]
+    coefficients = np.concatenate(columns)
+    exact = np.broadcast_to(unbiased, coefficients.shape)
+    fields = {"square": coefficients**2, "inner": coefficients * exact, "exact": exact**2}
+    fields["difference"] = (coefficients - exact) ** 2
+    rows = kept.any(-1)
+    sums = {name: _row_sums(field, kept).T[rows] for name, field in fields.items()}
+    return {**sums, "count": kept.sum(-1)[rows, None] * np.ones_like(sums["square"])}
+
+
+def _coefficient_metrics(sums: Sums) -> Sums:
+    return {
+        "relative_difference": np.sqrt(ratio(sums["difference"], sums["exact"])),
+        "cosine": ratio(sums["inner"], np.sqrt(sums["square"] * sums["exact"])),
+        "root_mean_square": np.sqrt(sums["square"] / sums["count"]),
+    }

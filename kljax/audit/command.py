@@ -1,0 +1,190 @@
+"""`python -m kljax audit`: the audit from files."""
+
+import argparse
+import importlib
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from kljax.audit._plot import have_matplotlib
+from kljax.audit.batch import audit_batch
+from kljax.audit.checkpoints import audit_checkpoints
+from kljax.audit.example import example_logits
+from kljax.audit.logits import audit_logits
+from kljax.audit.report import Audit
+
+BATCH_NEEDED = ("log_probs", "ref_log_probs", "mask")
+# Whoever drew the tokens: the rollout engine if it was recorded, else the policy before the update.
+BATCH_BEHAVIOUR = ("rollout_log_probs", "old_log_probs")
+EXAMPLES = """\
+sources, one of them:
+  --logits POLICY.npy --ref-logits REF.npy [--rollout-logits ROLL.npy]   arrays [N, T, V]
+  --batch BATCH.npz      arrays [B, T]: log_probs, ref_log_probs, mask and, if recorded, rollout_log_probs or
+                         old_log_probs (who drew the tokens) and kl (the exact KL per token)
+  --checkpoints POLICY REF --apply module:function --tokens TOKENS.npy   function(params, tokens) -> logits [N, T, V]
+  --example              synthetic policies, see --kl, --staleness, --vocabulary, --rows, --length
+
+It writes audit.txt, audit.json and, if matplotlib is installed, audit.png.
+"""
+
+
+class UserError(Exception):
+    """Something that whoever runs the command can put right."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.description = "Bias, variance and signal-to-noise of each KL estimator against the exact KL."
+    parser.epilog = EXAMPLES
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--out", metavar="DIR", required=True, help="folder for the report; made if it is not there")
+    add("--logits", metavar="NPY", help="logits of the policy [N, T, V]")
+    add("--ref-logits", metavar="NPY", help="logits of the reference, same shape")
+    add("--rollout-logits", metavar="NPY", help="logits of the policy that draws the tokens, same shape")
+    add("--mask", metavar="NPY", help="booleans [N, T], the positions to audit; for logits and checkpoints")
+    add("--batch", metavar="NPZ", help="a recorded batch")
+    add("--checkpoints", metavar=("POLICY", "REF"), nargs=2, help="two orbax checkpoints of weights")
+    add("--rollout-checkpoint", metavar="PATH", help="checkpoint of the policy that draws the tokens")
+    add("--item", metavar="NAME", help="dotted path of the weights inside the checkpoints")
+    add("--apply", metavar="MODULE:FUNCTION", help="function of weights and tokens that returns logits")
+    add("--tokens", metavar="NPY", help="integers [N, T], the input of that function")
+    add("--example", action="store_true", help="synthetic policies with the size and the entropy of a language model")
+    add("--kl", type=float, default=0.1, help="example: mean KL(policy || reference) per token in nats (%(default)s)")
+    add("--staleness", type=float, default=0.0, help="example: mean KL(policy || behaviour) in nats (on-policy)")
+    add("--vocabulary", type=int, default=1000, help="example: number of tokens (%(default)s)")
+    add("--rows", type=int, default=32, help="example: number of rows (%(default)s)")
+    add("--length", type=int, default=16, help="example: positions per row (%(default)s)")
+    add("--draws", type=int, default=0, help="also measure by drawing so many tokens per position (%(default)s)")
+    add("--bootstrap", type=int, default=1000, help="bootstrap replicates, 0 for no intervals (%(default)s)")
+    add("--confidence", type=float, default=0.95, help="coverage of the intervals (%(default)s)")
+    add("--max-ratio", type=float, default=2.0, help="cap of the capped importance ratio (%(default)s)")
+    add("--seed", type=int, default=0, help="of the draws, the bootstrap and the example (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the audit in float64 and writes the report; 0, or 2 for what the user can put right."""
+    try:
+        out = pathlib.Path(args.out)
+        if out.exists() and not out.is_dir():
+            raise UserError(f"--out: {out} is not a folder")
+        with jax.enable_x64(True):
+            audit = _audit(args)
+        written = audit.write(out)
+    except (UserError, ValueError, TypeError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(audit.table())
+    print(f"\nwritten: {', '.join(str(path) for path in written)}")
+    if not have_matplotlib():
+        print("no plot: matplotlib is not installed (pip install matplotlib)")
+    return 0
+
+
+def _audit(args: argparse.Namespace) -> Audit:
+    sources: dict[str, tuple[Any, Callable[[argparse.Namespace, dict[str, Any]], Audit]]] = {
+        "--logits": (args.logits, _from_logits),
+        "--batch": (args.batch, _from_batch),
+        "--checkpoints": (args.checkpoints, _from_checkpoints),
+        "--example": (args.example, _from_example),
+    }
+    given = [name for name, (value, _) in sources.items() if value]
+    if len(given) != 1:
+        raise UserError(f"expected one of {', '.join(sources)}, got {' and '.join(given) or 'none of them'}")
+    options: dict[str, Any] = {
+        "bootstrap": args.bootstrap,
+        "confidence": args.confidence,
+        "max_ratio": args.max_ratio,
+        "key": jax.random.key(args.seed),
+    }
+    return sources[given[0]][1](args, options)
+
+
+def _from_logits(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
+    if args.ref_logits is None:
+        raise UserError("--logits needs --ref-logits")
+    behaviour = None if args.rollout_logits is None else _array("--rollout-logits", args.rollout_logits)
+    arrays = (_array("--logits", args.logits), _array("--ref-logits", args.ref_logits), behaviour)
+    return audit_logits(*arrays, _mask(args), draws=args.draws, **options)
+
+
+def _from_example(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
+    example = example_logits(
+        rows=args.rows,
+        length=args.length,
+        vocabulary=args.vocabulary,
+        kl=args.kl,
+        staleness=args.staleness,
+        key=jax.random.key(args.seed),
+    )
+    return audit_logits(*example, draws=args.draws, **options)
+
+
+def _from_batch(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
+    with _open("--batch", args.batch) as file:
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise UserError(f"--batch: {args.batch} is not an .npz file")
+        missing = [name for name in BATCH_NEEDED if name not in file.files]
+        if missing:
+            found = ", ".join(file.files) or "nothing"
+            raise UserError(f"--batch: {args.batch} has no {' and no '.join(missing)}; it has {found}")
+        batch = {name: file[name] for name in file.files if name in (*BATCH_NEEDED, *BATCH_BEHAVIOUR, "kl")}
+    behaviour = next((batch[name] for name in BATCH_BEHAVIOUR if name in batch), None)
+    mask = batch["mask"].astype(bool)
+    return audit_batch(batch["log_probs"], batch["ref_log_probs"], mask, batch.get("kl"), behaviour, **options)
+
+
+def _from_checkpoints(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
+    if args.apply is None or args.tokens is None:
+        raise UserError("--checkpoints needs --apply and --tokens")
+    return audit_checkpoints(
+        _array("--tokens", args.tokens),
+        _mask(args),
+        apply=_function(args.apply),
+        path=args.checkpoints[0],
+        ref_path=args.checkpoints[1],
+        behaviour_path=args.rollout_checkpoint,
+        item=args.item,
+        draws=args.draws,
+        **options,
+    )
+
+
+def _open(option: str, path: str) -> Any:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError as error:
+        raise UserError(f"{option}: there is no file {path}") from error
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{option}: {path} cannot be read as a NumPy file: {error}") from error
+
+
+def _array(option: str, path: str) -> np.ndarray:
+    array = _open(option, path)
+    if not isinstance(array, np.ndarray):
+        raise UserError(f"{option}: {path} holds several arrays, expected an .npy file with one")
+    if array.dtype.kind not in "fiub":
+        raise UserError(f"{option}: {path} has dtype {array.dtype}, expected numbers (bfloat16 goes as float32)")
+    return array
+
+
+def _mask(args: argparse.Namespace) -> np.ndarray | None:
+    return None if args.mask is None else np.asarray(_array("--mask", args.mask)).astype(bool)
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    if not function:
+        raise UserError(f"--apply: got {name!r}, expected module:function")
+    # As `python -m` itself does: modules in the folder the command runs in are found.
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"--apply: {name}: {error}") from error
+    if not callable(found):
+        raise UserError(f"--apply: {name} is not a function")
+    return found

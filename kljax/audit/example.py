@@ -1,0 +1,78 @@
+"""Synthetic policies to audit: logits of language-model size with a drift of known KL."""
+
+import jax
+import jax.numpy as jnp
+
+from kljax._checks import check_at_least
+from kljax._typing import Array
+
+__all__ = ["example_logits"]
+
+# The KL grows as the square of the perturbation, nearly: each step of the iteration corrects what is left.
+_STEPS = 12
+# Standard deviation of the logits: with 32 000 tokens an entropy of about 2 nats, that of a language model's text.
+_SCALE = 3.5
+
+
+def example_logits(
+    *,
+    rows: int = 32,
+    length: int = 16,
+    vocabulary: int = 1000,
+    kl: float = 0.1,
+    staleness: float = 0.0,
+    key: Array | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """Logits of a policy, of a reference at a mean KL of `kl` per token, and of a stale behaviour policy.
+
+    The policy's logits are normal with standard deviation 3.5, which gives the entropy of text. The reference is the
+    policy with normal noise of one size added everywhere, found by iteration such that the mean KL(policy || reference)
+    is `kl`. The behaviour policy is an earlier state of the policy, with a mean KL(policy || behaviour) of `staleness`:
+    half the variance of its perturbation points towards the reference, half is its own.
+
+    Args:
+      rows: N, number of rows.
+      length: T, positions of each.
+      vocabulary: V, number of tokens, at least 2.
+      kl: mean of KL(policy || reference) per position, in nats, at least 0.
+      staleness: mean of KL(policy || behaviour) per position, in nats; 0 has no behaviour policy.
+      key: PRNG key; None is `jax.random.key(0)`.
+
+    Returns:
+      `(logits, ref_logits, behaviour_logits)`, each `[N, T, V]` float32; the last is None without staleness.
+
+    Gradient:
+      None; data.
+
+    Raises:
+      ValueError: for a size below 1 or a negative KL.
+
+    Example:
+      >>> import kljax
+      >>> policy, ref, behaviour = kljax.audit.example_logits(rows=8, length=4, vocabulary=50, kl=0.1)
+      >>> found = kljax.audit.audit_logits(policy, ref, bootstrap=0).kl["token"]
+      >>> print(policy.shape, behaviour, f"{found.value:.3f}")
+      (8, 4, 50) None 0.100
+    """
+    for name, size, least in (("rows", rows, 1), ("length", length, 1), ("vocabulary", vocabulary, 2)):
+        check_at_least(name, size, least)
+    check_at_least("kl", kl, 0)
+    check_at_least("staleness", staleness, 0)
+    keys = jax.random.split(jax.random.key(0) if key is None else key, 3)
+    logits = _SCALE * jax.random.normal(keys[0], (rows, length, vocabulary), jnp.float32)
+    towards, own = (jax.random.normal(key, logits.shape, logits.dtype) for key in keys[1:])
+    behaviour = _perturbed(logits, (towards + own) / 2**0.5, staleness) if staleness > 0 else None
+    return logits, _perturbed(logits, towards, kl), behaviour
+
+
+@jax.jit
+def _perturbed(logits: Array, noise: Array, mean_kl: float) -> Array:
+    """The logits plus the noise at the size that makes the mean KL to the result `mean_kl`."""
+    log_probs, target = jax.nn.log_softmax(logits), jnp.asarray(mean_kl, logits.dtype)
+
+    def improved(_: int, size: Array) -> Array:
+        ratio = log_probs - jax.nn.log_softmax(logits + size * noise)
+        return size * jnp.sqrt(target / (jnp.exp(log_probs) * ratio).sum(-1).mean())
+
+    size = jax.lax.fori_loop(0, _STEPS, improved, jnp.sqrt(2 * target))
+    return logits + jnp.where(target > 0, size, 0) * noise
