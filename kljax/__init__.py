@@ -4,6 +4,7 @@ Arrays are positional, everything else is keyword-only. Unless said otherwise th
 the value of token `t` itself: its log-prob given the tokens before it. Position 0 is never trained.
 """
 
+from kljax import audit as audit
 from kljax.advantages import (
     asymre_advantages,
     broadcast_to_steps,
