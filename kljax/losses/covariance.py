@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kljax._checks import check_at_least, check_mask
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.kl import abs_diff
-from kljax.losses._surrogate import check_clip, clipped_surrogate, loss_inputs
+from kljax.losses._surrogate import check_clip, clipped_surrogate, importance_weighted, loss_inputs
 from kljax.masking import masked, masked_mean
 
 __all__ = ["clip_cov_loss", "kl_cov_loss"]
@@ -29,6 +29,7 @@ def clip_cov_loss(
     upper: Scalar = 5.0,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
+    dual_clip: Scalar | None = None,
 ) -> Array:
     """Clip-Cov: PPO's clipped surrogate without a random few of the tokens of high covariance, `L = k_t L_ppo`.
 
@@ -46,6 +47,7 @@ def clip_cov_loss(
       upper: covariance below which it is one, exclusive; infinity has no bound.
       clip_low: as in `ppo_clip_loss`.
       clip_high: as in `ppo_clip_loss`.
+      dual_clip: as in `ppo_clip_loss`; None, as in the paper, verl and SkyRL, has no bound.
 
     Returns:
       `[..., T]`, float32 or float64; masked and dropped positions hold 0.
@@ -66,7 +68,7 @@ def clip_cov_loss(
       >>> print(kljax.clip_cov_loss(lp, lp, adv, mask, jax.random.key(0), lower=2.0))
       [[ 0. -0. -1.]]
     """
-    check_clip(clip_low, clip_high)
+    check_clip(clip_low, clip_high, dual_clip)
     check_at_least("fraction", fraction, 0)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     keep, log_ratio = check_mask(mask), log_probs - old_log_probs
@@ -75,7 +77,7 @@ def clip_cov_loss(
     covariance = _covariance(log_probs, advantages, mask)
     candidates = keep & ~clipped & (covariance > lower) & (covariance < upper)
     chosen = _highest(jax.random.uniform(key, covariance.shape), candidates, _number(fraction, keep))
-    loss = clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    loss = clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     return masked(loss, keep & ~chosen)
 
 
@@ -123,7 +125,7 @@ def kl_cov_loss(
     keep = check_mask(mask)
     chosen = _highest(_covariance(log_probs, advantages, mask), keep, _number(fraction, keep))
     penalty = jnp.asarray(coef, log_probs.dtype) * masked(abs_diff(log_probs, old_log_probs), chosen)
-    return masked(-advantages * jnp.exp(log_probs - old_log_probs) + penalty, mask)
+    return masked(penalty - importance_weighted(advantages, log_probs - old_log_probs), mask)
 
 
 def _covariance(log_probs: Array, advantages: Array, mask: ArrayLike) -> Array:

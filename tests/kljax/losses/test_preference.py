@@ -1,0 +1,72 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests.masks import MASK, check_masked, draw
+
+LP, REF, BAD, BAD_REF = draw(0.7, 0.7, 0.7, 0.7)
+# Rejected sequences have other tokens, and here one position more.
+BAD, BAD_REF, BAD_MASK = (np.concatenate([x[::-1], x[:, :1]], axis=1) for x in (BAD, BAD_REF, MASK))
+
+
+def sums(lp: np.ndarray, ref: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return np.where(mask, lp - ref, 0).sum(-1)
+
+
+def dpo(lp, ref, bad, bad_ref, **options) -> jax.Array:
+    rejected = {"rejected_log_probs": bad, "rejected_ref_log_probs": bad_ref, "rejected_mask": BAD_MASK}
+    return kljax.dpo_loss(lp, ref, MASK, **rejected, **options)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_value_and_gradient(smoothing: float) -> None:
+    margin = 0.5 * (sums(LP, REF, MASK) - sums(BAD, BAD_REF, BAD_MASK))
+    wins = 1 / (1 + np.exp(-margin))
+    value = dpo(LP, REF, BAD, BAD_REF, coef=0.5, label_smoothing=smoothing)
+    np.testing.assert_allclose(value, -(1 - smoothing) * np.log(wins) - smoothing * np.log(1 - wins), 1e-12)
+    grad, bad_grad = jax.grad(
+        lambda lp, bad: dpo(lp, REF, bad, BAD_REF, coef=0.5, label_smoothing=smoothing).sum(), (0, 1)
+    )(jnp.asarray(LP), jnp.asarray(BAD))
+    slope = -0.5 * ((1 - smoothing) * (1 - wins) - smoothing * wins)[:, None]
+    np.testing.assert_allclose(grad, np.where(MASK, slope, 0), 1e-11, 1e-14)
+    np.testing.assert_allclose(bad_grad, np.where(BAD_MASK, -slope, 0), 1e-11, 1e-14)
+
+
+def test_masks_of_either_sequence() -> None:
+    def like(array: jax.Array, *others: np.ndarray) -> list[jax.Array]:
+        return [jnp.asarray(other).astype(array.dtype) for other in others]
+
+    check_masked(lambda lp, ref: dpo(lp, ref, *like(lp, BAD, BAD_REF)), [LP, REF])
+    check_masked(lambda bad, bad_ref: dpo(*like(bad, LP, REF), bad, bad_ref), [BAD, BAD_REF], BAD_MASK)
+
+
+@pytest.mark.parametrize("drift", [-200.0, 200.0])
+def test_far_apart_it_is_a_line(drift: float) -> None:
+    ref, mask = jnp.full((1, 2), -1.0, jnp.float32), jnp.ones((1, 2), bool)
+    rejected = {"rejected_log_probs": ref, "rejected_ref_log_probs": ref, "rejected_mask": mask}
+    value, grad = jax.value_and_grad(lambda lp: kljax.dpo_loss(lp, ref, mask, **rejected, coef=1.0).sum())(ref + drift)
+    np.testing.assert_allclose(value, max(-2 * drift, 0.0), atol=1e-30)
+    np.testing.assert_allclose(grad, -float(drift < 0), atol=1e-30)
+
+
+def test_trinity_sums_over_the_pairs_of_a_batch_which_is_one_joined_pair() -> None:
+    margin = 0.1 * (sums(LP, REF, MASK) - sums(BAD, BAD_REF, BAD_MASK)).sum()
+    names = ("rejected_log_probs", "rejected_ref_log_probs", "rejected_mask")
+    joined = [x.reshape(1, -1) for x in (LP, REF, MASK, BAD, BAD_REF, BAD_MASK)]
+    loss = kljax.dpo_loss(*joined[:3], **dict(zip(names, joined[3:], strict=True)), coef=0.1)
+    np.testing.assert_allclose(loss, [np.log1p(np.exp(-margin))], 1e-12)
+
+
+def test_errors_name_the_argument() -> None:
+    with pytest.raises(ValueError, match=r"rejected_log_probs: got shape \[5, 8\], expected the rows of log_probs"):
+        kljax.dpo_loss(
+            LP, REF, MASK, rejected_log_probs=BAD[1:], rejected_ref_log_probs=BAD_REF[1:], rejected_mask=BAD_MASK[1:]
+        )
+    with pytest.raises(ValueError, match="shapes differ: rejected_log_probs"):
+        dpo(LP, REF, BAD[:, 1:], BAD_REF)
+    with pytest.raises(ValueError, match="coef: got 0"):
+        dpo(LP, REF, BAD, BAD_REF, coef=0)
+    with pytest.raises(ValueError, match="label_smoothing: got -1"):
+        dpo(LP, REF, BAD, BAD_REF, label_smoothing=-1)
