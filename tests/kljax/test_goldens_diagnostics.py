@@ -13,10 +13,6 @@ LOG_RATIO_CLIP = 20.0
 
 @cases.parametrize(("verl", "compute_offpolicy_metrics"))
 def test_offpolicy_metrics(case: cases.Case) -> None:
-    check_offpolicy_metrics(case)
-
-
-def check_offpolicy_metrics(case: cases.Case) -> None:
     """verl's means per token divide by `n + 1e-8`, and its means over rows count those without a token."""
     mask = case.given("mask")
     lp, rollout = case.given("log_probs"), case.given("rollout_log_probs")
