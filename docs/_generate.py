@@ -37,14 +37,23 @@ def topics() -> dict[str, list[str]]:
         found.setdefault(getattr(kljax, name).__module__.split(".")[1], []).append(name)
     for space in NAMESPACES:
         if hasattr(getattr(kljax, space, None), "__all__"):
-            found[space] = [f"{space}.{name}" for name in getattr(kljax, space).__all__]
+            found[space] = sorted((f"{space}.{name}" for name in getattr(kljax, space).__all__), key=_place)
     return found
 
 
 def api(topic: str) -> str:
-    """The reference of one topic: what its module says, then every public name."""
-    entries = "\n".join(_entry(name) for name in topics()[topic])
-    return f"```{{eval-rst}}\n.. automodule:: kljax.{topic}\n   :no-index:\n\n{entries}\n```"
+    """The reference of one topic: what its module says, then every public name, by the modules of a folder."""
+    parts = [_rst(f".. automodule:: kljax.{topic}\n   :no-index:\n")]
+    for module, names in itertools.groupby(topics()[topic], lambda name: _thing(name).__module__):
+        stem = module.split(".")[-1]
+        if not module.endswith(f".{topic}") and not stem.startswith("_"):
+            parts += [f"## {stem.replace('_', ' ').capitalize()}", _rst(f".. automodule:: {module}\n   :no-index:\n")]
+        parts += [_rst(_entry(name)) for name in names]
+    return "\n\n".join(parts)
+
+
+def _rst(text: str) -> str:
+    return f"```{{eval-rst}}\n{text}```"
 
 
 def summary() -> str:
