@@ -1,8 +1,10 @@
 """Sphinx configuration. The pages are Markdown; the API reference and the tables of the systems come from the code."""
 
+import os
 import pathlib
 import sys
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the tables of numbers are small
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 project = "kljax"
