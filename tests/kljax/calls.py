@@ -1,0 +1,340 @@
+"""How to call every public function, worked out from its signature, its docstring and its own error messages.
+
+An array is drawn by the name of its parameter, in the shape that the docstring gives. Of each function there is one
+call with its defaults, one for every value of every option that takes names (the function lists them when it is given
+one that it does not know), one for every option that is None unless given, one for every switch, and those of
+`VARIANTS`. A function that cannot be called this way fails the tests that use `calls_of`, until the tables here say
+what its new parameter stands for or `NOT_CALLED` says why it is not called.
+"""
+
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests import oracles
+
+# Distinct, so that an axis is known by its size. Rows and positions can be split over 8 devices.
+SIZES = {"B": 8, "T": 16, "V": 11, "D": 5, "K": 2, "G": 3}
+ROWS, LENGTH, GROUPS = SIZES["B"], SIZES["T"], SIZES["G"]
+Options = dict[str, Any]
+
+NOT_CALLED = {
+    "adapter_reference": "reads a directory",
+    "checkpoint_reference": "reads a directory",
+    "check_tree": "reads a directory",
+    "restore_tree": "reads a directory",
+    "base_reference": "computes nothing: it takes a pair apart",
+}
+
+# What to give a parameter that has no default, or that does nothing by default. Numbers that bite: the draws of
+# `_draw` lie on both sides of them.
+SAMPLES: Options = {
+    "axis": -1,
+    "clip": 0.2,
+    "coef": 0.3,
+    "ddof": 0,
+    "decay": 0.9,
+    "denominator": 50.0,
+    "dual_clip": 1.5,
+    "every": 2,
+    "fill": 0.5,
+    "fraction": 0.2,
+    "gamma": 0.9,
+    "horizon": 100.0,
+    "ki": 0.02,
+    "kp": 0.1,
+    "lam": 0.8,
+    "length": LENGTH,
+    "log_ratio_clip": 0.4,
+    "lower": 0.7,
+    "mask_high": 0.3,
+    "mask_low": 0.3,
+    "max_coef": 0.31,
+    "max_divergence": 0.1,
+    "max_kl": 0.01,
+    "max_length": 20.0,
+    "max_log_ratio": 0.02,
+    "max_probability": 0.4,
+    "max_ratio": 1.4,
+    "max_weight": None,
+    "mean_kl": 0.1,
+    "min_coef": 0.2,
+    "min_ratio": 0.4,
+    "mode": "token_mean",
+    "num_buckets": 4,
+    "num_groups": GROUPS,
+    "schedule": lambda count: 0.5 / (1 + jnp.asarray(count, float)),
+    "softcap": 2.0,
+    "steps": (
+        functools.partial(kljax.rejection_mask, lower=0.7, upper=1.3),
+        functools.partial(kljax.truncated_importance_weights, level="geometric", max_weight=1.02),
+    ),
+    "target": 0.1,
+    "temperature": 0.7,
+    "upper": 1.3,
+    "value_clip": 0.2,
+}
+GIVEN = object()  # stands for the sample, or the drawn array, of the parameter
+
+# An option, or one value of it, that has a meaning only beside others, where the function has those. Keys may name the
+# function: `function.option='value'`.
+COMPANIONS: dict[str, Options] = {
+    "max_ratio": {"sampling_log_probs": GIVEN},
+    "max_length": {"mode": "seq_mean_token_sum_norm"},
+    "mode='seq_mean_token_sum_norm'": {"max_length": GIVEN},
+    "mode='prompt_mean'": {"group_ids": GIVEN, "num_groups": GIVEN},
+    "num_groups": {"mode": "prompt_mean", "group_ids": GIVEN},
+    "group_ids": {"mode": "prompt_mean", "num_groups": GIVEN},
+    "importance_weights.mode": {"lower": GIVEN, "upper": GIVEN},
+    "importance_weights.lower": {"mode": "clip", "upper": GIVEN},
+    "importance_weights.normalize": {"upper": GIVEN},
+}
+# Combinations of options that single ones do not cover.
+VARIANTS: dict[str, list[Options]] = {
+    "estimate_kl": [
+        {"estimator": "k3", "gradient": "k2", "value_clip": GIVEN, "log_ratio_clip": GIVEN},
+        {"estimator": "k1", "sampling_log_probs": GIVEN},
+        {"estimator": "k2", "sampling_log_probs": GIVEN, "max_ratio": GIVEN, "gradient": "k2"},
+    ],
+    "masked_var": [{"axis": GIVEN, "ddof": 0}],
+    "masked_whiten": [{"axis": GIVEN, "shift_mean": False}],
+    "aggregate": [
+        {"mode": "seq_mean_token_mean", "empty_rows": "count"},
+        {"mode": "prompt_mean", "group_ids": GIVEN, "num_groups": GIVEN, "empty_rows": "count"},
+    ],
+    "clip_cov_loss": [{"lower": 0.0, "fraction": GIVEN}],
+    "clip_fraction": [{"level": "geometric", "clip_low": 0.02, "clip_high": 0.02}],
+    "rejection_mask": [{"level": "geometric", "lower": 0.9, "upper": 1.1}],
+}
+
+
+class Call(NamedTuple):
+    """One call: a name to read in a failure, the public function it is of, what is called, and the arguments by kind.
+
+    `arrays` are floats that a gradient can be taken to; `data` are masks, ids, keys; `scalars` are numbers that may
+    be traced; `static` is the rest.
+    """
+
+    name: str
+    of: str
+    function: Callable[..., Any]
+    arrays: Options
+    data: Options
+    scalars: Options
+    static: Options
+
+    def __call__(self, arrays: Options | None = None, data: Options | None = None, **more: Any) -> Any:
+        arrays, data = self.arrays if arrays is None else arrays, self.data if data is None else data
+        return self.function(**arrays, **data, **{**self.scalars, **self.static, **more})
+
+    def value_and_grads(self, arrays: Options, data: Options, scalars: Options | None = None, **more: Any) -> Any:
+        """The result, and the gradient to every array of one number that all of the result enters."""
+        scalars = self.scalars if scalars is None else scalars
+        return value_and_grads(lambda arrays: self(arrays, data, **{**scalars, **more}), arrays)
+
+
+def value_and_grads(function: Callable[[Options], Any], arrays: Options) -> tuple[Any, Options]:
+    def total(arrays: Options) -> tuple[jax.Array, Any]:
+        out = function(arrays)
+        floats = [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        # Every element has a weight of its own, so that gradients of opposite sign do not cancel.
+        weighted = [(x * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)).sum() for x in floats]
+        return sum(weighted[1:], weighted[0]) if weighted else jnp.zeros(()), out
+
+    (_, out), grads = jax.value_and_grad(total, has_aux=True)(arrays)
+    return out, grads
+
+
+def public_functions() -> list[str]:
+    """Every public function; types are not called, and neither is what has a namespace of its own."""
+    return [name for name in kljax.__all__ if inspect.isfunction(getattr(kljax, name))]
+
+
+def callable_functions() -> list[str]:
+    return [name for name in public_functions() if name not in NOT_CALLED]
+
+
+def parameters(name: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(getattr(kljax, name)).parameters
+
+
+@functools.cache
+def calls_of(name: str, seed: int = 0) -> tuple[Call, ...]:
+    """Every call of a public function; another seed draws other arrays for the same calls."""
+    calls = {call.name: call for call in (_call(name, options, seed) for options in _option_sets(name))}
+    return tuple(calls.values())
+
+
+@functools.cache
+def allowed_names(name: str, parameter: str) -> tuple[str, ...]:
+    """The names that an option takes, read from the error for one that it does not."""
+    with pytest.raises(ValueError, match=rf"{parameter}: got '\?', expected one of ") as refusal:
+        _call(name, {**_plain_options(name), parameter: "?"}, 0)()
+    names = re.match(r".*expected one of ([\w, -]+)", str(refusal.value))
+    assert names
+    return tuple(names[1].split(", "))
+
+
+def _plain_options(name: str) -> Options:
+    known = parameters(name)
+    required = {parameter: GIVEN for parameter, about in known.items() if about.default is about.empty}
+    # A pair of bounds of which one is needed; and a mask, which hardly anything does without.
+    extra = ["upper"] if {"lower", "upper"} <= set(known) and known["upper"].default is None else []
+    return {**required, **{parameter: GIVEN for parameter in (*extra, "mask") if parameter in known}}
+
+
+def _option_sets(name: str) -> Iterator[Options]:
+    """The options of each call: the plain one first, then one deviation at a time, then the listed combinations."""
+    plain = _plain_options(name)
+    yield plain
+    for parameter, about in parameters(name).items():
+        for value in _deviations(name, parameter, about, plain):
+            yield {**plain, **_companions(name, parameter, value), parameter: value}
+    for options in VARIANTS.get(name, []):
+        yield {**plain, **options}
+
+
+def _deviations(name: str, parameter: str, about: inspect.Parameter, plain: Options) -> list[Any]:
+    """The values of one parameter beside the one in the plain call."""
+    usual = SAMPLES.get(parameter) if plain.get(parameter) is GIVEN else plain.get(parameter, about.default)
+    if str in (about.annotation, *typing.get_args(about.annotation)) and parameter != "axis_name":
+        return [value for value in allowed_names(name, parameter) if value != usual]
+    if about.annotation is bool:
+        return [not usual]
+    if parameter in plain or parameter == "axis_name":
+        return []
+    if _is_array(about) or (parameter in SAMPLES and SAMPLES[parameter] != usual):
+        return [GIVEN]
+    assert about.default is not None or parameter in SAMPLES, f"{name}({parameter}): calls.SAMPLES has no value for it"
+    return []
+
+
+def _companions(name: str, parameter: str, value: Any) -> Options:
+    """What one value of an option needs beside it; the most specific entry counts."""
+    keys = [f"{name}.{parameter}={value!r}", f"{name}.{parameter}", f"{parameter}={value!r}", parameter]
+    found: Options = next((COMPANIONS[key] for key in keys if key in COMPANIONS), {})
+    return {other: sample for other, sample in found.items() if other in parameters(name)}
+
+
+def _call(name: str, options: Options, seed: int) -> Call:
+    function = getattr(kljax, name)
+    known = parameters(name)
+    kinds: dict[str, Options] = {"arrays": {}, "data": {}, "scalars": {}, "static": {}}
+    unknown = [parameter for parameter in options if parameter not in known]
+    assert not unknown, f"{name} has no parameter {unknown}"
+    for position, (parameter, about) in enumerate(known.items()):
+        if parameter not in options:
+            if _is_scalar(about) and about.default is not None:
+                kinds["scalars"][parameter] = about.default
+            continue
+        value = options[parameter]
+        if _is_array(about) and value is GIVEN:
+            value = _draw(parameter, _shape(name, parameter), seed, position)
+            is_float = jax.tree.all(jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), value))
+            kinds["arrays" if is_float else "data"][parameter] = value
+            continue
+        if value is GIVEN:
+            assert parameter in SAMPLES, f"{name}({parameter}=...): calls.SAMPLES has no value for it"
+            value = SAMPLES[parameter]
+        kinds["scalars" if _is_scalar(about) and isinstance(value, (int, float)) else "static"][parameter] = value
+    unusual = {k: v for kind in ("scalars", "static") for k, v in kinds[kind].items() if v != known[k].default}
+    given = [k for kind in ("arrays", "data") for k in kinds[kind] if known[k].default is None and k != "mask"]
+    listed = ", ".join(
+        [*given, *(k if callable(v) or isinstance(v, tuple) else f"{k}={v}" for k, v in sorted(unusual.items()))]
+    )
+    return _of_controller(Call(f"{name}({listed})", name, function, **kinds), seed)
+
+
+def _of_controller(call: Call, seed: int) -> Call:
+    """A controller is a pair of functions: what is called is one update of its first state."""
+    if inspect.signature(call.function).return_annotation is not kljax.Controller:
+        return call
+
+    def updated(kl: jax.Array, num_samples: jax.Array, **options: Any) -> kljax.ControllerState:
+        controller = call.function(**options)
+        return controller.update(controller.init(), kl, num_samples)
+
+    arrays = {"kl": jnp.asarray(0.05 + 0.06 * seed)}
+    return call._replace(function=updated, arrays=arrays, data={"num_samples": jnp.asarray(32 + seed)})
+
+
+def _is_array(about: inspect.Parameter) -> bool:
+    return np.ndarray in typing.get_args(about.annotation) or about.name in TREES
+
+
+def _is_scalar(about: inspect.Parameter) -> bool:
+    """Annotated as a number that may be traced."""
+    inner = typing.get_args(about.annotation)
+    return jax.Array in inner and float in inner and np.ndarray not in inner
+
+
+def _shape(name: str, parameter: str) -> tuple[int, ...]:
+    """The shape that the docstring gives for a parameter; "same shape" is that of the one before it."""
+    if parameter in SHAPES:
+        return tuple(SIZES[letter] for letter in SHAPES[parameter])
+    text = inspect.getdoc(getattr(kljax, name)) or ""
+    text = text[text.index("\nArgs:\n") : text.index("\nReturns:\n")]
+    shape, shapes = (ROWS, LENGTH), {}
+    for other, entry in re.findall(r"^  (\w+): (.*)$", text, re.MULTILINE):
+        given, same = re.match(r"`\[([^]]*)\]`", entry), re.match(r"same shape as the (\w+)", entry)
+        if given:
+            letters = given[1].replace(" ", "").split(",")
+            # Leading axes are the rows, unless the rows are named themselves.
+            letters = [letter for letter in letters if letter != "..." or "B" not in letters]
+            shape = tuple(SIZES["B" if letter == "..." else letter] for letter in letters)
+        shapes[other] = shape = shapes[same[1]] if same else shape
+        if other == parameter:
+            return shape
+    raise AssertionError(f"{name}: {parameter} is not documented")
+
+
+# By name where the docstring speaks of any leading axes.
+SHAPES = {"hidden": "BTD", "ref_hidden": "BTD", "targets": "BT"}
+TREES = ("tree", "params", "reference", "policy")
+
+
+def mask(seed: int) -> jax.Array:
+    """Every kind of row: empty, full, a single token, holes, padding on either side, and two of chance."""
+    rng = np.random.default_rng(seed)
+    kinds = np.zeros((len(oracles.MASK_KINDS), LENGTH), bool)
+    kinds[:, 3 : 3 + oracles.MASK_KINDS.shape[1]] = oracles.MASK_KINDS
+    kinds[1] = True
+    chance = rng.random((ROWS - len(kinds), LENGTH)) < 0.7
+    return jnp.asarray(np.roll(np.concatenate([kinds, chance]), seed, axis=0))
+
+
+Draw = Callable[[np.random.Generator, tuple[int, ...], int], Any]
+# By the name of the parameter, or how it ends; the rest are normal numbers. The number is that of the seed.
+DRAWS: dict[str, Draw] = {
+    "mask": lambda rng, shape, seed: mask(seed),
+    "kept": lambda rng, shape, seed: mask(seed + 1),
+    "valid": lambda rng, shape, seed: np.arange(*shape) % 4 != 2,
+    "key": lambda rng, shape, seed: jax.random.key(seed),
+    "group_ids": lambda rng, shape, seed: np.roll([0, 1, 0, 2, 1, 0, 0, 1], seed),
+    "step": lambda rng, shape, seed: np.asarray(1 + seed),
+    "targets": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),
+    "indices": lambda rng, shape, seed: np.argsort(rng.random((*shape[:-1], SIZES["V"])), -1)[..., : shape[-1]],
+    "lengths": lambda rng, shape, seed: rng.integers(0, LENGTH // 2, shape),
+    "vocab_log_probs": lambda rng, shape, seed: jax.nn.log_softmax(jnp.asarray(rng.normal(size=shape))),
+    "log_probs": lambda rng, shape, seed: rng.normal(-1.0, 0.4, shape),
+    "weights": lambda rng, shape, seed: rng.uniform(0.0, 2.0, shape),
+    **{
+        name: lambda rng, shape, seed: {"w": rng.normal(size=(ROWS, LENGTH)), "b": rng.normal(size=3)} for name in TREES
+    },
+}
+
+
+def _draw(parameter: str, shape: tuple[int, ...], seed: int, position: int) -> Any:
+    named = next((draw for name, draw in DRAWS.items() if parameter.endswith(name)), None)
+    rng = np.random.default_rng([seed, position])
+    drawn = rng.normal(size=shape) if named is None else named(rng, shape, seed)
+    return jax.tree.map(jnp.asarray, drawn)

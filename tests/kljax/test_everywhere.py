@@ -1,0 +1,257 @@
+"""Every public function in every transformation: the value and the gradients that it has eagerly on one device.
+
+The functions, and the calls of each, come from `tests.kljax.calls`, so a new public function is covered without being
+listed. All calls of a function are compiled as one program per transformation.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.kljax import calls
+from tests.kljax.calls import LENGTH, NOT_CALLED, ROWS, Call, callable_functions, calls_of
+
+# Statistics of a whole batch without an `axis_name`: inside `shard_map` their inputs are gathered first. So are those
+# of functions with `group_ids`: the rows of a group may be anywhere, and a reward per row is cheap to gather.
+BY_RANK = "goes by the rank of a token in the whole batch, which no sum over devices gives"
+GATHERED = {
+    "clip_cov_loss": BY_RANK,
+    "fingerprint": "one sum per leaf of a tree, however large; not a function of rows",
+    "kl_cov_loss": BY_RANK,
+} | {
+    name: "compares the rows of a group"
+    for name in callable_functions()
+    if "group_ids" in calls.parameters(name) and "axis_name" not in calls.parameters(name)
+}
+# With one of these the result of a row does not depend on the others, and there is nothing to add over devices.
+REPLACE_AXIS_NAME = ("axis", "mean_kl")
+# The programs run once and are tiny: what their compilation costs is what counts. Some XLA do not know every option.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_llvm_disable_expensive_passes": True,
+}
+CLOSE = {"rtol": 1e-12, "atol": 1e-13}
+
+everywhere = pytest.mark.parametrize("name", callable_functions())
+
+
+@functools.cache
+def eager(name: str, seed: int = 0) -> list[Any]:
+    return jax.device_get([call.value_and_grads(call.arrays, call.data) for call in calls_of(name, seed)])
+
+
+@functools.cache
+def known_options() -> dict[str, Any]:
+    def is_known(option: str) -> bool:
+        try:
+            jax.jit(lambda: 0.0).lower().compile(compiler_options={option: QUICK[option]})
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    return {option: value for option, value in QUICK.items() if is_known(option)}
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    program = jax.jit(function).lower(*arguments).compile(compiler_options=known_options())
+    return jax.device_get(program(*arguments))
+
+
+def inputs(name: str, seed: int = 0) -> list[tuple[Any, Any]]:
+    return [(call.arrays, call.data) for call in calls_of(name, seed)]
+
+
+def each_call(name: str, run: Callable[[Call, Any, Any], Any]) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
+    """A function of the inputs of every call of `name`, which runs them one after the other."""
+
+    def every(given: list[tuple[Any, Any]]) -> list[Any]:
+        results = []
+        for call, (arrays, data) in zip(calls_of(name), given, strict=True):
+            try:
+                results.append(run(call, arrays, data))
+            except Exception as error:
+                error.add_note(f"in {call.name}")
+                raise
+        return results
+
+    return every
+
+
+def check(name: str, results: list[Any], expected: list[Any]) -> None:
+    for call, result, wanted in zip(calls_of(name), results, expected, strict=True):
+        assert jax.tree.structure(result) == jax.tree.structure(wanted), call.name
+        for (path, leaf), other in zip(jax.tree.leaves_with_path(result), jax.tree.leaves(wanted), strict=True):
+            where = f"{call.name}{jax.tree_util.keystr(path)}"
+            assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape), where
+            np.testing.assert_allclose(leaf, other, **CLOSE, err_msg=where)
+
+
+def stacked(name: str) -> list[tuple[Any, Any]]:
+    return [jax.tree.map(lambda *x: jnp.stack(x), *pair) for pair in zip(inputs(name), inputs(name, 1), strict=True)]
+
+
+def check_both(name: str, results: list[Any]) -> None:
+    for seed in (0, 1):
+        check(name, jax.tree.map(lambda leaf, i=seed: leaf[i], results), eager(name, seed))
+
+
+@everywhere
+def test_jit_with_traced_scalars(name: str) -> None:
+    scalars = [jax.tree.map(jnp.asarray, call.scalars) for call in calls_of(name)]
+
+    def run(given: list[tuple[Any, Any]], scalars: list[Any]) -> list[Any]:
+        numbers = iter(scalars)
+        return each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data, next(numbers)))(given)
+
+    check(name, compiled(run, inputs(name), scalars), eager(name))
+
+
+@functools.cache
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b"))
+
+
+def spread(array: jax.Array, rows: Any, columns: Any) -> jax.Array:
+    """Puts an array on the mesh, its rows and positions split over the given axes."""
+    axes = [{ROWS: rows, LENGTH: columns}.get(size) for size in array.shape]
+    return jax.device_put(array, NamedSharding(mesh(), P(*axes)))
+
+
+SPLITS = {"rows": (("a", "b"), None), "columns": (None, ("a", "b")), "rows and columns": ("a", "b")}
+
+
+@everywhere
+@pytest.mark.parametrize("split", SPLITS)
+def test_jit_on_eight_devices(name: str, split: str) -> None:
+    given = jax.tree.map(lambda array: spread(array, *SPLITS[split]), inputs(name))
+    run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
+    check(name, compiled(run, given), eager(name))
+
+
+@everywhere
+def test_vmap(name: str) -> None:
+    run = each_call(name, lambda call, arrays, data: jax.vmap(call.value_and_grads)(arrays, data))
+    check_both(name, compiled(run, stacked(name)))
+
+
+@everywhere
+def test_scan(name: str) -> None:
+    def run(call: Call, arrays: Any, data: Any) -> Any:
+        return jax.lax.scan(lambda carry, x: (carry, call.value_and_grads(*x)), (), (arrays, data))[1]
+
+    check_both(name, compiled(each_call(name, run), stacked(name)))
+
+
+@everywhere
+def test_remat(name: str) -> None:
+    def run(call: Call, arrays: Any, data: Any) -> Any:
+        return calls.value_and_grads(jax.checkpoint(lambda arrays: call(arrays, data)), arrays)
+
+    check(name, compiled(each_call(name, run), inputs(name)), eager(name))
+
+
+def on_every_device(call: Call, arrays: Any, data: Any) -> Any:
+    """The call inside `shard_map`, each device holding some of the rows, put together to the result of all rows."""
+    whole = jax.eval_shape(call, arrays, data)
+    add = {"axis_name": "rows"} if "axis_name" in calls.parameters(call.of) else {}
+    if {*call.static, *call.scalars} & {*REPLACE_AXIS_NAME}:
+        add = {}
+
+    def on_one(arrays: Any, data: Any) -> Any:
+        if call.of not in GATHERED:
+            return jax.tree.map(added_if_metric, call(arrays, data, **add), is_leaf=is_metric)
+        arrays, data = jax.tree.map(gathered, (arrays, data), specs)
+        return jax.tree.map(own_part, call(arrays, data))
+
+    devices = Mesh(np.array(jax.devices()[:8]), ("rows",))
+    specs = by_rows((arrays, data))
+    return jax.shard_map(on_one, mesh=devices, in_specs=specs, out_specs=by_rows(whole))(arrays, data)
+
+
+def by_rows(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: P("rows") if leaf.shape[:1] == (ROWS,) else P(), tree)
+
+
+def is_metric(node: Any) -> bool:
+    """Whether it is a metric of part of a batch, as `WeightedSum`, which `+` merges with those of other parts."""
+    return dataclasses.is_dataclass(node) and hasattr(node, "__add__")
+
+
+def added_if_metric(node: Any) -> Any:
+    if not is_metric(node):
+        return node
+    parts = jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, "rows"), node)
+    added = functools.reduce(operator.add, (jax.tree.map(lambda leaf, i=i: leaf[i], parts) for i in range(8)))
+    return jax.tree.map(own_part, added)
+
+
+def gathered(array: jax.Array, spec: P) -> jax.Array:
+    """Every device's rows of an array that was split by rows; a key or the weights of a head are there already."""
+    return jax.lax.all_gather(array, "rows", tiled=True) if spec == P("rows") else array
+
+
+def own_part(result: jax.Array) -> jax.Array:
+    """This device's rows of a result of all rows, or the result itself, which is the same on every device."""
+    if result.shape[:1] == (ROWS,):
+        return jax.lax.dynamic_slice_in_dim(result, jax.lax.axis_index("rows") * (ROWS // 8), ROWS // 8)
+    mean = jnp.issubdtype(result.dtype, jnp.floating)
+    return jax.lax.pmean(result, "rows") if mean else jax.lax.pmax(result, "rows")
+
+
+@everywhere
+def test_shard_map_over_rows(name: str) -> None:
+    def run(call: Call, arrays: Any, data: Any) -> Any:
+        return calls.value_and_grads(lambda arrays: on_every_device(call, arrays, data), arrays)
+
+    check(name, compiled(each_call(name, run), inputs(name)), eager(name))
+
+
+@everywhere
+def test_lowering_for_tpu_and_cuda(name: str) -> None:
+    # As a user's program has it: float32, 64-bit types off.
+    with jax.enable_x64(False):
+        given = jax.tree.map(in_32_bits, inputs(name))
+        run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
+        lowered = jax.jit(run).trace(given).lower(lowering_platforms=("tpu", "cuda"))
+    assert "stablehlo" in lowered.as_text()
+
+
+def in_32_bits(array: jax.Array) -> jax.Array:
+    for wide, narrow in ((jnp.floating, jnp.float32), (jnp.integer, jnp.int32)):
+        if jnp.issubdtype(array.dtype, wide):
+            return jnp.asarray(np.asarray(array), narrow)
+    return array
+
+
+def test_every_public_function_is_called_or_says_why_not() -> None:
+    public = set(calls.public_functions())
+    assert set(NOT_CALLED) <= public
+    for name in NOT_CALLED:
+        with pytest.raises((AssertionError, KeyError, TypeError, ValueError, AttributeError)):
+            [call() for call in calls_of(name)]
+    for name in public - set(NOT_CALLED):
+        assert calls_of(name), name
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_what_is_gathered_is_a_statistic_of_the_whole_batch(name: str) -> None:
+    assert "axis_name" not in calls.parameters(name)
+
+    def part(rows: slice) -> Any:
+        cut = [jax.tree.map(lambda x: x[rows] if x.shape[:1] == (ROWS,) else x, pair) for pair in inputs(name)]
+        return each_call(name, lambda call, arrays, data: call(arrays, data))(cut)
+
+    halves = [part(slice(None, ROWS // 2)), part(slice(ROWS // 2, None))]
+    joined = jax.tree.map(lambda *x: jnp.concatenate(x) if x[0].ndim else x[0], *halves)
+    with pytest.raises(AssertionError):
+        check(name, joined, [out for out, _ in eager(name)])
