@@ -46,6 +46,12 @@ def check_at_least(name: str, value: object, low: float, *, strict: bool = False
         raise ValueError(f"{name}: got {value!r}, expected a number {'>' if strict else '>='} {low}")
 
 
+def check_at_most(name: str, value: object, high: float) -> None:
+    """Raises `ValueError` if a Python number is above `high`; traced and absent values pass."""
+    if isinstance(value, (int, float, np.number)) and not value <= high:
+        raise ValueError(f"{name}: got {value!r}, expected a number <= {high}")
+
+
 def check_only_with(allowed: bool, explanation: str, arguments: Mapping[str, object]) -> None:
     """Raises `ValueError` naming each argument that was given although it has no meaning here."""
     given = [name for name, value in arguments.items() if value is not None]

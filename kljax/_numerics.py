@@ -52,3 +52,10 @@ def exp_capped(log_values: Array, cap: Scalar | None) -> Array:
     cap = jnp.asarray(cap, log_values.dtype)
     above = log_values > jnp.log(cap)
     return jnp.where(above, cap, jnp.exp(jnp.where(above, 0, log_values)))
+
+
+def log_mix(weight: Array, y: Array) -> Array:
+    """`log(1 - weight + weight * exp(y))`, the log of a mixture over its first part; exact near 0 and far from it."""
+    far = y > 1
+    near = jnp.log1p(weight * jnp.expm1(jnp.where(far, 0, y)))
+    return jnp.where(far, y + jnp.log1p((1 - weight) * jnp.expm1(-jnp.where(far, y, 1))), near)

@@ -2,6 +2,12 @@
 
 from kljax.advantages.baselines import asymre_advantages, opmd_advantages, rae_advantages, remax_advantages
 from kljax.advantages.centered import centered_kl_advantages
+from kljax.advantages.distillation import (
+    distillation_advantages,
+    iw_opd_advantages,
+    jsd_advantages,
+    kimi_advantages,
+)
 from kljax.advantages.group import (
     broadcast_to_tokens,
     grpo_advantages,
@@ -20,10 +26,14 @@ __all__ = [
     "broadcast_to_steps",
     "broadcast_to_tokens",
     "centered_kl_advantages",
+    "distillation_advantages",
     "gae",
     "gdpo_advantages",
     "gpg_advantages",
     "grpo_advantages",
+    "iw_opd_advantages",
+    "jsd_advantages",
+    "kimi_advantages",
     "maxrl_advantages",
     "opmd_advantages",
     "opo_advantages",

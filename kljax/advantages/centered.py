@@ -5,10 +5,9 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_only_with, check_same_shape
 from kljax._typing import Array, ArrayLike, Scalar
-from kljax.advantages.group import broadcast_to_tokens
+from kljax.advantages.group import per_token
 from kljax.aggregation import WeightedSum
 from kljax.kl import estimate_kl
-from kljax.masking import masked
 
 __all__ = ["centered_kl_advantages"]
 
@@ -67,11 +66,7 @@ def centered_kl_advantages(
         mean_kl is None, "has no meaning with mean_kl, which is of the whole batch", {"axis_name": axis_name}
     )
     advantages, log_probs, ref_log_probs = as_float(advantages, log_probs, ref_log_probs)
-    if advantages.ndim == log_probs.ndim:
-        check_same_shape(advantages=advantages, mask=mask)
-        advantages = masked(advantages, mask)
-    else:
-        advantages = broadcast_to_tokens(advantages, mask)
+    advantages = per_token(advantages, mask)
     kl = jax.lax.stop_gradient(estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator))
     if mean_kl is None:
         mean_kl = WeightedSum.of(kl, mask)

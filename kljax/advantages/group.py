@@ -240,3 +240,11 @@ def broadcast_to_tokens(advantages: ArrayLike, mask: ArrayLike) -> Array:
     if advantages.shape != shape[:-1]:
         raise ValueError(f"advantages: got shape {list(advantages.shape)}, expected {list(shape[:-1])}, one per row")
     return masked(jnp.broadcast_to(advantages[..., None], shape), mask)
+
+
+def per_token(advantages: Array, mask: ArrayLike) -> Array:
+    """Advantages per token, 0 under the mask; those per row are given to every unmasked token of it."""
+    if advantages.ndim < jnp.ndim(mask):
+        return broadcast_to_tokens(advantages, mask)
+    check_same_shape(advantages=advantages, mask=mask)
+    return masked(advantages, mask)

@@ -1,6 +1,13 @@
 """Losses per token, unreduced: a reduction is `sum(loss * token_weights(...))`, the same for every term of a loss."""
 
 from kljax.losses.covariance import clip_cov_loss, kl_cov_loss
+from kljax.losses.distillation import (
+    append_tail,
+    distillation_loss,
+    generalized_jsd,
+    top_k_forward_kl,
+    top_k_with_tail,
+)
 from kljax.losses.kl import reference_kl_loss, rollout_kl_loss
 from kljax.losses.policy import cispo_loss, gspo_loss, ppo_clip_loss
 from kljax.losses.policy_gradient import (
@@ -18,13 +25,16 @@ from kljax.losses.trust_region import dppo_loss, dppo_mask, sppo_loss
 from kljax.losses.value import value_loss
 
 __all__ = [
+    "append_tail",
     "cispo_loss",
     "clip_cov_loss",
     "cross_entropy_loss",
+    "distillation_loss",
     "dpo_loss",
     "dppo_loss",
     "dppo_mask",
     "dro_loss",
+    "generalized_jsd",
     "gmpo_loss",
     "gpg_loss",
     "gspo_loss",
@@ -38,6 +48,8 @@ __all__ = [
     "rollout_kl_loss",
     "sapo_loss",
     "sppo_loss",
+    "top_k_forward_kl",
+    "top_k_with_tail",
     "topr_loss",
     "value_loss",
     "vespo_loss",

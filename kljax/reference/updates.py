@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kljax._checks import as_float, check_at_least
+from kljax._checks import as_float, check_at_least, check_at_most
 from kljax._typing import Array, ArrayLike, Scalar
 
 __all__ = ["ema_reference", "refreshed_reference"]
@@ -49,8 +49,7 @@ def ema_reference(reference: Tree, params: Tree, *, decay: Scalar) -> Tree:
       [0.25 0.25]
     """
     check_at_least("decay", decay, 0)
-    if isinstance(decay, (int, float, np.number)) and decay > 1:
-        raise ValueError(f"decay: got {decay!r}, expected a number <= 1")
+    check_at_most("decay", decay, 1)
     _check_same_shapes(reference, params)
 
     def mix(old: Array, new: Array) -> Array:

@@ -1,0 +1,206 @@
+"""Advantages of sampled tokens from another policy's log-probs: a teacher's, or the policy's own of before."""
+
+import jax
+import jax.numpy as jnp
+
+from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
+from kljax._numerics import expm1_minus, log_mix
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.advantages.group import per_token
+from kljax.masking import masked
+
+__all__ = ["distillation_advantages", "iw_opd_advantages", "jsd_advantages", "kimi_advantages"]
+
+
+def distillation_advantages(
+    advantages: ArrayLike,
+    log_probs: ArrayLike,
+    teacher_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    coef: Scalar,
+) -> Array:
+    """Advantages raised where the teacher likes a token more: `A_t - coef * (log pi - log teacher)`.
+
+    In expectation over tokens drawn from pi, the policy gradient with them is that of the reward minus `coef` times
+    KL(pi || teacher). Advantages of zeros give distillation alone (Trinity-RFT's `on_policy_distill`).
+
+    Args:
+      advantages: `[..., T]`, or `[...]`, which is given to every unmasked token of its row.
+      log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
+      teacher_log_probs: same shape, log-probs of the teacher.
+      mask: same shape, boolean.
+      coef: weight of the teacher, in advantage per nat, at least 0; 0 leaves the advantages untouched.
+
+    Returns:
+      `[..., T]`, float32 or float64; masked positions hold 0.
+
+    Gradient:
+      The log-probs are detached: nothing flows to them. 1 to `advantages`.
+
+    Raises:
+      ValueError: for differing shapes, or a negative `coef`.
+
+    References:
+      slime 0.3.1, `use_opd`; Lu et al., "On-policy distillation" (2025).
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, teacher, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-0.5, -3.0]]), jnp.array([[1, 1]])
+      >>> print(kljax.distillation_advantages(jnp.array([1.0]), lp, teacher, mask, coef=0.5))
+      [[1.25 0.  ]]
+    """
+    check_same_shape(log_probs=log_probs, teacher_log_probs=teacher_log_probs, mask=mask)
+    check_at_least("coef", coef, 0)
+    return _less_log_ratio(advantages, log_probs, teacher_log_probs, mask, coef)
+
+
+def kimi_advantages(
+    advantages: ArrayLike, log_probs: ArrayLike, old_log_probs: ArrayLike, mask: ArrayLike, *, tau: Scalar
+) -> Array:
+    """Advantages lowered where the policy has already moved up: `A_t - tau * (log pi - log pi_old)`.
+
+    Evaluated at every update, it makes the policy gradient that of the squared difference between `A_t` and `tau` times
+    the log-ratio: the policy comes to rest at `pi_old * exp(A / tau)`, without a clip.
+
+    Args:
+      advantages: `[..., T]`, or `[...]`, which is given to every unmasked token of its row.
+      log_probs: `[..., T]` log-probs of the policy being trained, in nats.
+      old_log_probs: same shape, log-probs of the policy that drew the tokens.
+      mask: same shape, boolean.
+      tau: weight of the log-ratio, in advantage per nat, at least 0; 0 leaves the advantages untouched.
+
+    Returns:
+      `[..., T]`, float32 or float64; masked positions hold 0.
+
+    Gradient:
+      The log-probs are detached: nothing flows to them. 1 to `advantages`.
+
+    Raises:
+      ValueError: for differing shapes, or a negative `tau`.
+
+    References:
+      Kimi Team, "Kimi K2" (2025), section 3.2.3; OpenPipe ART 0.5.18, `kimi_k2_tau`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, old, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -1.0]]), jnp.array([[1, 1]])
+      >>> print(kljax.kimi_advantages(jnp.array([1.0]), lp, old, mask, tau=0.25))
+      [[0.75 1.  ]]
+    """
+    check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)
+    check_at_least("tau", tau, 0)
+    return _less_log_ratio(advantages, log_probs, old_log_probs, mask, tau)
+
+
+def jsd_advantages(
+    log_probs: ArrayLike,
+    teacher_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    beta: Scalar = 0.5,
+    coef: Scalar = 1.0,
+) -> Array:
+    """Trinity-RFT's `jsd`: `A = -coef * (beta * (t - m) + (1 - beta) * (s - m))`, `m = log((1 - beta) e^s + beta e^t)`.
+
+    `s` and `t` are the log-probs that the policy and the teacher give the sampled token. At `beta` 0 it is
+    `coef * (t - s)`, and at 1 `coef * (s - t)`, which pushes away from the teacher. In between, `A` is never negative
+    and grows with the difference of the two, whichever is larger: it is not an estimate of a Jensen-Shannon divergence
+    and does not lead to the teacher. `generalized_jsd` is the divergence.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats. A temperature divides both first.
+      teacher_log_probs: same shape, log-probs of the teacher.
+      mask: same shape, boolean.
+      beta: weight of the teacher in the mixture, between 0 and 1.
+      coef: scale of the advantages.
+
+    Returns:
+      `[..., T]`, float32 or float64; masked positions hold 0.
+
+    Gradient:
+      None: the log-probs are detached.
+
+    Raises:
+      ValueError: for differing shapes, or a `beta` outside of [0, 1].
+
+    References:
+      Trinity-RFT 0.6.0, `JSDAdvantage`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, teacher, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-1.0, -3.0]]), jnp.array([[1, 1]])
+      >>> print(kljax.jsd_advantages(lp, teacher, mask, beta=0.0))
+      [[ 0. -2.]]
+    """
+    check_same_shape(log_probs=log_probs, teacher_log_probs=teacher_log_probs, mask=mask)
+    check_at_least("beta", beta, 0)
+    check_at_most("beta", beta, 1)
+    x = _log_ratio(teacher_log_probs, log_probs, mask)
+    beta, coef = jnp.asarray(beta, x.dtype), jnp.asarray(coef, x.dtype)
+    inside = (beta > 0) & (beta < 1)
+    weight = jnp.where(inside, beta, 0.5)
+    # The linear terms of the two sides cancel near 0; of `expm1_minus` they are not part in the first place.
+    near = jnp.where(jnp.abs(x) <= 1, x, 0)
+    gap = jnp.log1p((1 - weight) * expm1_minus(-weight * near) + weight * expm1_minus((1 - weight) * near))
+    above = (1 - weight) * x + log_mix(1 - weight, -jnp.maximum(x, 0))
+    below = -weight * x + log_mix(weight, jnp.minimum(x, 0))
+    gap = jnp.where(jnp.abs(x) <= 1, gap, jnp.where(x > 0, above, below))
+    return masked(coef * jnp.where(inside, gap, jnp.where(beta == 0, x, -x)), mask)
+
+
+def iw_opd_advantages(
+    log_probs: ArrayLike, teacher_log_probs: ArrayLike, mask: ArrayLike, *, gamma: Scalar = 1.0
+) -> Array:
+    """Distillation that weighs what comes first: `A_t = a_t (1 + gamma (1 - sum_{u < t} |a_u| / sum_u |a_u|))`.
+
+    `a_t = log teacher - log pi` at the sampled token: where a row has left the teacher early, what follows is a
+    consequence of it.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
+      teacher_log_probs: same shape, log-probs of the teacher.
+      mask: same shape, boolean.
+      gamma: how much more the first token weighs than one at the end, at least 0; 0 is `distillation_advantages`.
+
+    Returns:
+      `[..., T]`, float32 or float64, in nats; masked positions hold 0.
+
+    Gradient:
+      None: the log-probs are detached.
+
+    Raises:
+      ValueError: for differing shapes, or a negative `gamma`.
+
+    References:
+      TRL 1.16, `IWOPDTrainer`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, teacher, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-2.0, -2.0]]), jnp.array([[1, 1]])
+      >>> print(kljax.iw_opd_advantages(lp, teacher, mask))
+      [[-2.  -1.5]]
+    """
+    check_same_shape(log_probs=log_probs, teacher_log_probs=teacher_log_probs, mask=mask)
+    check_at_least("gamma", gamma, 0)
+    gain = _log_ratio(teacher_log_probs, log_probs, mask)
+    size = jnp.abs(gain)
+    total = size.sum(-1, keepdims=True)
+    before = (jnp.cumsum(size, -1) - size) / jnp.where(total > 0, total, 1)
+    return masked(gain * (1 + jnp.asarray(gamma, gain.dtype) * (1 - before)), mask)
+
+
+def _log_ratio(log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike) -> Array:
+    """The difference of the two, detached and 0 under the mask."""
+    log_probs, other_log_probs = as_float(log_probs, other_log_probs)
+    return jax.lax.stop_gradient(masked(log_probs, mask) - masked(other_log_probs, mask))
+
+
+def _less_log_ratio(
+    advantages: ArrayLike, log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, coef: Scalar
+) -> Array:
+    advantages, log_probs, other_log_probs = as_float(advantages, log_probs, other_log_probs)
+    log_ratio = _log_ratio(log_probs, other_log_probs, mask)
+    coef = jnp.asarray(coef, log_ratio.dtype)
+    # Without the `where`, a coefficient of 0 would turn an infinite log-ratio into NaN.
+    return per_token(advantages, mask) - jnp.where(check_mask(mask) & (coef != 0), coef * log_ratio, 0)
