@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kljax
+from tests.kljax.losses.pointwise import check_far
 from tests.masks import MASK, check_masked, draw
 
 LP, DRIFT, ADV = draw(0.7, 0.15, 2.0)
@@ -99,3 +100,23 @@ def test_negative_fractions_are_refused(fraction: float) -> None:
         kljax.kl_cov_loss(LP, OLD, ADV, MASK, fraction=fraction)
     with pytest.raises(ValueError, match=r"fraction: got -"):
         kljax.clip_cov_loss(LP, OLD, ADV, MASK, KEYS[0], fraction=fraction)
+
+
+def test_the_dual_clip_of_clip_cov_is_that_of_ppo() -> None:
+    options = {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.05}
+    ppo = kljax.ppo_clip_loss(LP, OLD, ADV, MASK, **options)
+    loss = kljax.clip_cov_loss(LP, OLD, ADV, MASK, KEYS[0], lower=1e6, upper=np.inf, **options)
+    np.testing.assert_array_equal(loss, ppo)
+    assert (ppo != kljax.ppo_clip_loss(LP, OLD, ADV, MASK, clip_low=0.1, clip_high=0.1)).any()
+
+
+@pytest.mark.parametrize("function", [kljax.kl_cov_loss, lambda *x: kljax.clip_cov_loss(*x, KEYS[0], fraction=0.2)])
+def test_far_apart(function) -> None:
+    check_far(lambda lp, old, adv: function(lp, old, adv, np.ones(9, bool)))
+
+
+def test_kl_cov_where_a_ratio_overflows_and_the_advantage_is_zero() -> None:
+    lp, old, adv = jnp.array([1000.0, -1.0]), jnp.array([0.0, -1.0]), jnp.array([0.0, 1.0])
+    value, grad = jax.value_and_grad(lambda lp: kljax.kl_cov_loss(lp, old, adv, np.ones(2, bool), coef=0.5).sum())(lp)
+    assert value == 0.5 * 1000 - 1  # two equal covariances: the first token pays
+    np.testing.assert_array_equal(grad, [0.5, -1.0])
