@@ -8,7 +8,7 @@ from kljax._typing import Array, ArrayLike, Scalar
 from kljax.kl import estimate_kl
 from kljax.masking import last_token_mask, masked
 
-__all__ = ["kl_shaped_rewards", "place_rewards"]
+__all__ = ["distillation_rewards", "kl_shaped_rewards", "place_rewards"]
 
 
 def place_rewards(scores: ArrayLike, mask: ArrayLike) -> Array:
@@ -95,3 +95,50 @@ def kl_shaped_rewards(
     # Without the `where`, a coefficient of 0 would turn an infinite KL into NaN.
     penalty = jnp.where(check_mask(mask) & (coef != 0), coef * kl, 0)
     return place_rewards(scores, mask) - penalty, kl
+
+
+def distillation_rewards(
+    log_probs: ArrayLike,
+    teacher_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    coef: Scalar = 1.0,
+    estimator: str = "k1",
+    value_clip: Scalar | None = None,
+) -> Array:
+    """The KL to a teacher as a cost per token: `R_t = -coef * kl_t`, `coef * (log teacher - log pi)` with "k1".
+
+    Returns of these rewards charge a token with what follows from it; taken as advantages, as verl and Trinity-RFT do,
+    they charge it with its own difference alone.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
+      teacher_log_probs: same shape, log-probs of the teacher.
+      mask: same shape, boolean.
+      coef: weight of the KL, in reward per nat, at least 0.
+      estimator: any name `estimate_kl` knows; the expected sum under "k1" is minus `coef` times the sequence KL.
+      value_clip: bound of the estimate, in nats; None does not clip.
+
+    Returns:
+      `[..., T]`, float32 or float64; masked positions hold 0.
+
+    Gradient:
+      None: the log-probs are detached.
+
+    Raises:
+      ValueError: for an unknown estimator, differing shapes, a negative `coef`, or a bound that is not positive.
+
+    References:
+      Lu et al., "On-policy distillation" (2025); verl 0.9.1, distillation with `use_policy_gradient`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> lp, teacher, mask = jnp.array([[-1.0, -1.0]]), jnp.array([[-0.5, -3.0]]), jnp.array([[1, 1]])
+      >>> print(kljax.distillation_rewards(lp, teacher, mask, coef=0.5))
+      [[ 0.25 -1.  ]]
+    """
+    check_at_least("coef", coef, 0)
+    kl = estimate_kl(log_probs, teacher_log_probs, mask, estimator=estimator, gradient="none", value_clip=value_clip)
+    coef = jnp.asarray(coef, kl.dtype)
+    # Without the `where`, a coefficient of 0 would turn an infinite KL into NaN.
+    return jnp.where(check_mask(mask) & (coef != 0), -coef * kl, 0)

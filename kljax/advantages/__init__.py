@@ -8,6 +8,7 @@ from kljax.advantages.distillation import (
     jsd_advantages,
     kimi_advantages,
 )
+from kljax.advantages.entropy_clip import clip_b_mask, clip_v_mask
 from kljax.advantages.group import (
     broadcast_to_tokens,
     grpo_advantages,
@@ -26,6 +27,8 @@ __all__ = [
     "broadcast_to_steps",
     "broadcast_to_tokens",
     "centered_kl_advantages",
+    "clip_b_mask",
+    "clip_v_mask",
     "distillation_advantages",
     "gae",
     "gdpo_advantages",

@@ -87,3 +87,26 @@ def test_errors_name_the_argument() -> None:
         kljax.kl_shaped_rewards(SCORES, LP, REF, MASK, coef=0.1, estimator="k4")
     with pytest.raises(ValueError, match="shapes differ"):
         kljax.kl_shaped_rewards(SCORES, LP, REF[:, 1:], MASK, coef=0.1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"estimator": "k3", "coef": 0.3}, {"estimator": "k1", "value_clip": 0.5}], ids=str
+)
+def test_distillation_rewards_are_what_is_subtracted_for_a_teacher(options: dict[str, object]) -> None:
+    got = kljax.distillation_rewards(LP, REF, MASK, **options)
+    coef = options.get("coef", 1.0)
+    log_ratio = LP - REF
+    kl = np.expm1(-log_ratio) + log_ratio if options.get("estimator") == "k3" else log_ratio
+    if "value_clip" in options:
+        kl = np.clip(kl, -0.5, 0.5)
+    np.testing.assert_allclose(got, np.where(MASK, -coef * kl, 0), 1e-12, 1e-14)
+    check_masked(lambda *x: kljax.distillation_rewards(*x, MASK, **options), [LP, REF])
+    gradients = jax.grad(lambda *x: kljax.distillation_rewards(*x, MASK, **options).sum(), (0, 1))(LP, REF)
+    np.testing.assert_array_equal(gradients, 0)
+
+
+def test_distillation_rewards_without_a_coefficient_or_with_a_negative_one() -> None:
+    gone = np.full(MASK.shape, -np.inf)
+    np.testing.assert_array_equal(kljax.distillation_rewards(LP, gone, MASK, coef=0.0), 0)
+    with pytest.raises(ValueError, match="coef: got -1"):
+        kljax.distillation_rewards(LP, REF, MASK, coef=-1)

@@ -1,0 +1,123 @@
+"""Which tokens of negative advantage to train on, so that the entropy does not collapse under them.
+
+A little more of the logit of a token of probability `p` is `S = p (H + log p)` times as much less entropy `H`, and less
+of it that much more: at a token of negative advantage the entropy falls where `S < 0`.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.masking import masked, masked_mean, masked_var
+
+__all__ = ["clip_b_mask", "clip_v_mask"]
+
+
+def clip_b_mask(
+    advantages: ArrayLike, log_probs: ArrayLike, entropies: ArrayLike, mask: ArrayLike, *, mu: Scalar = 2.5
+) -> Array:
+    """Tokens kept when those of negative advantage and small `S` go: `A >= 0` or `S - mean(S) >= -mu * std(S)`.
+
+    Mean and population standard deviation are those of all unmasked tokens: give it the whole batch.
+
+    Args:
+      advantages: `[..., T]`, per token.
+      log_probs: same shape, log-probs of the sampled tokens, in nats.
+      entropies: same shape, entropy of the distribution at each position, in nats.
+      mask: same shape, boolean.
+      mu: how many standard deviations below the mean are kept, at least 0.
+
+    Returns:
+      `[..., T]` booleans, True on tokens to train on; False where the mask is.
+
+    Gradient:
+      None; booleans.
+
+    Raises:
+      ValueError: for differing shapes, or a negative `mu`.
+
+    References:
+      Wang et al., "On the entropy dynamics in reinforcement fine-tuning of large language models" (2026), Clip_B.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> log_probs, ones = jnp.log(jnp.array([[0.5, 0.5, 0.01]])), jnp.ones((1, 3))
+      >>> print(kljax.clip_b_mask(-ones, log_probs, ones, ones.astype(bool), mu=1.0))
+      [[ True  True False]]
+    """
+    check_same_shape(advantages=advantages, log_probs=log_probs, entropies=entropies, mask=mask)
+    check_at_least("mu", mu, 0)
+    score = _score(log_probs, entropies, mask)
+    std = jnp.sqrt(masked_var(score, mask, ddof=0))
+    low = score - masked_mean(score, mask) < -jnp.asarray(mu, score.dtype) * std
+    return check_mask(mask) & ~(low & (jnp.asarray(advantages) < 0))
+
+
+def clip_v_mask(
+    advantages: ArrayLike,
+    log_probs: ArrayLike,
+    entropies: ArrayLike,
+    expected_scores: ArrayLike,
+    mask: ArrayLike,
+    *,
+    mu: Scalar = 2.0,
+    max_fraction: Scalar = 1e-4,
+) -> Array:
+    """Tokens kept when those of negative advantage and an `S` far below its expectation go, the farthest first.
+
+    A token goes where `A < 0` and `E[S] - S > mu * std`, with the population standard deviation of `E[S] - S` over all
+    unmasked tokens: give it the whole batch. At most `max_fraction` of those tokens go, rounded down, but one may.
+
+    Args:
+      advantages: `[..., T]`, per token.
+      log_probs: same shape, log-probs of the sampled tokens, in nats.
+      entropies: same shape, entropy of the distribution at each position, in nats.
+      expected_scores: same shape, the mean of `S` over the vocabulary at each position,
+        `sum_v p_v^2 (H + log p_v)`.
+      mask: same shape, boolean.
+      mu: how many standard deviations below its expectation `S` may be, at least 0.
+      max_fraction: bound of the share of tokens that are dropped, at least 0.
+
+    Returns:
+      `[..., T]` booleans, True on tokens to train on; False where the mask is.
+
+    Gradient:
+      None; booleans.
+
+    Raises:
+      ValueError: for differing shapes, or a negative `mu` or `max_fraction`.
+
+    References:
+      Wang et al., "On the entropy dynamics in reinforcement fine-tuning of large language models" (2026), Clip_V;
+      Trinity-RFT 0.6.0, `clipv`, which also drops tokens of advantage 0.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> log_probs, ones = jnp.log(jnp.array([[0.5, 0.5, 0.01]])), jnp.ones((1, 3))
+      >>> print(kljax.clip_v_mask(-ones, log_probs, ones, 0.2 * ones, ones.astype(bool), mu=1.0))
+      [[ True  True False]]
+    """
+    check_same_shape(
+        advantages=advantages, log_probs=log_probs, entropies=entropies, expected_scores=expected_scores, mask=mask
+    )
+    check_at_least("mu", mu, 0)
+    check_at_least("max_fraction", max_fraction, 0)
+    keep, score = check_mask(mask), _score(log_probs, entropies, mask)
+    below = masked(expected_scores, mask).astype(score.dtype) - score
+    std = jnp.sqrt(masked_var(below, mask, ddof=0))
+    candidates = keep & (jnp.asarray(advantages) < 0) & (below > jnp.asarray(mu, score.dtype) * std)
+    order = jnp.argsort(jnp.where(candidates, -below, jnp.inf), axis=None)
+    share = jnp.asarray(max_fraction, score.dtype) * keep.sum().astype(score.dtype)
+    most = jnp.maximum(jnp.floor(share), 1).astype(order.dtype)
+    ranks = jnp.zeros(order.shape, order.dtype).at[order].set(jnp.arange(order.size, dtype=order.dtype))
+    return keep & ~(candidates & (ranks.reshape(keep.shape) < most))
+
+
+def _score(log_probs: ArrayLike, entropies: ArrayLike, mask: ArrayLike) -> Array:
+    """`p (H + log p)`, 0 under the mask; a token without probability has 0."""
+    log_probs, entropies = as_float(log_probs, entropies)
+    log_probs, entropies = masked(log_probs, mask), masked(entropies, mask)
+    gone = log_probs == -jnp.inf
+    score = jnp.exp(log_probs) * (entropies + jnp.where(gone, 0, log_probs))
+    return jax.lax.stop_gradient(masked(score, mask))

@@ -1,0 +1,74 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+import kljax
+
+RNG = np.random.default_rng(0)
+SHAPE = (6, 10)
+VOCABULARY = log_softmax(2 * RNG.normal(size=(*SHAPE, 5)), -1)
+P = np.exp(VOCABULARY)
+LOG_PROBS, ENTROPIES = VOCABULARY[..., 1], -(P * VOCABULARY).sum(-1)
+SCORES = P[..., 1] * (ENTROPIES + LOG_PROBS)
+EXPECTED = (P**2 * (ENTROPIES[..., None] + VOCABULARY)).sum(-1)
+ADVANTAGES, MASK = RNG.normal(size=SHAPE), RNG.random(SHAPE) < 0.8
+ARRAYS = ADVANTAGES, LOG_PROBS, ENTROPIES
+
+
+def test_the_score_is_what_a_logit_does_to_the_entropy() -> None:
+    def entropy(z: jax.Array) -> jax.Array:
+        log_p = jax.nn.log_softmax(z)
+        return -(jnp.exp(log_p) * log_p).sum()
+
+    np.testing.assert_allclose(jax.grad(entropy)(jnp.asarray(VOCABULARY[0, 0]))[1], -SCORES[0, 0], 1e-10)
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5, 2.5])
+def test_clip_b_drops_the_low_ones_of_negative_advantage(mu: float) -> None:
+    s = SCORES[MASK]
+    expected = MASK & ((ADVANTAGES >= 0) | (SCORES - s.mean() >= -mu * s.std()))
+    got = jax.jit(lambda m: kljax.clip_b_mask(*ARRAYS, MASK, mu=m))(mu)
+    np.testing.assert_array_equal(got, expected)
+    if mu < 1:
+        assert (MASK & ~expected).any()
+
+
+@pytest.mark.parametrize(("mu", "fraction"), [(0.2, 1.0), (0.2, 0.05), (0.2, 1e-4), (9.0, 1.0)])
+def test_clip_v_drops_the_farthest_of_negative_advantage(mu: float, fraction: float) -> None:
+    below = EXPECTED - SCORES
+    candidates = MASK & (ADVANTAGES < 0) & (below > mu * below[MASK].std())
+    farthest = sorted(zip(*np.nonzero(candidates), strict=True), key=lambda at: -below[at])
+    expected = MASK.copy()
+    for at in farthest[: max(int(fraction * MASK.sum()), 1)]:
+        expected[at] = False
+    got = jax.jit(lambda m, f: kljax.clip_v_mask(*ARRAYS, EXPECTED, MASK, mu=m, max_fraction=f))(mu, fraction)
+    np.testing.assert_array_equal(got, expected)
+    assert (mu == 9.0) == (expected == MASK).all()
+
+
+def test_tokens_that_all_score_the_same_are_all_kept() -> None:
+    same = np.full(SHAPE, -1.0)
+    assert kljax.clip_b_mask(same, same, -same, np.ones(SHAPE, bool), mu=0.0).all()
+
+
+def test_what_is_masked_counts_in_nothing() -> None:
+    for poison in (np.nan, np.inf, -np.inf):
+        spoiled = [np.where(MASK, x, poison) for x in (*ARRAYS, EXPECTED)]
+        np.testing.assert_array_equal(kljax.clip_b_mask(*spoiled[:3], MASK), kljax.clip_b_mask(*ARRAYS, MASK))
+        np.testing.assert_array_equal(
+            kljax.clip_v_mask(*spoiled, MASK, mu=0.2), kljax.clip_v_mask(*ARRAYS, EXPECTED, MASK, mu=0.2)
+        )
+    gone = np.where(np.arange(SHAPE[1]) == 0, -np.inf, LOG_PROBS)
+    assert kljax.clip_b_mask(ADVANTAGES, gone, ENTROPIES, MASK).any()
+    assert not kljax.clip_b_mask(*ARRAYS, np.zeros(SHAPE, bool)).any()
+
+
+def test_errors_name_the_argument() -> None:
+    with pytest.raises(ValueError, match="mu: got -1"):
+        kljax.clip_b_mask(*ARRAYS, MASK, mu=-1)
+    with pytest.raises(ValueError, match="max_fraction: got -1"):
+        kljax.clip_v_mask(*ARRAYS, EXPECTED, MASK, max_fraction=-1)
+    with pytest.raises(ValueError, match="shapes differ: advantages"):
+        kljax.clip_v_mask(ADVANTAGES[1:], LOG_PROBS, ENTROPIES, EXPECTED, MASK)
