@@ -75,6 +75,9 @@ def draw(name: str) -> dict[str, np.ndarray]:
     arrays["rewards"][1] = 0.0
     arrays["baselines"] = _sixty_fourths(rng.standard_normal(ROWS))
     arrays["reward_components"] = _sixty_fourths(rng.standard_normal((ROWS, OBJECTIVES)))
+    # A reward function that does not apply gives NaN; the last row has no reward at all.
+    arrays["partial_components"] = arrays["reward_components"].copy()
+    arrays["partial_components"][[2, 5, 5], [0, 0, 1]] = np.nan
     arrays["token_rewards"] = _sixty_fourths(rng.standard_normal(shape)) * mask
     last = np.where(mask.any(1), LENGTH - 1 - mask[:, ::-1].argmax(1), 0)
     arrays["outcome_rewards"] = np.zeros(shape)
@@ -83,6 +86,9 @@ def draw(name: str) -> dict[str, np.ndarray]:
     arrays["entropies"] = -log_probs * (0.5 + rng.random(shape))
     arrays["necs"] = rng.standard_normal(shape)
     arrays["group_ids"] = np.array(kind.groups)
+    # Trajectories of two steps; three of them, of two prompts.
+    arrays["prompt_ids"], arrays["run_ids"] = np.array([0, 0, 0, 0, 1, 1]), np.array([0, 0, 1, 1, 2, 2])
+    arrays["state_ids"] = np.array([0, 1, 0, 1, 0, 2])
     arrays["is_weights"] = np.exp(0.3 * rng.standard_normal(shape))
     arrays["logits"] = 2 * rng.standard_normal((*shape, VOCABULARY))
     arrays["teacher_logits"] = arrays["logits"] + rng.standard_normal((*shape, VOCABULARY))

@@ -44,7 +44,8 @@ class Case:
     params: Mapping[str, Any]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    file: str = SHARED
+    gradient_of: str | None
+    file: str
 
     def given(self, name: str) -> jax.Array:
         """An input; masks as booleans. The generated cases on one batch share its arrays."""
@@ -86,7 +87,16 @@ class Case:
 def all_cases() -> tuple[Case, ...]:
     """Every case, the shared ones and then the generated ones, in the order of their indexes."""
     return tuple(
-        Case(c["id"], c["system"], c["function"], c["params"], tuple(c["inputs"]), tuple(c["outputs"]), file)
+        Case(
+            c["id"],
+            c["system"],
+            c["function"],
+            c["params"],
+            tuple(c["inputs"]),
+            tuple(c["outputs"]),
+            c["gradient_of"],
+            file,
+        )
         for file in (SHARED, GENERATED)
         for c in json.loads((DIRECTORY / f"{file}.json").read_text())["cases"]
     )

@@ -1,231 +1,231 @@
-"""Train/rollout corrections and the metrics that come with them against the recorded results of verl, SkyRL and TRL."""
+"""Corrections of the mismatch between training and rollout of verl, SkyRL and TRL, and their metrics."""
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import kljax
-from tests.goldens import cases
-from tests.goldens.epsilon import EPS, factors
-from tests.kljax.test_goldens_diagnostics import check_offpolicy_metrics
+from tests.goldens import cases, compare
+from tests.goldens.cases import GENERATED
 
-Mask = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-ROWS = "seq_mean_token_max"  # of zeros and ones: the rows that have a one
-BOUND = 20.0  # of every log-ratio in verl and SkyRL
+REDUCTIONS = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 
 
-def over_all_rows(metric: kljax.WeightedSum, mask: jax.Array) -> jax.Array:
-    """The mean over rows as verl and SkyRL have it, where a row without a token counts with a 0."""
-    return metric.sum / len(mask)
+def training(case: cases.Case) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probs of training and of the rollout, and the mask."""
+    return case.given("log_probs"), case.given("rollout_log_probs"), case.given("mask")
 
 
-def with_epsilon(metric: kljax.WeightedSum, mask: jax.Array) -> jax.Array:
-    """verl's mean over tokens, which divides by `n + 1e-8`."""
-    n = mask.sum().astype(jnp.float64)
-    return metric.value() * n / (n + EPS)
+def old_policy(case: cases.Case) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The old policy, which SkyRL and TRL compare with the rollout."""
+    return case.given("old_log_probs"), case.given("rollout_log_probs"), case.given("mask")
 
 
-def fraction(dropped: jax.Array, mask: jax.Array, mode: str = "token_mean") -> kljax.WeightedSum:
-    return kljax.mean_metric(dropped.astype(jnp.float64), mask, mode=mode)
+def counted(tokens: jax.Array, mask: jax.Array, eps: float | None = None) -> jax.Array:
+    """The fraction of the unmasked tokens."""
+    return compare.mean(tokens.astype(jnp.float64), mask, eps)
 
 
-def float32(value: jax.Array) -> jax.Array:
-    """A fraction that verl takes in float32."""
-    return value.astype(jnp.float32)
+def rows(values: jax.Array) -> jax.Array:
+    """The mean over all rows."""
+    return jnp.mean(values, dtype=jnp.float64)
 
 
-def verl_rejection(option: str, threshold: str) -> Mask:
-    """The mask of one of verl's options; its bounds of k1 are those of a ratio."""
-    estimator = option[-2:]
-    low, high = threshold.split("_") if estimator == "k1" else (None, threshold)
-    return functools.partial(
-        kljax.kl_rejection_mask,
-        estimator=estimator,
-        reduction="token" if option.startswith("token") else option.split("_")[1],
-        lower=None if low is None else math.log(float(low)),
-        upper=math.log(float(high)) if estimator == "k1" else float(high),
-        log_ratio_clip=BOUND,
-    )
+def verl_rejection(case: cases.Case) -> jax.Array:
+    """Tokens that every option of verl keeps; the bounds of a k1 are on the ratio of rollout to training."""
+    arrays = training(case)
+    kept = arrays[-1]
+    names, thresholds = case.params["rollout_rs"], str(case.params["rollout_rs_threshold"])
+    for name, threshold in zip(names.split(","), thresholds.split(","), strict=True):
+        level, estimator = name.rsplit("_", 1)
+        low, high = (math.log(float(bound)) for bound in threshold.split("_")) if "_" in threshold else (None, None)
+        bounds = {"lower": low, "upper": float(threshold) if high is None else high}
+        options = {"estimator": estimator, "reduction": REDUCTIONS[level], "log_ratio_clip": 20.0}
+        kept &= kljax.kl_rejection_mask(*arrays, **options, **bounds)
+    return kept
 
 
-def verl_weights(params: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `importance_weights` for verl's level and threshold: a number truncates, two of them mask."""
-    threshold = params["rollout_is_threshold"]
-    options = {"level": params["rollout_is"], "log_ratio_clip": BOUND}
-    if isinstance(threshold, str):
-        low, high = map(float, threshold.split("_"))
-        return {**options, "mode": "mask", "lower": low, "upper": high}
-    return {**options, "upper": threshold}
-
-
-def policies(case: cases.Case) -> tuple[jax.Array, jax.Array, jax.Array]:
-    numerator = "log_probs" if "log_probs" in case.inputs else "old_log_probs"
-    return case.given(numerator), case.given("rollout_log_probs"), case.given("mask")
-
-
-@cases.parametrize(("verl", "compute_offpolicy_metrics"), file=cases.GENERATED)
-def test_offpolicy_metrics_of_verl(case: cases.Case) -> None:
-    check_offpolicy_metrics(case)
-
-
-@cases.parametrize(("verl", "compute_rollout_rejection_mask"), file=cases.GENERATED)
-def test_rejections_of_verl(case: cases.Case) -> None:
-    """Every option judges by the original mask, and a token stays if all of them keep it."""
-    lp, rollout, mask = policies(case)
-    options = zip(case.params["rollout_rs"].split(","), case.params["rollout_rs_threshold"].split(","), strict=True)
-    kept = functools.reduce(jnp.logical_and, [verl_rejection(*option)(lp, rollout, mask) for option in options])
+@cases.parametrize(("verl", "compute_rollout_rejection_mask"), file=GENERATED)
+def test_verl_rejection(case: cases.Case) -> None:
+    kept, mask = verl_rejection(case), case.given("mask")
+    assert kept.any()
+    assert (mask & ~kept).any()
     case.assert_outputs(
         kept=kept,
-        metric_rollout_rs_masked_fraction=with_epsilon(fraction(~kept, mask), mask),
-        metric_rollout_rs_seq_masked_fraction=float32(over_all_rows(fraction(~kept, mask, ROWS), mask)),
+        metric_rollout_rs_masked_fraction=counted(~kept, mask, 1e-8),
+        metric_rollout_rs_seq_masked_fraction=rows((mask & ~kept).any(-1)),
     )
 
 
-@cases.parametrize(("verl", "compute_rollout_correction_weights"), file=cases.GENERATED)
-def test_weights_of_verl(case: cases.Case) -> None:
-    lp, rollout, mask = policies(case)
-    level, options = case.params["rollout_is"], verl_weights(case.params)
-    normalize = {"token": "tokens", "sequence": "rows"}[level] if case.params["rollout_is_batch_normalize"] else "none"
-    # The metrics are of the weights before they are normalised.
-    weights = kljax.importance_weights(lp, rollout, mask, **options)
-    mean, squares = kljax.mean_metric(weights, mask), kljax.mean_metric(weights**2, mask)
-    upper, lower = options["upper"], options.get("lower", 1 / options["upper"])
-    row_mean = kljax.mean_metric(weights * factors(mask, "row"), mask, mode="seq_mean_token_mean")
-    extremes = kljax.Extremes.of(weights, mask)
-    logs = kljax.log_prob_diff_extremes(lp, rollout, mask, level="sequence")
-    empty = not mask.any(-1).all()  # a row without a token has the ratio 1
-    m, q = with_epsilon(mean, mask), with_epsilon(squares, mask)
-    outputs = {
-        "weights": kljax.importance_weights(lp, rollout, mask, **options, normalize=normalize),
-        "metric_rollout_is_mean": m,
-        "metric_rollout_is_std": jnp.sqrt(q - m**2),
-        "metric_rollout_is_eff_sample_size": kljax.effective_sample_size(weights, mask) * (m + EPS) ** 2 / m**2,
-        "metric_rollout_is_seq_mean": over_all_rows(row_mean, mask),
-        "metric_rollout_is_max": extremes.max,
-        "metric_rollout_is_min": extremes.min,
+def verl_weights(case: cases.Case, normalize: str = "none") -> jax.Array:
+    """verl's importance weights: one bound truncates, two mask."""
+    params, bound = case.params, str(case.params["rollout_is_threshold"])
+    low, high = (float(part) for part in bound.split("_")) if "_" in bound else (None, float(bound))
+    mode = {"mode": "truncate", "upper": high} if low is None else {"mode": "mask", "lower": low, "upper": high}
+    options = {"level": params["rollout_is"], "log_ratio_clip": 20.0, "normalize": normalize}
+    return kljax.importance_weights(*training(case), **mode, **options)
+
+
+@cases.parametrize(("verl", "compute_rollout_correction_weights"), file=GENERATED)
+def test_verl_weights(case: cases.Case) -> None:
+    (_, _, mask), level = training(case), case.params["rollout_is"]
+    raw = weights = verl_weights(case)
+    lengths = mask.sum(-1).astype(jnp.float64)
+    per_row = lengths / (lengths + 1e-8) * kljax.masked_mean(weights, mask, axis=-1)
+    if case.params["rollout_is_batch_normalize"]:
+        weights = verl_weights(case, "tokens" if level == "token" else "rows")
+        # verl's means have an epsilon in their divisors.
+        mean, exact = compare.mean(raw, mask), kljax.masked_mean(raw, mask)
+        if level == "sequence":
+            has_token = mask.any(-1)
+            mean, exact = (kljax.masked_mean(v, has_token) for v in (per_row, raw.max(-1)))
+        weights = weights * exact / mean
+    metrics = {**verl_weight_metrics(case, raw), "seq_mean": rows(per_row)}
+    case.assert_outputs(weights=weights, **{f"metric_rollout_is_{name}": value for name, value in metrics.items()})
+
+
+def verl_weight_metrics(case: cases.Case, weights: jax.Array) -> dict[str, jax.Array]:
+    """Mean, spread, extremes and fractions outside the bounds, of tokens or of rows."""
+    (log_probs, rollout, mask), level = training(case), case.params["rollout_is"]
+    bound = str(case.params["rollout_is_threshold"])
+    low, high = (float(part) for part in bound.split("_")) if "_" in bound else (1 / float(bound), float(bound))
+    number = mask.sum().astype(jnp.float64)
+    factor = number / (number + 1e-8)
+    mean, square = (factor * kljax.masked_mean(values, mask) for values in (weights, jnp.square(weights)))
+    size = kljax.effective_sample_size(weights, mask) / factor * jnp.square((mean + 1e-8) / mean) * jnp.square(factor)
+    metrics = {"mean": mean, "std": jnp.sqrt(square - jnp.square(mean)), "eff_sample_size": size}
+    arrays = log_probs, rollout, mask
+    if level == "token":
+        unmasked = jnp.where(mask, weights, jnp.nan)
+        metrics |= {"max": jnp.nanmax(unmasked), "min": jnp.nanmin(unmasked)}
+        scale = factor
+    else:
+        # Of the ratios before the bounds; a row without a token has ratio 1 and counts.
+        extremes = kljax.log_prob_diff_extremes(*arrays, level="sequence")
+        metrics |= {"max": jnp.exp(extremes.max), "min": jnp.exp(extremes.min)}
+        if not mask.any(-1).all():
+            metrics |= {"max": jnp.maximum(metrics["max"], 1), "min": jnp.minimum(metrics["min"], 1)}
+        scale = rows(mask.any(-1))
+    for name, bounds in (("low", {"lower": low}), ("high", {"upper": high})):
+        metrics[f"ratio_fraction_{name}"] = scale * kljax.ratio_fraction(*arrays, **bounds, level=level).value()
+    if "_" in bound:
+        metrics["oob_ratio"] = counted(weights == 0, mask, 1e-8)
+    return metrics
+
+
+@cases.parametrize(("verl", "compute_rollout_correction_and_rejection_mask"), file=GENERATED)
+def test_verl_weights_and_rejection(case: cases.Case) -> None:
+    # Neither sees what the other leaves; the product is what the loss uses.
+    kept, weights = verl_rejection(case), verl_weights(case)
+    case.assert_outputs(kept=kept, weights=weights)
+    steps = [lambda *_: verl_weights(case), lambda *_: verl_rejection(case)]
+    corrected = kljax.correct_rollout(*training(case), steps=steps)
+    case.assert_matches(corrected.weights, case.result("weights") * case.result("kept"))
+
+
+@cases.parametrize(("verl", "compute_offpolicy_metrics"), file=GENERATED)
+def test_verl_metrics_with_a_row_without_a_token(case: cases.Case) -> None:
+    # verl counts the row, with log-perplexity 0; here a mean over rows is one over the rows that have a token.
+    log_probs, rollout, mask = training(case)
+    share = rows(mask.any(-1))
+    difference = kljax.masked_mean(rollout - log_probs, mask, axis=-1)
+    logs = {
+        "training": kljax.log_perplexity(log_probs, mask).value(),
+        "rollout": kljax.log_perplexity(rollout, mask).value(),
     }
-    if level == "sequence":
-        outputs["metric_rollout_is_max"] = jnp.exp(jnp.maximum(logs.max, 0.0 if empty else -jnp.inf))
-        outputs["metric_rollout_is_min"] = jnp.exp(jnp.minimum(logs.min, 0.0 if empty else jnp.inf))
-
-    def outside(**bounds: float) -> jax.Array:
-        metric = kljax.ratio_fraction(lp, rollout, mask, **bounds, level=level)
-        return with_epsilon(metric, mask) if level == "token" else float32(over_all_rows(metric, mask))
-
-    outputs["metric_rollout_is_ratio_fraction_high"] = outside(upper=upper)
-    outputs["metric_rollout_is_ratio_fraction_low"] = outside(lower=lower)
-    if "metric_rollout_is_oob_ratio" in case.outputs:
-        kept = kljax.rejection_mask(lp, rollout, mask, level=level, lower=lower, upper=upper)
-        outputs["metric_rollout_is_oob_ratio"] = with_epsilon(fraction(~kept, mask), mask)
-    case.assert_outputs(**outputs)
-
-
-@cases.parametrize(("verl", "compute_rollout_correction_and_rejection_mask"), file=cases.GENERATED)
-def test_correction_of_verl(case: cases.Case) -> None:
-    """The weights come first, so they are those of all tokens; here they are 0 where the rejection follows."""
-    lp, rollout, mask = policies(case)
-    weigh = functools.partial(kljax.importance_weights, **verl_weights(case.params))
-    reject = verl_rejection(case.params["rollout_rs"], str(case.params["rollout_rs_threshold"]))
-    corrected = kljax.correct_rollout(lp, rollout, mask, steps=[weigh, reject])
-    case.assert_matches(corrected.kept.astype(jnp.float64), case.result("kept"))
-    case.assert_matches(corrected.weights, jnp.where(corrected.kept, case.result("weights"), 0))
-    case.assert_matches(kljax.correct_rollout(lp, rollout, mask, steps=[weigh]).weights, case.result("weights"))
+    expected = {
+        **{f"{name}_log_ppl": share * value for name, value in logs.items()},
+        "training_ppl": share * kljax.perplexity(log_probs, mask).value() + 1 - share,
+        "rollout_ppl": share * kljax.perplexity(rollout, mask).value() + 1 - share,
+        "ppl_ratio": share * kljax.perplexity_ratio(log_probs, rollout, mask).value() + 1 - share,
+        "log_ppl_diff": share * kljax.log_perplexity_diff(log_probs, rollout, mask).value(),
+        "log_ppl_abs_diff": share * kljax.log_perplexity_diff(log_probs, rollout, mask, absolute=True).value(),
+        "log_ppl_diff_max": jnp.maximum(difference.max(), 0),
+        "log_ppl_diff_min": jnp.minimum(difference.min(), 0),
+        "kl": compare.mean(kljax.rollout_kl(log_probs, rollout, mask, estimator="k1"), mask),
+        "k3_kl": compare.mean(kljax.rollout_kl(log_probs, rollout, mask, estimator="k3"), mask),
+        "chi2_token": kljax.chi_squared(log_probs, rollout, mask, log_ratio_clip=20.0).value(),
+        "chi2_seq": share * kljax.chi_squared(log_probs, rollout, mask, level="sequence", log_ratio_clip=20.0).value(),
+    }
+    case.assert_outputs(**expected)
 
 
-def skyrl_steps(params: dict[str, Any]) -> dict[str, Callable[..., jax.Array]]:
-    """SkyRL's steps by name, in its order, those that are configured."""
-    steps: dict[str, Callable[..., jax.Array]] = {}
-    low, high = (params.get(f"outlier_token_is_threshold_{side}") for side in ("low", "high"))
-    if low is not None or high is not None:
-        steps["outlier"] = functools.partial(kljax.veto_mask, min_ratio=low, max_ratio=high)
-    if "token_mask_is_threshold_low" in params:
-        bounds = {"lower": params["token_mask_is_threshold_low"], "upper": params["token_mask_is_threshold_high"]}
-        steps["token_mask"] = functools.partial(kljax.rejection_mask, **bounds)
-    level = params.get("tis_ratio_type")
-    if level is not None:
+SKYRL_TOKENS = ("token_mask_is_threshold_low", "token_mask_is_threshold_high")
+
+
+def skyrl(case: cases.Case) -> tuple[dict[str, jax.Array], jax.Array, jax.Array | None]:
+    """SkyRL's steps in its order: each sees the mask that those before it leave."""
+    params, (old, rollout, mask) = case.params, old_policy(case)
+    metrics, weights, total = {}, None, len(mask)
+    if any(name.startswith("outlier") for name in params):
+        low, high = (params.get(f"outlier_token_is_threshold_{side}") for side in ("low", "high"))
+        kept = kljax.veto_mask(old, rollout, mask, min_ratio=low, max_ratio=high)
+        outside = {
+            side: mask & ~kljax.rejection_mask(old, rollout, mask, **bound)
+            for side, bound in (("over_high", {"upper": high}), ("under_low", {"lower": low or 0.0}))
+        }
+        metrics |= {f"outlier_seq_{side}_ratio": rows(tokens.any(-1)) for side, tokens in outside.items()}
+        metrics["outlier_seq_masked_ratio"] = rows((mask & ~kept).any(-1))
+        mask &= kept
+    if SKYRL_TOKENS[0] in params:
+        kept = kljax.rejection_mask(old, rollout, mask, lower=params[SKYRL_TOKENS[0]], upper=params[SKYRL_TOKENS[1]])
+        metrics["token_mask_ratio"] = kljax.masked_fraction(kept, mask).value()
+        mask &= kept
+    if "tis_ratio_type" in params:
+        level = params["tis_ratio_type"]
         upper = params[f"{level}_tis_ratio_clip_high"]
-        steps["tis"] = functools.partial(kljax.importance_weights, level=level, upper=upper, log_ratio_clip=BOUND)
-    kind = params.get("sequence_mask_metric")
-    if kind is not None:
-        prefix, level = {"geometric": ("geo", "geometric"), "product": ("product", "sequence")}[kind]
-        bounds = {"lower": params[f"{prefix}_mask_low"], "upper": params[f"{prefix}_mask_high"]}
-        steps[prefix] = functools.partial(kljax.rejection_mask, level=level, **bounds)
-    return steps
+        weights = kljax.importance_weights(old, rollout, mask, level=level, upper=upper)
+        over = kljax.ratio_fraction(old, rollout, mask, upper=upper, level=level)
+        name = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}[level]
+        metrics[name] = over.value() if level == "token" else over.sum / total
+    if "sequence_mask_metric" in params:
+        metric = params["sequence_mask_metric"]
+        level, prefix = {"geometric": ("geometric", "geo"), "product": ("sequence", "product")}[metric]
+        low, high = (params[f"{prefix}_mask_{side}"] for side in ("low", "high"))
+        kept = kljax.rejection_mask(old, rollout, mask, level=level, lower=low, upper=high)
+        outside = {
+            side: kljax.ratio_fraction(old, rollout, mask, **bound, level=level).sum / total
+            for side, bound in (("over_high", {"upper": high}), ("under_low", {"lower": low}))
+        }
+        metrics |= {f"{prefix}_sequence_mask_{side}_ratio": value for side, value in outside.items()}
+        metrics[f"{prefix}_sequence_mask_masked_ratio"] = sum(outside.values())
+        mask &= kept
+    return metrics, mask, weights
 
 
-def skyrl_metrics(name: str, step: Any, lp: jax.Array, rollout: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
-    """The metrics of one step, of the mask that it sees."""
-    given = step.keywords
-
-    def rows_outside(level: str, **bounds: float) -> jax.Array:
-        return over_all_rows(kljax.ratio_fraction(lp, rollout, mask, level=level, **bounds), mask)
-
-    if name == "tis" and given["level"] == "token":
-        outside = kljax.ratio_fraction(lp, rollout, mask, upper=given["upper"])
-        return {"metric_tis_token_clip_high_ratio": outside.value()}
-    if name == "tis":
-        return {"metric_tis_seq_clip_high_ratio": rows_outside("sequence", upper=given["upper"])}
-    kept = step(lp, rollout, mask)
-    if name == "token_mask":
-        return {"metric_token_mask_ratio": fraction(~kept, mask).value()}
-    if name == "outlier":
-        ratio = kljax.token_ratios(lp, rollout, mask)
-        low, high = given["min_ratio"], given["max_ratio"]
-        under = ratio < (0.0 if low is None else low)
-        over = ratio > (jnp.inf if high is None else high)
-        dropped = {"masked": ~kept, "under_low": under, "over_high": over}
-        rows = {key: over_all_rows(fraction(value, mask, ROWS), mask) for key, value in dropped.items()}
-        return {f"metric_outlier_seq_{key}_ratio": value for key, value in rows.items()}
-    bounds = {"lower": given["lower"], "upper": given["upper"]}
-    prefix = f"metric_{name}_sequence_mask"
-    return {
-        f"{prefix}_masked_ratio": rows_outside(given["level"], **bounds),
-        f"{prefix}_over_high_ratio": rows_outside(given["level"], upper=bounds["upper"]),
-        f"{prefix}_under_low_ratio": rows_outside(given["level"], lower=bounds["lower"]),
-    }
+@cases.parametrize(("skyrl", "compute_off_policy_correction"), file=GENERATED)
+def test_skyrl(case: cases.Case) -> None:
+    metrics, kept, weights = skyrl(case)
+    ratios, mask = kljax.token_ratios(*old_policy(case)), case.given("mask")
+    metrics |= {"is_ratio_mean": kljax.masked_mean(ratios, mask), "is_ratio_max": jnp.where(mask, ratios, 0).max()}
+    expected = {"kept": kept, **{f"metric_{name}": value for name, value in metrics.items()}}
+    assert set(expected) == set(case.outputs) - {"weights"}
+    for name, value in expected.items():
+        case.assert_matches(value.astype(jnp.float64), case.result(name))
+    if weights is not None:
+        # SkyRL leaves the weights of masked tokens, which its loss drops.
+        case.assert_matches(jnp.where(kept, weights, 0), jnp.where(kept, case.result("weights"), 0))
 
 
-@cases.parametrize(("skyrl", "compute_off_policy_correction"), file=cases.GENERATED)
-def test_corrections_of_skyrl(case: cases.Case) -> None:
-    """Each step sees the mask that those before it left, and so do its metrics."""
-    lp, rollout, mask = policies(case)
-    steps = skyrl_steps(case.params)
-    corrected = kljax.correct_rollout(lp, rollout, mask, steps=list(steps.values()))
-    ratios = kljax.token_ratios(lp, rollout, mask)
-    outputs = {
-        "kept": corrected.kept,
-        "metric_is_ratio_mean": kljax.mean_metric(ratios, mask).value(),
-        "metric_is_ratio_max": kljax.Extremes.of(ratios, mask).max,
-    }
-    for number, (name, step) in enumerate(steps.items()):
-        before = kljax.correct_rollout(lp, rollout, mask, steps=list(steps.values())[:number]).kept
-        metrics = skyrl_metrics(name, step, lp, rollout, before)
-        outputs |= {key: float32(value) for key, value in metrics.items()}
-    if "weights" in case.outputs:
-        # SkyRL multiplies masked losses by weights too; they are no part of the result here.
-        outputs["weights"] = jnp.where(corrected.kept, corrected.weights, case.result("weights"))
-    case.assert_outputs(**outputs)
-
-
-@cases.parametrize(("trl", "get_off_policy_mask"), file=cases.GENERATED)
-def test_off_policy_mask_of_trl(case: cases.Case) -> None:
-    lp, rollout, mask = policies(case)
-    advantages = kljax.broadcast_to_tokens(case.given("row_advantages"), mask)
-    threshold = case.params["off_policy_threshold"]
-    kept = kljax.off_policy_sequence_mask(lp, rollout, advantages, mask, max_kl=threshold)
-    # TRL has one decision for a row, which holds under its mask.
-    case.assert_matches(kept.astype(jnp.float64), jnp.where(mask, case.result("kept"), 0))
-
-
-@cases.parametrize(("trl", "vllm_importance_sampling"), file=cases.GENERATED)
-def test_importance_sampling_of_trl(case: cases.Case) -> None:
-    lp, rollout, mask = policies(case)
+@cases.parametrize(("trl", "vllm_importance_sampling"), file=GENERATED)
+def test_trl_weights(case: cases.Case) -> None:
+    # Masked tokens have ratio 1 in TRL; here their weight is 0.
     level, mode = case.params["vllm_importance_sampling_mode"].split("_")
-    low, high = (case.params[f"vllm_importance_sampling_clip_{side}"] for side in ("min", "max"))
-    mode = "clip" if mode == "truncate" and low is not None else mode
-    weights = kljax.importance_weights(lp, rollout, mask, level=level, mode=mode, lower=low, upper=high)
-    case.assert_matches(weights, jnp.where(mask, case.result("weights"), 0))
+    low = case.params["vllm_importance_sampling_clip_min"]
+    modes = {"truncate": "truncate" if low is None else "clip", "mask": "mask"}
+    bounds = {"upper": case.params["vllm_importance_sampling_clip_max"], **({} if low is None else {"lower": low})}
+    arrays = old_policy(case)
+    weights = kljax.importance_weights(*arrays, level=level, mode=modes[mode], **bounds)
+    assert case.outputs == ("weights",)
+    case.assert_matches(weights, jnp.where(arrays[-1], case.result("weights"), 0))
+
+
+@cases.parametrize(("trl", "get_off_policy_mask"), file=GENERATED)
+def test_trl_off_policy_mask(case: cases.Case) -> None:
+    log_probs, old, advantages, mask = compare.policy(case)
+    threshold = case.params["off_policy_threshold"]
+    kept = mask & kljax.off_policy_sequence_mask(log_probs, old, advantages, mask, max_kl=threshold)
+    assert (mask & ~kept).any()
+    assert case.outputs == ("kept",)
+    case.assert_matches(kept.astype(jnp.float64), jnp.where(mask, case.result("kept"), 0))

@@ -18,4 +18,9 @@ OPTIONS = (
     {**CISPO, "truncated_importance_sampling": 1.2, "original": True},
     {**CISPO, "epsilon_high": 0.1, "truncated_importance_sampling": 1.2, "original": False},
 )
+LEFT_OUT = {
+    "weights other than 1": "a factor of the loss",
+    "entropy": "no KL",
+    "probs_corr": "a correlation of probabilities, no KL",
+}
 PLANS = tuple(Plan("loss_fn", params) for params in OPTIONS)

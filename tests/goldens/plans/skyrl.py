@@ -100,8 +100,8 @@ EVERYTHING: dict[str, Any] = {
     "tis_ratio_type": "sequence",
     "sequence_tis_ratio_clip_high": 1.1,
     "sequence_mask_metric": "geometric",
-    "geo_mask_low": 0.9,
-    "geo_mask_high": 1.1,
+    "geo_mask_low": 0.85,
+    "geo_mask_high": 1.08,
 }
 CORRECTIONS = [
     *[Plan("compute_off_policy_correction", params, gradient_of=None) for params in OFF_POLICY],
@@ -119,4 +119,8 @@ CONTROLLERS = [
     ],
     Plan("FixedKLController", {"kl_coef": 0.001}, ("updates",), None),
 ]
+LEFT_OUT = {
+    "clip_cov with a part of its candidates": "torch.randperm decides which; verl's case checks how many",
+    "token_mean, sequence_mean, seq_mean_token_sum_norm": "in the shared cases",
+}
 PLANS = (*ON_LOSSES, *VALUE, *ADVANTAGES, *REDUCTIONS, *CORRECTIONS, *REWARDS, *CONTROLLERS)

@@ -88,6 +88,7 @@ LOSSES: dict[str, list[dict[str, Any]]] = {
         {"clip_mode": "two-side", "weight": "advantage", "temp": 2.0},
         {"clip_mode": "ring", "regularizer": "forward-kl", "regularizer_coef": 0.3},
     ],
+    "dpo": [{"beta": 0.1}, {"beta": 0.5, "label_smoothing": 0.1}],
     "mix": [{"mu": 0.1, "clip_range": 0.2, **DEFAULT}],
     "mix_chord": [
         {"mu_peak": 0.3, "clip_range": 0.2, "enable_phi_function": phi, **steps, **DEFAULT}
@@ -96,12 +97,8 @@ LOSSES: dict[str, list[dict[str, Any]]] = {
             (False, {"mu_warmup_steps": 8, "mu_decay_steps": 10, "mu_valley": 0.1}),
         )
     ],
-    "dpo": [{"beta": 0.1}, {"beta": 0.5, "label_smoothing": 0.1}],
 }
-NOTES = {
-    "dpo": "sums over all tokens of all pairs: one pair of sums, not a mean over pairs",
-    "mix_chord": "at step 5",
-}
+NOTES = {"mix_chord": "at step 5", "dpo": "one pair of sums over all tokens of all pairs, not a mean over pairs"}
 ON_TWO = [
     Plan(
         class_of(LOSS_CLASSES[name]),
@@ -126,7 +123,7 @@ ADVANTAGES: dict[str, list[dict[str, Any]]] = {
     "grpo_verl": [{"epsilon": 1e-6}],
     "opmd_verl": [{"opmd_baseline": "mean"}, {"opmd_baseline": "logavgexp", "tau": 0.5}],
     "asymre_verl": [{"baseline_shift": -0.1}],
-    "grpo": [{"std_cal_level": "group"}, {"std_cal_level": "batch"}, {"rank_penalty": 0.25}],
+    "grpo": [{"std_cal_level": "group"}, {"std_cal_level": "batch"}],
     "reinforce": [{}],
     "opmd": [{"opmd_baseline": "mean"}, {"opmd_baseline": "logavgexp", "tau": 0.5}],
     "asymre": [{"baseline_shift": -0.1}],
@@ -148,4 +145,12 @@ ON_ADVANTAGES = [
     for name, choices in ADVANTAGES.items()
     for params in choices
 ]
+LEFT_OUT = {
+    "grpo with rank_penalty": "centres rewards by the mean of the penalised ones, but does not penalise the rewards",
+    "grpo with std_threshold": "drops experiences, which is the caller's choice of rows",
+    "rec with drop": "drops experiences at random",
+    "clipb, clipv": "the advantages are GRPO's and recorded; the filter of tokens by an entropy signal is not",
+    "jsd with chunk_size": "the same numbers in pieces",
+    "rec with weight gspo_importance_sampling, other clip_mode": "fails: UnboundLocalError",
+}
 PLANS = (*ON_TWO, *FAR, *ON_ADVANTAGES)

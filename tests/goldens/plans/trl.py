@@ -45,7 +45,7 @@ OTHER_LOSSES = [
 ]
 RLOO_LOSS = [Plan("RLOOTrainer._compute_loss", EPSILON)]
 
-MASKS = [Plan("get_off_policy_mask", {"off_policy_threshold": threshold}, EDGES, None) for threshold in (0.0, 0.05)]
+MASKS = [Plan("get_off_policy_mask", {"off_policy_threshold": threshold}, EDGES, None) for threshold in (0.02, 0.055)]
 RATIOS = [
     Plan(
         "vllm_importance_sampling",
@@ -83,6 +83,14 @@ ADVANTAGES = [
         for weights in ([1.0, 1.0], [1.0, 0.25])
     ],
     *[
+        Plan("advantages", {**params, "partial": True}, ("base",), None, "part of GRPOTrainer; NaN is no reward")
+        for params in (
+            {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"},
+            {"scale_rewards": "batch", "multi_objective_aggregation": "sum_then_normalize"},
+            {"reward_weights": [1.0, 0.25], "multi_objective_aggregation": "normalize_then_sum"},
+        )
+    ],
+    *[
         Plan(
             "rloo_advantages", {"normalize_advantages": normalize, "beta": beta}, ("base",), None, "part of RLOOTrainer"
         )
@@ -99,6 +107,13 @@ DISTILLATION = [
         Plan("compute_topk_self_distillation_loss", params, ("base",), "logits")
         for params in grid(distillation_topk=(3,), distillation_alpha=(0.5, 1.0), distillation_add_tail=(True, False))
     ],
+    Plan("add_tail_bucket", {"first": 3}, ("base",), "logits", "only the tail, of the first log-probs of each row"),
     Plan("apply_importance_sampling_clipping", {"clip_coeff": 1.2}, gradient_of="advantages"),
 ]
+LEFT_OUT = {
+    "top_entropy_quantile": "a mask from the entropies, which is the caller's",
+    "entropy bonus": "no KL",
+    "compute_sampled_token_self_distillation_loss": "needs token ids; a policy gradient",
+    "use_liger_kernel": "another package, the same k3",
+}
 PLANS = (*GRPO, *OTHER_LOSSES, *RLOO_LOSS, *MASKS, *RATIOS, *ADVANTAGES, *DISTILLATION)

@@ -105,8 +105,8 @@ REJECTION = {
     "seq_sum_k2": "0.4",
     "seq_sum_k3": "0.4",
     "seq_mean_k1": "0.9_1.1",
-    "seq_mean_k2": "0.04",
-    "seq_mean_k3": "0.04",
+    "seq_mean_k2": "0.055",
+    "seq_mean_k3": "0.0555",
     "seq_max_k2": "0.2",
     "seq_max_k3": "0.2",
     "token_k1,seq_mean_k3": "0.6_1.6,0.1",
@@ -150,4 +150,10 @@ CONTROLLERS = [
     Plan("AdaptiveKLController", {"init_kl_coef": 0.001, "target_kl": 0.02, "horizon": 2000}, ("updates",), None),
     Plan("FixedKLController", {"kl_coef": 0.001}, ("updates",), None),
 ]
+LEFT_OUT = {
+    "compute_policy_loss": "deprecated, the same as compute_policy_loss_vanilla",
+    "compute_entropy_loss": "entropy of logits, no KL",
+    "compute_pf_ppo_reweight_data": "draws rows at random",
+    "kl_penalty full": "NotImplementedError in verl",
+}
 PLANS = (*LOSSES, *REDUCTIONS, *ADVANTAGES, *CORRECTIONS, *REWARDS, *CONTROLLERS)

@@ -161,6 +161,10 @@ def main() -> int:
     for system, text in generate.OTHER_VERSION.items():
         print(f"  ({system}: {text})")
     reports[1].print("generated cases:")
+    print("not recorded:")
+    for system in generate.RELEASES:
+        for name, reason in importlib.import_module(f"tests.goldens.plans.{system}").LEFT_OUT.items():
+            print(f"  {system:9} {name}: {reason}")
     return int(any(report.differ.values() for report in reports))
 
 

@@ -25,11 +25,8 @@ METRICS = (
     "ppo_kl_seq",
     "approx_kl",
     "unmasked_frac",
-    "frac_clipped",
     "avg_alpha",
     "avg_soft_gate",
-    "chosen_reward",
-    "rejected_reward",
 )
 STEP = 5
 
@@ -69,8 +66,9 @@ def loss(name: str, given: Given, params: Params) -> Outputs:
     function = instance("policy_loss_fn", LOSS_CLASSES[name], params)
     inputs = {"log_prob": given.log_probs, "response_mask": given.mask}
     wanted = set(function.select_keys)
-    optional = {"old_log_probs": "old_log_probs", "ref_log_prob": "ref_log_probs", "advantages": "advantages"}
-    inputs |= {key: getattr(given, input_name) for key, input_name in optional.items() if key in wanted}
+    inputs |= {name: getattr(given, name) for name in ("old_log_probs", "advantages") if name in wanted}
+    if "ref_log_prob" in wanted:
+        inputs["ref_log_prob"] = given.ref_log_probs
     if "expert_mask" in wanted:
         inputs["expert_mask"] = given.expert.bool()
     if "step" in wanted:
@@ -101,27 +99,28 @@ def over_batch(name: str, given: Given, params: Params) -> Outputs:
         batch |= {"rollout_log_probs": given.log_probs, "entropys": given.entropies}
     if name == "clipv":
         batch |= {"old_log_probs": given.log_probs, "entropys": given.entropies, "necs": given.necs}
-    exps, metrics = function(types.SimpleNamespace(batch=batch, non_tensor_batch=non_tensor))
-    kept = {"kept": exps.batch["response_mask"]} if name.startswith("clip") else {}
-    return {"advantages": exps.batch["advantages"], "returns": exps.batch["returns"], **kept, **some(metrics)}
+    exps, _ = function(types.SimpleNamespace(batch=batch, non_tensor_batch=non_tensor))
+    return {"advantages": exps.batch["advantages"], "returns": exps.batch["returns"]}
 
 
 def over_experiences(name: str, given: Given, params: Params) -> Outputs:
-    """An advantage function over a list of experiences, one per row; their steps and states are the rows' own."""
+    """An advantage function over a list of experiences: single responses, or the steps of trajectories."""
     function = instance("advantage_fn", OVER_EXPERIENCES[name], params)
-    groups = given.group_ids.tolist()
+    steps = name in ("step_wise_grpo", "gigpo")
+    prompts = (given.prompt_ids if steps else given.group_ids).tolist()
+    runs = given.run_ids.tolist() if steps else range(len(prompts))
+    states = given.state_ids.tolist() if name == "gigpo" else prompts
     experiences = [
         types.SimpleNamespace(
             reward=reward,
             action_mask=mask,
-            eid=types.SimpleNamespace(tid=group, rid=f"run {row}", step=0),
-            info={"env_state_hash": row % 2},
+            eid=types.SimpleNamespace(tid=prompt, rid=f"run {run}", step=row % 2),
+            info={"env_state_hash": state, "step_reward": reward},
         )
-        for row, (reward, mask, group) in enumerate(zip(given.rewards.tolist(), given.mask, groups, strict=True))
+        for row, (reward, mask, prompt, run, state) in enumerate(
+            zip(given.rewards.tolist(), given.mask, prompts, runs, states, strict=True)
+        )
     ]
-    if "rank_penalty" in params:
-        for experience, log_probs in zip(experiences, given.old_log_probs, strict=True):
-            experience.logprobs = log_probs
     function(experiences)
     return {"advantages": torch.stack([experience.advantages for experience in experiences])}
 

@@ -72,7 +72,7 @@ def inputs(given: Given, params: Params) -> dict[str, torch.Tensor]:
     if params.get("beta", 0.0) != 0.0:
         batch["ref_per_token_logps"] = given.ref_log_probs
     if params.get("use_vllm"):
-        batch["importance_sampling_ratio"] = given.is_weights
+        batch["importance_sampling_ratio"] = torch.where(given.mask > 0, given.is_weights, 1.0)  # as TRL makes it
     return batch
 
 
@@ -93,7 +93,7 @@ def rloo_loss(method: Callable[..., Any], given: Given, params: Params) -> Outpu
 
 def off_policy_mask(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
     """The rows that are kept."""
-    arrays = given.row_advantages[:, None], given.log_probs, given.rollout_log_probs, given.mask
+    arrays = given.row_advantages[:, None], given.log_probs, given.old_log_probs, given.mask
     return {"kept": method(*arrays, params["off_policy_threshold"])}
 
 
@@ -109,7 +109,10 @@ def importance_ratio(statements: Callable[..., Any], given: Given, params: Param
 def grpo_advantages(statements: Callable[..., Any], names: Mapping[str, Any], given: Given, params: Params) -> Outputs:
     """The advantages of groups of two, of a single reward or of several."""
     several = params["multi_objective_aggregation"] == "normalize_then_sum"
-    rewards = given.reward_components if several else given.rewards[:, None]
+    if params.get("partial"):
+        rewards = given.partial_components
+    else:
+        rewards = given.reward_components if several else given.rewards[:, None]
     weights = torch.tensor(params.get("reward_weights", [1.0] * rewards.shape[1]), dtype=rewards.dtype)
     self = types.SimpleNamespace(
         multi_objective_aggregation=params["multi_objective_aggregation"],
@@ -117,7 +120,7 @@ def grpo_advantages(statements: Callable[..., Any], names: Mapping[str, Any], gi
         reward_weights=weights,
         reward_funcs=[None] * rewards.shape[1],
     )
-    unscorable = torch.zeros(len(rewards), dtype=torch.bool)
+    unscorable = torch.isnan(rewards).all(dim=1)
     arrays = {"rewards_per_func": rewards, "unscorable_mask": unscorable, "num_generations": 2, "device": "cpu"}
     return {"advantages": statements(self=self, **arrays, **names)["advantages"]}
 
@@ -142,6 +145,11 @@ def divergence(method: Callable[..., Any], given: Given, params: Params) -> Outp
     """A divergence per token between two distributions over the vocabulary."""
     student, teacher = (torch.log_softmax(logits, -1) for logits in (given.logits, given.teacher_logits))
     return {"value": method(student, teacher, params["alpha"])}
+
+
+def tail(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+    """What the first log-probs of each row leave to all others."""
+    return {"value": method(torch.log_softmax(given.logits, -1)[..., : params["first"]])[..., -1]}
 
 
 def weighted(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
@@ -188,6 +196,7 @@ def calls(root: pathlib.Path) -> dict[str, Call]:
             jsd, release.function_from(trl / "experimental/gkd/gkd_trainer.py", "generalized_jsd_loss", names)
         ),
         "compute_divergence": functools.partial(divergence, parts["compute_divergence"]),
+        "add_tail_bucket": functools.partial(tail, parts["add_tail_bucket"]),
         "compute_topk_self_distillation_loss": lambda given, params: {
             "value": topk(given.logits, given.teacher_logits, **params)
         },
