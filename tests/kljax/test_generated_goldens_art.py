@@ -56,3 +56,15 @@ def test_art(case: cases.Case) -> None:
         weights = kljax.importance_weights(*pair, mask, upper=params["truncated_importance_sampling"])
     compare.assert_loss(case, lambda lp: weights * policy_term(case, lp, advantages), MEAN)
     case.assert_outputs(**({} if mean_kl is None else {"kl_policy_ref": mean_kl}))
+
+
+@cases.parametrize(("art", "loss_fn"))
+def test_mean_kl_that_art_logs(case: cases.Case) -> None:
+    # Of the shared cases; the loss itself is compared with the losses.
+    if "kl_policy_ref" in case.outputs:
+        mask = case.given("mask")
+        mean = kljax.masked_mean(kljax.k1(case.given("log_probs"), case.given("ref_log_probs")), mask)
+        number = mask.sum().astype(jnp.float64)
+        case.assert_matches(mean * number / (number + 1e-6), case.result("kl_policy_ref"))
+    else:
+        assert case.params["kl_penalty_coef"] == 0

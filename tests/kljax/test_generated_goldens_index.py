@@ -1,7 +1,10 @@
 """The generated cases are the planned ones, their files belong together, and every release has its plan."""
 
+import ast
 import importlib
 import json
+import pathlib
+import sys
 
 import numpy as np
 
@@ -53,3 +56,17 @@ def test_batches_have_what_their_names_say() -> None:
     assert [name for name, arrays in drawn.items() if (after[name] > arrays["mask"]).any()] == ["holes"]
     assert [name for name, a in drawn.items() if np.abs(a["log_probs"] - a["old_log_probs"]).max() > 20] == ["huge"]
     assert [name for name, a in drawn.items() if 1 in np.bincount(a["group_ids"])] == ["holes"]
+
+
+def test_the_generator_starts_without_any_package() -> None:
+    # It makes its own environment, so it must run where neither PyTorch nor the project's packages are installed.
+    tree = ast.parse(pathlib.Path(generate.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
+
+
+def test_releases_and_libraries_are_pinned() -> None:
+    requirements = [*generate.RELEASES.values(), generate.TORCH, *generate.LIBRARIES]
+    assert all(requirement.count("==") == 1 for requirement in requirements)
