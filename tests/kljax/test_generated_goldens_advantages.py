@@ -83,8 +83,6 @@ ROWS: dict[tuple[str, str], Callable[[cases.Case], jax.Array]] = {
     ("skyrl", "compute_maxrl_advantage"): maxrl,
     ("trinity", "GRPOAdvantageFn"): grpo,
     ("trinity", "GRPOGroupedAdvantage"): grpo,
-    ("trinity", "ClipBAdvantageFn"): grpo,
-    ("trinity", "ClipVAdvantageFn"): grpo,
     ("trinity", "RLOOAdvantageFn"): rloo,
     ("trinity", "OPMDAdvantageFn"): opmd,
     ("trinity", "OPMDGroupAdvantage"): opmd,
@@ -99,6 +97,19 @@ ROWS: dict[tuple[str, str], Callable[[cases.Case], jax.Array]] = {
 def test_advantages_of_rows(case: cases.Case) -> None:
     per_token = kljax.broadcast_to_tokens(ROWS[case.system, case.function](case), case.given("mask"))
     case.assert_outputs(**dict.fromkeys(case.outputs, per_token))  # the systems' returns are the same array
+
+
+@cases.parametrize(("trinity", "ClipBAdvantageFn"), ("trinity", "ClipVAdvantageFn"), file=GENERATED)
+def test_advantages_with_a_filter_of_tokens(case: cases.Case) -> None:
+    mask, params = case.given("mask"), case.params
+    per_token = kljax.broadcast_to_tokens(grpo(case), mask)
+    arrays = per_token, case.given("log_probs"), case.given("entropies")
+    if params["name"] == "clipb":
+        kept = kljax.clip_b_mask(*arrays, mask, mu=params["mu"])
+    else:
+        kept = kljax.clip_v_mask(*arrays, case.given("necs"), mask, mu=params["mu"], max_fraction=params["max_frac"])
+    assert (mask & ~kept).any()
+    case.assert_outputs(advantages=per_token, returns=per_token, kept=mask & kept)
 
 
 @cases.parametrize(("verl", "compute_reinforce_plus_plus_baseline_outcome_advantage"), file=GENERATED)

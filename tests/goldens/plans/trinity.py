@@ -149,7 +149,6 @@ LEFT_OUT = {
     "grpo with rank_penalty": "centres rewards by the mean of the penalised ones, but does not penalise the rewards",
     "grpo with std_threshold": "drops experiences, which is the caller's choice of rows",
     "rec with drop": "drops experiences at random",
-    "clipb, clipv": "the advantages are GRPO's and recorded; the filter of tokens by an entropy signal is not",
     "jsd with chunk_size": "the same numbers in pieces",
     "rec with weight gspo_importance_sampling, other clip_mode": "fails: UnboundLocalError",
 }

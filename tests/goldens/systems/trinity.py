@@ -100,7 +100,8 @@ def over_batch(name: str, given: Given, params: Params) -> Outputs:
     if name == "clipv":
         batch |= {"old_log_probs": given.log_probs, "entropys": given.entropies, "necs": given.necs}
     exps, _ = function(types.SimpleNamespace(batch=batch, non_tensor_batch=non_tensor))
-    return {"advantages": exps.batch["advantages"], "returns": exps.batch["returns"]}
+    kept = {"kept": exps.batch["response_mask"]} if name.startswith("clip") else {}
+    return {"advantages": exps.batch["advantages"], "returns": exps.batch["returns"], **kept}
 
 
 def over_experiences(name: str, given: Given, params: Params) -> Outputs:
