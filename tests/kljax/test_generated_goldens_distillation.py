@@ -1,4 +1,4 @@
-"""TRL's divergences between a student and a teacher over the vocabulary: value and gradient to the logits."""
+"""Distillation in TRL and verl, over the vocabulary, over its top tokens and of sampled tokens: value and gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -69,4 +69,40 @@ def test_loss_under_a_truncated_weight(case: cases.Case) -> None:
     bound = {"upper": case.params["clip_coeff"], "log_ratio_clip": 20.0}
     weights = kljax.importance_weights(log_probs, old, everything, **bound)
     case.assert_value_and_grad(lambda loss: weights * loss, "advantages")
+    case.assert_outputs()
+
+
+@cases.parametrize(("verl", "compute_forward_kl_topk"), file=GENERATED)
+def test_forward_kl_over_the_tokens_of_the_teacher(case: cases.Case) -> None:
+    everything, bound = jnp.ones(case.given("logits").shape[:-1], bool), case.params["log_prob_min_clamp"]
+
+    def loss(logits: jax.Array) -> jax.Array:
+        student, teacher = both(case, logits)
+        top, indices = jax.lax.top_k(teacher, case.params["topk"])
+        picked = jnp.take_along_axis(student, indices, axis=-1)
+        return kljax.top_k_forward_kl(picked, top, everything, min_log_prob=bound)
+
+    case.assert_value_and_grad(loss, "logits")
+    case.assert_outputs()
+
+
+@cases.parametrize(("verl", "distillation_loss"), file=GENERATED)
+def test_distillation_of_sampled_tokens(case: cases.Case) -> None:
+    log_probs, teacher, mask = (case.given(name) for name in ("log_probs", "teacher_log_probs", "mask"))
+    names = {"kl": "k1", "k1": "k1", "k2": "k2", "k3": "low_var_kl"}
+    options = {"estimator": names[case.params["loss_mode"]], **compare.renamed(case, value_clip="loss_max_clamp")}
+    if case.params["use_policy_gradient"]:
+        rest = case.given("old_log_probs"), kljax.distillation_rewards(log_probs, teacher, mask, **options), mask
+
+        def loss(lp: jax.Array) -> jax.Array:
+            return kljax.ppo_clip_loss(lp, *rest, dual_clip=3.0, log_ratio_clip=20.0)
+
+    else:
+
+        def loss(lp: jax.Array) -> jax.Array:
+            # The library has no loss with the value and the gradient of k1, which leads nowhere; verl does.
+            estimate = kljax.estimate_kl if options["estimator"] == "k1" else kljax.distillation_loss
+            return estimate(lp, teacher, mask, **options, gradient="value")
+
+    compare.assert_loss(case, loss, compare.VERL["token-mean"])
     case.assert_outputs()

@@ -150,10 +150,31 @@ CONTROLLERS = [
     Plan("AdaptiveKLController", {"init_kl_coef": 0.001, "target_kl": 0.02, "horizon": 2000}, ("updates",), None),
     Plan("FixedKLController", {"kl_coef": 0.001}, ("updates",), None),
 ]
+DISTILLATION = [
+    *[
+        Plan("distillation_loss", {"loss_mode": name, "use_policy_gradient": by_policy, "loss_max_clamp": clamp})
+        for name, by_policy, clamp in (
+            ("kl", False, None),
+            ("k2", False, 0.2),
+            ("k3", False, None),
+            ("k1", True, 0.5),
+            ("k3", True, None),
+        )
+    ],
+    *[
+        Plan(
+            "compute_forward_kl_topk",
+            {"name": "forward_kl_topk", "topk": 3, "log_prob_min_clamp": bound},
+            ("base",),
+            "logits",
+        )
+        for bound in (None, -2.0)
+    ],
+]
 LEFT_OUT = {
     "compute_policy_loss": "deprecated, the same as compute_policy_loss_vanilla",
     "compute_entropy_loss": "entropy of logits, no KL",
     "compute_pf_ppo_reweight_data": "draws rows at random",
     "kl_penalty full": "NotImplementedError in verl",
 }
-PLANS = (*LOSSES, *REDUCTIONS, *ADVANTAGES, *CORRECTIONS, *REWARDS, *CONTROLLERS)
+PLANS = (*LOSSES, *REDUCTIONS, *ADVANTAGES, *CORRECTIONS, *REWARDS, *CONTROLLERS, *DISTILLATION)

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from tests.goldens.systems import release
+from tests.goldens.systems import release, verl_distillation
 from tests.goldens.systems.controllers import trajectory
 from tests.goldens.systems.record import Call, Given
 
@@ -222,6 +222,7 @@ def calls(root: pathlib.Path) -> dict[str, Call]:
     functions = [f"compute_{name}_outcome_advantage" for name in outcomes]
     functions += [f"compute_{turns}optimal_token_baseline_advantage" for turns in ("", "multi_turn_")]
     return {
+        **verl_distillation.calls(root, core),
         **{f"compute_policy_loss_{name}": functools.partial(policy_loss, core, name) for name in POLICY_LOSSES},
         **{name: functools.partial(outcome, core, name) for name in functions},
         **{
