@@ -8,14 +8,20 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.masking import masked, masked_mean, masked_var
 
 __all__ = ["clip_b_mask", "clip_v_mask"]
 
 
 def clip_b_mask(
-    advantages: ArrayLike, log_probs: ArrayLike, entropies: ArrayLike, mask: ArrayLike, *, mu: Scalar = 2.5
+    advantages: ArrayLike,
+    log_probs: ArrayLike,
+    entropies: ArrayLike,
+    mask: ArrayLike,
+    *,
+    mu: Scalar = 2.5,
+    axis_name: AxisName = None,
 ) -> Array:
     """Tokens kept when those of negative advantage and small `S` go: `A >= 0` or `S - mean(S) >= -mu * std(S)`.
 
@@ -27,6 +33,7 @@ def clip_b_mask(
       entropies: same shape, entropy of the distribution at each position, in nats.
       mask: same shape, boolean.
       mu: how many standard deviations below the mean are kept, at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread.
 
     Returns:
       `[..., T]` booleans, True on tokens to train on; False where the mask is.
@@ -49,8 +56,9 @@ def clip_b_mask(
     check_same_shape(advantages=advantages, log_probs=log_probs, entropies=entropies, mask=mask)
     check_at_least("mu", mu, 0)
     score = _score(log_probs, entropies, mask)
-    std = jnp.sqrt(masked_var(score, mask, ddof=0))
-    low = score - masked_mean(score, mask) < -jnp.asarray(mu, score.dtype) * std
+    std = jnp.sqrt(masked_var(score, mask, ddof=0, axis_name=axis_name))
+    centered = score - masked_mean(score, mask, axis_name=axis_name)
+    low = centered < -jnp.asarray(mu, score.dtype) * std
     return check_mask(mask) & ~(low & (jnp.asarray(advantages) < 0))
 
 

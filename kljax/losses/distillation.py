@@ -258,7 +258,7 @@ def top_k_forward_kl(
     )
     if min_log_prob is not None:
         policy, teacher = (clip(x, jnp.asarray(min_log_prob, x.dtype), None) for x in (policy, teacher))
-    there = teacher > -jnp.inf
+    there = teacher != -jnp.inf
     terms = jnp.exp(teacher) * (jnp.where(there, teacher, 0) - jnp.where(there, policy, 0))
     return jnp.where(keep, clip(jnp.where(there, terms, 0).sum(-1), 0.0, None), 0)
 
