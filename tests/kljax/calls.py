@@ -60,6 +60,7 @@ SAMPLES: Options = {
     "mask_low": 0.3,
     "max_coef": 0.31,
     "max_divergence": 0.1,
+    "max_fraction": 0.3,
     "max_kl": 0.01,
     "max_length": 20.0,
     "max_log_ratio": 0.02,
@@ -68,8 +69,10 @@ SAMPLES: Options = {
     "max_weight": None,
     "mean_kl": 0.1,
     "min_coef": 0.2,
+    "min_log_prob": -1.5,
     "min_ratio": 0.4,
     "mode": "token_mean",
+    "mu": 0.1,
     "num_buckets": 4,
     "num_groups": GROUPS,
     "schedule": lambda count: 0.5 / (1 + jnp.asarray(count, float)),
@@ -79,6 +82,7 @@ SAMPLES: Options = {
         functools.partial(kljax.truncated_importance_weights, level="geometric", max_weight=1.02),
     ),
     "target": 0.1,
+    "tau": 0.5,
     "temperature": 0.7,
     "upper": 1.3,
     "value_clip": 0.2,
@@ -112,8 +116,16 @@ VARIANTS: dict[str, list[Options]] = {
         {"mode": "prompt_mean", "group_ids": GIVEN, "num_groups": GIVEN, "empty_rows": "count"},
     ],
     "clip_cov_loss": [{"lower": 0.0, "fraction": GIVEN}],
+    "clip_v_mask": [{"mu": GIVEN, "max_fraction": GIVEN}],
     "clip_fraction": [{"level": "geometric", "clip_low": 0.02, "clip_high": 0.02}],
     "rejection_mask": [{"level": "geometric", "lower": 0.9, "upper": 1.1}],
+}
+
+# The programs run once and are tiny: what their compilation costs is what counts. Some XLA do not know every option.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_llvm_disable_expensive_passes": True,
 }
 
 
@@ -172,6 +184,45 @@ def calls_of(name: str, seed: int = 0) -> tuple[Call, ...]:
     """Every call of a public function; another seed draws other arrays for the same calls."""
     calls = {call.name: call for call in (_call(name, options, seed) for options in _option_sets(name))}
     return tuple(calls.values())
+
+
+def inputs(name: str, seed: int = 0) -> list[tuple[Any, Any]]:
+    return [(call.arrays, call.data) for call in calls_of(name, seed)]
+
+
+def each_call(name: str, run: Callable[[Call, Any, Any], Any]) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
+    """A function of the inputs of every call of `name`, which runs them one after the other."""
+
+    calls = calls_of(name)
+
+    def every(given: list[tuple[Any, Any]]) -> list[Any]:
+        results = []
+        for call, (arrays, data) in zip(calls, given, strict=True):
+            try:
+                results.append(run(call, arrays, data))
+            except Exception as error:
+                error.add_note(f"in {call.name}")
+                raise
+        return results
+
+    return every
+
+
+@functools.cache
+def known_options() -> dict[str, Any]:
+    def is_known(option: str) -> bool:
+        try:
+            jax.jit(lambda: 0.0).lower().compile(compiler_options={option: QUICK[option]})
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    return {option: value for option, value in QUICK.items() if is_known(option)}
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    program = jax.jit(function).lower(*arguments).compile(compiler_options=known_options())
+    return jax.device_get(program(*arguments))
 
 
 @functools.cache
@@ -325,6 +376,7 @@ DRAWS: dict[str, Draw] = {
     "indices": lambda rng, shape, seed: np.argsort(rng.random((*shape[:-1], SIZES["V"])), -1)[..., : shape[-1]],
     "lengths": lambda rng, shape, seed: rng.integers(0, LENGTH // 2, shape),
     "vocab_log_probs": lambda rng, shape, seed: jax.nn.log_softmax(jnp.asarray(rng.normal(size=shape))),
+    "squared_probs": lambda rng, shape, seed: rng.uniform(0.1, 0.9, shape),
     "log_probs": lambda rng, shape, seed: rng.normal(-1.0, 0.4, shape),
     "weights": lambda rng, shape, seed: rng.uniform(0.0, 2.0, shape),
     **{

@@ -7,7 +7,6 @@ listed. All calls of a function are compiled as one program per transformation.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,13 +17,24 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.kljax import calls
-from tests.kljax.calls import LENGTH, NOT_CALLED, ROWS, Call, callable_functions, calls_of
+from tests.kljax.calls import (
+    LENGTH,
+    NOT_CALLED,
+    ROWS,
+    Call,
+    callable_functions,
+    calls_of,
+    compiled,
+    each_call,
+    inputs,
+)
 
 # Statistics of a whole batch without an `axis_name`: inside `shard_map` their inputs are gathered first. So are those
 # of functions with `group_ids`: the rows of a group may be anywhere, and a reward per row is cheap to gather.
 BY_RANK = "goes by the rank of a token in the whole batch, which no sum over devices gives"
 GATHERED = {
     "clip_cov_loss": BY_RANK,
+    "clip_v_mask": BY_RANK,
     "fingerprint": "one sum per leaf of a tree, however large; not a function of rows",
     "kl_cov_loss": BY_RANK,
 } | {
@@ -34,12 +44,6 @@ GATHERED = {
 }
 # With one of these the result of a row does not depend on the others, and there is nothing to add over devices.
 REPLACE_AXIS_NAME = ("axis", "mean_kl")
-# The programs run once and are tiny: what their compilation costs is what counts. Some XLA do not know every option.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_llvm_disable_expensive_passes": True,
-}
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
 
 everywhere = pytest.mark.parametrize("name", callable_functions())
@@ -48,43 +52,6 @@ everywhere = pytest.mark.parametrize("name", callable_functions())
 @functools.cache
 def eager(name: str, seed: int = 0) -> list[Any]:
     return jax.device_get([call.value_and_grads(call.arrays, call.data) for call in calls_of(name, seed)])
-
-
-@functools.cache
-def known_options() -> dict[str, Any]:
-    def is_known(option: str) -> bool:
-        try:
-            jax.jit(lambda: 0.0).lower().compile(compiler_options={option: QUICK[option]})
-        except jax.errors.JaxRuntimeError:
-            return False
-        return True
-
-    return {option: value for option, value in QUICK.items() if is_known(option)}
-
-
-def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    program = jax.jit(function).lower(*arguments).compile(compiler_options=known_options())
-    return jax.device_get(program(*arguments))
-
-
-def inputs(name: str, seed: int = 0) -> list[tuple[Any, Any]]:
-    return [(call.arrays, call.data) for call in calls_of(name, seed)]
-
-
-def each_call(name: str, run: Callable[[Call, Any, Any], Any]) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
-    """A function of the inputs of every call of `name`, which runs them one after the other."""
-
-    def every(given: list[tuple[Any, Any]]) -> list[Any]:
-        results = []
-        for call, (arrays, data) in zip(calls_of(name), given, strict=True):
-            try:
-                results.append(run(call, arrays, data))
-            except Exception as error:
-                error.add_note(f"in {call.name}")
-                raise
-        return results
-
-    return every
 
 
 def check(name: str, results: list[Any], expected: list[Any]) -> None:
