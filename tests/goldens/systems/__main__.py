@@ -165,7 +165,7 @@ def main() -> int:
     for system in generate.RELEASES:
         for name, reason in importlib.import_module(f"tests.goldens.plans.{system}").LEFT_OUT.items():
             print(f"  {system:9} {name}: {reason}")
-    return int(any(report.differ.values() for report in reports))
+    return int(any(lines for report in reports for lines in report.differ.values()))
 
 
 if __name__ == "__main__":
