@@ -32,6 +32,7 @@ from kljax.audit.report import Audit, Interval, Result
 Block = tuple[Any, Any, Any | None]
 # Numbers of one array of a chunk: some fifty of that size live at a time.
 _CHUNK_ELEMENTS = 2**18
+_LEAST_CHUNK = 64
 # With fewer rows than this, intervals come from resampled positions.
 _FEW_ROWS = 8
 
@@ -160,28 +161,37 @@ def _all_moments(
 ) -> tuple[Moments, Moments | None, tuple[str, ...], int]:
     exact, sampled = [], []
     corrections: tuple[str, ...] = ("none",)
-    vocabulary, first_row = 0, 0
+    vocabulary, first_row, size = 0, 0, 0
     for block in blocks:
         vocabulary = block[0].shape[-1]
+        rows = mask[first_row : first_row + len(block[0])]
         if block[2] is not None:
             corrections = ("none", "ratio", "capped")[: 1 + len(options.caps)]
+        # The first block is as large as any: every chunk of every block has one shape, and compiles once.
+        size = size or _chunk_size(options, max(vocabulary, options.draws), rows.size)
         # Each position has a key of its own: the draws do not depend on how positions are grouped.
         keys = functools.partial(_keys, key, first_row * mask.shape[-1])
-        for one in _chunks(block, mask[first_row : first_row + len(block[0])], options, keys):
+        for one in _chunks(block, rows, size, options, keys):
             exact.append(one[0])
             sampled.append(one[1])
         first_row += len(block[0])
     _check_finite(np.concatenate([moments.kl for moments in exact]))
+    if np.isnan(np.concatenate([moments.score_second[0] for moments in exact])).any():
+        raise ValueError("behaviour_logits: NaN or nothing but -inf at some position")
     drawn = _placed(sampled, mask) if options.draws else None
     return _placed(exact, mask), drawn, corrections, vocabulary
 
 
+def _chunk_size(options: Options, width: int, positions: int) -> int:
+    """Positions at a time; a power of two where they are few, so that audits of about one size share a compilation."""
+    limit = options.chunk_size or max(1, _CHUNK_ELEMENTS // width)
+    return min(limit, max(_LEAST_CHUNK, 1 << (positions - 1).bit_length()))
+
+
 def _chunks(
-    block: Block, mask: np.ndarray, options: Options, keys: Callable[[np.ndarray], Array]
+    block: Block, mask: np.ndarray, size: int, options: Options, keys: Callable[[np.ndarray], Array]
 ) -> Iterator[tuple[Any, Any]]:
-    """Moments on the host of a few unmasked positions at a time; every chunk has the same shape."""
-    width = max(block[0].shape[-1], options.draws)
-    size = min(options.chunk_size or max(1, _CHUNK_ELEMENTS // width), mask.size)
+    """Moments on the host of `size` unmasked positions at a time, the last ones filled up."""
     caps = [None] if block[2] is None else [None, jnp.asarray(options.caps, float)]
     flat = [None if logits is None else logits.reshape(-1, logits.shape[-1]) for logits in block]
     chosen = np.flatnonzero(mask)

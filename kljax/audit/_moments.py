@@ -116,7 +116,8 @@ def _sum(values: Array) -> Array:
 
 def _position(logits: Array, ref_logits: Array, behaviour_logits: Array) -> Position:
     log_probs, ref, behaviour = map(jax.nn.log_softmax, (logits, ref_logits, behaviour_logits))
-    pi, support = jnp.exp(log_probs), log_probs > -jnp.inf
+    # NaN counts as support, so that it shows in the KL.
+    pi, support = jnp.exp(log_probs), log_probs != -jnp.inf
     x = jnp.where(support, log_probs - ref, 0)
     # The sum of pi k3(x) has no cancellation near x = 0, unlike the sum of pi x; far below 0 k3 would overflow.
     near = x >= -1
@@ -142,9 +143,6 @@ def _vocabulary(position: Position) -> Events:
 
 def _draws(position: Position, keys: Array, draws: int) -> Events:
     tokens = jax.vmap(functools.partial(_draw, draws=draws))(keys, position.drawn)
-    order = jnp.argsort(tokens, axis=-1)
-    ordered = jnp.take_along_axis(tokens, order, axis=-1)
-    run = jnp.cumsum(jnp.diff(ordered, axis=-1, prepend=ordered[:, :1]) != 0, axis=-1)
     pairs = draws * (draws - 1)
 
     def at(values: Array) -> Array:
@@ -153,12 +151,11 @@ def _draws(position: Position, keys: Array, draws: int) -> Events:
     pi, square = at(position.pi)[None], jnp.square(position.pi).sum(-1)[None]
     score_square = _score_square(position, at)[None]
     exact_norm = jnp.square(position.gradient).sum(-1)[None]
-    add_up = functools.partial(jax.ops.segment_sum, num_segments=draws)
+    add_up = functools.partial(jax.ops.segment_sum, num_segments=position.pi.shape[-1])
 
     def squared_norms(coefficients: Array, inner: Array) -> tuple[Array, Array]:
         # |sum_j c_j u_j|^2 with u = onehot - pi: equal tokens add up before they are squared.
-        in_order = jnp.take_along_axis(coefficients, order[None], axis=-1)
-        sums = jax.vmap(jax.vmap(add_up), (0, None))(in_order, run)
+        sums = jax.vmap(jax.vmap(add_up), (0, None))(coefficients, tokens)
         total, along_pi = coefficients.sum(-1), (coefficients * pi).sum(-1)
         whole = jnp.square(sums).sum(-1) - 2 * total * along_pi + jnp.square(total) * square
         norm = (whole - (jnp.square(coefficients) * score_square).sum(-1)) / pairs
@@ -197,7 +194,10 @@ def _one_correction(events: Events, position: Position, cap: Array | None) -> tu
     weight = _weight(position, cap)
     mean_score = position.drawn * weight - position.pi * _sum(position.drawn * weight)
     weight, score_square = events.at(weight)[None], _score_square(position, events.at)[None]
-    values, coefficients = _estimates(events.at, position, cap)
+    log_probs, ref, behaviour = map(
+        events.at, (position.log_probs, position.ref_log_probs, position.behaviour_log_probs)
+    )
+    values, coefficients = estimates(log_probs, ref, behaviour, events.at(position.drawn > 0), cap)
 
     def mean(moment: Array) -> Array:
         return (events.probability[None] * moment).sum(-1)
@@ -233,22 +233,25 @@ def _weight(position: Position, cap: Array | None) -> Array:
     return jnp.minimum(jnp.exp(log_ratio), cap)
 
 
-def _estimates(at: Callable[[Array], Array], position: Position, cap: Array | None) -> tuple[Array, Array]:
-    """Values `[E, C, L]` of the library's estimators and their derivatives by the log-prob, `[E + 1, C, L]`."""
-    ref, behaviour = at(position.ref_log_probs), at(position.behaviour_log_probs)
-    possible = at(position.drawn) > 0
+def estimates(
+    log_probs: Array, ref_log_probs: Array, behaviour_log_probs: Array, possible: Array, cap: Array | None
+) -> tuple[Array, Array]:
+    """Values `[E, ...]` of the library's estimators at tokens `[...]`, and derivatives `[E + 1, ...]` by log-prob.
 
-    def estimates(log_probs: Array) -> Array:
+    The last derivative is the straight-through one. With a cap, which may be infinite, all are importance-corrected.
+    """
+
+    def stacked(log_probs: Array) -> Array:
         columns = [*((name, "value") for name in MEASURED), ("k1", "k2")]
         return jnp.stack(
             [
                 estimate_kl(
                     log_probs,
-                    ref,
+                    ref_log_probs,
                     possible,
                     estimator=name,
                     gradient=gradient,
-                    sampling_log_probs=None if cap is None else behaviour,
+                    sampling_log_probs=None if cap is None else behaviour_log_probs,
                     max_ratio=cap,
                 )
                 for name, gradient in columns
@@ -256,6 +259,5 @@ def _estimates(at: Callable[[Array], Array], position: Position, cap: Array | No
         )
 
     # Each estimate depends on its own log-prob alone: one direction of ones has every derivative.
-    log_probs = at(position.log_probs)
-    values, derivatives = jax.jvp(estimates, (log_probs,), (jnp.ones_like(log_probs),))
+    values, derivatives = jax.jvp(stacked, (log_probs,), (jnp.ones_like(log_probs),))
     return values[:-1], derivatives

@@ -5,7 +5,7 @@ import math
 import pathlib
 from typing import Any
 
-from kljax.audit.report import Audit, Result
+from kljax.audit.report import Audit, Interval, Result
 
 # A signal or a bias below this is drawn at the edge: a logarithmic axis has no place for 0.
 FLOOR = 1e-6
@@ -57,18 +57,17 @@ def _lines(audit: Audit, kind: str) -> list[tuple[str, list[Result]]]:
 
 def _panel(axes: Any, lines: list[tuple[str, list[Result]]], metric: str, kind: str) -> None:
     for level, colour, marker in (("token", "tab:blue", "o"), ("sequence", "tab:orange", "s")):
-        for height, (_, results) in enumerate(lines):
-            for result in results:
-                found = result.metrics[metric]
-                if result.level != level or math.isnan(found.value):
-                    continue
-                sizes = sorted(max(abs(end), FLOOR) for end in (found.low, found.high) if math.isfinite(end))
-                if sizes and found.low < 0 < found.high:
-                    sizes[0] = FLOOR
-                if sizes:
-                    axes.plot(sizes, [height] * len(sizes), color=colour, linewidth=3, alpha=0.4)
-                axes.plot(max(abs(found.value), FLOOR), height, marker, color=colour, markersize=4)
-        axes.plot([], [], marker, color=colour, label=f"per {level}")
+        found = [
+            (height, result.metrics[metric])
+            for height, (_, results) in enumerate(lines)
+            for result in results
+            if result.level == level and not math.isnan(result.metrics[metric].value)
+        ]
+        heights = [height for height, _ in found]
+        ends = [_ends(interval) for _, interval in found]
+        axes.hlines(heights, [low for low, _ in ends], [high for _, high in ends], color=colour, linewidth=3, alpha=0.4)
+        sizes = [max(abs(interval.value), FLOOR) for _, interval in found]
+        axes.plot(sizes, heights, marker, color=colour, markersize=4, label=f"per {level}")
     axes.set_xscale("log")
     axes.set_yticks(range(len(lines)), [label for label, _ in lines], fontsize=7)
     axes.set_ylim(len(lines) - 0.5, -0.5)
@@ -76,3 +75,10 @@ def _panel(axes: Any, lines: list[tuple[str, list[Result]]], metric: str, kind: 
     axes.set_title(f"{kind}: {metric.replace('_', ' ')} (size; {FLOOR:g} is 0)", fontsize=9)
     if metric == "snr":
         axes.legend(fontsize=7)
+
+
+def _ends(found: Interval) -> tuple[float, float]:
+    """The interval of the size of a number; where there is none, the number itself."""
+    ends = [abs(end) for end in (found.low, found.high) if math.isfinite(end)] or [abs(found.value)]
+    low = FLOOR if found.low < 0 < found.high else min(ends)
+    return max(low, FLOOR), max(*ends, FLOOR)

@@ -136,8 +136,7 @@ def bootstrap(key: Array, sums: Sums, metrics: Callable[[Sums], Sums], *, replic
     units = len(sums["count"])
     found: dict[str, list[Any]] = {}
     for start in range(0, replicates, _REPLICATES):
-        keys = jax.random.split(jax.random.fold_in(key, start), min(_REPLICATES, replicates - start))
-        counts = np.asarray(_resampled(keys, units), np.float64)
+        counts = np.asarray(_resampled(key, start, units), np.float64)[: replicates - start]
         for name, value in metrics(weighted(sums, counts)).items():
             found.setdefault(name, []).append(value)
     tails = [(1 - confidence) / 2, (1 + confidence) / 2]
@@ -145,13 +144,13 @@ def bootstrap(key: Array, sums: Sums, metrics: Callable[[Sums], Sums], *, replic
 
 
 @functools.partial(jax.jit, static_argnames="units")
-def _resampled(keys: Array, units: int) -> Array:
-    """`[keys, units]` how often each unit is drawn in as many draws with replacement as there are units."""
+def _resampled(key: Array, first: int, units: int) -> Array:
+    """`[replicates, units]` how often each unit is drawn in as many draws with replacement as there are units."""
 
     def once(key: Array) -> Array:
         return jnp.bincount(jax.random.randint(key, (units,), 0, units), length=units)
 
-    return jax.vmap(once)(keys)
+    return jax.vmap(once)(jax.random.split(jax.random.fold_in(key, first), _REPLICATES))
 
 
 def weighted(sums: Sums, counts: np.ndarray) -> Sums:

@@ -1,6 +1,7 @@
 """The audit of a recorded batch: the log-probs of the sampled tokens, without the rest of the vocabulary."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,9 @@ import numpy as np
 from kljax._checks import check_at_least, check_mask, check_same_shape
 from kljax._typing import Array, ArrayLike
 from kljax.audit._measure import check_intervals, labelled, summarise
-from kljax.audit._moments import MEASURED
+from kljax.audit._moments import estimates
 from kljax.audit._quality import Labels, Sums, gradient_labels, ratio, value_labels
 from kljax.audit.report import Audit, Interval, Result
-from kljax.kl import estimate_kl
 
 __all__ = ["audit_batch"]
 
@@ -135,29 +135,19 @@ def _filled(name: str, array: ArrayLike, kept: np.ndarray) -> np.ndarray:
 
 def _estimates(arrays: dict[str, np.ndarray], correction: str, max_ratio: float | None) -> tuple[Any, Any, Any]:
     """Values `[E, B, T]`, derivatives `[E + 1, B, T]` by the log-prob, the last straight-through, weights `[B, T]`."""
-    weight = np.ones_like(arrays["log_probs"])
-    if correction != "none":
-        weight = np.exp(arrays["log_probs"] - arrays["behaviour"])
-    if correction == "capped" and max_ratio is not None:
-        weight = np.minimum(weight, max_ratio)
+    cap = {"none": None, "ratio": math.inf, "capped": max_ratio}[correction]
+    behaviour = arrays.get("behaviour", arrays["log_probs"])
+    tokens = (jnp.asarray(array, float) for array in (arrays["log_probs"], arrays["ref_log_probs"], behaviour))
+    values, derivatives = _compiled(*tokens, None if cap is None else jnp.asarray(cap, float))
+    weights = np.exp(np.minimum(arrays["log_probs"] - behaviour, math.inf if cap is None else math.log(cap)))
+    if cap is None:
+        weights = np.ones_like(weights)
+    return np.asarray(values, np.float64), np.asarray(derivatives, np.float64), weights
 
-    def estimate(log_probs: Array, name: str, gradient: str) -> Array:
-        return estimate_kl(
-            log_probs,
-            jnp.asarray(arrays["ref_log_probs"], float),
-            estimator=name,
-            gradient=gradient,
-            sampling_log_probs=None if correction == "none" else jnp.asarray(arrays["behaviour"], float),
-            max_ratio=max_ratio if correction == "capped" else None,
-        )
 
-    values, derivatives = [], []
-    for name, gradient in [*((name, "value") for name in MEASURED), ("k1", "k2")]:
-        one = functools.partial(estimate, name=name, gradient=gradient)
-        value, pull = jax.vjp(one, jnp.asarray(arrays["log_probs"], float))
-        values.append(np.asarray(value, np.float64))
-        derivatives.append(np.asarray(pull(jnp.ones_like(value))[0], np.float64))
-    return np.stack(values[:-1]), np.stack(derivatives), weight
+@jax.jit
+def _compiled(log_probs: Array, ref_log_probs: Array, behaviour_log_probs: Array, cap: Array | None) -> Any:
+    return estimates(log_probs, ref_log_probs, behaviour_log_probs, jnp.ones(log_probs.shape, bool), cap)
 
 
 def _levels(found: Mapping[str, tuple[Any, Any, Any]], exact: np.ndarray, kept: np.ndarray) -> dict[str, Sums]:

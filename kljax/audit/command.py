@@ -125,9 +125,10 @@ def _from_example(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
 
 
 def _from_batch(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
-    with _open("--batch", args.batch) as file:
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise UserError(f"--batch: {args.batch} is not an .npz file")
+    opened = _open("--batch", args.batch)
+    if isinstance(opened, np.ndarray):
+        raise UserError(f"--batch: {args.batch} holds one array, expected an .npz file")
+    with opened as file:
         missing = [name for name in BATCH_NEEDED if name not in file.files]
         if missing:
             found = ", ".join(file.files) or "nothing"

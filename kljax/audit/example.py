@@ -8,8 +8,8 @@ from kljax._typing import Array
 
 __all__ = ["example_logits"]
 
-# The KL grows as the square of the perturbation, nearly: each step of the iteration corrects what is left.
-_STEPS = 12
+# The KL is convex in the size of a perturbation: Newton's method converges from any size above 0.
+_STEPS = 20
 # Standard deviation of the logits: with 32 000 tokens an entropy of about 2 nats, that of a language model's text.
 _SCALE = 3.5
 
@@ -70,9 +70,14 @@ def _perturbed(logits: Array, noise: Array, mean_kl: float) -> Array:
     """The logits plus the noise at the size that makes the mean KL to the result `mean_kl`."""
     log_probs, target = jax.nn.log_softmax(logits), jnp.asarray(mean_kl, logits.dtype)
 
+    def mean_kl_and_slope(size: Array) -> tuple[Array, Array]:
+        log_other = jax.nn.log_softmax(logits + size * noise)
+        found = (jnp.exp(log_probs) * (log_probs - log_other)).sum(-1).mean()
+        return found, ((jnp.exp(log_other) - jnp.exp(log_probs)) * noise).sum(-1).mean()
+
     def improved(_: int, size: Array) -> Array:
-        ratio = log_probs - jax.nn.log_softmax(logits + size * noise)
-        return size * jnp.sqrt(target / (jnp.exp(log_probs) * ratio).sum(-1).mean())
+        found, slope = mean_kl_and_slope(size)
+        return size - (found - target) / slope
 
     size = jax.lax.fori_loop(0, _STEPS, improved, jnp.sqrt(2 * target))
     return logits + jnp.where(target > 0, size, 0) * noise

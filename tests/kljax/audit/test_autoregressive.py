@@ -1,0 +1,70 @@
+"""What an audit at given prefixes leaves out: a token changes the prefixes after it, and with them the later KL.
+
+Every sequence of a tiny autoregressive policy is enumerated, with logits of its own for every prefix.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+
+LENGTH, VOCABULARY = 3, 3
+PREFIXES = [prefix for length in range(LENGTH) for prefix in itertools.product(range(VOCABULARY), repeat=length)]
+SEQUENCES = np.array(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
+# `[S, T]`: the row of the table that predicts each token of each sequence.
+AT = np.array([[PREFIXES.index(tuple(sequence[:t])) for t in range(LENGTH)] for sequence in SEQUENCES])
+
+
+def log_probs(table: jax.Array) -> jax.Array:
+    """`[S, T]` log-probs of the tokens of every sequence."""
+    return jax.nn.log_softmax(table)[AT, SEQUENCES]
+
+
+def exact_kl(table: jax.Array, ref: jax.Array) -> jax.Array:
+    lp = log_probs(table).sum(-1)
+    return (jnp.exp(lp) * (lp - log_probs(ref).sum(-1))).sum()
+
+
+@pytest.fixture(scope="module")
+def tables() -> tuple[jax.Array, jax.Array]:
+    return tuple(jax.random.normal(jax.random.key(0), (2, len(PREFIXES), VOCABULARY), jnp.float64))
+
+
+def expected_gradient(table: jax.Array, per_token: object) -> np.ndarray:
+    """The gradient of the expectation over sequences, their probabilities held constant, of a sum of token losses."""
+    drawn = jax.lax.stop_gradient(jnp.exp(log_probs(table).sum(-1)))
+    return np.asarray(jax.grad(lambda z: (drawn[:, None] * per_token(log_probs(z))).sum())(table))
+
+
+def test_the_reward_has_the_gradient_of_the_sequence_kl_and_the_loss_has_not(
+    tables: tuple[jax.Array, jax.Array],
+) -> None:
+    table, ref = tables
+    ref_log_probs, mask = log_probs(ref), jnp.ones(SEQUENCES.shape, bool)
+    exact = np.asarray(jax.grad(exact_kl)(table, ref))
+
+    def loss(lp: jax.Array) -> jax.Array:
+        return kljax.reference_kl_loss(lp, ref_log_probs, mask, estimator="k2", gradient="value")
+
+    def reward(lp: jax.Array) -> jax.Array:
+        rewards, _ = kljax.kl_shaped_rewards(jnp.zeros(len(SEQUENCES)), lp, ref_log_probs, mask, coef=1.0)
+        returns = jnp.flip(jnp.cumsum(jnp.flip(rewards, -1), -1), -1)
+        return -jax.lax.stop_gradient(returns) * lp
+
+    np.testing.assert_allclose(expected_gradient(table, reward), exact, rtol=1e-12, atol=1e-14)
+    from_loss = expected_gradient(table, loss)
+    missing = np.linalg.norm(from_loss - exact) / np.linalg.norm(exact)
+    assert missing > 0.1
+
+    # What the loss has instead: at every prefix the gradient of that prefix's own KL, which the audit calls exact.
+    log_p, log_q = jax.nn.log_softmax(table), jax.nn.log_softmax(ref)
+    kl = (jnp.exp(log_p) * (log_p - log_q)).sum(-1, keepdims=True)
+    reached = np.zeros(len(PREFIXES))
+    for sequence, rows in zip(np.exp(np.asarray(log_probs(table).sum(-1))), AT, strict=True):
+        reached[rows] += sequence
+    own = reached[:, None] * np.asarray(jnp.exp(log_p) * (log_p - log_q - kl))
+    np.testing.assert_allclose(from_loss, own, rtol=1e-12, atol=1e-14)
