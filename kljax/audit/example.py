@@ -1,5 +1,7 @@
 """Synthetic policies to audit: logits of language-model size with a drift of known KL."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -10,8 +12,9 @@ __all__ = ["example_logits"]
 
 # The KL is convex in the size of a perturbation: Newton's method converges from any size above 0.
 _STEPS = 20
-# Standard deviation of the logits: with 32 000 tokens an entropy of about 2 nats, that of a language model's text.
-_SCALE = 3.5
+# Logits of standard deviation `s sqrt(2 log V)`: with s between these the entropy is about 1 nat on average whatever V,
+# and a tenth of the positions each have less than 0.05 and more than 2.3 nats, as the positions of a text.
+_SCALES = (1.0, 4.0)
 
 
 def example_logits(
@@ -25,10 +28,11 @@ def example_logits(
 ) -> tuple[Array, Array, Array | None]:
     """Logits of a policy, of a reference at a mean KL of `kl` per token, and of a stale behaviour policy.
 
-    The policy's logits are normal with standard deviation 3.5, which gives the entropy of text. The reference is the
-    policy with normal noise of one size added everywhere, found by iteration such that the mean KL(policy || reference)
-    is `kl`. The behaviour policy is an earlier state of the policy, with a mean KL(policy || behaviour) of `staleness`:
-    half the variance of its perturbation points towards the reference, half is its own.
+    The policy's logits are normal, of a scale that differs between positions: some tokens are nearly certain, some are
+    open, and the mean entropy is about 1 nat, as that of text. The reference is the policy with normal noise of one
+    size added everywhere, found by Newton's method such that the mean KL(policy || reference) is `kl`. The behaviour
+    policy is an earlier state of the policy, with a mean KL(policy || behaviour) of `staleness`: half the variance of
+    its perturbation points towards the reference, half is its own.
 
     Args:
       rows: N, number of rows.
@@ -58,9 +62,11 @@ def example_logits(
         check_at_least(name, size, least)
     check_at_least("kl", kl, 0)
     check_at_least("staleness", staleness, 0)
-    keys = jax.random.split(jax.random.key(0) if key is None else key, 3)
-    logits = _SCALE * jax.random.normal(keys[0], (rows, length, vocabulary), jnp.float32)
-    towards, own = (jax.random.normal(key, logits.shape, logits.dtype) for key in keys[1:])
+    keys = jax.random.split(jax.random.key(0) if key is None else key, 4)
+    low, high = (scale * math.sqrt(2 * math.log(vocabulary)) for scale in _SCALES)
+    scales = jax.random.uniform(keys[3], (rows, length, 1), jnp.float32, low, high)
+    logits = scales * jax.random.normal(keys[0], (rows, length, vocabulary), jnp.float32)
+    towards, own = (jax.random.normal(key, logits.shape, logits.dtype) for key in keys[1:3])
     behaviour = _perturbed(logits, (towards + own) / 2**0.5, staleness) if staleness > 0 else None
     return logits, _perturbed(logits, towards, kl), behaviour
 

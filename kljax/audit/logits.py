@@ -34,7 +34,7 @@ def audit_logits(
     Gradients are with respect to the logits of the policy and are compared with `pi * (x - KL)`; the places are
 
         loss             the derivative of the estimate
-        straight_through `gradient="k2"` of `estimate_kl`, the same for every estimator
+        straight_through `gradient="k2"` (or "weighted_k2") of `estimate_kl`, the same for every estimator
         reward           the policy gradient with the estimate as its (negative) reward; in a sequence every token also
                          gets the sum of the estimates after it
         reward_baseline  the same less its expectation, as a perfect critic would have it
