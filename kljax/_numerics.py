@@ -59,3 +59,19 @@ def log_mix(weight: Array, y: Array) -> Array:
     far = y > 1
     near = jnp.log1p(weight * jnp.expm1(jnp.where(far, 0, y)))
     return jnp.where(far, y + jnp.log1p((1 - weight) * jnp.expm1(-jnp.where(far, y, 1))), near)
+
+
+@jax.custom_jvp
+def with_gradient_of(value: Array, surrogate: Array) -> Array:
+    """`value` with the gradient of `surrogate`, also where either is infinite and `value + s - s` would be NaN."""
+    return value
+
+
+@with_gradient_of.defjvp
+def _with_gradient_of_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return with_gradient_of(*primals), tangents[1]
+
+
+def times(weights: Array, values: Array) -> Array:
+    """`weights * values`, where a weight of 0 makes 0 of an infinity as well, with gradients of 0."""
+    return weights * jnp.where((weights == 0) & jnp.isinf(values), 0, values)

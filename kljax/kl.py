@@ -4,6 +4,9 @@ With `x = log_probs - ref_log_probs` at a sampled token, each estimator is a fun
 tokens drawn from pi is the KL divergence (`k1`, `k3`), half its second-order expansion (`k2`), or a size of the
 mismatch (`abs`). The value that an estimator has in expectation and the gradient that its derivative has in
 expectation are two different things; each docstring states both. All arrays are `[..., T]` unless said otherwise.
+
+A log-prob of minus infinity is taken at its word: an estimate is finite wherever its limit is, and infinite, never NaN,
+elsewhere. Only a token without probability under both policies has no log-ratio; every estimate of it is NaN.
 """
 
 from collections.abc import Callable
@@ -12,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
-from kljax._numerics import clip_symmetric, exp_capped, expm1_minus
+from kljax._numerics import clip_symmetric, exp_capped, expm1_minus, times, with_gradient_of
 from kljax._typing import Array, ArrayLike, Scalar
 
 __all__ = ["abs_diff", "estimate_kl", "k1", "k2", "k3", "low_var_kl"]
@@ -240,7 +243,9 @@ def estimate_kl(
         far = jnp.zeros(log_ratio.shape, bool)
         if estimator in ("k3", "low_var_kl"):
             far = (log_ratio < -1) & (clipped == log_ratio) & (log_weight <= _log_cap(max_ratio, log_weight))
-        plain = exp_capped(log_weight, max_ratio) * _ESTIMATORS[estimator](jnp.where(far, 0, clipped))
+        # Without probability under pi the token has no weight, however large its log-ratio.
+        gone = far | (log_weight == -jnp.inf)
+        plain = _weight(log_weight, clipped, max_ratio) * _ESTIMATORS[estimator](jnp.where(gone, 0, clipped))
         return jnp.where(far, _far_weighted_k3(far, log_ratio, log_weight, log_ref_weight), plain)
 
     value = _clip_value(corrected, ratios, value_clip)
@@ -248,9 +253,11 @@ def estimate_kl(
         value = jax.lax.stop_gradient(value)
     if gradient in ("k2", "weighted_k2") and estimator != "none":
         log_ratio, log_weight, _ = ratios
-        weight = 1.0 if sampling_log_probs is None else jax.lax.stop_gradient(exp_capped(log_weight, max_ratio))
-        surrogate = weight * _k2(log_ratio)
-        value = value + (surrogate - jax.lax.stop_gradient(surrogate))
+        surrogate = _k2(log_ratio)
+        if sampling_log_probs is not None:
+            weight = jax.lax.stop_gradient(_weight(log_weight, log_ratio, max_ratio))
+            surrogate = weight * _k2(jnp.where(log_weight == -jnp.inf, 0, log_ratio))
+        value = with_gradient_of(value, surrogate)
     return value if keep is None else jnp.where(keep, value, 0)
 
 
@@ -295,6 +302,13 @@ def _k3(x: Array) -> Array:
     return expm1_minus(-x)
 
 
+def _weight(log_weight: Array, log_ratio: Array, max_ratio: Scalar | None) -> Array:
+    """The importance ratio, capped; finite where the log-ratio is 0, since every estimate is 0 there."""
+    if max_ratio is None:
+        max_ratio = jnp.where(log_ratio == 0, jnp.finfo(log_weight.dtype).max, jnp.inf).astype(log_weight.dtype)
+    return exp_capped(log_weight, max_ratio)
+
+
 def _log_cap(max_ratio: Scalar | None, like: Array) -> Array:
     return jnp.asarray(jnp.inf, like.dtype) if max_ratio is None else jnp.log(jnp.asarray(max_ratio, like.dtype))
 
@@ -306,7 +320,7 @@ def _far_weighted_k3(far: Array, x: Array, log_weight: Array, log_ref_weight: Ar
     approximately. Their product is the moderate `ref / sampling`, which does not depend on pi at all.
     """
     x, log_weight, log_ref_weight = (jnp.where(far, value, 0) for value in (x, log_weight, log_ref_weight))
-    return jnp.exp(log_ref_weight) + jnp.exp(log_weight) * (x - 1)
+    return jnp.exp(log_ref_weight) + times(jnp.exp(log_weight), x - 1)
 
 
 _ESTIMATORS: dict[str, Callable[[Array], Array]] = {

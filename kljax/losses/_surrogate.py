@@ -67,8 +67,15 @@ def log_ratios_of(
         return ratios if level == "token" else jnp.broadcast_to(ratios[..., None], log_probs.shape)
     token = level_log_ratios(log_probs, old_log_probs, mask, "token")
     row = level_log_ratios(log_probs, old_log_probs, mask, "geometric")[..., None]
-    mixed = (token + row) / 2 if level == "geometric_average" else jnp.logaddexp(token, row) - math.log(2)
+    mixed = (token + row) / 2 if level == "geometric_average" else _log_mean(token, row)
     return clip_symmetric(mixed, log_ratio_clip)
+
+
+def _log_mean(first: Array, second: Array) -> Array:
+    """`log((exp(a) + exp(b)) / 2)`, with a gradient also where both are minus infinity."""
+    high, low = jnp.maximum(first, second), jnp.minimum(first, second)
+    gap = jnp.where(high == low, 0, low - high)
+    return high + jnp.log1p(jnp.exp(gap)) - math.log(2)
 
 
 def check_clip(

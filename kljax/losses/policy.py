@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice
-from kljax._numerics import clip
+from kljax._numerics import clip, times, with_gradient_of
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.losses._surrogate import check_clip, clipped_surrogate, log_ratios_of, loss_inputs
 from kljax.masking import masked
@@ -138,7 +138,7 @@ def gspo_loss(
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     log_ratio = log_ratios_of(log_probs, old_log_probs, mask, level="geometric")
     if gradient == "token":
-        log_ratio = log_probs - jax.lax.stop_gradient(log_probs) + jax.lax.stop_gradient(log_ratio)
+        log_ratio = with_gradient_of(jax.lax.stop_gradient(log_ratio), log_probs)
     if max_log_ratio is not None:
         log_ratio = clip(log_ratio, None, jnp.asarray(max_log_ratio, log_ratio.dtype))
     loss = clipped_surrogate(
@@ -206,4 +206,4 @@ def cispo_loss(
         weight = jnp.where((advantages < 0) & (ratio < jnp.asarray(1 - mask_low, ratio.dtype)), 0, weight)
     if mask_high is not None:
         weight = jnp.where((advantages > 0) & (ratio > jnp.asarray(1 + mask_high, ratio.dtype)), 0, weight)
-    return masked(-advantages * weight * log_probs, mask)
+    return masked(times(-advantages * weight, log_probs), mask)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
-from kljax._numerics import clip, clip_symmetric, exp_capped
+from kljax._numerics import clip, clip_symmetric, exp_capped, times
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.losses._surrogate import check_per_token, importance_weighted, loss_inputs
 from kljax.masking import masked
@@ -55,7 +55,7 @@ def reinforce_loss(log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike)
     """
     check_per_token(advantages, check_same_shape(log_probs=log_probs, mask=mask))
     log_probs, advantages = as_float(log_probs, advantages)
-    return -masked(advantages, mask) * masked(log_probs, mask)
+    return times(-masked(advantages, mask), masked(log_probs, mask))
 
 
 def gpg_loss(log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> Array:
@@ -175,7 +175,7 @@ def topr_loss(
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     tapered = exp_capped(jax.lax.stop_gradient(log_probs - old_log_probs), 1.0)
     weight = jnp.where(advantages <= jnp.asarray(threshold, advantages.dtype), tapered, 1)
-    return -advantages * weight * log_probs
+    return times(-advantages * weight, log_probs)
 
 
 def opmd_loss(log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, tau: Scalar = 1.0) -> Array:
@@ -258,4 +258,4 @@ def cross_entropy_loss(
     }[weight]
     if max_probability is not None:
         log_probs = clip(log_probs, None, jnp.log(jnp.asarray(max_probability, log_probs.dtype)))
-    return -masked(weights * log_probs, mask)
+    return -masked(times(weights, log_probs), mask)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice
+from kljax._numerics import times
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.losses._surrogate import check_clip, log_ratios_of, loss_inputs
 from kljax.losses.kl import rollout_kl_loss
@@ -54,7 +55,7 @@ def dro_loss(
     check_at_least("coef", coef, 0, strict=True)
     gradient = reinforce_loss(log_probs, advantages, mask)
     square = rollout_kl_loss(log_probs, old_log_probs, mask, estimator="k2")
-    return gradient + jnp.asarray(coef, square.dtype) * square
+    return _with_penalty(gradient, jnp.asarray(coef, square.dtype) * square)
 
 
 def rec_loss(
@@ -132,8 +133,8 @@ def rec_loss(
         check_at_least(name, value, 0)
     check_at_least("temperature", temperature, 0, strict=True)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    fixed = jax.lax.stop_gradient(log_probs)
-    token, row = (jnp.exp(log_ratios_of(fixed, old_log_probs, mask, level=level)) for level in ("token", "geometric"))
+    fixed = jax.lax.stop_gradient((log_probs, old_log_probs))
+    token, row = (jnp.exp(log_ratios_of(*fixed, mask, level=level)) for level in ("token", "geometric"))
     low, high, inner, outer = (
         jnp.asarray(bound, token.dtype) for bound in (1 - clip_low, 1 + clip_high, 1 - ring_low, 1 + ring_high)
     )
@@ -152,10 +153,16 @@ def rec_loss(
         "gspo_importance_sampling": row,
         "advantage": jnp.exp(advantages / jnp.asarray(temperature, token.dtype)),
     }[weight]
-    loss = -jnp.where(used, advantages, 0) * jnp.where(used, weights, 0) * log_probs
+    loss = times(-jnp.where(used, advantages, 0) * jnp.where(used, weights, 0), log_probs)
+    coef = jnp.asarray(coef, loss.dtype)
     penalty = {
         "none": jnp.zeros_like(loss),
-        "k2": 0.5 * jnp.square(log_probs - old_log_probs),
+        "k2": 0.5 * jnp.square(jnp.where(coef == 0, 0, log_probs - old_log_probs)),
         "forward_kl": -log_probs,
     }[regularizer]
-    return masked(loss + jnp.asarray(coef, loss.dtype) * penalty, mask)
+    return masked(_with_penalty(loss, times(coef, penalty)), mask)
+
+
+def _with_penalty(loss: Array, penalty: Array) -> Array:
+    """Their sum; an infinite penalty alone, for a loss that is infinite as well grows slower than it."""
+    return jnp.where(jnp.isinf(penalty), penalty, loss + penalty)

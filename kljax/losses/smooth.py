@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_same_shape
-from kljax._numerics import clip, clip_symmetric
+from kljax._numerics import clip, clip_symmetric, times
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.losses._surrogate import check_clip, importance_weighted, log_ratios_of, loss_inputs
 from kljax.masking import masked, masked_mean
@@ -76,9 +76,10 @@ def sapo_loss(
     tau = jnp.where(advantages > 0, positive, negative)
     # A ratio that has saturated the gate is not let to overflow: the gradient would be 0 * inf.
     bounded = clip(log_ratio, None, jnp.log1p(_SATURATED / tau))
-    gate = jax.nn.sigmoid(tau * jnp.expm1(bounded)) * (4 / tau)
+    # Not `expm1`, whose derivative `1 + expm1` has lost a small ratio.
+    gate = jax.nn.sigmoid(tau * (jnp.exp(bounded) - 1)) * (4 / tau)
     if through == "log_prob":
-        return -advantages * jax.lax.stop_gradient(gate) * log_probs
+        return times(-advantages * jax.lax.stop_gradient(gate), log_probs)
     return -advantages * gate
 
 
@@ -207,5 +208,5 @@ def vespo_loss(
         jnp.where(praised, jnp.asarray(positive, log_weight.dtype), jnp.asarray(negative, log_weight.dtype))
         for positive, negative in ((k_positive, k_negative), (lambda_positive, lambda_negative))
     )
-    log_phi = k * log_weight - rate * jnp.expm1(log_weight)
-    return -advantages * jnp.exp(log_phi) * log_probs
+    log_phi = jnp.where(log_weight == jnp.inf, -jnp.inf, k * log_weight - rate * jnp.expm1(log_weight))
+    return times(-advantages * jnp.exp(log_phi), log_probs)

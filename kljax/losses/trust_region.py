@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask
-from kljax._numerics import clip_symmetric
+from kljax._numerics import clip_symmetric, times
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.losses._surrogate import check_clip, importance_weighted, loss_inputs
 from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
@@ -147,7 +147,7 @@ def dppo_loss(
     if through == "ratio":
         return -importance_weighted(advantages, log_ratio, kept=kept, max_ratio=max_ratio)
     fixed = jax.lax.stop_gradient(log_ratio)
-    return -importance_weighted(advantages, fixed, kept=kept, max_ratio=max_ratio) * log_probs
+    return times(-importance_weighted(advantages, fixed, kept=kept, max_ratio=max_ratio), log_probs)
 
 
 def sppo_loss(
