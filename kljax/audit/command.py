@@ -188,4 +188,11 @@ def _function(name: str) -> Callable[..., Any]:
         raise UserError(f"--apply: {name}: {error}") from error
     if not callable(found):
         raise UserError(f"--apply: {name} is not a function")
-    return found
+
+    def apply(params: Any, tokens: Any) -> Any:
+        try:
+            return found(params, tokens)
+        except Exception as error:
+            raise UserError(f"--apply: {name} raised {type(error).__name__}: {error}") from error
+
+    return apply

@@ -65,7 +65,7 @@ def test_batch_and_example(files: pathlib.Path, capsys: pytest.CaptureFixture[st
     assert "(sampled)" in printed
 
 
-def test_checkpoints(files: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints(files: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     tables = {name: jnp.asarray(np.random.default_rng(i).normal(size=(4, 4))) for i, name in enumerate("ab")}
     with ocp.PyTreeCheckpointer() as checkpointer:
         for name, table in tables.items():
@@ -86,6 +86,9 @@ def test_checkpoints(files: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
             tokens, apply=lambda params, _: params["table"], path=files / "a", ref_path=files / "b", item="model"
         )
     assert audit(*given[:5], "--apply", "tiny_model:logits", "--item", "none", "--out", files / "no") == 2
+    capsys.readouterr()
+    assert audit(*given, "--apply", "math:sqrt", "--out", files / "no") == 2
+    assert "--apply: math:sqrt raised TypeError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
