@@ -42,8 +42,8 @@ def audit_logits(
                          `centered_kl_advantages`
 
     Off-policy each is measured as it is, times the importance ratio, and times that ratio capped at `max_ratio`.
-    With 64-bit JAX the audit is float64 whatever the inputs are, else float32, whose rounding shows as relative biases near 1e-6.
-    Only a few positions are on the device at a time: arrays may be `np.memmap`.
+    With 64-bit JAX the audit is float64 whatever the inputs are, else float32, whose rounding shows as relative biases
+    near 1e-6. Only a few positions are on the device at a time: arrays may be `np.memmap`.
 
     Metrics of a value: mean, bias, relative_bias (bias / KL), variance of one estimate, snr (`|mean| / sd`), rmse.
     Metrics of a gradient, positions taken as one long vector: bias_norm (root mean square per unit), relative_bias
