@@ -51,6 +51,7 @@ def kl_shaped_rewards(
     *,
     coef: Scalar,
     estimator: str = "k1",
+    value_clip: Scalar | None = None,
 ) -> tuple[Array, Array]:
     """Token rewards with the KL to the reference subtracted: `R_t = s [t = last] - coef * kl_t`.
 
@@ -66,15 +67,16 @@ def kl_shaped_rewards(
         where the KL is infinite.
       estimator: any name `estimate_kl` knows; the expected return under "k1" is the score minus `coef` times the
         sequence KL.
+      value_clip: bound of each token's estimate, in nats; None does not clip. OpenRLHF bounds every estimator by 10.
 
     Returns:
-      `(rewards, kl)`, both `[..., T]`, float32 or float64; masked positions hold 0. `kl` is raw, in nats.
+      `(rewards, kl)`, both `[..., T]`, float32 or float64; masked positions hold 0. `kl` is as estimated, in nats.
 
     Gradient:
       The KL is data: nothing flows to `log_probs` or `ref_log_probs`. 1 to the scores.
 
     Raises:
-      ValueError: for an unknown estimator, differing shapes, or a negative `coef`.
+      ValueError: for an unknown estimator, differing shapes, a negative `coef`, or a `value_clip` that is not positive.
 
     References:
       Ziegler et al., "Fine-tuning language models from human preferences" (2019), eq. 2; Ouyang et al.,
@@ -90,7 +92,8 @@ def kl_shaped_rewards(
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
     check_at_least("coef", coef, 0)
     scores, log_probs, ref_log_probs = as_float(scores, log_probs, ref_log_probs)
-    kl = jax.lax.stop_gradient(estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator))
+    kl = estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator, value_clip=value_clip)
+    kl = jax.lax.stop_gradient(kl)
     coef = jnp.asarray(coef, kl.dtype)
     # Without the `where`, a coefficient of 0 would turn an infinite KL into NaN.
     penalty = jnp.where(check_mask(mask) & (coef != 0), coef * kl, 0)

@@ -113,8 +113,8 @@ def _reinforce_plus_plus(config: Config) -> Callable[..., Advantages]:
 
 def _gae(config: Config) -> Callable[..., Advantages]:
     def estimate(token_rewards: Array, batch: Batch) -> Advantages:
-        options = {"gamma": config.advantage.gamma, "lam": config.advantage.lam}
-        return kljax.gae(token_rewards, given(batch.values), batch.completion_mask, **options)
+        section, values = config.advantage, given(batch.values)
+        return kljax.gae(token_rewards, values, batch.completion_mask, gamma=section.gamma, lam=section.lam)
 
     return estimate
 
@@ -155,6 +155,7 @@ def make_preparation(config: Config) -> Preparation:
                 mask,
                 coef=state.coef,
                 estimator=section.reward.estimator,
+                value_clip=section.reward.value_clip,
             )
             metrics["kl_reward"] = kljax.WeightedSum.of(kl, mask)
             metrics["kl_coef"] = kljax.WeightedSum(state.coef, jnp.ones_like(state.coef))
@@ -240,6 +241,7 @@ def _reference_kl(config: Config, log_probs: Array, batch: Batch) -> Array:
         gradient=section.gradient,
         sampling_log_probs=given(batch.old_log_probs) if section.importance_corrected else None,
         max_ratio=section.max_ratio,
+        value_clip=section.value_clip,
     )
 
 

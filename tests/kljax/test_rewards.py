@@ -110,3 +110,11 @@ def test_distillation_rewards_without_a_coefficient_or_with_a_negative_one() -> 
     np.testing.assert_array_equal(kljax.distillation_rewards(LP, gone, MASK, coef=0.0), 0)
     with pytest.raises(ValueError, match="coef: got -1"):
         kljax.distillation_rewards(LP, REF, MASK, coef=-1)
+
+
+def test_the_estimate_of_a_token_is_bounded_where_asked() -> None:
+    rewards, kl = kljax.kl_shaped_rewards(np.zeros(ROWS), LP, REF, MASK, coef=2.0, value_clip=0.5)
+    expected = np.where(MASK, np.clip(LP - REF, -0.5, 0.5), 0)
+    assert (np.abs(LP - REF)[MASK] > 0.5).any()
+    np.testing.assert_allclose(kl, expected, 1e-12, 1e-14)
+    np.testing.assert_allclose(rewards, -2 * expected, 1e-12, 1e-14)

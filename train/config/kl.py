@@ -47,7 +47,9 @@ class RewardKL(Section):
     coef: NonNegative = 0.0
     """Coefficient of the KL that is subtracted from the per-token rewards; with a controller, its initial value."""
     estimator: Estimator = "k1"
-    """Estimator of the KL in the reward."""
+    """Estimator of the KL in the reward; `system/name`, such as `verl/kl`, sets what that name implies."""
+    value_clip: Positive | None = None
+    """Bound of each token's estimate, in nats; null: none."""
     controller: Controller = FixedController(type="fixed")
     """How the coefficient changes during the run."""
 
@@ -56,13 +58,15 @@ class LossKL(Section):
     coef: NonNegative = 0.0
     """Coefficient of the reference KL term of the loss."""
     estimator: Estimator = "k3"
-    """Estimator that gives the value of the term."""
+    """Estimator that gives the value of the term; `system/name`, such as `verl/low_var_kl`, sets all it implies."""
     gradient: KLGradient = "k2"
     """`value` differentiates the estimate, `k2` is straight-through with the gradient of KL(policy || reference)."""
     importance_corrected: bool = False
     """Multiply by the ratio of the policy to the policy that sampled, which makes the term exact off-policy."""
     max_ratio: Positive | None = None
     """Upper bound of that ratio; null: none."""
+    value_clip: Positive | None = None
+    """Bound of each token's estimate, in nats; null: none."""
 
 
 class AdvantageKL(Section):

@@ -14,6 +14,7 @@ from train.config.errors import ConfigError
 from train.config.fields import known_fields
 from train.config.messages import Location, dotted, field_problems, show, unknown_field
 from train.config.schema import Config
+from train.config.systems import with_meanings
 from train.config.yaml_text import format_yaml, parse_yaml
 
 
@@ -54,17 +55,19 @@ def parse(raw: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     Raises:
         ConfigError: everything that is wrong with it.
     """
+    raw, notes, misnamed = with_meanings(raw)
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
         found = field_problems(error)
         distrusted = [location for location, _ in found]
-        raise ConfigError("config", [line for _, line in found] + _other_problems(raw, distrusted)) from None
-    wrong = cross_field_problems(config)
+        lines = [*misnamed, *(line for _, line in found), *_other_problems(raw, distrusted)]
+        raise ConfigError("config", lines) from None
+    wrong = [*misnamed, *(problem.text for problem in cross_field_problems(config))]
     if wrong:
-        raise ConfigError("config", [problem.text for problem in wrong])
+        raise ConfigError("config", wrong)
     config, switched = _with_rollout_log_probs(config)
-    return config, (*switched, *cross_field_warnings(config))
+    return config, (*notes, *switched, *cross_field_warnings(config))
 
 
 def dump_yaml(config: Config) -> str:

@@ -1,0 +1,89 @@
+"""Names of other systems in a config: `estimator: verl/low_var_kl` sets every field that the name implies.
+
+The library is imported where a name is looked up: a config without one is checked before JAX is loaded.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from train.config.kl import AdvantageKL, LossKL, RewardKL
+from train.config.types import Section
+
+# In the reward and in the advantages the KL is data: which gradient a name has, and what corrects it, is of no effect.
+ONLY_IN_THE_LOSS = ("gradient", "importance_corrected", "max_ratio")
+TERMS: Mapping[str, type[Section]] = {"reward": RewardKL, "loss": LossKL, "advantage": AdvantageKL}
+Fields = dict[str, Any]
+
+
+def with_meanings(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]:
+    """The mapping with `system/name` replaced by what it means; then lines of what was replaced, and of problems.
+
+    A name that cannot be replaced is left out, so that everything else is still checked.
+    """
+    result: Fields = copy.deepcopy(dict(raw))
+    notes: list[str] = []
+    problems: list[str] = []
+    for path, section, field, meaning in _named(result):
+        name = section.pop(field)
+        try:
+            fields = meaning(*name.split("/", 1))
+        except ValueError as error:
+            problems.append(f"{path}.{field}: got {name!r}; {error}")
+            continue
+        problems += [
+            f"{path}.{key}: got {section[key]}, but {path}.{field} {name} means {_shown(value)}; leave one of them out"
+            for key, value in fields.items()
+            if section.get(key, value) != value
+        ]
+        section.update(fields)
+        notes.append(f"{path}: {name} means " + ", ".join(f"{key} {_shown(value)}" for key, value in fields.items()))
+    return result, notes, problems
+
+
+def _named(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str, str], Fields]]]:
+    """Each section that holds such a name: its path, itself, the field, and what looks the name up."""
+    kl, loss = raw.get("kl"), raw.get("loss")
+    for term, model in TERMS.items():
+        section = kl.get(term) if isinstance(kl, dict) else None
+        if isinstance(section, dict) and _is_name(section.get("estimator")):
+            yield f"kl.{term}", section, "estimator", partial(_kl_fields, model)
+    if isinstance(loss, dict) and _is_name(loss.get("aggregation")):
+        yield "loss", loss, "aggregation", _reduction_fields
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and "/" in value
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _kl_fields(model: type[Section], system: str, name: str) -> Fields:
+    """The fields of a KL section that a name stands for; the library's defaults where the name says nothing."""
+    from kljax import systems
+
+    fields = {"gradient": "value", **systems.kl(system, name)}
+    (row,) = systems.rows(system=system, kind="kl", name=name)
+    fields["importance_corrected"] = "sampling_log_probs" in row.given
+    if model is not LossKL:
+        fields = {key: value for key, value in fields.items() if key not in ONLY_IN_THE_LOSS}
+    _check_known(fields, set(model.model_fields))
+    return fields
+
+
+def _reduction_fields(system: str, name: str) -> Fields:
+    from kljax import systems
+
+    fields = {"empty_rows": "drop", **systems.reduction(system, name)}
+    fields["aggregation"] = fields.pop("mode")
+    _check_known(fields, {"aggregation", "empty_rows"})
+    return fields
+
+
+def _check_known(fields: Fields, known: set[str]) -> None:
+    needed = ", ".join(f"{key}={fields[key]}" for key in fields if key not in known)
+    if needed:
+        raise ValueError(f"it needs {needed}, which this section has no field for")
