@@ -151,6 +151,8 @@ POSITIONAL = {
     "params",
     "length",
     "fill",
+    "system",  # the lookups of the table of names
+    "name",
 }
 
 

@@ -1,0 +1,36 @@
+"""`python -m kljax COMMAND`. Each command lives in its package, as `command.py`."""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+# In the order of --help; a command whose package is absent is left out.
+COMMANDS = ("systems", "audit")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code, 2 for a mistake of the user."""
+    parser = argparse.ArgumentParser(prog="python -m kljax", description="KL regularisation for RL post-training.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        if importlib.util.find_spec(f"kljax.{name}") and importlib.util.find_spec(f"kljax.{name}.command"):
+            module = importlib.import_module(f"kljax.{name}.command")
+            summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
+            subparser = commands.add_parser(name, help=summary, description=summary)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough; Python would complain again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Rows evaluated at a handful of points with this library, to be set beside each other."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kljax.systems._row import Call, Row
+from kljax.systems._run import lacks, run
+
+LOG_RATIOS = (-30.0, -2.7, -1.0, -0.1, 0.0, 1.0, 12.0)
+POLICY_LOG_RATIOS = (-1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0)
+OLD_LOG_PROB, LOG_WEIGHT = -1.5, 0.5
+# A row of three tokens, one of a single token, one without; the first two share a prompt.
+MASK, PROMPTS, MAX_LENGTH = ((1, 1, 1), (1, 0, 0), (0, 0, 0)), (0, 0, 1), 4.0
+# The arrays of a policy loss and of an advantage estimator; those of the policy that drew the tokens go by three names.
+DRAWN = ("old_log_probs", "rollout_log_probs", "behaviour_log_probs", "ref_log_probs")
+POLICY = (*DRAWN, "log_probs", "advantages", "mask", "key")
+GROUPED = ("rewards", "group_ids", "lengths", "num_groups")
+REWARDS, GROUPS = (1.0, 0.0, 0.0, 0.5, 2.0), (0, 0, 0, 0, 1)
+
+HEADINGS = {
+    "kl": f"value / gradient at x = log pi - log ref; where a ratio enters, log pi - log old = {LOG_WEIGHT}",
+    "policy_loss": f"value / gradient at d = log pi - log old for one token, log old = {OLD_LOG_PROB}",
+    "reduction": "the weight of a token, in a batch of a row of three tokens, a row of one and a row without any; "
+    f"max_length {MAX_LENGTH:g}, the first two rows of one prompt",
+    "advantage": "the advantages of four completions of a prompt, rewarded 1, 0, 0 and 0.5, and of one that is alone, "
+    "rewarded 2",
+}
+
+
+class Point(NamedTuple):
+    """Where a row was evaluated, and what came out; a gradient only where there is one."""
+
+    at: str
+    value: float
+    gradient: float | None = None
+
+
+def numbers(row: Row) -> list[Point]:
+    """The row at the points of its kind; nothing for a kind or a call that has no such numbers."""
+    if row.call is None:
+        return []
+    if row.kind == "kl" and row.call.function == "estimate_kl":
+        return _kl(row, row.call)
+    if row.kind == "policy_loss" and not lacks(row.call, POLICY):
+        return _policy_loss(row.call)
+    if row.kind == "reduction":
+        return _reduction(row.call)
+    several = row.call.function == "gdpo_advantages"  # of several rewards each
+    if row.kind == "advantage" and not several and not row.call.then and not lacks(row.call, GROUPED):
+        return _advantage(row.call)
+    return []
+
+
+def _kl(row: Row, call: Call) -> list[Point]:
+    corrected = "sampling_log_probs" in row.given
+
+    def value(x: jax.Array) -> jax.Array:
+        sampling = {"sampling_log_probs": jax.lax.stop_gradient(x) - LOG_WEIGHT} if corrected else {}
+        return run(call, {"log_probs": x, "ref_log_probs": jnp.zeros_like(x)}, **sampling)
+
+    values, gradients = jax.vmap(jax.value_and_grad(value))(jnp.array(LOG_RATIOS))
+    return [Point(f"x = {x:g}", *pair) for x, pair in zip(LOG_RATIOS, _pairs(values, gradients), strict=True)]
+
+
+def _policy_loss(call: Call) -> list[Point]:
+    def value(d: jax.Array, advantage: jax.Array) -> jax.Array:
+        # One token: its row, its batch and its mean.
+        old = jnp.full((1, 1), OLD_LOG_PROB)
+        arrays = dict.fromkeys(DRAWN, old)
+        arrays |= {"log_probs": old + d, "advantages": jnp.full((1, 1), advantage), "mask": jnp.ones((1, 1), bool)}
+        return run(call, arrays | {"key": jax.random.key(0)}).sum()
+
+    points = [(d, a) for a in (1.0, -1.0) for d in POLICY_LOG_RATIOS]
+    ds, advantages = (jnp.array(column) for column in zip(*points, strict=True))
+    pairs = _pairs(*jax.vmap(jax.value_and_grad(value))(ds, advantages))
+    return [Point(f"A = {a:g}, d = {d:g}", *pair) for (d, a), pair in zip(points, pairs, strict=True)]
+
+
+def _reduction(call: Call) -> list[Point]:
+    sizes: dict[str, Any] = {}
+    if call.arguments["mode"] == "seq_mean_token_sum_norm":
+        sizes = {"max_length": MAX_LENGTH}
+    elif call.arguments["mode"] == "prompt_mean":
+        sizes = {"group_ids": jnp.array(PROMPTS), "num_groups": 2}
+    weights = run(call, {"mask": jnp.array(MASK, bool)}, **sizes)
+    return [Point("row of three", float(weights[0, 0])), Point("row of one", float(weights[1, 0]))]
+
+
+def _advantage(call: Call) -> list[Point]:
+    ids = jnp.array(GROUPS)
+    arrays = {"rewards": jnp.array(REWARDS), "group_ids": ids, "lengths": jnp.arange(1, len(REWARDS) + 1)}
+    values = run(call, arrays, num_groups=2)
+    labels = [f"reward {reward:g}" + (" alone" if group else "") for reward, group in zip(REWARDS, GROUPS, strict=True)]
+    return [Point(label, float(value)) for label, value in zip(labels, values, strict=True)]
+
+
+def _pairs(values: jax.Array, gradients: jax.Array) -> list[tuple[float, float]]:
+    return list(zip(values.tolist(), gradients.tolist(), strict=True))

@@ -1,0 +1,183 @@
+"""Advantage estimators on recorded cases."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kljax
+from kljax.systems import Call, Row
+from kljax.systems._run import run
+from tests.goldens import compare, epsilon
+from tests.goldens.cases import Case
+from tests.kljax.systems.rows import call_of, exercise, options, part
+
+PAIRS = {"group_ids": jnp.array([0, 0, 1, 1, 2, 2]), "num_groups": 3}
+# Names that the systems' arrays of rewards have in the cases.
+TOKEN_REWARDS = ("token_rewards", "token_level_rewards", "outcome_rewards")
+VERL = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo", "remax")
+TRINITY = ("GRPO", "RLOO", "OPMD", "ASYMRE", "REINFORCEPLUSPLUS", "REMAX", "PPO")
+
+
+def arrays_of(case: Case) -> dict[str, Any]:
+    """The arrays of an advantage estimator by this library's names, as far as the case has them."""
+    found = {name: case.given(name) for name in case.inputs}
+    if "group" in found:
+        found["group_ids"] = found["group"]
+    found["token_rewards"] = next((found[name] for name in TOKEN_REWARDS if name in found), None)
+    if "reward_components" in found:
+        found["rewards"] = found["reward_components"]
+    elif "rewards" not in found:
+        found["rewards"] = kljax.masked_sum(found["token_rewards"], found["mask"], axis=-1)
+    if "mask" in found:
+        found["lengths"] = found["mask"].sum(-1)
+    return found
+
+
+def whitened(row: Row, case: Case, values: jax.Array, step: Call) -> jax.Array:
+    """The row's last step as the system does it: verl and Trinity with an epsilon in the mean too."""
+    mask = case.given("mask")
+    assert step.function == "masked_whiten"
+    if row.system in ("verl", "trinity"):
+        assert not step.arguments
+        return jnp.where(mask, epsilon.whiten(values, mask), 0)
+    return kljax.masked_whiten(values, mask, **step.arguments)
+
+
+@exercise(
+    *(("verl", f"compute_{name}_outcome_advantage") for name in VERL),
+    *(("verl", f"compute_reinforce_plus_plus{name}_outcome_advantage") for name in ("", "_baseline")),
+    *(("skyrl", f"compute_{name}_outcome_advantage") for name in ("grpo", "rloo", "reinforce_plus_plus")),
+    *((system, "compute_gae_advantage_return") for system in ("verl", "skyrl")),
+    *(("verl", f"compute_{turns}optimal_token_baseline_advantage") for turns in ("", "multi_turn_")),
+    *(("trinity", f"{name}AdvantageFn") for name in TRINITY),
+    *(("trinity", f"{name}GroupAdvantage") for name in ("OPMD", "ASYMRE", "REINFORCE")),
+    *(("trinity", f"{name}GroupedAdvantage") for name in ("GRPO", "REC")),
+    ("skyrl", "compute_maxrl_advantage"),
+    ("openrlhf", "get_advantages_and_returns"),
+    ("openrlhf", "get_cumulative_returns"),
+    ("slime", "get_reinforce_plus_plus_returns"),
+    ("slime", "ppo_kl_shaped_gae"),
+)
+def estimator(named: Row, case: Case) -> None:
+    row = part("advantage", named, case)
+    call, mask = call_of(row), case.given("mask")
+    assert row is not None
+    steps = [step for step in call.then if step.function != "broadcast_to_tokens"]
+    arrays = inputs_of(row, part("placement", named, case), case)
+    result = run(dataclasses.replace(call, then=()), arrays, **keywords(row, case))
+    advantages, returns = result if isinstance(result, tuple) else (result, None)
+    if advantages.ndim == 1:
+        advantages = kljax.broadcast_to_tokens(advantages, mask)
+    if returns is None and call.function == "reinforce_plus_plus_returns":
+        returns = advantages
+    if steps and "advantages" in case.outputs and case.function != "get_advantages_and_returns":
+        advantages = whitened(row, case, advantages, *steps)
+    for name, values in (("advantages", advantages), ("returns", returns)):
+        if name in case.outputs and values is not None:
+            case.assert_matches(values, jnp.where(mask, case.result(name), 0))
+
+
+def inputs_of(row: Row, placement: Row | None, case: Case) -> dict[str, Any]:
+    """The arrays of the row's function; rewards per token where it takes those, with slime's KL in them."""
+    arrays, function = arrays_of(case), call_of(row).function
+    if case.system == "slime":
+        kl, coef = arrays["kl"], case.params["kl_coef"]
+        shaped = {"scores": arrays["rewards"], "log_probs": kl, "ref_log_probs": jnp.zeros_like(kl)}
+        arrays["token_rewards"], _ = run(call_of(placement), {**shaped, "mask": arrays["mask"]}, coef=coef)
+    if function == "gae":
+        arrays["rewards"] = arrays["token_rewards"]
+    elif function == "broadcast_to_tokens":
+        arrays["advantages"] = arrays["rewards"]
+    return arrays
+
+
+def keywords(row: Row, case: Case) -> dict[str, Any]:
+    """The options of the case, and how many groups there are."""
+    found = options(row, case) | {"num_groups": compare.NUM_GROUPS}
+    if isinstance(found.get("weights"), bool):
+        del found["weights"]  # whether verl was given importance weights
+    if "is_weights" in case.inputs:
+        found["weights"] = case.given("is_weights")
+    elif "weights" in found:
+        found["weights"] = jnp.array(found["weights"])
+    return found
+
+
+@exercise(("slime", "get_reinforce_plus_plus_baseline_advantages"))
+def slime_baseline(row: Row, case: Case) -> None:
+    # The recorded function gets rewards that are centred already, and subtracts the KL from the advantages.
+    mask, kl = case.given("mask"), case.given("kl")
+    (to_tokens,) = call_of(row).then
+    penalty = case.params["kl_coef"] * kljax.estimate_kl(kl, jnp.zeros_like(kl), mask, estimator="k1")
+    arrays = {"advantages": case.given("rewards"), "mask": mask}
+    case.assert_matches(run(to_tokens, arrays) - penalty, jnp.where(mask, case.result("advantages"), 0))
+
+
+@exercise(("openrlhf", "compute_advantages_and_returns"))
+def openrlhf(row: Row, case: Case) -> None:
+    """Baseline, clip of the reward, KL in the reward, returns, whitening: OpenRLHF's steps around the row."""
+    call, mask, params, kl = call_of(row), case.given("mask"), case.params, case.given("kl")
+    per_row = call.function not in ("gae", "reinforce_plus_plus_returns")
+    rewards = case.given("rewards")
+    if per_row:
+        one = {"group_ids": jnp.zeros(6, int)} if call.arguments.get("num_groups") == 1 else {}
+        number = {} if one else {"num_groups": PAIRS["num_groups"]}
+        rewards = run(call, {**PAIRS, **one, "rewards": rewards}, **number)
+    clipped = jnp.clip(rewards, *params["reward_clip_range"])
+    shaped, _ = kljax.kl_shaped_rewards(clipped, kl, jnp.zeros_like(kl), mask, coef=params["kl_coef"])
+    if per_row:
+        advantages = returns = kljax.reinforce_plus_plus_returns(shaped, mask, masked_tokens="none")
+    else:
+        arrays = {"rewards": shaped, "token_rewards": shaped, "mask": mask}
+        arrays |= {"values": case.given("values")} if "values" in case.inputs else {}
+        result = run(dataclasses.replace(call, then=()), arrays, **options(row, case))
+        advantages, returns = result if isinstance(result, tuple) else (result, result)
+    if call.then or params["name"] == "reinforce_baseline":
+        advantages = kljax.masked_whiten(advantages, mask, ddof=0, eps=0.0)
+    case.assert_matches(advantages, jnp.where(mask, case.result("advantages"), 0))
+    case.assert_matches(returns, jnp.where(mask, case.result("returns"), 0))
+
+
+@exercise(("trl", "advantages"))
+def trl(row: Row, case: Case) -> None:
+    (name,) = case.inputs
+    rewards, more = case.given(name), {}
+    valid = ~jnp.isnan(rewards)  # a reward that is NaN does not count
+    rewards = jnp.where(valid, rewards, 0)
+    if call_of(row).function == "gdpo_advantages":
+        more = {"weights": jnp.array(case.params["reward_weights"]), "valid": valid}
+    elif rewards.ndim == 2:
+        rewards, more = rewards.sum(-1), {"valid": valid.any(-1)}
+    result = run(call_of(row), {**PAIRS, "rewards": rewards}, num_groups=3, **more)
+    case.assert_matches(result, case.result("advantages"))
+
+
+@exercise(("trl", "rloo_advantages"))
+def trl_rloo(row: Row, case: Case) -> None:
+    """The KL of the row, or of the kind of another row of the case, is in the rewards before the baseline."""
+    rewards, beta = case.given("rewards"), case.params["beta"]
+    if beta:
+        arrays = {"log_probs": case.given("old_log_probs"), "ref_log_probs": case.given("ref_log_probs")}
+        arrays |= {"mask": case.given("mask"), "scores": rewards}
+        if row.kind == "kl":
+            per_token = kljax.estimate_kl(*list(arrays.values())[:3], **kljax.systems.kl("trl", row.name))
+            rewards = rewards - beta * per_token.sum(-1)
+        else:
+            shaped, _ = run(call_of(part("placement", row, case)), arrays, coef=beta)
+            rewards = shaped.sum(-1)
+    advantages = run(call_of(part("advantage", row, case)), {**PAIRS, "rewards": rewards}, num_groups=3)
+    case.assert_matches(advantages, case.result("advantages"))
+
+
+@exercise(("trinity", "StepWiseGRPOAdvantageFn"))
+def step_wise(row: Row, case: Case) -> None:
+    # Trajectories of two steps; the last one has the reward, and the advantage is given to both.
+    call, mask, runs = call_of(row), case.given("mask"), case.given("run_ids")
+    last = jnp.arange(len(mask)) % 2 == 1
+    arrays = {"rewards": case.given("rewards"), "group_ids": case.given("prompt_ids")}
+    at_last = run(dataclasses.replace(call, then=()), arrays, num_groups=2, valid=last)
+    (to_steps,) = call.then
+    steps = run(to_steps, {"advantages": at_last, "group_ids": runs}, num_groups=3, **options(row, case))
+    case.assert_matches(kljax.broadcast_to_tokens(steps, mask), case.result("advantages"))

@@ -1,0 +1,99 @@
+"""Corrections for the mismatch of trainer and sampler on recorded cases."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+import kljax
+from kljax.systems import Row
+from kljax.systems._run import run
+from tests.goldens import epsilon
+from tests.goldens.cases import Case
+from tests.kljax.systems.rows import call_of, exercise, options
+
+
+def pair_of(row: Row, now: dict[str, Any]) -> dict[str, Any]:
+    """The two policies that a correction compares: old and sampler, or this one and the one that drew the tokens."""
+    old, sampler = now.get("old_log_probs"), now.get("rollout_log_probs")
+    if call_of(row).function == "off_policy_sequence_mask" or old is None:
+        return {"behaviour_log_probs": old if sampler is None else sampler}
+    if sampler is None:
+        return {"behaviour_log_probs": old}  # ART without log-probs of its sampler
+    return {"log_probs": old, "behaviour_log_probs": sampler, "old_log_probs": sampler}
+
+
+def correction_options(row: Row, case: Case) -> dict[str, Any]:
+    """The bounds of a correction as the case has them."""
+    found, params = options(row, case), case.params
+    for argument, value in list(found.items()):
+        bounds = [float(bound) for bound in value.split("_")] if isinstance(value, str) else value
+        if isinstance(bounds, (list, tuple)):
+            found[argument] = bounds[0] if argument == "lower" else bounds[-1]
+    if params.get("rollout_rs", "").endswith("k1"):
+        low, high = (float(bound) for bound in params["rollout_rs_threshold"].split("_"))
+        found |= {"lower": jnp.log(low), "upper": jnp.log(high)}
+    if "max_divergence" in row.given and "is_correction_threshold" in params:
+        found["max_divergence"] = params["is_correction_threshold"][1]
+    if row.key == "art/truncated_importance_sampling":
+        found["upper"] = params["truncated_importance_sampling"]
+    return found
+
+
+def corrected(row: Row, case: Case) -> Any:
+    """The weights or the mask of a row."""
+    now = {name: case.given(name) for name in case.inputs}
+    if "row_advantages" in now:
+        now["advantages"] = kljax.broadcast_to_tokens(now["row_advantages"], now["mask"])
+    return run(call_of(row), {**now, **pair_of(row, now)}, **correction_options(row, case))
+
+
+@exercise(("verl", "compute_rollout_correction_weights"))
+def verl_weights(row: Row, case: Case) -> None:
+    # verl's mean weight has an epsilon in its divisor: over tokens, or over the rows' tokens and then not.
+    weights, mask = corrected(row, case), case.given("mask")
+    if case.params.get("rollout_is_batch_normalize"):
+        over = "batch" if case.params["rollout_is"] == "token" else "row"
+        n = mask.sum(None if over == "batch" else -1, keepdims=True).astype(jnp.float64)
+        row_weights = jnp.where(mask, corrected_unnormalized(row, case), 0)
+        means = row_weights.sum(None if over == "batch" else -1, keepdims=True) / (n + epsilon.EPS)
+        mean = means.sum() / (1.0 if over == "batch" else mask.any(-1).sum().astype(jnp.float64))
+        plain = kljax.masked_mean(means * (n + epsilon.EPS) / jnp.where(n > 0, n, 1), n > 0)
+        weights = weights * plain / mean
+    case.assert_matches(weights, case.result("weights"))
+
+
+def corrected_unnormalized(row: Row, case: Case) -> Any:
+    """The weights before they are divided by their mean."""
+    now = {name: case.given(name) for name in case.inputs}
+    arrays = {**now, **pair_of(row, now)}
+    return run(call_of(row), arrays, **correction_options(row, case), normalize="none")
+
+
+@exercise(("verl", "compute_rollout_rejection_mask"))
+def verl_rejection(row: Row, case: Case) -> None:
+    case.assert_matches(corrected(row, case).astype(jnp.float64), case.result("kept"))
+
+
+@exercise(("skyrl", "compute_off_policy_correction"))
+def skyrl_correction(row: Row, case: Case) -> None:
+    result = corrected(row, case)
+    if result.dtype == bool:
+        case.assert_matches(result.astype(jnp.float64), case.result("kept"))
+    else:
+        # One weight a row there where the level is a row's; masked positions hold one too.
+        mask = case.given("mask")
+        case.assert_matches(result, jnp.where(mask, jnp.broadcast_to(case.result("weights"), mask.shape), 0))
+
+
+@exercise(("trl", "vllm_importance_sampling"))
+def trl_weights(row: Row, case: Case) -> None:
+    # Masked tokens have the weight 1 in TRL, 0 here.
+    mask = case.given("mask")
+    case.assert_matches(corrected(row, case), jnp.where(mask, jnp.broadcast_to(case.result("weights"), mask.shape), 0))
+
+
+@exercise(("trl", "get_off_policy_mask"))
+def trl_off_policy_mask(row: Row, case: Case) -> None:
+    mask = case.given("mask")
+    kept = jnp.where(mask, jnp.broadcast_to(case.result("kept"), mask.shape), 0)
+    case.assert_matches(corrected(row, case).astype(jnp.float64), kept)
