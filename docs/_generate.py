@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
+from kljax.systems._row import KINDS, SYSTEMS
 
 NAMESPACES = ("systems", "audit")
 
@@ -36,8 +37,7 @@ def topics() -> dict[str, list[str]]:
     for name in sorted(kljax.__all__, key=_place):
         found.setdefault(getattr(kljax, name).__module__.split(".")[1], []).append(name)
     for space in NAMESPACES:
-        if hasattr(getattr(kljax, space, None), "__all__"):
-            found[space] = sorted((f"{space}.{name}" for name in getattr(kljax, space).__all__), key=_place)
+        found[space] = sorted((f"{space}.{name}" for name in getattr(kljax, space).__all__), key=_place)
     return found
 
 
@@ -88,7 +88,7 @@ def float32() -> str:
 def versions() -> str:
     """The systems and the versions that were read."""
     lines = ["| system | key | version | its KL unless told otherwise |", "|---|---|---|---|"]
-    for system in _systems().values():
+    for system in SYSTEMS.values():
         lines.append(f"| [{system.title}]({system.key}.md) | `{system.key}` | {system.version} | {system.default_kl} |")
     return "\n".join(lines)
 
@@ -96,8 +96,8 @@ def versions() -> str:
 def system(key: str) -> str:
     """Every name of a system, by kind."""
     parts = []
-    for kind, title in _kinds().items():
-        rows = [row for row in _rows() if row.system == key and row.kind == kind]
+    for kind, title in KINDS.items():
+        rows = [row for row in kljax.systems.rows() if row.system == key and row.kind == kind]
         if rows:
             common = {field: _common(rows, field) for field in ("option", "defaults")}
             said = "; ".join(f"{label}: {text}" for label, text in common.items() if text)
@@ -115,7 +115,7 @@ def system(key: str) -> str:
 def names(kind: str) -> str:
     """The names of a kind that two or more systems use, with each of their meanings."""
     shared: dict[str, list[Any]] = {}
-    for row in _rows():
+    for row in kljax.systems.rows():
         if row.kind == kind:
             shared.setdefault(row.name.lower().replace("_", "-"), []).append(row)
     lines = ["| name | system | here | clamps | gradient |", "|---|---|---|---|---|"]
@@ -128,14 +128,14 @@ def names(kind: str) -> str:
             meanings.setdefault((_call(row) + corrected, row.clamps, row.gradient), []).append(row)
         for number, ((here, clamps, gradient), same) in enumerate(meanings.items()):
             name = _code(rows[0].name) if number == 0 else ""
-            titles = ", ".join(_systems()[row.system].title for row in same)
+            titles = ", ".join(SYSTEMS[row.system].title for row in same)
             lines.append(f"| {name} | {titles} | " + " | ".join(map(_escaped, (here, clamps, gradient))) + " |")
     return "\n".join(lines)
 
 
 def counts() -> str:
     """How many names there are, and how they are checked."""
-    rows = _rows()
+    rows = kljax.systems.rows()
     recorded, called = [row for row in rows if row.goldens], [row for row in rows if row.call]
     return (
         f"{len(rows)} names, of which {len(called)} are a call of this library; {len(recorded)} are compared with "
@@ -200,22 +200,6 @@ def _escaped(text: str) -> str:
 
 def _code(text: str) -> str:
     return f"`{text}`"
-
-
-def _rows() -> Sequence[Any]:
-    return kljax.systems.rows() if hasattr(getattr(kljax, "systems", None), "rows") else ()
-
-
-def _kinds() -> dict[str, str]:
-    from kljax.systems._row import KINDS
-
-    return KINDS
-
-
-def _systems() -> dict[str, Any]:
-    from kljax.systems._row import SYSTEMS
-
-    return SYSTEMS
 
 
 def _error(values: Any, exact: Sequence[decimal.Decimal]) -> float:
