@@ -101,7 +101,7 @@ def details(row: Row) -> Iterator[str]:
         ("defaults", row.defaults),
         ("note", row.note),
         ("checked on", "; ".join(recorded(golden) for golden in row.goldens)),
-        ("not checked" if row.call else "reason", row.reason),
+        ("unrecorded" if row.call else "reason", row.reason),
     ):
         if text:
             yield from field(label, text)

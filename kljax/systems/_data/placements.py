@@ -118,7 +118,7 @@ SLIME = (
         Call("kl_shaped_rewards", {"coef": 0.0, "estimator": "k1"}),
         IN_REWARD,
         option="--kl-coef",
-        given={"coef": "--kl-coef", "estimator": "--kl-loss-type"},
+        given={"coef": "--kl-coef", "estimator": "--kl-loss-type", "value_clip": "10 with the type low_var_kl, a k3"},
         gradient="none",
         defaults="0.0",
         note="in ppo and reinforce_plus_plus; reinforce_plus_plus_baseline subtracts it from the advantages; grpo, "
@@ -145,11 +145,12 @@ OPENRLHF = (
         "openrlhf",
         "placement",
         "compute_reward",
-        Call("kl_shaped_rewards", {"coef": 0.01, "estimator": "k1"}),
+        Call("kl_shaped_rewards", {"coef": 0.01, "estimator": "k1", "value_clip": 10.0}),
         IN_REWARD,
         option="--algo.kl.init_coef, --algo.kl.use_loss absent",
         given={"coef": "the controller's value, at least 0", "estimator": "--algo.kl.estimator"},
-        clamps="the score to --reward.clip_range (-10, 10), after baseline or group normalisation",
+        clamps="the estimate to [-10, 10]; the score to --reward.clip_range (-10, 10), after baseline or group "
+        "normalisation",
         gradient="none",
         defaults="on; coefficient 0.01",
         note="the KL at masked positions stays in until the returns mask it; the score of a row without a token lands "

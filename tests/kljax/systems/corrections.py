@@ -1,5 +1,6 @@
 """Corrections for the mismatch of trainer and sampler on recorded cases."""
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -72,6 +73,22 @@ def corrected_unnormalized(row: Row, case: Case) -> Any:
 @exercise(("verl", "compute_rollout_rejection_mask"))
 def verl_rejection(row: Row, case: Case) -> None:
     case.assert_matches(corrected(row, case).astype(jnp.float64), case.result("kept"))
+
+
+@exercise(("verl", "compute_rollout_correction_and_rejection_mask"))
+def verl_weights_and_rejection(row: Row, case: Case) -> None:
+    """The two steps are the rows that the options of the case name."""
+    names = f"rollout_is={case.params['rollout_is']}", case.params["rollout_rs"]
+    rows = [kljax.systems.rows(system="verl", kind="correction", name=name)[0] for name in names]
+    now = {name: case.given(name) for name in case.inputs}
+
+    def step(of: Row, log_probs: Any, rollout: Any, mask: Any) -> Any:
+        arrays = {"log_probs": log_probs, "behaviour_log_probs": rollout, "mask": mask}
+        return run(call_of(of), arrays, **correction_options(of, case))
+
+    both = run(call_of(row), now, steps=[partial(step, of) for of in rows])
+    case.assert_matches(both.kept.astype(jnp.float64), case.result("kept"))
+    case.assert_matches(both.weights, case.result("weights") * case.result("kept"))
 
 
 @exercise(("skyrl", "compute_off_policy_correction"))

@@ -71,7 +71,8 @@ def openrlhf_reward(row: Row, case: Case) -> None:
     if "reward_clip_range" in params:
         scores = jnp.clip(scores, *params["reward_clip_range"])
     arrays = {"scores": scores, "log_probs": kl, "ref_log_probs": jnp.zeros_like(kl), "mask": mask}
-    rewards, _ = run(call_of(row), arrays, coef=params["kl_coef"])
+    # The recorded function is given the estimate, bounded before.
+    rewards, _ = run(call_of(row), arrays, coef=params["kl_coef"], value_clip=None)
     output = next(n for n in ("token_rewards", "token_level_rewards") if n in case.outputs)
     case.assert_matches(rewards, jnp.where(mask, case.result(output), 0))
 
