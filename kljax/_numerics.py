@@ -75,3 +75,15 @@ def _with_gradient_of_jvp(primals: tuple[Array, Array], tangents: tuple[Array, A
 def times(weights: Array, values: Array) -> Array:
     """`weights * values`, where a weight of 0 makes 0 of an infinity as well, with gradients of 0."""
     return weights * jnp.where((weights == 0) & jnp.isinf(values), 0, values)
+
+
+@jax.custom_jvp
+def sigmoid(x: Array) -> Array:
+    """`1 / (1 + exp(-x))`, whose slope keeps its relative accuracy: `s (1 - s)` has lost it where `s` is near 1."""
+    return jax.nn.sigmoid(x)
+
+
+@sigmoid.defjvp
+def _sigmoid_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    return sigmoid(x), sigmoid(x) * sigmoid(-x) * dx

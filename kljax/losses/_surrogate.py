@@ -75,7 +75,7 @@ def _log_mean(first: Array, second: Array) -> Array:
     """`log((exp(a) + exp(b)) / 2)`, with a gradient also where both are minus infinity."""
     high, low = jnp.maximum(first, second), jnp.minimum(first, second)
     gap = jnp.where(high == low, 0, low - high)
-    return high + jnp.log1p(jnp.exp(gap)) - math.log(2)
+    return high + (jnp.log1p(jnp.exp(gap)) - math.log(2))
 
 
 def check_clip(

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import check_at_least, check_choice
+from kljax._checks import as_float, check_at_least, check_choice
 from kljax._numerics import times
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.losses._surrogate import check_clip, log_ratios_of, loss_inputs
@@ -53,6 +53,7 @@ def dro_loss(
       [-1.  0.]
     """
     check_at_least("coef", coef, 0, strict=True)
+    log_probs, old_log_probs, advantages = as_float(log_probs, old_log_probs, advantages)
     gradient = reinforce_loss(log_probs, advantages, mask)
     square = rollout_kl_loss(log_probs, old_log_probs, mask, estimator="k2")
     return _with_penalty(gradient, jnp.asarray(coef, square.dtype) * square)

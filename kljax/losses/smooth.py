@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_same_shape
-from kljax._numerics import clip, clip_symmetric, times
+from kljax._numerics import clip, clip_symmetric, sigmoid, times
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.losses._surrogate import check_clip, importance_weighted, log_ratios_of, loss_inputs
 from kljax.masking import masked, masked_mean
@@ -77,7 +77,7 @@ def sapo_loss(
     # A ratio that has saturated the gate is not let to overflow: the gradient would be 0 * inf.
     bounded = clip(log_ratio, None, jnp.log1p(_SATURATED / tau))
     # Not `expm1`, whose derivative `1 + expm1` has lost a small ratio.
-    gate = jax.nn.sigmoid(tau * (jnp.exp(bounded) - 1)) * (4 / tau)
+    gate = sigmoid(tau * (jnp.exp(bounded) - 1)) * (4 / tau)
     if through == "log_prob":
         return times(-advantages * jax.lax.stop_gradient(gate), log_probs)
     return -advantages * gate
