@@ -154,15 +154,19 @@ class Call(NamedTuple):
         return value_and_grads(lambda arrays: self(arrays, data, **{**scalars, **more}), arrays)
 
 
-def value_and_grads(function: Callable[[Options], Any], arrays: Options) -> tuple[Any, Options]:
-    def total(arrays: Options) -> tuple[jax.Array, Any]:
-        out = function(arrays)
-        floats = [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        # Every element has a weight of its own, so that gradients of opposite sign do not cancel.
-        weighted = [(x * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)).sum() for x in floats]
-        return sum(weighted[1:], weighted[0]) if weighted else jnp.zeros(()), out
+def total(out: Any) -> jax.Array:
+    """The floats of a result added up, each with a weight of its own, so that opposite gradients do not cancel."""
+    floats = [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    weighted = [(x * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape)).sum() for x in floats]
+    return sum(weighted[1:], weighted[0]) if weighted else jnp.zeros(())
 
-    (_, out), grads = jax.value_and_grad(total, has_aux=True)(arrays)
+
+def value_and_grads(function: Callable[[Options], Any], arrays: Options) -> tuple[Any, Options]:
+    def with_result(arrays: Options) -> tuple[jax.Array, Any]:
+        out = function(arrays)
+        return total(out), out
+
+    (_, out), grads = jax.value_and_grad(with_result, has_aux=True)(arrays)
     return out, grads
 
 

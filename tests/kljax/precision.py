@@ -1,0 +1,134 @@
+"""How far float32 is from the exact answer: `python -m tests.kljax.precision` prints the table.
+
+Every estimator, ratio, weight and loss that is a function of the log-ratio of a token is evaluated at log-ratios of
+1e-8 to 50 nats of both signs and at advantages of both signs, in float32 and, for the same float32 numbers, in float64.
+The error is relative to the exact answer, for the value and for the gradient to the log-probs. Functions and calls come
+from `tests.kljax.calls`.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kljax
+from tests.kljax import calls
+from tests.kljax.calls import Call, callable_functions, calls_of, each_call
+
+MODULES = ("kljax.kl", "kljax.ratios", "kljax.losses")
+# Their answer for a token depends on the others, or on more than a log-ratio.
+OTHERS = {
+    "clip_cov_loss": "chooses tokens by rank",
+    "kl_cov_loss": "chooses tokens by rank",
+    "normalize=": "divides by a mean over the batch",
+}
+SMALLEST, LARGEST, POINTS = 1e-8, 50.0, 301
+# Below this the processor takes numbers for 0.
+VANISHING = 1e-35
+# The exact answer is 0 at these log-ratios, times the advantage for a loss: an error relative to it has no bound there.
+ROOTS: dict[str, tuple[float, ...]] = {
+    "estimate_kl(sampling_log_probs, estimator=k1)": (-1.0,),
+    "reference_kl_loss(sampling_log_probs, estimator=k1)": (-1.0,),
+    "dro_loss(coef=0.3)": (1 / 0.3, 2 / 0.3, -1 / 0.3, -2 / 0.3),
+}
+
+
+class Error(NamedTuple):
+    """The largest relative error of one call, and the log-ratio where it is."""
+
+    call: str
+    value: float
+    value_at: float
+    gradient: float
+    gradient_at: float
+
+
+def is_of_log_ratios(name: str) -> bool:
+    """Whether a public function is an estimator, a ratio, a weight or a loss of sampled tokens."""
+    module = getattr(kljax, name).__module__
+    return module.startswith(MODULES) and "distillation" not in module and name not in OTHERS
+
+
+def functions() -> list[str]:
+    return [name for name in callable_functions() if is_of_log_ratios(name) and "log_probs" in calls.parameters(name)]
+
+
+def rows(call: Call, log_probs: np.ndarray, other: np.ndarray, advantages: np.ndarray) -> tuple[Any, Any]:
+    """Inputs of a call with one token per row, `[N, 1]`; importance weights are 1, every token is unmasked."""
+    ones = np.ones_like(log_probs)
+    known = {"log_probs": log_probs, "advantages": advantages, "weights": ones}
+    arrays = {name: known.get(name, other) for name in call.arrays}
+    data = {name: jnp.ones(ones.shape, bool) if "mask" in name else value for name, value in call.data.items()}
+    return {name: jnp.asarray(value)[:, None] for name, value in arrays.items()}, {
+        name: value[:, None] if value.shape == ones.shape else value for name, value in data.items()
+    }
+
+
+def value_and_slope(call: Call, arrays: Any, data: Any) -> Any:
+    """`[N]` values of tokens or rows and their gradients to the log-probs; None for a result that is no such array."""
+
+    def value(log_probs: jax.Array) -> jax.Array:
+        return jax.tree.leaves(call({**arrays, "log_probs": log_probs}, data))[0]
+
+    shape = jax.eval_shape(value, arrays["log_probs"])
+    if not jnp.issubdtype(shape.dtype, jnp.floating) or shape.size != arrays["log_probs"].size:
+        return None
+    out, pull = jax.vjp(value, arrays["log_probs"])
+    return out.ravel(), pull(jnp.ones_like(out))[0].ravel()
+
+
+def evaluate(name: str, log_probs: np.ndarray, other: np.ndarray, advantages: np.ndarray) -> list[Any]:
+    """For each call `(in float32, in float64)` of the same float32 numbers; None where `value_and_slope` is."""
+    given = [rows(call, *(np.float32(x) for x in (log_probs, other, advantages))) for call in calls_of(name)]
+
+    def run(call: Call, arrays: Any, data: Any) -> Any:
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
+        return value_and_slope(call, arrays, data), value_and_slope(call, wide, data)
+
+    results = jax.device_get(jax.jit(each_call(name, run))(given))
+    return [None if narrow is None else (narrow, wide) for narrow, wide in results]
+
+
+def log_ratios() -> np.ndarray:
+    sizes = np.geomspace(SMALLEST, LARGEST, POINTS).astype(np.float32)
+    return np.concatenate([-sizes[::-1], sizes])
+
+
+@functools.cache
+def errors_of(name: str) -> list[Error]:
+    """The errors of the calls of one function whose result is per token or per row."""
+    x = np.tile(log_ratios(), 2)
+    advantages = np.repeat([1.0, -1.0], x.size // 2)
+    found = []
+    for call, results in zip(calls_of(name), evaluate(name, x, np.zeros_like(x), advantages), strict=True):
+        if results is None or any(other in call.name for other in OTHERS):
+            continue
+        away = np.all([np.abs(x / root - 1) > 0.1 for root in ROOTS.get(call.name, (np.inf,))], axis=0)
+        worst = [_largest(x, narrow, wide, away) for narrow, wide in zip(*results, strict=True)]
+        found.append(Error(call.name, *worst[0], *worst[1]))
+    return found
+
+
+def _largest(x: np.ndarray, actual: np.ndarray, exact: np.ndarray, away: np.ndarray) -> tuple[float, float]:
+    """The largest relative error of `actual`, where the exact answer is one of float32's normal numbers, or 0."""
+    size = np.abs(exact)
+    counted = away & ((size == 0) | ((size > VANISHING) & (size < np.finfo(np.float32).max)))
+    error = np.abs(np.float64(actual) - exact) / np.where(size == 0, VANISHING, size)
+    error = np.where(counted, np.where(np.isnan(error), np.inf, error), 0)
+    return float(error.max()), float(x[error.argmax()])
+
+
+def table() -> Iterator[str]:
+    yield f"{'':72} {'value':>8} {'at':>9} {'gradient':>9} {'at':>9}"
+    for name in functions():
+        for row in errors_of(name):
+            yield f"{row.call:72} {row.value:8.1e} {row.value_at:9.2g} {row.gradient:9.1e} {row.gradient_at:9.2g}"
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    for line in table():
+        print(line)

@@ -1,0 +1,355 @@
+"""Narrow inputs, extreme log-ratios, float32 against the exact answer, and derivatives of second order."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.test_util import check_grads
+
+import kljax
+from tests.kljax import calls, precision
+from tests.kljax.calls import Call, callable_functions, calls_of
+
+INF = np.inf
+
+# ---- narrow inputs ----
+
+# These move arrays of any type and keep it, or hold a state of their own float type.
+KEEP_THE_DTYPE = {"ema_reference", "refreshed_reference", "shift_right"}
+NARROW = (jnp.bfloat16, jnp.float16)
+# What may be done with a narrow number before it is widened: move it, choose it, compare it; nothing that rounds.
+EXACT = {
+    *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "gather", "pad", "reshape", "rev", "select_n"),
+    *("slice", "squeeze", "stop_gradient", "transpose", "bitcast_convert_type"),
+    *("eq", "ge", "gt", "is_finite", "le", "lt", "ne"),
+}
+
+
+def in_dtype(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a program, those of its inner programs in place of the one that calls them."""
+    for equation in jaxpr.eqns:
+        inner = list(jaxprs_in_params(equation.params))
+        for body in inner:
+            yield from equations(body)
+        if not inner:
+            yield equation
+
+
+def computes_in(dtype: Any, equation: Any) -> bool:
+    avals = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+    return any(getattr(aval, "dtype", None) == dtype for aval in avals)
+
+
+@pytest.mark.parametrize("name", sorted(set(callable_functions()) - KEEP_THE_DTYPE))
+def test_narrow_inputs_are_computed_in_float32(name: str) -> None:
+    # Read off the program, not its numbers: XLA may keep a sum in float32 on one device that it rounds on another.
+    for call in calls_of(name):
+        for dtype in NARROW:
+            arrays = in_dtype(call.arrays, dtype)
+            program, shapes = jax.make_jaxpr(call.value_and_grads, return_shape=True)(arrays, call.data)
+            done = {e.primitive.name for e in equations(program.jaxpr) if computes_in(dtype, e)}
+            assert done <= EXACT, f"{call.name} computes in {dtype.__name__}: {done - EXACT}"
+            of_a_state = inspect_state(shapes[0])
+            floats = [x.dtype for x in jax.tree.leaves(shapes[0]) if jnp.issubdtype(x.dtype, jnp.floating)]
+            assert not call.arrays or of_a_state or set(floats) <= {jnp.dtype(jnp.float32)}, f"{call.name}: {floats}"
+
+
+def inspect_state(result: Any) -> bool:
+    """Whether a result is the state of a controller, whose float type is that of JAX."""
+    return hasattr(result, "coef")
+
+
+# ---- extreme log-ratios ----
+
+# (log_probs, the other log_probs): equal, 200 nats apart either way, impossible for the other, impossible for pi.
+PAIRS = {"0": (-1, -1), "200": (-1, -201), "-200": (-201, -1), "inf": (-1, -INF), "-inf": (-INF, -1)}
+E200 = float(np.exp(200.0))
+# Value and gradient to the log-probs at each of the five; what is above 3e38 is infinite in float32.
+HARD: dict[str, dict[str, tuple[float, float]]] = {
+    "k1()": {"0": (0, 1), "200": (200, 1), "-200": (-200, 1), "inf": (INF, 1), "-inf": (-INF, 1)},
+    "abs_diff()": {"0": (0, 0), "200": (200, 1), "-200": (200, -1), "inf": (INF, 1), "-inf": (INF, -1)},
+    "k2()": {"0": (0, 0), "200": (2e4, 200), "-200": (2e4, -200), "inf": (INF, INF), "-inf": (INF, -INF)},
+    "k3()": {"0": (0, 0), "200": (199, 1), "-200": (E200 - 201, 1 - E200), "inf": (INF, 1), "-inf": (INF, -INF)},
+    "low_var_kl()": {"0": (0, 0), "200": (10, 0), "-200": (10, 0), "inf": (10, 0), "-inf": (10, 0)},
+    "estimate_kl(estimator=none)": dict.fromkeys(PAIRS, (0, 0)),
+    "estimate_kl(gradient=none)": {"0": (0, 0), "200": (199, 0), "-200": (E200, 0), "inf": (INF, 0), "-inf": (INF, 0)},
+    "estimate_kl(gradient=k2)": {
+        "0": (0, 0),
+        "200": (199, 200),
+        "-200": (E200 - 201, -200),
+        "inf": (INF, INF),
+        "-inf": (INF, -INF),
+    },
+    # The clips at 0.4 and 0.2: of the log-ratio, and of the value.
+    "estimate_kl(log_ratio_clip=0.4)": {
+        "0": (0, 0),
+        **dict.fromkeys(("200", "inf"), (float(np.exp(-0.4)) - 0.6, 0)),
+        **dict.fromkeys(("-200", "-inf"), (float(np.exp(0.4)) - 1.4, 0)),
+    },
+    "estimate_kl(value_clip=0.2)": {"0": (0, 0), **dict.fromkeys(("200", "-200", "inf", "-inf"), (0.2, 0))},
+    "token_ratios()": {
+        "0": (1, 1),
+        "200": (E200, E200),
+        "-200": (1 / E200, 1 / E200),
+        "inf": (INF, INF),
+        "-inf": (0, 0),
+    },
+    "sequence_ratios(log_ratio_clip=0.4)": {
+        "0": (1, 1),
+        **dict.fromkeys(("200", "inf"), (float(np.exp(0.4)), 0)),
+        **dict.fromkeys(("-200", "-inf"), (float(np.exp(-0.4)), 0)),
+    },
+    "truncated_importance_weights()": {
+        "0": (1, 1),
+        "200": (2, 0),
+        "-200": (1 / E200, 1 / E200),
+        "inf": (2, 0),
+        "-inf": (0, 0),
+    },
+    "importance_weights(lower=0.7, mode=mask, upper=1.3)": {"0": (1, 1), **dict.fromkeys(list(PAIRS)[1:], (0, 0))},
+}
+# The same for losses, at the advantages 1, -1 and 0. In the last every one of these is 0 with a gradient of 0.
+HARD_LOSSES: dict[str, dict[str, tuple[tuple[float, float], tuple[float, float]]]] = {
+    "ppo_clip_loss()": {
+        "0": ((-1, -1), (1, 1)),
+        "200": ((-1.2, 0), (E200, E200)),
+        "-200": ((-1 / E200, -1 / E200), (0.8, 0)),
+        "inf": ((-1.2, 0), (INF, INF)),
+        "-inf": ((0, 0), (0.8, 0)),
+    },
+    "ppo_clip_loss(dual_clip=1.5)": {
+        "0": ((-1, -1), (1, 1)),
+        "200": ((-1.2, 0), (1.5, 0)),
+        "-200": ((-1 / E200, -1 / E200), (0.8, 0)),
+        "inf": ((-1.2, 0), (1.5, 0)),
+        "-inf": ((0, 0), (0.8, 0)),
+    },
+    "cispo_loss()": {
+        "0": ((1, -1), (-1, 1)),
+        "200": ((5, -5), (-5, 5)),
+        "-200": ((201 / E200, -1 / E200), (-201 / E200, 1 / E200)),
+        "inf": ((5, -5), (-5, 5)),
+        "-inf": ((0, 0), (0, 0)),
+    },
+    "importance_sampling_loss()": {
+        "0": ((-1, -1), (1, 1)),
+        "200": ((-E200, -E200), (E200, E200)),
+        "-200": ((-1 / E200, -1 / E200), (1 / E200, 1 / E200)),
+        "inf": ((-INF, -INF), (INF, INF)),
+        "-inf": ((0, 0), (0, 0)),
+    },
+    "reinforce_loss()": {
+        **dict.fromkeys(("0", "200", "inf"), ((1, -1), (-1, 1))),
+        "-200": ((201, -1), (-201, 1)),
+        "-inf": ((INF, -1), (-INF, 1)),
+    },
+    "topr_loss()": {
+        **dict.fromkeys(("0", "200", "inf"), ((1, -1), (-1, 1))),
+        "-200": ((201, -1), (-201 / E200, 1 / E200)),
+        "-inf": ((INF, -1), (0, 0)),
+    },
+}
+TINY = 1e-37
+
+
+def hard_points(name: str, pairs: list[tuple[float, float]], advantages: tuple[float, ...]) -> dict[str, Any]:
+    """For each call, in float32 and float64: value and gradient to the log-probs, `[advantages, pairs]` each."""
+    log_probs, other = (np.tile(np.array(side, float), len(advantages)) for side in zip(*pairs, strict=True))
+    results = precision.evaluate(name, log_probs, other, np.repeat(advantages, len(pairs)))
+    shape = (len(advantages), len(pairs))
+    return {
+        call.name: None if both is None else jax.tree.map(lambda x: np.float64(x).reshape(shape), both)
+        for call, both in zip(calls_of(name), results, strict=True)
+    }
+
+
+def check_points(actual: np.ndarray, expected: Any, where: str) -> None:
+    expected = np.asarray(expected, float)
+    narrow = np.where(np.abs(expected) > np.finfo(np.float32).max, np.copysign(INF, expected), expected)
+    wanted = narrow if where.endswith("float32") else expected
+    np.testing.assert_allclose(actual, wanted, rtol=2e-5, atol=TINY, err_msg=where)
+
+
+@pytest.mark.parametrize("call_name", HARD)
+def test_value_and_gradient_of_an_estimate_at_extreme_log_ratios(call_name: str) -> None:
+    expected = np.array([HARD[call_name][key] for key in PAIRS]).T
+    both = hard_points(call_name.partition("(")[0], list(PAIRS.values()), (1.0,))[call_name]
+    for dtype, (value, gradient) in zip(("float32", "float64"), both, strict=True):
+        check_points(value[0], expected[0], f"value of {call_name} in {dtype}")
+        check_points(gradient[0], expected[1], f"gradient of {call_name} in {dtype}")
+
+
+@pytest.mark.parametrize("call_name", HARD_LOSSES)
+def test_value_and_gradient_of_a_loss_at_extreme_log_ratios(call_name: str) -> None:
+    table = HARD_LOSSES[call_name]
+    expected = np.array([[*table[key], (0, 0)] for key in PAIRS]).transpose(2, 1, 0)
+    both = hard_points(call_name.partition("(")[0], list(PAIRS.values()), (1.0, -1.0, 0.0))[call_name]
+    for dtype, (value, gradient) in zip(("float32", "float64"), both, strict=True):
+        check_points(value, expected[0], f"value of {call_name} in {dtype}")
+        check_points(gradient, expected[1], f"gradient of {call_name} in {dtype}")
+
+
+# `x`, `w` and the limits of `w f(x)` and of its gradient: (log pi, log ref, log sampling) -> by estimator.
+CORRECTED: dict[tuple[float, float, float], dict[str, tuple[float, float]]] = {
+    # pi at 0, so that w is 0 and x minus infinity: only the reference is left of k3.
+    (-INF, -1, -1): {"k1": (0, 0), "abs": (0, 0), "k2": (0, 0), "k3": (1, 0), "low_var_kl": (0, 0)},
+    (-201, -1, -1): {"k1": (0, 0), "abs": (0, 0), "k2": (0, 0), "k3": (1, 0), "low_var_kl": (0, 0)},
+    # pi equal to the reference, and w beyond float32.
+    (-1, -1, -201): {"k1": (0, E200), "abs": (0, 0), "k2": (0, 0), "k3": (0, 0), "low_var_kl": (0, 0)},
+    (-1, -201, -1): {"k1": (200, 201), "abs": (200, 201), "k2": (2e4, 20200), "k3": (199, 200), "low_var_kl": (10, 0)},
+    (-1, -INF, -1): {"k1": (INF, INF), "abs": (INF, INF), "k2": (INF, INF), "k3": (INF, INF), "low_var_kl": (10, 0)},
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("point", CORRECTED, ids=str)
+def test_importance_corrected_estimates_at_extreme_log_ratios(point: tuple[float, ...], dtype: Any) -> None:
+    log_probs, ref, sampling = (jnp.asarray([x], dtype) for x in point)
+    for estimator, expected in CORRECTED[point].items():
+
+        def estimate(lp: jax.Array, estimator: str = estimator, gradient: str = "value") -> jax.Array:
+            options = {"estimator": estimator, "gradient": gradient}
+            return kljax.estimate_kl(lp, ref, sampling_log_probs=sampling, **options).sum()
+
+        value, grad = jax.value_and_grad(estimate)(log_probs)
+        where = f"{estimator} in {jnp.dtype(dtype).name}"
+        check_points(value, expected[0], where)
+        if not (dtype == jnp.float32 and expected[1] == E200):  # finite there, by the largest number that there is
+            check_points(grad[0], expected[1], where)
+        weight = np.exp(point[0] - point[2])
+        drift = 0 if weight == 0 or point[0] == point[1] else weight * (point[0] - point[1])
+        straight = jax.grad(lambda lp, e=estimator: estimate(lp, e, "k2"))(log_probs)
+        check_points(straight[0], drift, f"{where}")
+
+
+# Their limits are not those of one token's log-ratio.
+NO_LIMIT = {"dpo_loss": "the difference of two rows, both infinite here"}
+# Twice as far and twice as far again: an answer that no longer changes has a limit.
+FAR = {"inf": [(-1, -351), (-1, -701)], "-inf": [(-351, -1), (-701, -1)]}
+
+
+@pytest.mark.parametrize("name", sorted(set(precision.functions()) - set(NO_LIMIT)))
+def test_every_function_is_finite_where_its_limit_is_and_never_nan(name: str) -> None:
+    pairs = [*PAIRS.values(), *FAR["inf"], *FAR["-inf"]]
+    for call, both in hard_points(name, pairs, (1.0, -1.0, 0.0)).items():
+        if both is None or any(other in call for other in precision.OTHERS):
+            continue
+        for dtype, results in zip(("float32", "float64"), both, strict=True):
+            for what, result, exact in zip(("value", "gradient"), results, both[1], strict=True):
+                where = f"{what} of {call} in {dtype}"
+                assert not np.isnan(result).any(), where
+                check_points(result[:, :3], exact[:, :3], where)
+                for at, (near, far) in ((3, (5, 6)), (4, (7, 8))):
+                    with np.errstate(invalid="ignore"):
+                        settled = np.isclose(exact[:, near], exact[:, far], rtol=1e-9, atol=1e-100)
+                    np.testing.assert_allclose(result[settled, at], exact[settled, far], 2e-5, TINY, err_msg=where)
+
+
+def test_a_token_that_neither_policy_can_produce_has_no_estimate() -> None:
+    nothing = jnp.array([-INF])
+    for function in (kljax.k1, kljax.abs_diff, kljax.k2, kljax.k3, kljax.low_var_kl):
+        assert jnp.isnan(function(nothing, nothing)).all()
+    assert (kljax.estimate_kl(nothing, nothing, estimator="none") == 0).all()
+
+
+# ---- float32 against the exact answer ----
+
+# A relative error of `z eps` is the least for `exp(-z)` when z has been rounded to float32; it reaches 85 here.
+ROUNDED_EXPONENT = {"sapo_loss": 1e-5, "vespo_loss": 1e-5}
+
+
+@pytest.mark.parametrize("name", precision.functions())
+def test_relative_error_in_float32(name: str) -> None:
+    for error in precision.errors_of(name):
+        assert max(error.value, error.gradient) <= ROUNDED_EXPONENT.get(name, 2e-6), error
+
+
+def test_the_table_is_of_every_estimator_ratio_and_loss() -> None:
+    listed = {error.call.partition("(")[0] for name in precision.functions() for error in precision.errors_of(name)}
+    losses = {name for name in kljax.losses.__all__ if name.endswith("_loss")}
+    expected = losses | {"k1", "abs_diff", "k2", "k3", "low_var_kl", "estimate_kl"} | {"log_ratios", "token_ratios"}
+    expected |= {"sequence_ratios", "geometric_ratios", "importance_weights", "truncated_importance_weights"}
+    assert expected - listed == {"clip_cov_loss", "kl_cov_loss", "value_loss"} | {
+        name for name in losses if "distillation" in getattr(kljax, name).__module__
+    }
+
+
+# ---- derivatives ----
+
+DIFFERENTIATED = ("kljax.kl", "kljax.ratios", "kljax.losses", "kljax.masking", "kljax.aggregation", "kljax.log_probs")
+# Functions, or calls that hold these options, whose gradient is by intent not the derivative of their value.
+DETACHED = {
+    "cispo_loss": "the importance weight is a constant",
+    "correct_rollout": "weights are data",
+    "cross_entropy_loss(weight=": "the weight is a constant",
+    "distillation_loss": "the gradient is that of k2 unless asked otherwise",
+    "dppo_loss(through=log_prob": "the ratio is a constant",
+    "estimate_kl(gradient=": "a gradient of its own",
+    "estimate_kl(sampling_log_probs, estimator=k2, gradient=k2": "a gradient of its own",
+    "gspo_loss(": "the value of the row's ratio with the gradient of the token's own",
+    "rec_loss(weight=gspo": "the weight is a constant",
+    "rec_loss(weight=importance": "the weight is a constant",
+    "reference_kl_loss": "the gradient is that of k2 unless asked otherwise",
+    "sapo_loss(through=log_prob": "the gate is a constant",
+    "topr_loss": "the weight is a constant",
+    "vespo_loss": "the weight is a constant",
+}
+# What of them is a derivative nevertheless.
+ATTACHED = ("gradient=sequence", "gradient=value", "estimator=none")
+
+
+def is_detached(call: Call) -> bool:
+    return call.name.startswith(tuple(DETACHED)) and not any(option in call.name for option in ATTACHED)
+
+
+def differentiated() -> list[str]:
+    return [name for name in callable_functions() if getattr(kljax, name).__module__.startswith(DIFFERENTIATED)]
+
+
+def of_floats(call: Call) -> bool:
+    shapes = jax.eval_shape(call, call.arrays, call.data)
+    return bool(call.arrays) and any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(shapes))
+
+
+def total(chosen: list[Call]) -> Any:
+    """All results of some calls in one number, as a function of the arrays of each."""
+
+    def add(arrays: list[Any]) -> jax.Array:
+        parts = [calls.total(call(given, call.data)) for call, given in zip(chosen, arrays, strict=True)]
+        return sum(parts[1:], parts[0])
+
+    return add
+
+
+@pytest.fixture
+def _quick() -> Iterator[None]:
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("name", differentiated())
+def test_derivatives_of_first_and_second_order(name: str) -> None:
+    # The draws are ordinary numbers, none of them on a bound or another kink.
+    chosen = [call for call in calls_of(name) if of_floats(call) and not is_detached(call)]
+    arrays = [call.arrays for call in chosen]
+    if chosen:
+        check_grads(jax.jit(total(chosen)), (arrays,), order=2, modes=("fwd", "rev"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("prefix", DETACHED)
+def test_what_is_called_detached_is(prefix: str) -> None:
+    found = [call for call in calls_of(prefix.partition("(")[0]) if call.name.startswith(prefix) and is_detached(call)]
+    assert found
+    with pytest.raises(AssertionError):
+        check_grads(total(found[:1]), ([found[0].arrays],), order=1, modes=("rev",), rtol=1e-5, atol=1e-6)
