@@ -162,9 +162,9 @@ def cispo_loss(
     """Policy gradient with a clipped, constant importance weight: `L = -A * w * log pi`.
 
     The weight `w = clip(r, 1 - clip_low, 1 + clip_high)` is not differentiated. Unlike in PPO no token loses its
-    gradient; only its weight is bounded. The systems differ widely in the bounds: ART and SkyRL [0, 5] (the defaults
-    here), Trinity [0, 1.28], verl and slime [0.8, 1.2]; TRL's `epsilon_high` is the upper bound itself, which is
-    `clip_low=1, clip_high=epsilon_high - 1` here.
+    gradient; only its weight is bounded. The systems differ widely in the bounds: ART [0, 5] (the defaults here),
+    SkyRL 0.3.0 [1, 6], Trinity [0, 1.28], verl and slime [0.8, 1.2]; TRL's `epsilon_high` is the upper bound itself,
+    which is `clip_low=1, clip_high=epsilon_high - 1` here.
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.

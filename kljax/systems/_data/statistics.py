@@ -121,7 +121,7 @@ VERL = (
         given={"weights": "the importance weights"},
         clamps="w to [0, threshold]",
         divisors=f"{TOKENS}; mean w + 1e-8",
-        note="kljax.effective_sample_size is a number of tokens: this times n",
+        note="the same share, between 0 and 1, without the epsilon",
         reason="its epsilons enter a ratio of means; the test of verl's weights compares it",
     ),
 )
