@@ -7,6 +7,7 @@ listed. All calls of a function are compiled as one program per transformation.
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -46,7 +47,13 @@ GATHERED = {
 REPLACE_AXIS_NAME = ("axis", "mean_kl")
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
 
-everywhere = pytest.mark.parametrize("name", callable_functions())
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> Iterator[None]:
+    # The eager results as well: every one of their operations is compiled for itself.
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
@@ -72,8 +79,8 @@ def check_both(name: str, results: list[Any]) -> None:
         check(name, jax.tree.map(lambda leaf, i=seed: leaf[i], results), eager(name, seed))
 
 
-@everywhere
-def test_jit_with_traced_scalars(name: str) -> None:
+def in_jit(name: str) -> None:
+    """With its numbers traced as well, as a coefficient from a state is."""
     scalars = [jax.tree.map(jnp.asarray, call.scalars) for call in calls_of(name)]
 
     def run(given: list[tuple[Any, Any]], scalars: list[Any]) -> list[Any]:
@@ -94,33 +101,25 @@ def spread(array: jax.Array, rows: Any, columns: Any) -> jax.Array:
     return jax.device_put(array, NamedSharding(mesh(), P(*axes)))
 
 
-SPLITS = {"rows": (("a", "b"), None), "columns": (None, ("a", "b")), "rows and columns": ("a", "b")}
-
-
-@everywhere
-@pytest.mark.parametrize("split", SPLITS)
-def test_jit_on_eight_devices(name: str, split: str) -> None:
-    given = jax.tree.map(lambda array: spread(array, *SPLITS[split]), inputs(name))
+def on_eight_devices(name: str, rows: Any, columns: Any) -> None:
+    given = jax.tree.map(lambda array: spread(array, rows, columns), inputs(name))
     run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
     check(name, compiled(run, given), eager(name))
 
 
-@everywhere
-def test_vmap(name: str) -> None:
+def in_vmap(name: str) -> None:
     run = each_call(name, lambda call, arrays, data: jax.vmap(call.value_and_grads)(arrays, data))
     check_both(name, compiled(run, stacked(name)))
 
 
-@everywhere
-def test_scan(name: str) -> None:
+def in_scan(name: str) -> None:
     def run(call: Call, arrays: Any, data: Any) -> Any:
         return jax.lax.scan(lambda carry, x: (carry, call.value_and_grads(*x)), (), (arrays, data))[1]
 
     check_both(name, compiled(each_call(name, run), stacked(name)))
 
 
-@everywhere
-def test_remat(name: str) -> None:
+def in_remat(name: str) -> None:
     def run(call: Call, arrays: Any, data: Any) -> Any:
         return calls.value_and_grads(jax.checkpoint(lambda arrays: call(arrays, data)), arrays)
 
@@ -175,16 +174,14 @@ def own_part(result: jax.Array) -> jax.Array:
     return jax.lax.pmean(result, "rows") if mean else jax.lax.pmax(result, "rows")
 
 
-@everywhere
-def test_shard_map_over_rows(name: str) -> None:
+def in_shard_map(name: str) -> None:
     def run(call: Call, arrays: Any, data: Any) -> Any:
         return calls.value_and_grads(lambda arrays: on_every_device(call, arrays, data), arrays)
 
     check(name, compiled(each_call(name, run), inputs(name)), eager(name))
 
 
-@everywhere
-def test_lowering_for_tpu_and_cuda(name: str) -> None:
+def lowered_for_tpu_and_cuda(name: str) -> None:
     # As a user's program has it: float32, 64-bit types off.
     with jax.enable_x64(False):
         given = jax.tree.map(in_32_bits, inputs(name))
@@ -198,6 +195,26 @@ def in_32_bits(array: jax.Array) -> jax.Array:
         if jnp.issubdtype(array.dtype, wide):
             return jnp.asarray(np.asarray(array), narrow)
     return array
+
+
+TRANSFORMATIONS: dict[str, Callable[[str], None]] = {
+    "jit": in_jit,
+    "rows": functools.partial(on_eight_devices, rows=("a", "b"), columns=None),
+    "columns": functools.partial(on_eight_devices, rows=None, columns=("a", "b")),
+    "rows and columns": functools.partial(on_eight_devices, rows="a", columns="b"),
+    "vmap": in_vmap,
+    "scan": in_scan,
+    "remat": in_remat,
+    "shard_map": in_shard_map,
+    "tpu and cuda": lowered_for_tpu_and_cuda,
+}
+
+
+# All transformations of a function one after the other: they share its eager results.
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@pytest.mark.parametrize("name", callable_functions())
+def test_value_and_gradients_are_the_eager_ones(name: str, transformation: str) -> None:
+    TRANSFORMATIONS[transformation](name)
 
 
 def test_every_public_function_is_called_or_says_why_not() -> None:
