@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
-from kljax._numerics import clip, expm1_minus, log_mix
+from kljax._numerics import clip, expm1_minus, log_mix, times
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.losses.kl import reference_kl_loss
 
@@ -259,7 +259,7 @@ def top_k_forward_kl(
     if min_log_prob is not None:
         policy, teacher = (clip(x, jnp.asarray(min_log_prob, x.dtype), None) for x in (policy, teacher))
     there = teacher != -jnp.inf
-    terms = jnp.exp(teacher) * (jnp.where(there, teacher, 0) - jnp.where(there, policy, 0))
+    terms = times(jnp.exp(teacher), jnp.where(there, teacher, 0) - jnp.where(there, policy, 0))
     return jnp.where(keep, clip(jnp.where(there, terms, 0).sum(-1), 0.0, None), 0)
 
 

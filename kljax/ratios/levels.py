@@ -36,7 +36,8 @@ def log_ratios(
       log_ratio_clip: bound of the log-ratio, in nats; None does not clip. verl and OpenRLHF use 20.
 
     Returns:
-      `[..., T]`, float32 or float64, in nats; masked positions hold 0.
+      `[..., T]`, float32 or float64, in nats; masked positions hold 0. A token without probability under both policies
+      has no ratio: NaN.
 
     Gradient:
       1 to `log_probs` and -1 to `old_log_probs`; 0 outside the clip (1 on the bound, as in PyTorch) and under the mask.

@@ -260,6 +260,41 @@ def test_a_token_that_neither_policy_can_produce_has_no_estimate() -> None:
     assert (kljax.estimate_kl(nothing, nothing, estimator="none") == 0).all()
 
 
+IMPOSSIBLE = {
+    "for pi": ([0.0, -INF, 1.0, -2.0], [0.3, 1.0, 0.2, -2.0]),
+    "for the teacher": ([0.0, 0.5, 1.0, -2.0], [0.3, -INF, 0.2, -2.0]),
+    "for both": ([0.0, -INF, 1.0, -2.0], [0.3, -INF, 0.2, -2.0]),
+    "nearly, for the teacher": ([0.0, -INF, 1.0, -2.0], [0.0, -200.0, 1.0, 200.0]),
+    "nearly, for pi": ([0.0, -200.0, 1.0, 200.0], [0.3, 1.0, -INF, -2.0]),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_divergences_over_a_vocabulary_with_impossible_tokens(case: str, dtype: Any) -> None:
+    log_probs, teacher = (
+        jax.nn.log_softmax(jnp.asarray(logits, dtype)).reshape(1, 1, -1) for logits in IMPOSSIBLE[case]
+    )
+    p, q = (np.exp(np.float64(x)).ravel() for x in (log_probs, teacher))
+    mask = jnp.ones((1, 1), bool)
+
+    def kl(first: np.ndarray, second: np.ndarray) -> float:
+        with np.errstate(divide="ignore"):
+            return sum(a * np.log(np.divide(a, b)) for a, b in zip(first, second, strict=True) if a > 0)
+
+    mixed = (p + q) / 2
+    expected = {0.0: kl(q, p), 0.5: (kl(p, mixed) + kl(q, mixed)) / 2, 1.0: kl(p, q)}
+    for beta, wanted in expected.items():
+        value, grads = jax.value_and_grad(lambda p, b=beta: kljax.generalized_jsd(p, teacher, mask, beta=b).sum())(
+            log_probs
+        )
+        np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-7)
+        assert not jnp.isnan(grads).any()
+    value, grads = jax.value_and_grad(lambda p: kljax.top_k_forward_kl(p, teacher, mask).sum())(log_probs)
+    assert not jnp.isnan(value)
+    assert not jnp.isnan(grads).any()
+
+
 # ---- float32 against the exact answer ----
 
 # A relative error of `z eps` is the least for `exp(-z)` when z has been rounded to float32; it reaches 85 here.
