@@ -171,7 +171,7 @@ def value_and_grads(function: Callable[[Options], Any], arrays: Options) -> tupl
 
 
 def public_functions() -> list[str]:
-    """Every public function; types are not called, and neither is what has a namespace of its own."""
+    """Every public function. Types are not called, nor the namespaces: tables of names and whole programs."""
     return [name for name in kljax.__all__ if inspect.isfunction(getattr(kljax, name))]
 
 

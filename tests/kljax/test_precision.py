@@ -18,7 +18,7 @@ INF = np.inf
 
 # ---- narrow inputs ----
 
-# These move arrays of any type and keep it, or hold a state of their own float type.
+# These move arrays of any type, and keep it.
 KEEP_THE_DTYPE = {"ema_reference", "refreshed_reference", "shift_right"}
 NARROW = (jnp.bfloat16, jnp.float16)
 # What may be done with a narrow number before it is widened: move it, choose it, compare it; nothing that rounds.
@@ -57,14 +57,10 @@ def test_narrow_inputs_are_computed_in_float32(name: str) -> None:
             program, shapes = jax.make_jaxpr(call.value_and_grads, return_shape=True)(arrays, call.data)
             done = {e.primitive.name for e in equations(program.jaxpr) if computes_in(dtype, e)}
             assert done <= EXACT, f"{call.name} computes in {dtype.__name__}: {done - EXACT}"
-            of_a_state = inspect_state(shapes[0])
             floats = [x.dtype for x in jax.tree.leaves(shapes[0]) if jnp.issubdtype(x.dtype, jnp.floating)]
-            assert not call.arrays or of_a_state or set(floats) <= {jnp.dtype(jnp.float32)}, f"{call.name}: {floats}"
-
-
-def inspect_state(result: Any) -> bool:
-    """Whether a result is the state of a controller, whose float type is that of JAX."""
-    return hasattr(result, "coef")
+            # The state of a controller has the float type of JAX, and so has what has no array of floats to go by.
+            free = not call.arrays or hasattr(shapes[0], "coef")
+            assert free or set(floats) <= {jnp.dtype(jnp.float32)}, f"{call.name}: {floats}"
 
 
 # ---- extreme log-ratios ----
