@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_only_with, check_same_shape
+from kljax._devices import over_devices
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
-from kljax.masking import masked, over_devices
+from kljax.masking import masked
 
 __all__ = ["WeightedSum", "aggregate", "token_weights"]
 

@@ -5,10 +5,10 @@ value nor a gradient. Arrays are `[..., T]`; masks are boolean (or 0/1 integers)
 where each device holds a part of a batch, `axis_name` makes a statistic that of the whole; `jit` needs no such help.
 """
 
-import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
+from kljax._devices import over_devices
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 
 __all__ = [
@@ -273,11 +273,6 @@ def shift_right(values: ArrayLike, fill: Scalar = 0) -> Array:
     values = jnp.asarray(values)
     first = jnp.full((*values.shape[:-1], 1), fill, values.dtype)
     return jnp.concatenate([first, values[..., :-1]], axis=-1)
-
-
-def over_devices(values: Array, axis_name: AxisName) -> Array:
-    """The sum over the mapped axes, or the values themselves where there are none."""
-    return values if axis_name is None else jax.lax.psum(values, axis_name)
 
 
 def _count(mask: ArrayLike, axis: Axis, axis_name: AxisName, dtype: jnp.dtype) -> Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_mask
+from kljax._devices import all_rows, greatest, least, same_everywhere
 from kljax._typing import Array, ArrayLike, AxisName
 from kljax.masking import masked
 from kljax.ratios import level_log_ratios
@@ -82,9 +83,7 @@ def log_prob_diff_extremes(
     """
     difference = level_log_ratios(log_probs, other_log_probs, mask, level)
     extremes = Extremes.of(jnp.abs(difference) if absolute else difference, _counted(mask, level))
-    if axis_name is None:
-        return extremes
-    return Extremes(jax.lax.pmin(extremes.min, axis_name), jax.lax.pmax(extremes.max, axis_name))
+    return Extremes(least(extremes.min, axis_name), greatest(extremes.max, axis_name))
 
 
 def ratio_quantiles(
@@ -128,8 +127,7 @@ def ratio_quantiles(
         raise ValueError(f"quantiles: got {tuple(quantiles)!r}, expected numbers between 0 and 1")
     values = jax.lax.stop_gradient(level_log_ratios(log_probs, old_log_probs, mask, level)).ravel()
     kept = _counted(mask, level).ravel()
-    if axis_name is not None:
-        values, kept = jax.lax.all_gather((values, kept), axis_name, tiled=True)
+    values, kept = all_rows((values, kept), axis_name)
     # What is masked goes behind everything else.
     ordered = jnp.sort(jnp.where(kept, values, jnp.inf))
     place = jnp.asarray(quantiles, values.dtype) * jnp.maximum(kept.sum() - 1, 0).astype(values.dtype)
@@ -140,9 +138,7 @@ def ratio_quantiles(
     exact = (share == 0) | (low == high) | jnp.isinf(low)
     between = jnp.where(exact, low, low + share * (high - low))
     between = jnp.where((kept & jnp.isnan(values)).any(), jnp.nan, between)
-    ratios = jnp.where(kept.any(), jnp.exp(between), 1)
-    # The same on every device; that it is, `shard_map` knows of a maximum only.
-    return ratios if axis_name is None else jax.lax.pmax(ratios, axis_name)
+    return same_everywhere(jnp.where(kept.any(), jnp.exp(between), 1), axis_name)
 
 
 def _counted(mask: ArrayLike, level: str) -> Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_mask, check_same_shape
+from kljax._devices import greatest
 from kljax._typing import Array, ArrayLike, AxisName
 from kljax.masking import masked, masked_mean, masked_var
 from kljax.ratios.levels import largest
@@ -39,9 +40,7 @@ def effective_sample_size(weights: ArrayLike, mask: ArrayLike, *, axis_name: Axi
     """
     weights = jax.lax.stop_gradient(masked(weights, mask))
     # Divided by the largest weight first, so that no square overflows.
-    largest = weights.max(initial=0)
-    if axis_name is not None:
-        largest = jax.lax.pmax(largest, axis_name)
+    largest = greatest(weights.max(initial=0), axis_name)
     weights = weights / jnp.where(largest == 0, 1, largest)
     squares = masked_mean(jnp.square(weights), mask, axis_name=axis_name)
     none = squares == 0

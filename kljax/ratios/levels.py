@@ -11,10 +11,10 @@ plain differentiable functions. Ratios of two recorded policies (old against rol
 because their log-probs are; whoever recorded those stopped the gradient. Arrays are `[..., T]`.
 """
 
-import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
+from kljax._devices import greatest
 from kljax._numerics import clip_symmetric
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.masking import masked, masked_mean
@@ -188,7 +188,5 @@ def within(values: Array, lower: Scalar | None, upper: Scalar | None) -> Array:
 
 def largest(values: Array, kept: Array, axis_name: AxisName) -> Array:
     """The largest of the values kept, a constant; 0 if it is not finite. In its unit no mean overflows or vanishes."""
-    largest = jax.lax.stop_gradient(jnp.max(jnp.where(kept, values, -jnp.inf), initial=-jnp.inf))
-    if axis_name is not None:
-        largest = jax.lax.pmax(largest, axis_name)
+    largest = greatest(jnp.max(jnp.where(kept, values, -jnp.inf), initial=-jnp.inf), axis_name)
     return jnp.where(jnp.isfinite(largest), largest, 0)

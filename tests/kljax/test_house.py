@@ -21,7 +21,7 @@ SOURCES = LIBRARY + sorted((ROOT / "train").rglob("*.py"))
 
 # A module imports from its own layer or a lower one.
 LAYERS = [
-    {"_typing", "_checks", "_numerics"},
+    {"_typing", "_checks", "_numerics", "_devices"},
     {"masking"},
     {"log_probs", "kl", "ratios"},
     {"aggregation", "rewards", "advantages", "controllers"},
