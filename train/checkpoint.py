@@ -12,7 +12,6 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import kljax
-from train.abandoned_reads import quiet_abandoned_reads
 from train.config.schema import Checkpoint
 from train.errors import UserError
 from train.state import TrainState
@@ -82,7 +81,6 @@ class Checkpoints:
         """
         # A save that is still being written is not damage.
         self.wait()
-        quiet_abandoned_reads()
         for step in reversed(self.steps()):
             try:
                 return self._restore(step, like)
@@ -136,7 +134,6 @@ class Checkpoints:
 
 def restore_base(path: Path, abstract_params: Tree, field: str, *, item: str | None = None) -> Tree:
     """Base weights from a directory that `save_base` wrote, or from a checkpoint; raises `UserError` naming `field`."""
-    quiet_abandoned_reads()
     try:
         return kljax.restore_tree(path, abstract_params, item=item)
     except (FileNotFoundError, ValueError) as error:

@@ -4,10 +4,13 @@ import dataclasses
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
+from train.abandoned_reads import quiet_abandoned_reads
 from train.checkpoint import Checkpoints
 from train.config.load import LoadedConfig
 from train.config.schema import Config
@@ -38,13 +41,24 @@ INTERRUPTED = 130
 ACCURACIES = ("accuracy", "accuracy_greedy")
 
 
+@contextmanager
+def _orbax_at_errors() -> Iterator[None]:
+    """Keeps back what orbax logs below an error; this program says it better itself. Then the level is as it was."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@_orbax_at_errors()
 def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     """Runs a config; returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
     config, began, console = loaded.config, time.perf_counter(), default_console()
     forget_traces()
-    # Orbax says through these what this program says better itself.
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    quiet_abandoned_reads()
     setting = _setting(config)
     check_reference(config, setting.model, setting.mesh, saved_steps(config) if resume else [])
     directory = resume_run(config) if resume else start_run(config)

@@ -38,10 +38,9 @@ def test_the_hook_is_put_in_place_once(reported: list[object]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Future", "Task"])
-def test_failures_that_nobody_asked_for_are_not_logged(reported: list[object], kind: str) -> None:
-    logger = logging.getLogger("asyncio")
+def test_failures_that_nobody_asked_for_are_not_logged(reported, caplog, kind: str) -> None:
     quiet_abandoned_reads()
-    # The filter itself, whatever level or handlers another part of the process gave this logger.
-    for text, passes in ((f"{kind} exception was never retrieved\nfuture: <...>", False), ("Executing took 3 s", True)):
-        record = logger.makeRecord(logger.name, logging.ERROR, __file__, 1, text, (), None)
-        assert bool(logger.filter(record)) is passes
+    logging.getLogger("asyncio").error(f"{kind} exception was never retrieved\nfuture: <...>")
+    assert not caplog.records
+    logging.getLogger("asyncio").error("Executing took 3 seconds")
+    assert len(caplog.records) == 1

@@ -14,6 +14,7 @@ import pytest
 
 import kljax
 from tests import tiny
+from train.abandoned_reads import quiet_abandoned_reads
 from train.checkpoint import Checkpoints, abstract, restore_base, save_base
 from train.config.schema import Checkpoint
 from train.errors import UserError
@@ -25,6 +26,7 @@ SECTION = Checkpoint(every=1, keep=2)
 
 @pytest.fixture(autouse=True)
 def _quiet():
+    quiet_abandoned_reads()
     level = logging.getLogger("absl").level
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     yield
