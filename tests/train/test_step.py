@@ -90,6 +90,9 @@ LOOP = tiny.config_of(*TERMS, "optim.updates_per_batch=2", "optim.micro_batches=
 @pytest.fixture(scope="module")
 def looped():
     """A state, a batch, and an update that the tests below share: it may be traced once in all of them."""
+    # Many tests fill JAX's cache of programs, shared by all functions of the process: in a full one, 0.10.2 charges an
+    # eviction to the function that comes in, and `_cache_size` of a compiled function stays 0.
+    jax.clear_caches()
     optimizer, model = make_optimizer(LOOP.optim), tiny.model_of(LOOP)
     state = tiny.state_of(LOOP, optimizer)
     batch = jax.device_put(tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6)), batch_sharding(tiny.mesh_of()))
@@ -111,8 +114,7 @@ def test_a_step_donates_compiles_once_and_stays_on_the_device(looped):
         losses.append(float(metrics["loss"].value()))
         # A coefficient is an argument: another value is the same program.
         coefs = {**coefs, "kl_loss": coefs["kl_loss"] + 1}
-    # A second program would have been traced, which is refused; a process full of programs may have dropped the one.
-    assert update._cache_size() <= 1
+    assert update._cache_size() == 1
     assert len({round(loss, 6) for loss in losses}) == 3
     changed = jax.tree.map(lambda a, b: bool((a != np.asarray(b)).any()), before, state.trainable)
     assert all(jax.tree.leaves(changed)), "every weight was trained"
