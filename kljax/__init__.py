@@ -68,7 +68,14 @@ from kljax.diagnostics import (
     rollout_kl,
 )
 from kljax.kl import abs_diff, estimate_kl, k1, k2, k3, low_var_kl
-from kljax.log_probs import TokenStats, log_probs_from_hidden
+from kljax.log_probs import (
+    HeadSharding,
+    Tile,
+    TokenStats,
+    jsd_from_hidden,
+    kl_from_hidden,
+    log_probs_from_hidden,
+)
 from kljax.losses import (
     append_tail,
     cispo_loss,
@@ -145,8 +152,10 @@ __all__ = [
     "Controller",
     "ControllerState",
     "Extremes",
+    "HeadSharding",
     "Policy",
     "RolloutCorrection",
+    "Tile",
     "TokenStats",
     "WeightedSum",
     "abs_diff",
@@ -199,12 +208,14 @@ __all__ = [
     "importance_weights",
     "iw_opd_advantages",
     "jsd_advantages",
+    "jsd_from_hidden",
     "k1",
     "k2",
     "k3",
     "kimi_advantages",
     "kl_by_position",
     "kl_cov_loss",
+    "kl_from_hidden",
     "kl_rejection_mask",
     "kl_shaped_rewards",
     "last_token_mask",
