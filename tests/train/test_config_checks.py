@@ -91,7 +91,7 @@ def test_combination_is_refused(overrides, start):
     assert problem.startswith(start)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo"])
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_group_estimators_need_a_group(estimator):
     (problem,) = problems(f"advantage.estimator={estimator}", "rollout.samples_per_prompt=1")
     assert problem.startswith("rollout.samples_per_prompt: got 1")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from train.config.schema import Config
 from train.tokenizer import ByteTokenizer
 
-GROUP_ESTIMATORS = ("grpo", "rloo", "opo")
+GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 
 
 class Problem(NamedTuple):
