@@ -40,6 +40,13 @@ def save_base(path: Path, params: Tree) -> None:
         checkpointer.save(path.absolute(), params)
 
 
+def check_saved(step: int, saved: Sequence[int]) -> None:
+    """Raises `UserError` naming `reference.step` unless `step` is one of the `saved` steps of the run."""
+    if step not in saved:
+        allowed = ", ".join(map(str, sorted(saved))) or "none yet"
+        raise UserError(f"reference.step: got {step}, but this run has no such checkpoint; there are: {allowed}")
+
+
 class Checkpoints:
     """The numbered checkpoints of one run: `<directory>/<step>/state`.
 
@@ -62,9 +69,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """The directory that holds the state of a step; raises `UserError` listing the steps that exist."""
-        if step not in self.steps():
-            listed = ", ".join(map(str, self.steps())) or "none"
-            raise UserError(f"reference.step: got {step}, but this run has no such checkpoint; there are: {listed}")
+        check_saved(step, self.steps())
         return self._directory / str(step) / ITEM
 
     def save(self, state: TrainState, step: int) -> None:

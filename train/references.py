@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import kljax
-from train.checkpoint import ITEM, Checkpoints
+from train.checkpoint import ITEM, Checkpoints, check_saved
 from train.config.schema import Config
 from train.errors import UserError
 from train.models import Decoder
@@ -34,8 +34,8 @@ def check_reference(config: Config, model: Decoder, mesh: Mesh, saved: Sequence[
     section = config.reference
     if not config.needs_reference():
         return
-    if section.source == "step" and section.step not in {0, *saved}:
-        raise UserError(f"reference.step: got {section.step}, but this run has no such checkpoint; {_listed(saved)}")
+    if section.source == "step":
+        check_saved(section.step, sorted({0, *saved}))
     if section.source in ("checkpoint", "adapter"):
         with _named("path"):
             path, item = locate(section.path, SAVED[section.source])
@@ -90,10 +90,6 @@ def _named(field: str) -> Iterator[None]:
         yield
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"reference.{field}: {error}") from error
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return f"there are: {', '.join(map(str, steps)) or 'none yet'}"
 
 
 def _step_reference(path: Path, model: Decoder, mesh: Mesh, base: Tree) -> kljax.Policy:

@@ -16,7 +16,7 @@ from train.config.schema import Checkpoint, Config
 from train.errors import UserError
 from train.keys import purpose_key
 from train.policy import init_adapter
-from train.references import assert_unchanged, load_reference, locate, reference_fingerprint
+from train.references import assert_unchanged, check_reference, load_reference, locate, reference_fingerprint
 from train.state import TrainState
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj]}"
@@ -159,6 +159,17 @@ def test_what_is_not_there_is_said(runs, tmp_path):
         load(config_of(f"{{source: checkpoint, path: {path}}}"), runs[False])
     with pytest.raises(UserError, match=r"^reference\.path: .* expected float32\[3, 16, 3\]"):
         load(config_of(f"{{source: adapter, path: {path}}}", "lora.rank=3", lora=True), runs[True], base=policy_base())
+
+
+@pytest.mark.parametrize(("saved", "there"), [([], "0"), ([3, 0], "0, 3")])
+def test_a_step_without_a_checkpoint_is_refused_before_anything_starts(saved, there):
+    def check(step: int) -> None:
+        config = config_of(f"{{source: step, step: {step}}}")
+        check_reference(config, tiny.model_of(config), tiny.mesh_of(), saved)
+
+    with pytest.raises(UserError, match=rf"^reference\.step: got 2, .* no such checkpoint; there are: {there}$"):
+        check(2)
+    check(0)
 
 
 def test_locate(tmp_path):
