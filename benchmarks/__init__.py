@@ -1,0 +1,1 @@
+"""Benchmarks: each module that can be run makes one table of the documentation."""

@@ -1,0 +1,136 @@
+"""The problem that every contender solves: sizes, options, arrays. NumPy only, as PyTorch's process needs it too."""
+
+import dataclasses
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CLIP = 0.2
+ENTROPY_COEF = 0.01
+KL_COEF = 0.05
+
+
+class Size(NamedTuple):
+    """Tokens `N`, width of the hidden states `D`, vocabulary `V`."""
+
+    tokens: int
+    width: int
+    vocab: int
+
+    def __str__(self) -> str:
+        return "x".join(str(part) for part in self)
+
+    @property
+    def flops(self) -> int:
+        """Operations of one matmul between hidden states and head."""
+        return 2 * self.tokens * self.width * self.vocab
+
+
+SIZES = (Size(2048, 1024, 32_768), Size(1024, 1024, 131_072))
+# Divides neither by the tile nor by a power of two.
+QUICK = Size(72, 48, 1000)
+QUICK_TILE = (32, 256)
+
+
+def parse_numbers(text: str, count: int) -> tuple[int, ...]:
+    """`2048x1024x32768` as numbers.
+
+    Raises:
+      ValueError: unless there are `count` positive numbers.
+    """
+    if not re.fullmatch(r"x".join([r"[1-9]\d*"] * count), text):
+        example = "x".join(["2048", "1024", "32768"][:count])
+        raise ValueError(f"got {text!r}, expected {count} positive numbers such as {example}")
+    return tuple(int(part) for part in text.split("x"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a process needs to know besides the arrays.
+
+    Attributes:
+      device: "cpu" or "gpu".
+      dtype: "float32" or "bf16", of hidden states and head.
+      threads: of each process on the CPU; 0 takes all.
+      tile: tokens and vocabulary of kljax's tile; None takes its own table.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 2
+    tile: tuple[int, int] | None = None
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Options":
+        tile = fields["tile"]
+        return cls(**{**fields, "tile": None if tile is None else tuple(tile)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arrays of one problem, float32 unless said.
+
+    Attributes:
+      hidden: `[N, D]`, standard normal.
+      head: `[D, V]`, such that a logit has standard deviation 2.
+      targets: `[N]` int32 ids, uniform.
+      advantages: `[N]`, standard normal.
+      old_log_probs: `[N]` log-probs of `hidden` and `head` with noise of 0.2 nats, so that a third is clipped.
+      mask: `[N]` boolean, a random half.
+      ref_hidden: `[N, D]`, the hidden states with noise of 0.1.
+    """
+
+    hidden: np.ndarray
+    head: np.ndarray
+    targets: np.ndarray
+    advantages: np.ndarray
+    old_log_probs: np.ndarray
+    mask: np.ndarray
+    ref_hidden: np.ndarray
+
+    @property
+    def size(self) -> Size:
+        return Size(len(self.hidden), *self.head.shape)
+
+    def save(self, directory: pathlib.Path) -> None:
+        for field in dataclasses.fields(self):
+            np.save(directory / f"{field.name}.npy", getattr(self, field.name))
+
+    @classmethod
+    def load(cls, directory: pathlib.Path) -> "Inputs":
+        return cls(**{field.name: np.load(directory / f"{field.name}.npy") for field in dataclasses.fields(cls)})
+
+
+def make_inputs(size: Size, seed: int = 0) -> Inputs:
+    """Draws the arrays of a problem."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
+
+    hidden, head = normal(size.tokens, size.width), normal(size.width, size.vocab)
+    head *= np.float32(2 / np.sqrt(size.width))
+    targets = rng.integers(0, size.vocab, size.tokens, np.int32)
+    mask = np.zeros(size.tokens, bool)
+    mask[rng.permutation(size.tokens)[: size.tokens // 2]] = True
+    return Inputs(
+        hidden=hidden,
+        head=head,
+        targets=targets,
+        advantages=normal(size.tokens),
+        old_log_probs=log_probs(hidden, head, targets) + np.float32(0.2) * normal(size.tokens),
+        mask=mask,
+        ref_hidden=hidden + np.float32(0.1) * normal(size.tokens, size.width),
+    )
+
+
+def log_probs(hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, chunk: int = 4096) -> np.ndarray:
+    """`[N]` log-probs of the targets, by chunks of the vocabulary."""
+    logsumexp = np.full(len(hidden), -np.inf, np.float32)
+    for start in range(0, head.shape[1], chunk):
+        logits = hidden @ head[:, start : start + chunk]
+        top = logits.max(axis=1)
+        logsumexp = np.logaddexp(logsumexp, top + np.log(np.exp(logits - top[:, None]).sum(axis=1)))
+    return np.einsum("nd,dn->n", hidden, head[:, targets]) - logsumexp
