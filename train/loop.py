@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+import kljax
 from train.batch import require
 from train.checkpoint import Checkpoints
 from train.evaluate import Evaluation, evaluate
@@ -14,7 +15,7 @@ from train.interrupt import Interrupt
 from train.keys import purpose_key
 from train.metrics import MetricsWriter
 from train.objective import coefficients, required_fields
-from train.rollout import Sampler, collect, divide, make_sampler
+from train.rollout import Sampler, collect, make_sampler
 from train.setting import Setting
 from train.state import TrainState
 from train.step import SCORED, make_prepare, make_score, make_update, update_rows
@@ -74,6 +75,11 @@ def rl_step(setting: Setting, programs: Programs, state: TrainState, step: int) 
     values = rollout.metrics | divide(totals)
     seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}
     return state, values, seconds
+
+
+def divide(weighted: dict[str, kljax.WeightedSum]) -> dict[str, float]:
+    """Divides weighted sums once, on the host."""
+    return {name: float(total.value()) for name, total in jax.device_get(weighted).items()}
 
 
 def write_evaluation(setting: Setting, programs: Programs, state: TrainState, writer: MetricsWriter, step: int) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -10,6 +9,7 @@ from typing import Any, SupportsFloat
 from tensorboardX import SummaryWriter
 
 from train.errors import UserError
+from train.files import write_text_atomic
 
 FILE_NAME = "metrics.jsonl"
 PHASES = ("warm_start", "train", "eval")
@@ -19,16 +19,6 @@ def finite_or_none(value: SupportsFloat) -> float | None:
     """`value` as a Python float; None for NaN and infinity, which JSON does not have."""
     number = float(value)
     return number if math.isfinite(number) else None
-
-
-def write_text_atomic(path: Path, text: str) -> None:
-    """Write `path` so that a process killed at any moment leaves the old file or the new one."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from train.metrics import write_text_atomic
+from train.files import write_text_atomic
 
 # `advance(note)` counts one step; `start(label, total, done)` opens a bar and returns its `advance`.
 Advance = Callable[[str], None]

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-import kljax
 from train.batch import Batch
 from train.config.schema import Config
 from train.data import decode_completions, encode_prompts
@@ -130,8 +129,3 @@ def collect(
     metrics["completion_length"] = float(jnp.mean(samples.completion_mask.sum(-1)))
     metrics["finished"] = float(finished.mean(dtype=np.float64))
     return Rollout(batch, metrics, completions)
-
-
-def divide(weighted: dict[str, kljax.WeightedSum]) -> dict[str, float]:
-    """Divides weighted sums once, on the host."""
-    return {name: float(total.value()) for name, total in jax.device_get(weighted).items()}

@@ -187,7 +187,7 @@ def _before_and_after(directory: RunDirectory) -> tuple[dict[str, float], dict[s
 
 
 def _summary(before: dict[str, float], after: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
-    """What a run is judged by; a KL that was not computed is null."""
+    """What a run is judged by; a KL that was not computed is null. `seconds` is the time since the last start."""
     return {
         **{f"{name}_before": before[name] for name in ACCURACIES},
         **{f"{name}_after": after[name] for name in ACCURACIES},

@@ -6,7 +6,7 @@ from pathlib import Path
 from train.config import dump_yaml, load
 from train.config.schema import Config
 from train.errors import UserError
-from train.metrics import write_text_atomic
+from train.files import write_text_atomic
 
 # What may differ between a run and its continuation. None of it changes an update, but for the reference, which a user
 # switches on purpose: to a step that the run has reached meanwhile, say.
@@ -18,6 +18,11 @@ class RunDirectory:
     """Paths below `<output>/<name>`."""
 
     root: Path
+
+    @classmethod
+    def of(cls, config: Config) -> "RunDirectory":
+        """The directory of the run of this name, whether or not there is one."""
+        return cls(Path(config.output) / config.name)
 
     @property
     def config(self) -> Path:
@@ -46,7 +51,7 @@ def start_run(config: Config) -> RunDirectory:
 
     The config that is written holds the name that was found, which is the one to resume by.
     """
-    first = Path(config.output) / config.name
+    first = RunDirectory.of(config).root
     root, number = first, 2
     while root.exists() and not (root.is_dir() and not any(root.iterdir())):
         root, number = first.with_name(f"{config.name}-{number}"), number + 1
@@ -65,7 +70,7 @@ def resume_run(config: Config) -> RunDirectory:
     Raises:
       UserError: if there is no such run, or the config differs in a field that changes the result, naming each.
     """
-    run = RunDirectory(Path(config.output) / config.name)
+    run = RunDirectory.of(config)
     if not run.config.is_file():
         raise UserError(f"--resume: there is no run at {run.root}; leave the flag out to start one")
     before, now = (_flat(c.model_dump(mode="json")) for c in (load(run.config).config, config))
@@ -80,7 +85,7 @@ def resume_run(config: Config) -> RunDirectory:
 
 def saved_steps(config: Config) -> list[int]:
     """The steps of which the run of this name has a checkpoint, without opening any."""
-    directory = RunDirectory(Path(config.output) / config.name).checkpoints
+    directory = RunDirectory.of(config).checkpoints
     return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
 
 

@@ -12,7 +12,7 @@ from tests import tiny
 from train.config.schema import Config
 from train.data import Prompts
 from train.errors import UserError
-from train.loop import Programs, rl_step
+from train.loop import Programs, divide, rl_step
 from train.setting import Setting
 from train.step import make_optimizer
 from train.tasks import load_task
@@ -81,3 +81,11 @@ def test_three_steps_compile_nothing_twice_and_carry_the_state_on():
         coef *= 1 + np.clip(values["kl_reward"] / 0.1 - 1, -0.2, 0.2) * tiny.ROWS / 100
     np.testing.assert_allclose([values["kl_coef"] for values in metrics], coefs, rtol=1e-5)
     np.testing.assert_allclose(state.controller.coef, coef, rtol=1e-5)
+
+
+def test_sums_are_divided_on_the_host():
+    pair = kljax.WeightedSum(jnp.float32(3), jnp.float32(4))
+    nothing = kljax.WeightedSum.zero()
+    values = divide({"a": pair, "b": nothing})
+    assert values == {"a": 0.75, "b": 0.0}
+    assert {type(value) for value in values.values()} == {float}

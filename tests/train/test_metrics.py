@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from train.errors import UserError
-from train.metrics import MetricsWriter, finite_or_none, read_metrics, write_text_atomic
+from train.metrics import MetricsWriter, finite_or_none, read_metrics
 
 
 def record(directory, resume_step=None, *, first=1, last=4):
@@ -152,14 +152,3 @@ def test_resume_purges_later_points_and_keeps_earlier_event_files(tmp_path):
     assert [step for tag, step in points if tag == "loss"] == [1, 2, 3, 4, 3]
     assert purged == [3]
     assert scalars(tmp_path, "warm_start")[1] == []
-
-
-def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file.txt"
-    write_text_atomic(path, "old\n")
-    with pytest.raises(UnicodeEncodeError):
-        write_text_atomic(path, "new\ud800")
-    assert path.read_text() == "old\n"
-    write_text_atomic(path, "new\n")
-    assert path.read_text() == "new\n"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file.txt"]

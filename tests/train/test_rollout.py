@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from train.data import encode_prompts
 from train.policy import token_stats
-from train.rollout import collect, complete, divide, judge, make_sampler
+from train.rollout import collect, complete, judge, make_sampler
 from train.sampler import Samples
 from train.sharding import shard_rows
 from train.state import policy_of
@@ -104,14 +104,6 @@ def test_named_rewards_are_kept_apart():
     assert {values.dtype for values in scores.values()} == {np.dtype(np.float32)}
     with pytest.raises(ValueError, match="argument"):
         judge(task, EXAMPLES, ["abc"], np.array([True]))
-
-
-def test_sums_are_divided_on_the_host():
-    pair = tiny.kljax.WeightedSum(jax.numpy.float32(3), jax.numpy.float32(4))
-    nothing = tiny.kljax.WeightedSum.zero()
-    values = divide({"a": pair, "b": nothing})
-    assert values == {"a": 0.75, "b": 0.0}
-    assert {type(value) for value in values.values()} == {float}
 
 
 def test_one_temperature_for_the_sampler_and_the_log_probs():
