@@ -82,8 +82,8 @@ def log_probs_from_hidden(
       implementation: "tile", or "reference", which builds the logits of all positions; None is "tile".
 
     Returns:
-      `TokenStats` with `log_prob`, `logsumexp` and, if asked, `entropy` and `kl`, each `[...]`, float32, or float64 if an
-      input is. Masked positions hold 0. Alignment is that of `hidden` and `targets`; see `kljax.shift_right` for the
+      `TokenStats` with `log_prob`, `logsumexp` and, if asked, `entropy` and `kl`, each `[...]`, float32, or float64 if
+      an input is. Masked positions hold 0. Alignment is that of `hidden` and `targets`; see `kljax.shift_right` for the
       next-token shift.
 
     Gradient:
@@ -94,8 +94,8 @@ def log_probs_from_hidden(
       ValueError: if the shapes do not fit, a name is unknown, or a bound is not positive.
 
     References:
-      Wijmans et al., "Cut your losses in large-vocabulary language models" (2025), for the online logsumexp; Milakov and
-      Gimelshein, "Online normalizer calculation for softmax" (2018); Gemma Team, "Gemma 2" (2024), section 2, for the cap.
+      Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Wijmans et al., "Cut your losses in
+      large-vocabulary language models" (2025); Gemma Team, "Gemma 2" (2024), section 2, for the cap.
 
     Example:
       >>> import jax.numpy as jnp, kljax
@@ -203,10 +203,10 @@ def jsd_from_hidden(
     tile: Tile | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """The divergence of `kljax.generalized_jsd` between two policies, from their hidden states: `beta KL(Q || M) + (1 - beta) KL(P || M)`.
+    """Divergence of two policies from their hidden states: `beta KL(Q || M) + (1 - beta) KL(P || M)`.
 
-    `P` is the policy, `Q` the reference or teacher, and `M = (1 - beta) P + beta Q`. A mixture needs both normalisers, so the
-    vocabulary is passed over twice.
+    `P` is the policy, `Q` the reference or teacher, and `M = (1 - beta) P + beta Q`, as in `kljax.generalized_jsd`. The
+    mixture needs both normalisers, so the vocabulary is passed over twice.
 
     Args:
       hidden: `[..., D]` hidden states of the policy.

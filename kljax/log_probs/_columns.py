@@ -47,9 +47,14 @@ class Mesh(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """A chunk of columns. Heads keep the layout of the spec; `start` counts from the first column held here.
+    """A chunk of columns, whose heads keep the layout of the spec.
 
-    `first` is the id of the first token of the chunk; `known` says which columns are tokens, None if all are.
+    Attributes:
+      start: the first one, counted from the first column held here.
+      first: its token id.
+      size: how many.
+      head, ref_head, bias: their weights, with all of `D`; a reference that shares the head has it here as well.
+      known: `[size]` whether a column is a token, None if all are.
     """
 
     start: int | Array
@@ -61,43 +66,28 @@ class Columns(NamedTuple):
     known: Array | None
 
 
-Body = Callable[[Any, Columns], Any]
-
-
-def over_columns(spec: Spec, weights: Weights, mesh: Mesh, body: Body, carry: Any) -> Any:
+def over_columns(spec: Spec, weights: Weights, body: Callable[[Any, Columns], Any], carry: Any) -> Any:
     """`carry = body(carry, columns)` for all columns held here: whole chunks in a scan, the remainder as one more."""
-    held = weights.head.shape[spec.vocab_axis]
-    split = bool(mesh.vocab)
-    # Padding is all at the end: on one device it is not visited, on many some hold nothing else.
-    local = held if split else spec.vocab_size
+    mesh, held = Mesh.of(spec), weights.head.shape[spec.vocab_axis]
+    # Padding is at the end: on one device it is not visited, on many some may hold nothing else.
+    local = held if mesh.vocab else spec.vocab_size
     size = min(spec.tile.vocab, local)
     whole, rest = divmod(local, size)
-    first = lax.axis_index(mesh.vocab) * held if split else 0
-    types = [jnp.result_type(weights.hidden, weights.head)]
-    if weights.ref_hidden is not None:
-        types.append(
-            jnp.result_type(weights.ref_hidden, weights.head if weights.ref_head is None else weights.ref_head)
-        )
+    first = lax.axis_index(mesh.vocab) * held if mesh.vocab else 0
+    padded = bool(mesh.vocab) and spec.vocab_size < held * math.prod(lax.axis_size(axis) for axis in mesh.vocab)
 
-    def cut(head: Array | None, start: int | Array, width: int, dtype: jnp.dtype) -> Array | None:
-        if head is None:
-            return None
+    def cut(head: Array, hidden: Array, start: int | Array, width: int) -> Array:
         chunk = lax.dynamic_slice_in_dim(head, start, width, axis=spec.vocab_axis)
-        return mesh.gather(chunk, spec.embed_axis).astype(dtype)
+        return mesh.gather(chunk, spec.embed_axis).astype(jnp.result_type(hidden, head))
 
     def columns(start: int | Array, width: int) -> Columns:
-        padded = split and spec.vocab_size < held * math.prod(lax.axis_size(axis) for axis in mesh.vocab)
-        head = cut(weights.head, start, width, types[0])
-        assert head is not None
-        return Columns(
-            start=start,
-            first=first + start,
-            size=width,
-            head=head,
-            ref_head=cut(weights.ref_head, start, width, types[-1]),
-            bias=None if weights.bias is None else lax.dynamic_slice_in_dim(weights.bias, start, width, axis=0),
-            known=first + start + jnp.arange(width) < spec.vocab_size if padded else None,
-        )
+        head = cut(weights.head, weights.hidden, start, width)
+        ref_head = None if weights.ref_hidden is None else head
+        if weights.ref_hidden is not None and weights.ref_head is not None:
+            ref_head = cut(weights.ref_head, weights.ref_hidden, start, width)
+        bias = None if weights.bias is None else lax.dynamic_slice_in_dim(weights.bias, start, width, axis=0)
+        known = first + start + jnp.arange(width) < spec.vocab_size if padded else None
+        return Columns(start, first + start, width, head, ref_head, bias, known)
 
     if whole == 1:
         carry = body(carry, columns(0, size))

@@ -3,15 +3,14 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
 from kljax._typing import Array
 from kljax.log_probs import _online as online
-from kljax.log_probs._columns import Columns, Mesh, over_columns
-from kljax.log_probs._inputs import Data, Weights, statistics_dtype
+from kljax.log_probs._columns import Columns
+from kljax.log_probs._inputs import Data, Weights
 from kljax.log_probs._options import Spec
-from kljax.log_probs._rows import Rows, arrange, pack, put_tile, tile_of, unpack
-from kljax.log_probs._tile import Tokens, pair_of_logits, to_hidden
+from kljax.log_probs._rows import unpack
+from kljax.log_probs._shard import Shard
 
 
 class Saved(NamedTuple):
@@ -20,7 +19,7 @@ class Saved(NamedTuple):
     Attributes:
       logsumexp, ref_logsumexp: normalisers.
       entropy: of the policy.
-      mean_gap: the mean of the difference of the logits that the gradient of a KL is about; NaN where the KL is infinite.
+      mean_gap: mean of the difference of the logits that the gradient of a KL is about; NaN where the KL is infinite.
       policy_mean, ref_mean: the means of the slopes of a JSD.
       toward, away: `[..., D]` slope of the target's logit and of the logsumexp to the hidden states.
     """
@@ -42,19 +41,6 @@ class Pull(NamedTuple):
     target: Array
 
 
-def flat_tokens(weights: Weights, data: Data) -> tuple[Tokens, Array | None]:
-    """The tokens as rows of `[N, ...]`, and their mask."""
-
-    def rows(x: Array | None, width: int = 0) -> Array | None:
-        if x is None:
-            return None
-        return x.reshape(-1, x.shape[-1]) if width else x.reshape(-1)
-
-    hidden, inverse = rows(weights.hidden, 1), rows(data.inverse_temperature)
-    assert hidden is not None and inverse is not None
-    return Tokens(hidden, inverse, rows(data.targets), rows(weights.ref_hidden, 1)), rows(data.mask)
-
-
 def forward(spec: Spec, weights: Weights, data: Data, *, with_pull: bool) -> tuple[dict[str, Array], Saved]:
     """Statistics by the names of `TokenStats`, of the shape of the tokens, and what the backward pass needs.
 
@@ -65,73 +51,70 @@ def forward(spec: Spec, weights: Weights, data: Data, *, with_pull: bool) -> tup
       with_pull: whether to compute, in place of a backward pass, the slopes to the hidden states: for a head that needs
         no gradient they are means of its columns under the softmax, and the loss only scales them.
     """
-    mesh, dtype, leading = Mesh.of(spec), statistics_dtype(weights), weights.hidden.shape[:-1]
-    flat, mask = flat_tokens(weights, data)
-    rows = arrange(mask, flat.hidden.shape[0], spec.tile.tokens)
-    tokens = pack(rows, flat)
-    sums, pull = _sweep(spec, weights, data, tokens, rows, mesh, with_pull, dtype)
-    merged, rescale = online.merge(spec, sums, mesh)
+    shard, leading = Shard.of(spec, weights, data), weights.hidden.shape[:-1]
+    sums, pull = _sweep(shard, with_pull=with_pull)
+    merged, rescale = online.merge(spec, sums, shard.mesh)
     stats, saved = _finish(spec, merged)
     if spec.divergence == "jsd":
-        mixture = _mixture(spec, weights, data, tokens, saved, rows, mesh, dtype)
+        mixture = _mixture(shard, saved)
         stats["kl"] = jnp.maximum(mixture.value, 0)
         saved = saved._replace(policy_mean=mixture.policy_mean, ref_mean=mixture.ref_mean)
     if pull is not None:
         mean = pull.mean * (rescale / merged.policy.total)[:, None]
-        toward, away = mesh.sum_over_vocab((pull.target, mean))
+        toward, away = shard.mesh.sum_over_vocab((pull.target, mean))
         kind = weights.hidden.dtype
         saved = saved._replace(toward=toward.astype(kind), away=away.astype(kind))
-    stats, saved = unpack(rows, (stats, saved))
+    stats, saved = unpack(shard.rows, (stats, saved))
 
     def shaped(x: Array | None) -> Array | None:
         return None if x is None else x.reshape(leading + x.shape[1:])
 
-    return {name: value.reshape(leading) for name, value in stats.items()}, Saved(*map(shaped, saved))
+    return {name: value.reshape(leading) for name, value in stats.items()}, Saved(*map(shaped, saved))  # type: ignore[arg-type]
 
 
-def _sweep(
-    spec: Spec, weights: Weights, data: Data, tokens: Tokens, rows: Rows, mesh: Mesh, with_pull: bool, dtype: jnp.dtype
-) -> tuple[online.Sums, Pull | None]:
+def _sweep(shard: Shard, *, with_pull: bool) -> tuple[online.Sums, Pull | None]:
     """One pass over the vocabulary: the online sums and, if asked, the pull of the columns."""
     pull = None
     if with_pull:
-        nothing = jnp.zeros_like(tokens.hidden, dtype=dtype)
+        nothing = jnp.zeros_like(shard.tokens.hidden, dtype=shard.dtype)
         pull = Pull(nothing, nothing)
 
     def body(carry: tuple[online.Sums, Pull | None], columns: Columns) -> tuple[online.Sums, Pull | None]:
         def tile(index: Array, carry: tuple[online.Sums, Pull | None]) -> tuple[online.Sums, Pull | None]:
-            part, (sums, mean) = tile_of(rows, index, (tokens, (carry[0], carry[1] and carry[1].mean)))
-            policy, ref = pair_of_logits(spec, columns, part, data, dtype)
-            new, e, scale = online.update(spec, sums, policy.values, ref and ref.values, columns, part)
-            pull = carry[1]
+            sums, pull = carry
+            part, before = shard.tile_of(index, (shard.tokens, sums))
+            policy, ref = shard.logits(columns, part)
+            pair = (policy.values, None if ref is None else ref.values)
+            new, e, scale = online.update(shard.spec, before, pair, columns, part)
             if pull is not None:
-                slope = e * policy.slope * data.logit_scale
-                mean = mean * scale[:, None] + to_hidden(spec, slope, columns.head, dtype)
-                pull = pull._replace(mean=put_tile(rows, index, pull.mean, mean))
-            return put_tile(rows, index, carry[0], new), pull
+                more = shard.to_hidden(e * (policy.slope * shard.data.logit_scale), columns.head)
+                mean = shard.tile_of(index, pull.mean) * scale[:, None] + more
+                pull = pull._replace(mean=shard.put_tile(index, pull.mean, mean))
+            return shard.put_tile(index, sums, new), pull
 
-        sums, pull = lax.fori_loop(0, rows.tiles, tile, carry)
+        sums, pull = shard.over_tiles(tile, carry)
         if pull is not None:
-            pull = pull._replace(target=pull.target + _target_columns(spec, columns, tokens, data, dtype))
+            pull = pull._replace(target=pull.target + _target_columns(shard, columns))
         return sums, pull
 
-    return over_columns(spec, weights, mesh, body, (online.start(spec, tokens, dtype), pull))
+    sums, pull = shard.over_columns(body, (online.start(shard.spec, shard.tokens, shard.dtype), pull))
+    return sums, pull
 
 
-def _target_columns(spec: Spec, columns: Columns, tokens: Tokens, data: Data, dtype: jnp.dtype) -> Array:
+def _target_columns(shard: Shard, columns: Columns) -> Array:
     """`[rows, D]` slope of the target's logit to the hidden states, 0 where the target is not in this chunk."""
+    tokens, data, dtype = shard.tokens, shard.data, shard.dtype
     assert tokens.targets is not None
     at = tokens.targets - columns.first
-    chosen = jnp.take(columns.head, at, axis=spec.vocab_axis, mode="clip")
-    chosen = (chosen.T if spec.layout == "dv" else chosen).astype(dtype)
-    inside = (at >= 0) & (at < columns.size)
-    if data.softcap is None:
-        slope = tokens.inverse_temperature
-    else:
+    chosen = jnp.take(columns.head, at, axis=shard.spec.vocab_axis, mode="clip")
+    chosen = (chosen.T if shard.spec.layout == "dv" else chosen).astype(dtype)
+    slope = tokens.inverse_temperature
+    if data.softcap is not None:
         raw = (tokens.hidden.astype(dtype) * chosen).sum(-1) * data.logit_scale
         if columns.bias is not None:
             raw = raw + jnp.take(columns.bias, at, mode="clip").astype(dtype)
-        slope = tokens.inverse_temperature * (1 - jnp.tanh(raw / data.softcap) ** 2)
+        slope = slope * (1 - jnp.tanh(raw / data.softcap) ** 2)
+    inside = (at >= 0) & (at < columns.size)
     return jnp.where(inside[:, None], chosen * (slope * data.logit_scale)[:, None], 0)
 
 
@@ -152,23 +135,23 @@ def _finish(spec: Spec, sums: online.Sums) -> tuple[dict[str, Array], Saved]:
     return stats, saved
 
 
-def _mixture(
-    spec: Spec, weights: Weights, data: Data, tokens: Tokens, saved: Saved, rows: Rows, mesh: Mesh, dtype: jnp.dtype
-) -> online.Mixture:
+def _mixture(shard: Shard, saved: Saved) -> online.Mixture:
     """The second pass over the vocabulary, which knows both normalisers."""
     nothing = jnp.zeros_like(saved.logsumexp)
-    beta = data.beta
+    beta = shard.data.beta
     assert beta is not None
 
     def body(sums: online.Mixture, columns: Columns) -> online.Mixture:
         def tile(index: Array, sums: online.Mixture) -> online.Mixture:
-            part, own = tile_of(rows, index, ((tokens, saved.logsumexp, saved.ref_logsumexp), sums))
-            policy, ref = pair_of_logits(spec, columns, part[0], data, dtype)
+            part, logsumexp, ref_logsumexp, before = shard.tile_of(
+                index, (shard.tokens, saved.logsumexp, saved.ref_logsumexp, sums)
+            )
+            policy, ref = shard.logits(columns, part)
             assert ref is not None
-            new = online.add_mixture(own, policy.values - part[1][:, None], ref.values - part[2][:, None], beta)
-            return put_tile(rows, index, sums, new)
+            log_p, log_q = policy.values - logsumexp[:, None], ref.values - ref_logsumexp[:, None]
+            return shard.put_tile(index, sums, online.add_mixture(before, log_p, log_q, beta))
 
-        return lax.fori_loop(0, rows.tiles, tile, sums)
+        return shard.over_tiles(tile, sums)
 
-    whole: online.Mixture = over_columns(spec, weights, mesh, body, online.Mixture(nothing, nothing, nothing))
-    return mesh.sum_over_vocab(whole)
+    whole: online.Mixture = shard.over_columns(body, online.Mixture(nothing, nothing, nothing))
+    return shard.mesh.sum_over_vocab(whole)

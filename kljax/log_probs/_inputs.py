@@ -1,13 +1,10 @@
-"""The arrays of the operation, and the logits of a tile."""
+"""The arrays of the operation, and logits from products."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from kljax._typing import Array
-
-# Stands for the logit of a token that is impossible: its exponential is 0 and, unlike -infinity, 0 times it is 0.
-IMPOSSIBLE = -1e30
 
 
 class Weights(NamedTuple):
@@ -41,7 +38,7 @@ def statistics_dtype(weights: Weights) -> jnp.dtype:
 
 
 def scaled_logits(product: Array, bias: Array | None, inverse_temperature: Array, data: Data) -> tuple[Array, Array]:
-    """From `hidden @ head` to logits and their slope, `d logits / d bias`; times `logit_scale` it is that to the product.
+    """From `hidden @ head` to logits and their slope, `d logits / d bias`; `logit_scale` times it is `d / d product`.
 
     Args:
       product: `[..., V]`.

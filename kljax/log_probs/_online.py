@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from kljax._numerics import expm1_minus, log_mix
 from kljax._typing import Array
 from kljax.log_probs._columns import Columns, Mesh
-from kljax.log_probs._inputs import IMPOSSIBLE
 from kljax.log_probs._options import Spec
-from kljax.log_probs._tile import Tokens, is_target
+from kljax.log_probs._shard import IMPOSSIBLE, Tokens, is_target
 
 # Above this a KL is infinite: it has met `IMPOSSIBLE` where the first distribution has probability.
 _INFINITE = 1e6
@@ -41,8 +40,8 @@ class Sums(NamedTuple):
       policy, ref: of the two softmaxes.
       target: logit of the target, 0 until it was met.
       moment: `sum exp(z - top) (z - top)` of the policy.
-      gap: `sum e (d)` and `excess`: `sum e (exp(-d) - 1 + d)`, where `e` is the exponential of the distribution that the
-        mean is over and `d` the difference of its logits to those of the other.
+      gap: `sum e d` and `excess`: `sum e (exp(-d) - 1 + d)`, where `e` is the exponential of the distribution that
+        the mean is over and `d` the difference of its logits to those of the other.
     """
 
     policy: Softmax
@@ -77,15 +76,19 @@ def _add(before: Softmax, logits: Array) -> tuple[Softmax, Array, Array]:
 
 
 def weighted_excess(p: Array, q: Array, y: Array) -> Array:
-    """`p (exp(y) - 1 - y)` for `y = log(q / p)`, never negative; far from `y = 0` as `q - p - p y`, without overflow."""
+    """`p (exp(y) - 1 - y)` for `y = log(q / p)`, never negative; far from `y = 0` as `q - p - p y`, a finite form."""
     near = jnp.abs(y) <= 1
     return jnp.where(near, p * expm1_minus(jnp.where(near, y, 0)), q - p - p * y)
 
 
 def update(
-    spec: Spec, sums: Sums, logits: Array, ref: Array | None, columns: Columns, tokens: Tokens
+    spec: Spec, sums: Sums, pair: tuple[Array, Array | None], columns: Columns, tokens: Tokens
 ) -> tuple[Sums, Array, Array]:
-    """The sums with one more tile; also the exponentials of the policy, and what its sums so far were rescaled by."""
+    """The sums with one more tile of logits, of policy and reference.
+
+    Also returns the exponentials of the policy, and what its sums so far were rescaled by.
+    """
+    logits, ref = pair
     policy, e, scale = _add(sums.policy, logits)
     new = sums._replace(policy=policy)
     if sums.target is not None:
@@ -145,10 +148,12 @@ def impossible_to_infinite(logits: Array) -> Array:
 
 def kl_of(spec: Spec, sums: Sums) -> tuple[Array, Array]:
     """The KL from the sums, and the mean of the difference of the logits that its gradient is about."""
-    assert sums.ref is not None and sums.gap is not None and sums.excess is not None
+    assert sums.ref is not None
+    assert sums.gap is not None
+    assert sums.excess is not None
     first, other = (sums.policy, sums.ref) if spec.divergence == "reverse" else (sums.ref, sums.policy)
     mean_gap, excess = sums.gap / first.total, sums.excess / first.total
-    # With x the ratio of the two normalisers less 1, kl = excess + log(1 + x) - x: both parts are of the order of the KL.
+    # With x the ratio of the normalisers less 1, kl = excess + (log(1 + x) - x), both of the order of the KL.
     x = excess - mean_gap
     low, high = _NORMALISERS_CLOSE
     close = (x > low) & (x < high)

@@ -48,10 +48,10 @@ class HeadSharding:
     axes that split `D` once per pass, and its gradient is scattered back over them once.
 
     Attributes:
-      tokens: spec of the leading axes of the hidden states, without `D`, which is whole on every device; also of targets,
-        mask and results. `PartitionSpec(("data", "fsdp"), "context")` for `[B, T, D]`.
-      head: spec of the head as it is given, `PartitionSpec("fsdp", "tensor")` for `[D, V]`. The axes that split `D` split
-        tokens too; those that split `V` do not.
+      tokens: spec of the leading axes of the hidden states, without `D`, which is whole on every device; also of
+        targets, mask and results. `PartitionSpec(("data", "fsdp"), "context")` for `[B, T, D]`.
+      head: spec of the head as it is given, `PartitionSpec("fsdp", "tensor")` for `[D, V]`. The axes that split `D`
+        split tokens too; those that split `V` do not.
       mesh: the mesh; None takes the one that `jax.set_mesh` has set.
 
     Raises:

@@ -81,7 +81,8 @@ def prepare(
         entropy_gradient=entropy and entropy_gradient,
         divergence=None if divergence is None else divergence[1],
     )
-    data = _data(weights, vocab_size, targets, mask, temperature, softcap, logit_scale, beta)
+    scalars = {"softcap": softcap, "logit_scale": logit_scale, "beta": beta}
+    data = _data(weights, vocab_size, (targets, mask, temperature), scalars)
     return Call(spec, *_placed(spec, weights, data), implementation)
 
 
@@ -124,13 +125,10 @@ def _weights(
 def _data(
     weights: Weights,
     vocab_size: int,
-    targets: ArrayLike | None,
-    mask: ArrayLike | None,
-    temperature: Scalar,
-    softcap: Scalar | None,
-    logit_scale: Scalar,
-    beta: Scalar | None,
+    per_token: tuple[ArrayLike | None, ArrayLike | None, Scalar],
+    scalars: dict[str, Scalar | None],
 ) -> Data:
+    targets, mask, temperature = per_token
     wide, leading = statistics_dtype(weights), weights.hidden.shape[:-1]
     if targets is not None:
         targets = jnp.asarray(targets)
@@ -147,15 +145,11 @@ def _data(
             f"temperature: got shape {list(temperatures.shape)}, expected a scalar or {list(leading)} as hidden has"
         )
 
-    def scalar(value: Scalar | None) -> Array | None:
-        return None if value is None else jax.lax.stop_gradient(jnp.asarray(value, wide))
-
     inverse = jax.lax.stop_gradient(1 / temperatures)
     if mask is not None:
         inverse = jnp.where(mask, inverse, 1)
-    scale = scalar(logit_scale)
-    assert scale is not None
-    return Data(jnp.broadcast_to(inverse, leading), scale, targets, mask, scalar(softcap), scalar(beta))
+    given = {name: jax.lax.stop_gradient(jnp.asarray(x, wide)) for name, x in scalars.items() if x is not None}
+    return Data(jnp.broadcast_to(inverse, leading), targets=targets, mask=mask, **given)
 
 
 def _placed(spec: Spec, weights: Weights, data: Data) -> tuple[Weights, Data]:
@@ -165,18 +159,15 @@ def _placed(spec: Spec, weights: Weights, data: Data) -> tuple[Weights, Data]:
     mesh = spec.sharding.resolved_mesh()
     if not any("Explicit" in str(kind) for kind in mesh.axis_types):
         return weights, data
-    rows, columns, vocab = spec.sharding.tokens, spec.sharding.head, spec.sharding.head_axes(spec.layout)[1]
+    rows, head = spec.sharding.tokens, spec.sharding.head
+    bias = PartitionSpec(spec.sharding.head_axes(spec.layout)[1] or None)
 
-    def place(x: Any, spec: PartitionSpec) -> Any:
-        return None if x is None else jax.reshard(x, NamedSharding(mesh, spec))
+    def place(x: Any, where: PartitionSpec) -> Any:
+        return None if x is None else jax.reshard(x, NamedSharding(mesh, where))
 
-    whole = PartitionSpec(*rows, *[None] * (weights.hidden.ndim - 1 - len(rows)))
+    hidden, ref_hidden = place(weights.hidden, rows), place(weights.ref_hidden, rows)
     weights = Weights(
-        *(
-            place(x, spec)
-            for x, spec in zip(weights, (whole, columns, PartitionSpec(vocab), whole, columns), strict=True)
-        )
+        hidden, place(weights.head, head), place(weights.bias, bias), ref_hidden, place(weights.ref_head, head)
     )
-    return weights, data._replace(
-        **{name: place(getattr(data, name), whole) for name in ("inverse_temperature", "targets", "mask")}
-    )
+    per_token = {name: place(getattr(data, name), rows) for name in ("inverse_temperature", "targets", "mask")}
+    return weights, data._replace(**per_token)

@@ -23,8 +23,7 @@ def reference_stats(spec: Spec, weights: Weights, data: Data) -> dict[str, Array
         if not spec.entropy_gradient:
             stats["entropy"] = jax.lax.stop_gradient(stats["entropy"])
     if spec.divergence is not None and weights.ref_hidden is not None:
-        shared = weights.ref_head is None
-        head = jax.lax.stop_gradient(weights.head) if shared else weights.ref_head
+        head = jax.lax.stop_gradient(weights.head) if weights.ref_head is None else weights.ref_head
         bias = None if weights.bias is None else jax.lax.stop_gradient(weights.bias)
         ref, _ = _log_softmax(spec, weights.ref_hidden, head, bias, data)
         stats["kl"] = _divergence(spec.divergence, log_probs, ref, data.beta)
@@ -54,8 +53,8 @@ def _divergence(kind: str, policy: Array, ref: Array, beta: Array | None) -> Arr
         return terms.sum(-1)
     p, q = (policy, ref) if kind == "reverse" else (ref, policy)
     possible = p > -jnp.inf
-    # No term is negative and their sum is KL(p || q), as both are distributions; p (log p - log q) would cancel. Far from
-    # 1 the ratio overflows, and the same term is q - p - p log(q / p).
+    # No term is negative and their sum is KL(p || q), as both are distributions; p (log p - log q) would cancel. Where
+    # the ratio may overflow the same term is q - p - p log(q / p).
     y = jnp.where(possible, q - jnp.where(possible, p, 0), 0)
     near = jnp.abs(y) <= 1
     close = jnp.exp(p) * expm1_minus(jnp.where(near, y, 0))

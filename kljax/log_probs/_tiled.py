@@ -9,7 +9,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from kljax._typing import Array
-from kljax.log_probs._backward import Asked, Cotangents, backward, backward_by_pull
+from kljax.log_probs._backward import Asked, Cotangents, Gradients, backward, backward_by_pull
 from kljax.log_probs._forward import Saved, forward
 from kljax.log_probs._inputs import Data, Weights
 from kljax.log_probs._options import Spec
@@ -17,15 +17,9 @@ from kljax.log_probs._options import Spec
 Stats = dict[str, Array]
 
 
-@jax.tree_util.register_static
-class _Wanted(Asked):
-    """`Asked` as part of a tree, without leaves."""
-
-
 def tiled_stats(spec: Spec, weights: Weights, data: Data) -> Stats:
     """Log-prob of each target, logsumexp and, if asked, entropy and divergence; 0 where the mask is 0."""
-    weights, data = _varying_alike((weights, data))
-    return _stats(spec, weights, data)
+    return _stats(spec, *_varying_alike((weights, data)))
 
 
 def _varying_alike(tree: Any) -> Any:
@@ -39,32 +33,50 @@ def _varying_alike(tree: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
-def _specs(spec: Spec) -> tuple[PartitionSpec, Weights, Data]:
-    """Where tokens, weights and data live on the mesh."""
+def _specs(spec: Spec) -> dict[str, PartitionSpec]:
+    """Where each field of `Weights` and `Data` lives on the mesh."""
     assert spec.sharding is not None
     tokens, head = spec.sharding.tokens, spec.sharding.head
+    of_tokens = ("hidden", "ref_hidden", "inverse_temperature", "targets", "mask")
     bias = PartitionSpec(spec.sharding.head_axes(spec.layout)[1] or None)
-    whole = PartitionSpec()
-    return tokens, Weights(tokens, head, bias, tokens, head), Data(tokens, whole, tokens, tokens, whole, whole)  # type: ignore[arg-type]
+    return {"head": head, "ref_head": head, "bias": bias, **dict.fromkeys(of_tokens, tokens)}
 
 
-def _present(specs: Any, values: Any) -> Any:
-    """The specs of the fields that hold something."""
-    return type(values)(*(None if x is None else spec for spec, x in zip(specs, values, strict=True)))
+def _fields(spec: Spec, values: Any) -> Any:
+    """The specs of those fields of a named tuple that hold something; a scalar is whole everywhere."""
+    known = _specs(spec)
+    return type(values)(
+        *(None if x is None else known.get(name, PartitionSpec()) for name, x in values._asdict().items())
+    )
 
 
 def _forward(spec: Spec, weights: Weights, data: Data, *, with_pull: bool) -> tuple[Stats, Saved]:
     local = functools.partial(forward, spec, with_pull=with_pull)
     if spec.sharding is None:
         return local(weights, data)
-    tokens, of_weights, of_data = _specs(spec)
-    return jax.shard_map(
+    mapped = jax.shard_map(
         local,
         mesh=spec.sharding.resolved_mesh(),
-        in_specs=(_present(of_weights, weights), _present(of_data, data)),
-        out_specs=tokens,
+        in_specs=(_fields(spec, weights), _fields(spec, data)),
+        out_specs=spec.sharding.tokens,
         check_vma=False,
-    )(weights, data)
+    )
+    return mapped(weights, data)
+
+
+def _backward(spec: Spec, asked: Asked, weights: Weights, data: Data, per_token: tuple[Saved, Cotangents]) -> Gradients:
+    local = functools.partial(backward, spec, asked)
+    if spec.sharding is None:
+        return local(weights, data, per_token)
+    wanted = Gradients(*(x if ask else None for x, ask in zip(weights, asked, strict=True)))
+    mapped = jax.shard_map(
+        local,
+        mesh=spec.sharding.resolved_mesh(),
+        in_specs=(_fields(spec, weights), _fields(spec, data), spec.sharding.tokens),
+        out_specs=_fields(spec, wanted),
+        check_vma=False,
+    )
+    return mapped(weights, data, per_token)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -73,10 +85,10 @@ def _stats(spec: Spec, weights: Weights, data: Data) -> Stats:
 
 
 def _stats_fwd(spec: Spec, weights: Any, data: Any) -> tuple[Stats, Any]:
-    asked = _Wanted(*(x is not None and x.perturbed for x in weights))
+    asked = Asked(*(x is not None and x.perturbed for x in weights))
     weights, data = jax.tree.map(lambda x: x.value, (weights, data), is_leaf=lambda x: hasattr(x, "perturbed"))
-    # Only the hidden states of the policy, and nothing that needs another product: LoRA, or a frozen head.
-    only_hidden = asked == (True, False, False, False, False)
+    # Nothing but the hidden states needs a gradient, and of nothing but the target's logit and the logsumexp: LoRA.
+    only_hidden = asked == Asked(hidden=True, head=False)
     with_pull = only_hidden and data.targets is not None and spec.divergence is None and not spec.entropy_gradient
     stats, saved = _forward(spec, weights, data, with_pull=with_pull)
     return stats, (asked, weights, data, saved)
@@ -84,25 +96,13 @@ def _stats_fwd(spec: Spec, weights: Any, data: Any) -> tuple[Stats, Any]:
 
 def _stats_bwd(spec: Spec, residual: Any, cotangents: Any) -> tuple[Weights, None]:
     asked, weights, data, saved = residual
-    given = {name: None if isinstance(x, SymbolicZero) else x for name, x in cotangents.items()}
+    given = Cotangents(**{name: None if isinstance(x, SymbolicZero) else x for name, x in cotangents.items()})
     if not spec.entropy_gradient:
-        given["entropy"] = None
-    given = Cotangents(**given)
+        given = given._replace(entropy=None)
     if saved.toward is not None:
-        return Weights(backward_by_pull(saved, given, weights.hidden, data.mask), None), None  # type: ignore[arg-type]
-    local = functools.partial(backward, spec, asked=asked)
-    if spec.sharding is None:
-        return local(weights, data, saved, given), None
-    tokens, of_weights, of_data = _specs(spec)
-    outputs = Weights(*(s if wanted else None for s, wanted in zip(of_weights, asked, strict=True)))  # type: ignore[arg-type]
-    gradients = jax.shard_map(
-        local,
-        mesh=spec.sharding.resolved_mesh(),
-        in_specs=(_present(of_weights, weights), _present(of_data, data), tokens, tokens),
-        out_specs=outputs,
-        check_vma=False,
-    )(weights, data, saved, given)
-    return gradients, None
+        hidden = backward_by_pull(saved, given, weights.hidden, data.mask)
+        return Weights(hidden, *(None,) * 4), None  # type: ignore[arg-type]
+    return Weights(*_backward(spec, asked, weights, data, (saved, given))), None  # type: ignore[arg-type]
 
 
 _stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)

@@ -25,8 +25,7 @@ def device_kind(sharding: HeadSharding | None) -> str:
     abstract = getattr(mesh, "abstract_device", None)
     if abstract is not None:
         return str(abstract.device_kind)
-    default = jax.config.jax_default_device
-    return str((jax.devices()[0] if default is None or isinstance(default, str) else default).device_kind)
+    return str(jax.devices()[0].device_kind)
 
 
 def default_tile(kind: str) -> Tile:
