@@ -55,6 +55,7 @@ SAMPLES: Options = {
     "lam": 0.8,
     "length": LENGTH,
     "log_ratio_clip": 0.4,
+    "logit_scale": 0.8,
     "lower": 0.7,
     "mask_high": 0.3,
     "mask_low": 0.3,
@@ -75,6 +76,7 @@ SAMPLES: Options = {
     "mu": 0.1,
     "num_buckets": 4,
     "num_groups": GROUPS,
+    "sharding": None,  # needs arrays that are spread over a mesh: see `log_probs/test_sharded.py`
     "schedule": lambda count: 0.5 / (1 + jnp.asarray(count, float)),
     "softcap": 2.0,
     "steps": (
@@ -84,10 +86,21 @@ SAMPLES: Options = {
     "target": 0.1,
     "tau": 0.5,
     "temperature": 0.7,
+    "tile": kljax.Tile(24, 4),
     "upper": 1.3,
     "value_clip": 0.2,
+    "vocab_size": SIZES["V"] - 2,
 }
-GIVEN = object()  # stands for the sample, or the drawn array, of the parameter
+
+
+class Given(NamedTuple):
+    """Stands for the sample, or the drawn array, of a parameter; in this shape if not in the documented one."""
+
+    shape: str = ""
+
+
+GIVEN = Given()
+NONE_MEANS = {"implementation": "tile"}
 
 # An option, or one value of it, that has a meaning only beside others, where the function has those. Keys may name the
 # function: `function.option='value'`.
@@ -101,6 +114,9 @@ COMPANIONS: dict[str, Options] = {
     "importance_weights.mode": {"lower": GIVEN, "upper": GIVEN},
     "importance_weights.lower": {"mode": "clip", "upper": GIVEN},
     "importance_weights.normalize": {"upper": GIVEN},
+    "entropy_gradient": {"entropy": True},
+    "direction": {"reference": GIVEN},
+    "head_layout='vd'": {"head": Given("VD")},
 }
 # Combinations of options that single ones do not cover.
 VARIANTS: dict[str, list[Options]] = {
@@ -119,6 +135,11 @@ VARIANTS: dict[str, list[Options]] = {
     "clip_v_mask": [{"mu": GIVEN, "max_fraction": GIVEN}],
     "clip_fraction": [{"level": "geometric", "clip_low": 0.02, "clip_high": 0.02}],
     "rejection_mask": [{"level": "geometric", "lower": 0.9, "upper": 1.1}],
+    "log_probs_from_hidden": [
+        {"entropy": True, "softcap": GIVEN, "temperature": GIVEN, "bias": GIVEN, "reference": GIVEN, "tile": GIVEN},
+    ],
+    "kl_from_hidden": [{"ref_head": GIVEN, "softcap": GIVEN, "bias": GIVEN, "tile": GIVEN}],
+    "jsd_from_hidden": [{"ref_head": GIVEN, "beta": 0.3, "softcap": GIVEN, "tile": GIVEN}],
 }
 
 # The programs run once and are tiny: what their compilation costs is what counts. Some XLA do not know every option.
@@ -233,7 +254,7 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
 def allowed_names(name: str, parameter: str) -> tuple[str, ...]:
     """The names that an option takes, read from the error for one that it does not."""
     with pytest.raises(ValueError, match=rf"{parameter}: got '\?', expected one of ") as refusal:
-        _call(name, {**_plain_options(name), parameter: "?"}, 0)()
+        _call(name, {**_plain_options(name), **_companions(name, parameter, "?"), parameter: "?"}, 0)()
     names = re.match(r".*expected one of ([\w, -]+)", str(refusal.value))
     assert names
     return tuple(names[1].split(", "))
@@ -262,7 +283,8 @@ def _deviations(name: str, parameter: str, about: inspect.Parameter, plain: Opti
     """The values of one parameter beside the one in the plain call."""
     usual = SAMPLES.get(parameter) if plain.get(parameter) is GIVEN else plain.get(parameter, about.default)
     if str in (about.annotation, *typing.get_args(about.annotation)) and parameter != "axis_name":
-        return [value for value in allowed_names(name, parameter) if value != usual]
+        same = (usual, NONE_MEANS.get(parameter))
+        return [value for value in allowed_names(name, parameter) if value not in same]
     if about.annotation is bool:
         return [not usual]
     if parameter in plain or parameter == "axis_name":
@@ -292,8 +314,9 @@ def _call(name: str, options: Options, seed: int) -> Call:
                 kinds["scalars"][parameter] = about.default
             continue
         value = options[parameter]
-        if _is_array(about) and value is GIVEN:
-            value = _draw(parameter, _shape(name, parameter), seed, position)
+        if _is_array(about) and isinstance(value, Given):
+            shape = tuple(SIZES[letter] for letter in value.shape) or _shape(name, parameter)
+            value = _draw(name, parameter, shape, seed, position)
             is_float = jax.tree.all(jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), value))
             kinds["arrays" if is_float else "data"][parameter] = value
             continue
@@ -353,7 +376,7 @@ def _shape(name: str, parameter: str) -> tuple[int, ...]:
 
 
 # By name where the docstring speaks of any leading axes.
-SHAPES = {"hidden": "BTD", "ref_hidden": "BTD", "targets": "BT"}
+SHAPES = {"hidden": "BTD", "ref_hidden": "BTD", "targets": "BT", "ref_head": "DV", "bias": "V"}
 TREES = ("tree", "params", "reference", "policy")
 
 
@@ -368,8 +391,13 @@ def mask(seed: int) -> jax.Array:
 
 
 Draw = Callable[[np.random.Generator, tuple[int, ...], int], Any]
-# By the name of the parameter, or how it ends; the rest are normal numbers. The number is that of the seed.
+# By how the name of the parameter ends, after that of the function; the rest are normal numbers. The number is that of
+# the seed.
 DRAWS: dict[str, Draw] = {
+    "log_probs_from_hidden.reference": lambda rng, shape, seed: (
+        rng.normal(size=(ROWS, LENGTH, SIZES["D"])),
+        rng.normal(size=(SIZES["D"], SIZES["V"])),
+    ),
     "mask": lambda rng, shape, seed: mask(seed),
     "kept": lambda rng, shape, seed: mask(seed + 1),
     "valid": lambda rng, shape, seed: np.arange(*shape) % 4 != 2,
@@ -389,8 +417,8 @@ DRAWS: dict[str, Draw] = {
 }
 
 
-def _draw(parameter: str, shape: tuple[int, ...], seed: int, position: int) -> Any:
-    named = next((draw for name, draw in DRAWS.items() if parameter.endswith(name)), None)
+def _draw(function: str, parameter: str, shape: tuple[int, ...], seed: int, position: int) -> Any:
+    named = next((draw for name, draw in DRAWS.items() if f"{function}.{parameter}".endswith(name)), None)
     rng = np.random.default_rng([seed, position])
     drawn = rng.normal(size=shape) if named is None else named(rng, shape, seed)
     return jax.tree.map(jnp.asarray, drawn)
