@@ -217,5 +217,5 @@ class Contenders:
         return sum(output.nbytes for output in outputs)
 
     def device_peak(self, name: str) -> int | None:
-        """None: on the CPU the resident set says it, and a GPU's peak would count the compiler's trial runs too."""
+        """None: it would count the trial runs of the compiler too; see `temp_bytes`."""
         return None

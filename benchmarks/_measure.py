@@ -10,11 +10,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from benchmarks._inputs import Options
+
 STATUS, CLEAR = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
 
 
 class Contenders(Protocol):
     """The rows that a process can run."""
+
+    options: Options
 
     def prepare(self, name: str) -> None:
         """Does what is not part of a run, if it can be done before."""
@@ -29,7 +33,7 @@ class Contenders(Protocol):
         """Memory of the outputs."""
 
     def device_peak(self, name: str) -> int | None:
-        """Largest memory of a GPU during a run, less what was there before; None on the CPU."""
+        """Largest memory of the GPU during a run, less its results and what was there before; None if unknown."""
 
     def versions(self) -> dict[str, str]:
         """Of the libraries."""
@@ -95,9 +99,8 @@ def peak(contenders: Contenders, name: str, small: Contenders) -> int | None:
     tell.
     """
     small.run(name)
-    on_device = contenders.device_peak(name)
-    if on_device is not None:
-        return on_device
+    if contenders.options.device == "gpu":
+        return contenders.device_peak(name)
     if not (STATUS.exists() and CLEAR.exists()):
         return None
     gc.collect()

@@ -43,7 +43,7 @@ class Worker:
             case "peak":
                 self.contenders.prepare(request["name"])
                 return _measure.peak(self.contenders, request["name"], self._contenders(make_inputs(QUICK)))
-        raise ValueError(f"do: got {request['do']!r}")
+        raise ValueError(f"do: got {request['do']!r}, expected load, versions, time, compare or peak")
 
     def _contenders(self, inputs: Inputs) -> Any:
         if self.framework == "jax":
