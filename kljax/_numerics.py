@@ -1,25 +1,35 @@
 """Elementary functions whose float32 accuracy or gradient differs from the obvious way of writing them."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kljax._typing import Array, Scalar
+
+# A number as a sum: its first 12 bits, and a rest that is small beside them.
+Parts = tuple[Array, Array]
 
 # With |y| <= 1/2 and 15 terms the truncated tail is below the last bit of float64.
 _SERIES_TERMS = 15
 _SERIES_RADIUS = 0.5
 
 
+def _exp_tail(y: Array, first: int) -> Array:
+    """The series of `exp(y)` from its term `first` on, divided by that term."""
+    series = jnp.full_like(y, math.factorial(first) / math.factorial(_SERIES_TERMS + 1))
+    for n in range(_SERIES_TERMS, first - 1, -1):
+        series = series * y + math.factorial(first) / math.factorial(n)
+    return series
+
+
 @jax.custom_jvp
 def expm1_minus(y: Array) -> Array:
     """`exp(y) - 1 - y` with full relative accuracy: a power series near 0, where the direct form cancels to 0."""
-    series = jnp.full_like(y, 2 / math.factorial(_SERIES_TERMS + 1))
-    for n in range(_SERIES_TERMS, 1, -1):
-        series = series * y + 2 / math.factorial(n)
     direct = jnp.where(y == jnp.inf, y, jnp.expm1(y) - y)
-    return jnp.where(jnp.abs(y) <= _SERIES_RADIUS, 0.5 * y * y * series, direct)
+    return jnp.where(jnp.abs(y) <= _SERIES_RADIUS, 0.5 * y * y * _exp_tail(y, 2), direct)
 
 
 @expm1_minus.defjvp
@@ -77,13 +87,74 @@ def times(weights: Array, values: Array) -> Array:
     return weights * jnp.where((weights == 0) & jnp.isinf(values), 0, values)
 
 
+# An exponent of -85 that is rounded to float32 makes its `exp` wrong by 5e-6. Exponents that large are therefore kept
+# as a sum of parts. Each product of which the last bit counts has factors of 12 bits, so that it is exact, and the
+# same where a compiler fuses it with the sum that it enters. float64 needs none of this and takes the plain path.
+
+
+def exp_of_sum(parts: Sequence[Array]) -> Array:
+    """`exp` of a sum whose parts may be larger than what they add up to, with the relative accuracy of `exp` itself."""
+    whole = [jnp.round(part * 256) / 256 for part in parts]  # multiples of 1/256 add up exactly
+    high: Array = sum(whole[1:], whole[0])
+    low = sum(part - leading for part, leading in zip(parts, whole, strict=True))
+    # Not `exp(high) * exp(low)`, which XLA makes one `exp` again. Far out the answer is 0 or inf whatever `low` is.
+    return jnp.exp(high) * (1 + jnp.expm1(jnp.where(jnp.abs(high) < 1000, low, 0)))
+
+
+def product_parts(factor: Parts, parts: Parts) -> Parts:
+    """The product of two numbers in parts: that of their leading parts, without an error, and a small rest."""
+    (leading, trailing), (high, low) = factor, parts
+    return leading * high, leading * low + trailing * (high + low)
+
+
+def split(x: Array) -> Parts:
+    """`x` as its first 12 bits and the rest."""
+    high = jax.lax.reduce_precision(x, 8, 11) if x.dtype == jnp.float32 else x
+    return high, x - high
+
+
+def scalar_parts(value: Scalar, dtype: jnp.dtype) -> Parts:
+    """A coefficient in parts; a Python number keeps what it has beyond float32."""
+    if dtype != jnp.float32 or not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
+        return split(jnp.asarray(value, dtype))
+    mantissa, exponent = math.frexp(value)
+    leading = math.ldexp(round(mantissa * 2**12), exponent - 12)
+    return jnp.asarray(leading, dtype), jnp.asarray(float(value) - leading, dtype)
+
+
+def expm1_parts(x: Array) -> Parts:
+    """`exp(x) - 1` in parts, to 5e-9 up to x = 16 and 4e-8 beyond; bounded so that a product with it is finite."""
+    x = jnp.minimum(x, 0.5 * math.log(jnp.finfo(x.dtype).max))
+    high, low = split(jnp.expm1(x))
+    if x.dtype != jnp.float32:
+        return high, low
+    # exp(x) = 2^n exp(f + g), where f is exact and g small: the first constant has 9 bits, so `n` times it is exact.
+    x = jnp.maximum(x, -80)
+    n = jnp.round(x / math.log(2))
+    power = jax.lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32)
+    f, g = x - n * 0.693359375, n * (0.693359375 - math.log(2))
+    y = f + g
+    leading, trailing = split(y)
+    cubic = y * y * y / 6 * _exp_tail(y, 3)
+    # Without rounding: the one as `power` is large or 1, the other as `high` is nearly -1.
+    low = jnp.where(x < -1, power - (1 + high), power - 1 - high) + power * f + power * (0.5 * leading * leading)
+    return high, low + power * (0.5 * trailing * (leading + y) + cubic + g)
+
+
 @jax.custom_jvp
-def sigmoid(x: Array) -> Array:
-    """`1 / (1 + exp(-x))`, whose slope keeps its relative accuracy: `s (1 - s)` has lost it where `s` is near 1."""
-    return jax.nn.sigmoid(x)
+def sigmoid_expm1(scale: Parts, x: Array) -> Array:
+    """`sigmoid(scale * (exp(x) - 1))`; it and its slope keep their relative accuracy where they are nearly 0."""
+    high, low = expm1_parts(x)
+    rising = (scale[0] < 0) == (x < 0)
+    sign = jnp.where(rising, -1, 1).astype(x.dtype)
+    tail = exp_of_sum(product_parts(scale, (sign * high, sign * low)))
+    return jnp.where(rising, 1, tail) / (1 + tail)
 
 
-@sigmoid.defjvp
-def _sigmoid_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (x,), (dx,) = primals, tangents
-    return sigmoid(x), sigmoid(x) * sigmoid(-x) * dx
+@sigmoid_expm1.defjvp
+def _sigmoid_expm1_jvp(primals: tuple[Parts, Array], tangents: tuple[Parts, Array]) -> tuple[Array, Array]:
+    (scale, x), (dscale, dx) = primals, tangents
+    gate = sigmoid_expm1(scale, x)
+    # Not `1 - gate`, which has lost it where the gate is nearly 1.
+    slope = gate * sigmoid_expm1((-scale[0], -scale[1]), x)
+    return gate, slope * (sum(scale) * jnp.exp(x) * dx + jnp.expm1(x) * sum(dscale))

@@ -7,7 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_same_shape
-from kljax._numerics import clip, clip_symmetric, sigmoid, times
+from kljax._numerics import (
+    Parts,
+    clip,
+    clip_symmetric,
+    exp_of_sum,
+    expm1_parts,
+    product_parts,
+    scalar_parts,
+    sigmoid_expm1,
+    split,
+    times,
+)
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.losses._surrogate import check_clip, importance_weighted, log_ratios_of, loss_inputs
 from kljax.masking import masked, masked_mean
@@ -72,12 +83,11 @@ def sapo_loss(
     check_at_least("tau_negative", tau_negative, 0, strict=True)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     log_ratio = log_ratios_of(log_probs, old_log_probs, mask, level=level, log_ratio_clip=log_ratio_clip)
-    positive, negative = (jnp.asarray(tau, log_ratio.dtype) for tau in (tau_positive, tau_negative))
-    tau = jnp.where(advantages > 0, positive, negative)
+    tau_parts = _chosen(advantages > 0, tau_positive, tau_negative, log_ratio.dtype)
+    tau = sum(tau_parts)
     # A ratio that has saturated the gate is not let to overflow: the gradient would be 0 * inf.
     bounded = clip(log_ratio, None, jnp.log1p(_SATURATED / tau))
-    # Not `expm1`, whose derivative `1 + expm1` has lost a small ratio.
-    gate = sigmoid(tau * (jnp.exp(bounded) - 1)) * (4 / tau)
+    gate = sigmoid_expm1(tau_parts, bounded) * (4 / tau)
     if through == "log_prob":
         return times(-advantages * jax.lax.stop_gradient(gate), log_probs)
     return -advantages * gate
@@ -203,10 +213,17 @@ def vespo_loss(
         check_same_shape(weights=weights, mask=mask)
         log_weights += masked(jnp.log(jnp.asarray(weights, log_probs.dtype)), mask)
     log_weight = jax.lax.stop_gradient(log_weights).sum(-1, keepdims=True)
-    praised = advantages >= 0
-    k, rate = (
-        jnp.where(praised, jnp.asarray(positive, log_weight.dtype), jnp.asarray(negative, log_weight.dtype))
-        for positive, negative in ((k_positive, k_negative), (lambda_positive, lambda_negative))
-    )
-    log_phi = jnp.where(log_weight == jnp.inf, -jnp.inf, k * log_weight - rate * jnp.expm1(log_weight))
-    return times(-advantages * jnp.exp(log_phi), log_probs)
+    k = _chosen(advantages >= 0, k_positive, k_negative, log_weight.dtype)
+    leading, trailing = _chosen(advantages >= 0, lambda_positive, lambda_negative, log_weight.dtype)
+    # Without the infinities, where phi is 0.
+    far = jnp.isinf(log_weight)
+    log_weight = jnp.where(far, 0, log_weight)
+    parts = (*product_parts(k, split(log_weight)), *product_parts((-leading, -trailing), expm1_parts(log_weight)))
+    phi = jax.lax.stop_gradient(jnp.where(far, 0, exp_of_sum(parts)))
+    return times(-advantages * phi, log_probs)
+
+
+def _chosen(condition: Array, positive: Scalar, negative: Scalar, dtype: jnp.dtype) -> Parts:
+    """One of two numbers for each token, in parts."""
+    (high, low), (other_high, other_low) = scalar_parts(positive, dtype), scalar_parts(negative, dtype)
+    return jnp.where(condition, high, other_high), jnp.where(condition, low, other_low)

@@ -78,6 +78,67 @@ def test_sapo_slope_where_the_ratio_overflows() -> None:
         assert grad[0] == 0
 
 
+SIZES = np.geomspace(1e-8, 50, 2001)
+APART = np.concatenate([-SIZES, SIZES]).astype(np.float32)
+PROGRAMS = {"compiled": {}, "not optimised": {"xla_backend_optimization_level": 0}}
+
+
+def in_float32(loss, program: str) -> tuple[jax.Array, jax.Array]:
+    """Value and slope of `loss(log_probs)` at rows of one token each, as one kind of program."""
+
+    def both(lp: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out, pull = jax.vjp(loss, lp)
+        return out[:, 0], pull(jnp.ones_like(out))[0][:, 0]
+
+    lp = jnp.asarray(APART)[:, None]
+    return jax.jit(both).lower(lp).compile(PROGRAMS[program])(lp)
+
+
+def check_relative(actual: jax.Array, exact: np.ndarray) -> None:
+    """Within 1e-6 of an answer in extended precision, wherever float32 has a normal number for it."""
+    assert actual.dtype == jnp.float32
+    counted = (np.abs(exact) > 1e-35) & (np.abs(exact) < 3e38)
+    np.testing.assert_allclose(np.asarray(actual, np.longdouble)[counted], exact[counted], 1e-6)
+    assert np.isfinite(actual[np.abs(exact) < 3e38]).all()
+
+
+# Coefficients that are float32 numbers and ones that are not, from hardly a gate to one that is almost a step.
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("tau", [1e-3, 1.05, 60.0])
+def test_sapo_in_float32_where_the_gate_saturates(tau: float, program: str) -> None:
+    one = jnp.ones((APART.size, 1), jnp.float32)
+    value, slope = in_float32(
+        lambda lp: kljax.sapo_loss(lp, 0 * one, one, jnp.ones(one.shape, bool), tau_positive=tau), program
+    )
+    drift = APART.astype(np.longdouble)
+    tail = np.exp(-np.abs(np.longdouble(tau) * np.expm1(drift)))
+    check_relative(value, -4 / np.longdouble(tau) * np.where(drift > 0, 1, tail) / (1 + tail))
+    check_relative(slope, -4 * np.exp(drift) * tail / (1 + tail) ** 2)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("k", "rate"), [(2.0, 3.0), (1.3, 0.7), (0.1, 40.7), (2.0, 80.0)])
+def test_vespo_in_float32_where_phi_is_nearly_0(k: float, rate: float, program: str) -> None:
+    one = jnp.ones((APART.size, 1), jnp.float32)
+    options = {"k_positive": k, "lambda_positive": rate}
+    value, slope = in_float32(
+        lambda lp: kljax.vespo_loss(lp, 0 * one, one, jnp.ones(one.shape, bool), **options), program
+    )
+    drift = APART.astype(np.longdouble)
+    phi = np.exp(np.longdouble(k) * drift - np.longdouble(rate) * np.expm1(drift))
+    check_relative(value, -phi * drift)
+    check_relative(slope, -phi)
+
+
+def test_coefficients_that_are_traced_are_those_of_float32() -> None:
+    lp = jnp.asarray(APART)[:, None]
+    zero, mask = jnp.zeros_like(lp), jnp.ones(lp.shape, bool)
+    for function, name in ((kljax.sapo_loss, "tau_positive"), (kljax.vespo_loss, "lambda_positive")):
+        given = np.float32(0.3)
+        traced = jax.jit(lambda c, f=function, n=name: f(lp, zero, zero + 1, mask, **{n: c}))(given)
+        np.testing.assert_allclose(traced, function(lp, zero, zero + 1, mask, **{name: float(given)}), 1e-6)
+
+
 def clipped(advantages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """GMPO's log-ratios as printed, with the sign taken out and put back, and where they move."""
     sign = np.sign(advantages)
