@@ -46,7 +46,7 @@ def test_values(temperature: float, softcap: float | None, implementation: str |
     expected = oracle(hidden, head, targets, **kwargs)
     chex.assert_trees_all_close((stats.log_prob, stats.logsumexp, stats.entropy), expected, rtol=1e-12, atol=1e-14)
     assert stats.kl is None
-    without = kljax.log_probs_from_hidden(hidden, head, targets, **kwargs)
+    without = kljax.log_probs_from_hidden(hidden, head, targets, implementation=implementation, **kwargs)
     assert without.entropy is None
     chex.assert_trees_all_equal(without.log_prob, stats.log_prob)
 
@@ -144,7 +144,10 @@ def test_exponentials_of_all_log_probs_sum_to_one() -> None:
         ({"targets": jnp.zeros((3, 4), int)}, r"targets: got shape \[3, 4\], expected \[3, 5\]"),
         ({"temperature": 0.0}, r"temperature: got 0\.0, expected a number > 0"),
         ({"softcap": -1.0}, r"softcap: got -1\.0, expected a number > 0"),
-        ({"implementation": "refrence"}, r"implementation: got 'refrence', expected one of reference.*; did you mean"),
+        (
+            {"implementation": "refrence"},
+            r"implementation: got 'refrence', expected one of tile, reference; did you mean 'reference'",
+        ),
     ],
 )
 def test_errors(change: dict[str, object], message: str) -> None:
