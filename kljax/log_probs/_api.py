@@ -106,7 +106,7 @@ def log_probs_from_hidden(
     call = prepare(
         hidden, head, targets=targets, mask=mask, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
         bias=bias, vocab_size=vocab_size, entropy=entropy, entropy_gradient=entropy_gradient, reference=reference,
-        divergence=(("direction", direction, DIRECTIONS) if reference is not None else None), head_layout=head_layout,
+        divergence=("direction", direction, DIRECTIONS), head_layout=head_layout,
         sharding=sharding, tile=tile, implementation=implementation,
     )  # fmt: skip
     return TokenStats(**run(call))

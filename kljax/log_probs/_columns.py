@@ -57,8 +57,8 @@ class Columns(NamedTuple):
       known: `[size]` whether a column is a token, None if all are.
     """
 
-    start: int | Array
-    first: int | Array
+    start: Array
+    first: Array
     size: int
     head: Array
     ref_head: Array | None
@@ -73,24 +73,26 @@ def over_columns(spec: Spec, weights: Weights, body: Callable[[Any, Columns], An
     local = held if mesh.vocab else spec.vocab_size
     size = min(spec.tile.vocab, local)
     whole, rest = divmod(local, size)
-    first = lax.axis_index(mesh.vocab) * held if mesh.vocab else 0
+    first = lax.axis_index(mesh.vocab) * held if mesh.vocab else jnp.int32(0)
     padded = bool(mesh.vocab) and spec.vocab_size < held * math.prod(lax.axis_size(axis) for axis in mesh.vocab)
 
-    def cut(head: Array, hidden: Array, start: int | Array, width: int) -> Array:
+    def cut(head: Array, hidden: Array, start: Array, width: int) -> Array:
         chunk = lax.dynamic_slice_in_dim(head, start, width, axis=spec.vocab_axis)
-        return mesh.gather(chunk, spec.embed_axis).astype(jnp.result_type(hidden, head))
+        return mesh.gather(chunk, spec.embed_axis).astype(jnp.promote_types(hidden.dtype, head.dtype))
 
-    def columns(start: int | Array, width: int) -> Columns:
+    def columns(start: Array, width: int) -> Columns:
         head = cut(weights.head, weights.hidden, start, width)
         ref_head = None if weights.ref_hidden is None else head
         if weights.ref_hidden is not None and weights.ref_head is not None:
             ref_head = cut(weights.ref_head, weights.ref_hidden, start, width)
         bias = None if weights.bias is None else lax.dynamic_slice_in_dim(weights.bias, start, width, axis=0)
-        known = first + start + jnp.arange(width) < spec.vocab_size if padded else None
+        known = first + start + jnp.arange(width, dtype=jnp.int32) < spec.vocab_size if padded else None
         return Columns(start, first + start, width, head, ref_head, bias, known)
 
     if whole == 1:
-        carry = body(carry, columns(0, size))
+        carry = body(carry, columns(jnp.int32(0), size))
     else:
-        carry, _ = lax.scan(lambda c, i: (body(c, columns(i * size, size)), None), carry, jnp.arange(whole))
-    return body(carry, columns(whole * size, rest)) if rest else carry
+        carry, _ = lax.scan(
+            lambda c, i: (body(c, columns(i * size, size)), None), carry, jnp.arange(whole, dtype=jnp.int32)
+        )
+    return body(carry, columns(jnp.int32(whole * size), rest)) if rest else carry

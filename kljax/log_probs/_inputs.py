@@ -48,7 +48,7 @@ def scaled_logits(product: Array, bias: Array | None, inverse_temperature: Array
     """
     raw = product * data.logit_scale
     if bias is not None:
-        raw = raw + bias.astype(raw.dtype)
+        raw = raw + jnp.expand_dims(bias.astype(raw.dtype), tuple(range(raw.ndim - 1)))
     if data.softcap is None:
         return raw * inverse_temperature, inverse_temperature
     bent = jnp.tanh(raw / data.softcap)

@@ -79,7 +79,7 @@ def prepare(
         sharding=sharding,
         entropy=entropy,
         entropy_gradient=entropy and entropy_gradient,
-        divergence=None if divergence is None else divergence[1],
+        divergence=None if divergence is None or reference is None else divergence[1],
     )
     scalars = {"softcap": softcap, "logit_scale": logit_scale, "beta": beta}
     data = _data(weights, vocab_size, (targets, mask, temperature), scalars)

@@ -80,7 +80,9 @@ class Shard(NamedTuple):
             product = self._dot(hidden.astype(head.dtype), head, 1, self.spec.embed_axis)
             values, slope = scaled_logits(product, columns.bias, tokens.inverse_temperature[:, None], self.data)
             values = jnp.maximum(values, IMPOSSIBLE)
-            return Logits(values if columns.known is None else jnp.where(columns.known, values, IMPOSSIBLE), slope)
+            return Logits(
+                values if columns.known is None else jnp.where(columns.known[None], values, IMPOSSIBLE), slope
+            )
 
         policy = of(tokens.hidden, columns.head)
         if tokens.ref_hidden is None or columns.ref_head is None:
