@@ -136,9 +136,10 @@ VARIANTS: dict[str, list[Options]] = {
     "clip_fraction": [{"level": "geometric", "clip_low": 0.02, "clip_high": 0.02}],
     "rejection_mask": [{"level": "geometric", "lower": 0.9, "upper": 1.1}],
     "log_probs_from_hidden": [
-        {"entropy": True, "softcap": GIVEN, "temperature": GIVEN, "bias": GIVEN, "reference": GIVEN, "tile": GIVEN},
+        {"entropy": True, "softcap": GIVEN, "temperature": GIVEN, "bias": GIVEN, "tile": GIVEN},
+        {"entropy": True, "softcap": GIVEN, "reference": GIVEN, "tile": GIVEN},
     ],
-    "kl_from_hidden": [{"ref_head": GIVEN, "softcap": GIVEN, "bias": GIVEN, "tile": GIVEN}],
+    "kl_from_hidden": [{"ref_head": GIVEN, "softcap": GIVEN, "tile": GIVEN}],
     "jsd_from_hidden": [{"ref_head": GIVEN, "beta": 0.3, "softcap": GIVEN, "tile": GIVEN}],
 }
 
