@@ -1,0 +1,28 @@
+"""The search for tile sizes, on a problem of a second."""
+
+import re
+
+import pytest
+
+from benchmarks import search_tiles
+
+
+def test_the_grid_is_timed_against_the_present_tile_and_ends_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    grid = ["--tokens", "32,64", "--vocab", "128"]
+    assert search_tiles.main(["--size", "96x16x300", *grid, "--rounds", "1"]) == 0
+    printed = capsys.readouterr().out
+    rows = re.findall(r"^ +(\d+) +(\d+) +\d+\.\d\d +\d+\.\d", printed, re.MULTILINE)
+    assert {("32", "128"), ("64", "128")} < set(rows)
+    assert printed.count("<- present") == 1
+    assert re.search(r'^    "cpu": Tile\(\d+, \d+\),$', printed, re.MULTILINE)
+
+
+def test_of_tiles_that_are_as_fast_the_smallest_is_taken() -> None:
+    assert search_tiles.best({(512, 4096): 1.0, (256, 4096): 1.01, (128, 4096): 1.1}) == (256, 4096)
+
+
+@pytest.mark.parametrize("wrong", ["12x3", "axb", "0x1x2"])
+def test_a_size_that_is_none_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        search_tiles.main(["--size", wrong])
+    assert f"got {wrong!r}, expected 3 positive numbers" in capsys.readouterr().err
