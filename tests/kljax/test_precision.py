@@ -66,6 +66,54 @@ def test_narrow_inputs_are_computed_in_float32(name: str) -> None:
             assert free or set(floats) <= {jnp.dtype(jnp.float32)}, f"{call.name}: {floats}"
 
 
+# What a matrix unit multiplies in the backward pass has the type of the head, the slopes of the logits too: an error of
+# one rounding per term of a sum, which is small beside the largest gradient and not beside those that cancel.
+ROUND_THE_SLOPES = ("log_probs_from_hidden", "kl_from_hidden", "jsd_from_hidden")
+
+
+def check_same_but_rounded(actual: Any, wide: Any, where: str, slopes: Any = None) -> None:
+    """Every array is the one of float32, to 1e-6 of the largest in it, rounded to the type that it has itself.
+
+    `slopes` is the type of what was rounded on the way to a gradient.
+    """
+    share = 1e-6 if slopes is None else float(jnp.finfo(slopes).eps)
+    assert jax.tree.structure(actual) == jax.tree.structure(wide), where
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(wide), strict=True):
+        label = f"{where}{jax.tree_util.keystr(path)}"
+        if not jnp.issubdtype(other.dtype, jnp.floating):
+            np.testing.assert_array_equal(leaf, other, label)
+            continue
+        type_ = jnp.finfo(leaf.dtype)
+        rounding = 0.0 if leaf.dtype == other.dtype else float(type_.eps) / 2
+        expected = np.asarray(other, np.float64)
+        largest = np.max(np.abs(expected), initial=0, where=np.isfinite(expected))
+        bounds = {"rtol": rounding + 1e-6, "atol": share * largest + float(type_.smallest_subnormal)}
+        np.testing.assert_allclose(np.asarray(leaf, np.float64), expected, **bounds, err_msg=label)
+
+
+# A checksum of the bits that an array has, other ones in another type.
+OF_BITS = {"fingerprint"}
+
+
+@pytest.mark.parametrize("name", sorted(set(callable_functions()) - OF_BITS))
+def test_narrow_inputs_give_the_numbers_of_the_same_inputs_in_float32(name: str) -> None:
+    def run(call: Call, arrays: Any, data: Any) -> Any:
+        if name in KEEP_THE_DTYPE:  # a sum over its results would itself round
+            return [(call(x, data), ()) for x in arrays]
+        return [call.value_and_grads(x, data) for x in arrays]
+
+    given = []
+    for arrays, data in calls.inputs(name):
+        narrow = [in_dtype(arrays, dtype) for dtype in NARROW]
+        # Inputs of their own, so that XLA cannot see that both are the same.
+        given.append(([*narrow, *(in_dtype(x, jnp.float32) for x in narrow)], data))
+    for call, results in zip(calls_of(name), calls.compiled(calls.each_call(name, run), given), strict=True):
+        for dtype, actual, wide in zip(NARROW, results[:2], results[2:], strict=True):
+            check_same_but_rounded(actual[0], wide[0], f"{call.name} of {dtype.__name__}")
+            slopes = dtype if name in ROUND_THE_SLOPES else None
+            check_same_but_rounded(actual[1], wide[1], f"gradient of {call.name} of {dtype.__name__}", slopes)
+
+
 # ---- extreme log-ratios ----
 
 # (log_probs, the other log_probs): equal, 200 nats apart either way, impossible for the other, impossible for pi.
