@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_same_shape
+from kljax._numerics import times
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.masking import masked_sum
 
@@ -78,7 +79,8 @@ def dpo_loss(
     preferred = _drift(log_probs, ref, mask)
     margin = jnp.asarray(coef, log_probs.dtype) * (preferred - _drift(rejected, rejected_ref, rejected_mask))
     smoothing = jnp.asarray(label_smoothing, log_probs.dtype)
-    return -(1 - smoothing) * jax.nn.log_sigmoid(margin) - smoothing * jax.nn.log_sigmoid(-margin)
+    # An infinite margin leaves nothing of the other term, if a smoothing of 0 is not multiplied with its infinity.
+    return -times(1 - smoothing, jax.nn.log_sigmoid(margin)) - times(smoothing, jax.nn.log_sigmoid(-margin))
 
 
 def _drift(log_probs: Array, ref_log_probs: Array, mask: ArrayLike) -> Array:

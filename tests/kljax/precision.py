@@ -57,9 +57,13 @@ def functions() -> list[str]:
 
 
 def rows(call: Call, log_probs: np.ndarray, other: np.ndarray, advantages: np.ndarray) -> tuple[Any, Any]:
-    """Inputs of a call with one token per row, `[N, 1]`; importance weights are 1, every token is unmasked."""
+    """Inputs of a call with one token per row, `[N, 1]`; importance weights are 1, every token is unmasked.
+
+    A row that another is compared with has not moved, so that the loss of a pair is one of a single log-ratio as well.
+    """
     ones = np.ones_like(log_probs)
     known = {"log_probs": log_probs, "advantages": advantages, "weights": ones}
+    known |= {"rejected_log_probs": -ones, "rejected_ref_log_probs": -ones}
     arrays = {name: known.get(name, other) for name in call.arrays}
     data = {name: jnp.ones(ones.shape, bool) if "mask" in name else value for name, value in call.data.items()}
     return {name: jnp.asarray(value)[:, None] for name, value in arrays.items()}, {

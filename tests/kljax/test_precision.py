@@ -1,5 +1,6 @@
 """Narrow inputs, extreme log-ratios, float32 against the exact answer, and derivatives of second order."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -161,6 +162,14 @@ HARD: dict[str, dict[str, tuple[float, float]]] = {
         "inf": (2, 0),
         "-inf": (0, 0),
     },
+    # `log(1 + exp(-h / 10))` of the log-ratio `h` of one token.
+    "dpo_loss()": {
+        "0": (float(np.log(2)), -0.05),
+        "200": (float(np.log1p(np.exp(-20.0))), -0.1 / (1 + float(np.exp(20.0)))),
+        "-200": (20 + float(np.log1p(np.exp(-20.0))), -0.1 / (1 + float(np.exp(-20.0)))),
+        "inf": (0, 0),
+        "-inf": (INF, -0.1),
+    },
     "importance_weights(lower=0.7, mode=mask, upper=1.3)": {"0": (1, 1), **dict.fromkeys(list(PAIRS)[1:], (0, 0))},
 }
 # The same for losses, at the advantages 1, -1 and 0. In the last every one of these is 0 with a gradient of 0.
@@ -277,13 +286,11 @@ def test_importance_corrected_estimates_at_extreme_log_ratios(point: tuple[float
         check_points(straight[0], drift, f"{where}")
 
 
-# Their limits are not those of one token's log-ratio.
-NO_LIMIT = {"dpo_loss": "the difference of two rows, both infinite here"}
 # Twice as far and twice as far again: an answer that no longer changes has a limit.
 FAR = {"inf": [(-1, -351), (-1, -701)], "-inf": [(-351, -1), (-701, -1)]}
 
 
-@pytest.mark.parametrize("name", sorted(set(precision.functions()) - set(NO_LIMIT)))
+@pytest.mark.parametrize("name", precision.functions())
 def test_every_function_is_finite_where_its_limit_is_and_never_nan(name: str) -> None:
     pairs = [*PAIRS.values(), *FAR["inf"], *FAR["-inf"]]
     for call, both in hard_points(name, pairs, (1.0, -1.0, 0.0)).items():
@@ -298,6 +305,34 @@ def test_every_function_is_finite_where_its_limit_is_and_never_nan(name: str) ->
                     with np.errstate(invalid="ignore"):
                         settled = np.isclose(exact[:, near], exact[:, far], rtol=1e-9, atol=1e-100)
                     np.testing.assert_allclose(result[settled, at], exact[settled, far], 2e-5, TINY, err_msg=where)
+
+
+OF_THE_REFERENCE = ("k1()", "abs_diff()", "k2()", "k3()", "low_var_kl()", "estimate_kl(value_clip=0.2)")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("call_name", OF_THE_REFERENCE)
+def test_the_gradient_to_the_reference_is_the_opposite_also_at_extreme_log_ratios(call_name: str, dtype: Any) -> None:
+    call = next(call for call in calls_of(call_name.partition("(")[0]) if call.name == call_name)
+    log_probs, ref = (jnp.asarray(side, dtype) for side in zip(*PAIRS.values(), strict=True))
+    data = {name: jnp.ones(log_probs.shape, bool) for name in call.data}
+    grad = jax.grad(lambda ref: call({"log_probs": log_probs, "ref_log_probs": ref}, data).sum())(ref)
+    expected = -np.array([HARD[call_name][key][1] for key in PAIRS], float)
+    check_points(grad, expected, f"{call_name} in {jnp.dtype(dtype).name}")
+
+
+def test_advantages_are_data_of_every_loss() -> None:
+    # So the tests here take no gradient to them: where a ratio overflows, theirs is as infinite as the value.
+    losses = [name for name in precision.functions() if name.endswith("_loss")]
+    taking = [name for name in losses if "advantages" in calls.parameters(name)]
+    assert taking
+    for name in taking:
+        text = getattr(kljax, name).__doc__
+        entry = re.search(r"^ +advantages: (.*?)(?=^ +\w+: |^ *$)", text, re.MULTILINE | re.DOTALL)
+        assert entry, name
+        assert "data" in entry[1], name
+        gradient = text[text.index("Gradient:") : text.index("Raises:")]
+        assert "`advantages`" not in gradient, name
 
 
 def test_a_token_that_neither_policy_can_produce_has_no_estimate() -> None:

@@ -51,6 +51,35 @@ def test_far_apart_it_is_a_line(drift: float) -> None:
     np.testing.assert_allclose(grad, -float(drift < 0), atol=1e-30)
 
 
+# What one token of either sequence has under the policy and the reference -> the margin.
+IMPOSSIBLE = {
+    "preferred, under the reference": ((-1.0, -np.inf, -1.0, -1.0), np.inf),
+    "preferred, under the policy": ((-np.inf, -1.0, -1.0, -1.0), -np.inf),
+    "rejected, under the reference": ((-1.0, -1.0, -1.0, -np.inf), -np.inf),
+    "rejected, under the policy": ((-1.0, -1.0, -np.inf, -1.0), np.inf),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_a_token_that_is_impossible_makes_the_margin_infinite(case: str, smoothing: float, dtype: type) -> None:
+    log_probs, margin = IMPOSSIBLE[case]
+    lp, ref, bad, bad_ref = (jnp.asarray([[x, -2.0]], dtype) for x in log_probs)
+    mask = jnp.ones((1, 2), bool)
+
+    def loss(lp: jax.Array, bad: jax.Array) -> jax.Array:
+        rejected = {"rejected_log_probs": bad, "rejected_ref_log_probs": bad_ref, "rejected_mask": mask}
+        return kljax.dpo_loss(lp, ref, mask, **rejected, coef=0.5, label_smoothing=smoothing).sum()
+
+    value, (slope, bad_slope) = jax.value_and_grad(loss, (0, 1))(lp, bad)
+    # The label that the margin denies has a loss without bound, if it has a probability at all.
+    assert value == (np.inf if smoothing > 0 or margin < 0 else 0)
+    expected = 0.5 * smoothing if margin > 0 else -0.5 * (1 - smoothing)
+    np.testing.assert_allclose(slope, np.full((1, 2), expected), 1e-6)
+    np.testing.assert_allclose(bad_slope, np.full((1, 2), -expected), 1e-6)
+
+
 def test_trinity_sums_over_the_pairs_of_a_batch_which_is_one_joined_pair() -> None:
     margin = 0.1 * (sums(LP, REF, MASK) - sums(BAD, BAD_REF, BAD_MASK)).sum()
     names = ("rejected_log_probs", "rejected_ref_log_probs", "rejected_mask")
