@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NEWEST_VENV := .venv-newest
+AOT_VENV := .venv-aot
 UV_VERSION := 0.13.8
 WORKERS ?= 2
 ARGS ?=
@@ -12,11 +13,11 @@ export JAX_PLATFORMS ?= cpu
 define make-environment
 	$(1) -m venv $(2)
 	$(2)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	UV_PROJECT_ENVIRONMENT=$(2) $(2)/bin/uv sync --frozen --inexact --quiet --python $(2)/bin/python
+	UV_PROJECT_ENVIRONMENT=$(2) $(2)/bin/uv sync --frozen --inexact --quiet --python $(2)/bin/python $(3)
 	touch $(2)/.ready
 endef
 
-.PHONY: train test test-library test-newest find-newest-python check lint format types docs lock clean
+.PHONY: train test test-library test-newest test-aot find-newest-python check lint format types docs lock clean
 
 $(VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(VENV))
@@ -64,5 +65,12 @@ test-newest: $(NEWEST_VENV)/.ready ## the library on Python 3.12 and the newest 
 	$(NEWEST_VENV)/bin/python -c "import jax, flax, sys; print(sys.version.split()[0], 'jax', jax.__version__, 'flax', flax.__version__)"
 	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) tests/kljax kljax $(ARGS)
 
+# The compiler of TPUs runs in processes of an environment of its own: libtpu changes what JAX finds at its start.
+$(AOT_VENV)/.ready: pyproject.toml uv.lock
+	$(call make-environment,$(PYTHON),$(AOT_VENV),--no-default-groups --group aot)
+
+test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compiler of TPUs plans
+	$(BIN)/python -m pytest -n $(WORKERS) tests/benchmarks/test_head_aot_plans.py $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(NEWEST_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

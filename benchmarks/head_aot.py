@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks._aot import environment
 from benchmarks._aot.devices import DEVICES
-from benchmarks._aot.order import QUICK, Order, Plan, Problem
+from benchmarks._aot.order import FULL, QUICK, Order, Plan, Problem
 from benchmarks._aot.rows import MIB, Key, goals, rows_of
 from benchmarks._aot.table import goals_table, plans_table, tiles_table
 
@@ -50,13 +50,18 @@ def say(text: str) -> None:
 
 def orders_of(options: argparse.Namespace) -> list[Order]:
     """What is to be compiled."""
-    problem = QUICK if options.quick else Problem()
+    problem = QUICK if options.quick else FULL
     keep = None if options.keep is None else str(options.keep.resolve())
-    keys = [key for target in options.targets for key in rows_of(target)]
-    if not options.tiles:
-        return [Order(*key, problem=problem, keep=keep) for key in keys]
-    ours = [key for key in keys if key[2] == "kljax"]
-    return [Order(*key, tile=tile, problem=problem, keep=keep) for key in ours for tile in options.tiles]
+    keys = [key for target in options.targets for key in rows_of(target) if not options.tiles or key[2] == "kljax"]
+
+    def effort(target: str) -> float | None:
+        return -1.0 if options.quick and DEVICES[target].platform == "tpu" else None
+
+    return [
+        Order(*key, tile=tile, effort=effort(key[0]), problem=problem, keep=keep)
+        for key in keys
+        for tile in options.tiles or [None]
+    ]
 
 
 def compile_all(orders: Sequence[Order], directory: pathlib.Path) -> Found:
@@ -70,9 +75,8 @@ def compile_all(orders: Sequence[Order], directory: pathlib.Path) -> Found:
             say(f"{number}/{len(orders)} {order}: failed\n{error}")
         else:
             found.append((order, plan))
-            say(
-                f"{number}/{len(orders)} {order}: {plan.temp_bytes / MIB:.1f} MiB, compiled in {plan.compile_seconds} s"
-            )
+            size, seconds = plan.temp_bytes / MIB, plan.compile_seconds
+            say(f"{number}/{len(orders)} {order}: {size:.1f} MiB, compiled in {seconds} s")
     return found
 
 

@@ -1,0 +1,1 @@
+"""Compiling for accelerators that are not here: what their compilers plan in memory, collectives and time."""

@@ -1,0 +1,54 @@
+"""What the TPU's compiler plans for the library's operation at full size: its memory and its collectives.
+
+Each program is compiled by libtpu in a process of an environment of its own, which `make test-aot` makes.
+"""
+
+import functools
+
+import pytest
+
+from benchmarks._aot import environment
+from benchmarks._aot.order import Order, Plan
+from benchmarks._aot.rows import COLLECTIVES, FORWARD_MIB, MEMORY_MIB, MIB
+
+REASON = environment.missing(environment.DEFAULT, "tpu", how="make test-aot")
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+
+# Memory needs the compiler's full effort. Collectives do not depend on it, and without it take seconds.
+FULL, LEAST = None, -1.0
+
+
+@functools.cache
+def plan(device: str, layout: str, program: str, effort: float | None) -> Plan:
+    return environment.compile_in(environment.DEFAULT, Order(device, layout, program, effort=effort))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "sharded"])
+@pytest.mark.parametrize("device", MEMORY_MIB)
+def test_memory(device, layout):
+    found = plan(device, layout, "kljax", FULL)
+    assert found.temp_bytes <= MEMORY_MIB[device] * MIB, found.largest_buffers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", FORWARD_MIB)
+def test_memory_of_a_forward_pass(device):
+    found = plan(device, "one", "kljax_forward", FULL)
+    assert found.temp_bytes <= FORWARD_MIB[device] * MIB, found.largest_buffers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", MEMORY_MIB)
+def test_collectives(device):
+    ours, theirs = (plan(device, "sharded", program, LEAST) for program in ("kljax", "tunix"))
+    assert 0 < ours.collective_bytes <= COLLECTIVES * theirs.collective_bytes, ours.collectives
+
+
+@pytest.mark.slow
+def test_each_column_of_the_head_is_gathered_once_in_each_pass():
+    order = Order("v5e", "sharded", "kljax")
+    columns, width = order.problem.vocab // 4, order.problem.width
+    found = plan("v5e", "sharded", "kljax", LEAST).collectives
+    gathered = sum(one["payload"] * one["executions"] for one in found if one["kind"] == "all-gather")
+    assert gathered == 2 * columns * width * 2
