@@ -1,5 +1,6 @@
 """Elementary functions whose float32 accuracy or gradient differs from the obvious way of writing them."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -36,6 +37,16 @@ def expm1_minus(y: Array) -> Array:
 def _expm1_minus_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (y,), (dy,) = primals, tangents
     return expm1_minus(y), jnp.expm1(y) * dy
+
+
+def bregman(p: Array, q: Array, y: Array) -> Array:
+    """`p (exp(y) - 1 - y)` for `q = p exp(y)`: never negative, of full relative accuracy, and without overflow.
+
+    Summed over a vocabulary for `y = log(q / p)` it is KL(p || q), whose terms `p log(p / q)` cancel near `p = q`.
+    """
+    near = jnp.abs(y) <= _SERIES_RADIUS
+    close = jnp.where(near, y, 0)
+    return jnp.where(near, p * (0.5 * close * close * _exp_tail(close, 2)), q - p * (1 + jnp.where(near, 0, y)))
 
 
 def clip(values: Array, low: Scalar | None, high: Scalar | None) -> Array:
@@ -158,3 +169,45 @@ def _sigmoid_expm1_jvp(primals: tuple[Parts, Array], tangents: tuple[Parts, Arra
     # Not `1 - gate`, which has lost it where the gate is nearly 1.
     slope = gate * sigmoid_expm1((-scale[0], -scale[1]), x)
     return gate, slope * (sum(scale) * jnp.exp(x) * dx + jnp.expm1(x) * sum(dscale))
+
+
+def floor_share(fraction: Scalar, count: Array, largest: int) -> Array:
+    """`floor(fraction * count)` in int32, for counts from 0 to `largest`; at most `largest`.
+
+    For a Python number the product is that of Python's floats, also without x64: float32 takes 0.29 * 100 for 29, where
+    Python has 28. A `fraction` that is an array is multiplied in JAX's float type, and so is one of 2^25 or more.
+    """
+    if isinstance(fraction, jax.Array) or largest >= 2**25:
+        product = jnp.floor(fraction * count.astype(jnp.result_type(float)))
+        return jnp.minimum(product, largest).astype(jnp.int32)
+    (above, below), raised = _python_floors(min(float(fraction), 1.0), largest)
+    count = count.astype(jnp.int32)
+    guess = (count.astype(jnp.float32) * np.float32(above / below)).astype(jnp.int32)
+    # Either product may overflow, but not their difference, as the guess is off by a few at most.
+    floors = guess + (count * above - guess * below) // below
+    for first, last, step in raised:
+        floors += ((count >= first) & (count <= last) & (count % step == 0)).astype(jnp.int32)
+    return floors
+
+
+@functools.lru_cache
+def _python_floors(fraction: float, largest: int) -> tuple[tuple[int, int], list[tuple[int, int, int]]]:
+    """`p, q` with `floor(p n / q)` the floor of the exact `fraction * n` for every `n` up to `largest`, and where the
+    floor of the rounded one is 1 more: `n` from a first to a last in steps, one such range for each power of 2 at most.
+
+    `p / q` is the largest `floor(n * fraction) / n`, so no floor is missed, and as it is not above `fraction` none is
+    passed. A product that is rounded up to a whole number has `fraction` within 2^-53 of a quotient that small numbers
+    have, of which there is one: its denominator is the step. Whether it is rounded that far depends on its mantissa.
+    """
+    n = np.arange(1, max(largest, 1) + 1)
+    rounded = np.floor(fraction * n)
+    leading = float(np.float32(fraction))  # with few enough bits for exact products; and so has the rest
+    floors = rounded - ((leading * n - rounded) + (fraction - leading) * n < 0)
+    best = int(np.argmax(floors / n))
+    raised = n[rounded > floors]
+    if not raised.size:
+        return (int(floors[best]), best + 1), []
+    step = int(raised[0]) if raised.size == 1 else int(np.gcd.reduce(raised))
+    ends = np.flatnonzero(np.diff(raised) > step)
+    firsts, lasts = raised[np.r_[0, ends + 1]], raised[np.r_[ends, raised.size - 1]]
+    return (int(floors[best]), best + 1), [(int(i), int(j), step) for i, j in zip(firsts, lasts, strict=True)]
