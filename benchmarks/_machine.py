@@ -17,7 +17,7 @@ def describe(device: jax.Device) -> dict[str, Any]:
         "processor": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": f"{os.cpu_count()} cores",
         "memory": _memory(),
-        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        "system": f"{platform.system()}, Python {platform.python_version()}",
     }
     if device.platform != "cpu":
         found["device"] = device.device_kind
