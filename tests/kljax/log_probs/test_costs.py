@@ -1,0 +1,152 @@
+"""Nothing is computed, kept or built that is not asked for: matrix products, residuals, buffers.
+
+The products are counted where they happen: with `jax.disable_jit` loops run as often as they do, and each tile calls
+`lax.dot_general`.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from kljax import Tile
+
+TOKENS, WIDTH, VOCABULARY = 24, 4, 36
+TILE = Tile(8, 12)
+CHUNKS = 3
+TILES = 3 * CHUNKS
+
+
+def arrays() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = {"hidden": (TOKENS, WIDTH), "head": (WIDTH, VOCABULARY), "bias": (VOCABULARY,)}
+    shapes |= {"ref_hidden": shapes["hidden"], "ref_head": shapes["head"]}
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+
+
+def loss(given: dict[str, Any], kind: str, mask: Any = None, tile: Tile = TILE) -> jax.Array:
+    """A number of each kind of use; what is not in `given` is data."""
+    x = {name: jax.lax.stop_gradient(x) for name, x in arrays().items()} | given
+    targets = jnp.arange(x["hidden"].shape[0], dtype=jnp.int32) % VOCABULARY
+    common = {"mask": mask, "tile": tile}
+    if kind == "jsd":
+        return kljax.jsd_from_hidden(x["hidden"], x["head"], x["ref_hidden"], x["ref_head"], **common).sum()
+    reference = {
+        "shared": {"reference": (x["ref_hidden"], None)},
+        "own": {"reference": (x["ref_hidden"], x["ref_head"])},
+        "forward": {"reference": (x["ref_hidden"], x["ref_head"]), "direction": "forward"},
+        "entropy": {"entropy": True},
+        "entropy as data": {"entropy": True, "entropy_gradient": False},
+        "bias": {"bias": x["bias"]},
+    }.get(kind, {})
+    stats = kljax.log_probs_from_hidden(x["hidden"], x["head"], targets, **common, **reference)
+    return sum(field.sum() for field in jax.tree.leaves(stats))  # type: ignore[return-value]
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """The shapes that matrix products have had so far."""
+    shapes: list[tuple[int, ...]] = []
+    dot_general = jax.lax.dot_general
+
+    def counted(*arguments: Any, **options: Any) -> jax.Array:
+        out = dot_general(*arguments, **options)
+        shapes.append(out.shape)
+        return out
+
+    monkeypatch.setattr(jax.lax, "dot_general", counted)
+    with jax.disable_jit():
+        yield shapes
+
+
+# What is differentiated, what is asked for, products per tile in the forward and in the backward pass.
+WEIGHTS = ("hidden", "head")
+COUNTS: list[tuple[str, tuple[str, ...], int]] = [
+    ("log_prob", (), 1),
+    ("entropy", (), 1),
+    ("own", (), 2),
+    ("jsd", (), 4),
+    ("log_prob", WEIGHTS, 1 + 3),
+    ("entropy", WEIGHTS, 1 + 3),
+    ("bias", (*WEIGHTS, "bias"), 1 + 3),
+    ("bias", ("bias",), 1 + 1),
+    ("log_prob", ("head",), 1 + 2),
+    # A frozen head: the forward pass has all that the gradient needs, 4 N D V in total.
+    ("log_prob", ("hidden",), 2),
+    ("entropy as data", ("hidden",), 2),
+    ("entropy", ("hidden",), 1 + 2),
+    ("shared", WEIGHTS, 2 + 4),
+    ("own", WEIGHTS, 2 + 4),
+    ("own", ("hidden",), 2 + 3),
+    ("forward", (*WEIGHTS, "ref_hidden", "ref_head"), 2 + 6),
+    ("jsd", WEIGHTS, 4 + 4),
+]
+
+
+@pytest.mark.parametrize(("kind", "to", "expected"), COUNTS)
+def test_products_per_tile(kind: str, to: tuple[str, ...], expected: int, products: list[tuple[int, ...]]) -> None:
+    given = {name: arrays()[name] for name in to}
+    if to:
+        jax.grad(loss)(given, kind)
+    else:
+        loss(given, kind)
+    assert len(products) == expected * TILES
+    assert set(products) <= {(8, 12), (8, WIDTH), (WIDTH, 12)}
+
+
+@pytest.mark.parametrize(("kept", "tiles"), [(0, 0), (1, 1), (8, 1), (9, 2), (16, 2), (24, 3)])
+def test_masked_tokens_cost_nothing(kept: int, tiles: int, products: list[tuple[int, ...]]) -> None:
+    mask = jnp.zeros(TOKENS, bool).at[np.random.default_rng(1).permutation(TOKENS)[:kept]].set(True)
+    loss({}, "log_prob", mask)
+    assert len(products) == tiles * CHUNKS
+    jax.grad(loss)({name: arrays()[name] for name in WEIGHTS}, "log_prob", mask)
+    assert len(products) == tiles * CHUNKS * (1 + 1 + 3)
+
+
+def test_scoring_keeps_nothing() -> None:
+    # As old or reference log-probs are in a loss: data beside what is differentiated.
+    def score(scale: jax.Array) -> jax.Array:
+        return scale * loss({}, "entropy")
+
+    _, pull = jax.vjp(score, jnp.float32(1.0))
+    assert [leaf.shape for leaf in jax.tree.leaves(pull)] == [()]
+
+
+@pytest.mark.parametrize(("kind", "to", "per_token"), [("log_prob", WEIGHTS, 1), ("own", WEIGHTS, 3)])
+def test_a_gradient_keeps_a_few_numbers_per_token(kind: str, to: tuple[str, ...], per_token: int) -> None:
+    given = {name: arrays()[name] for name in to}
+    _, pull = jax.vjp(lambda given: loss(given, kind), given)
+    sizes = [leaf.size for leaf in jax.tree.leaves(pull)]
+    inputs = sorted((TOKENS * WIDTH, WIDTH * VOCABULARY) * (1 if kind == "log_prob" else 2))
+    # Beside its inputs: targets and inverse temperatures, and what the statistics have left.
+    assert sorted(size for size in sizes if size > TOKENS) == inputs
+    assert sizes.count(TOKENS) <= 2 + per_token
+
+
+@pytest.mark.parametrize(("kind", "to"), [("entropy", WEIGHTS), ("own", (*WEIGHTS, "ref_hidden")), ("jsd", WEIGHTS)])
+@pytest.mark.parametrize("masked", [True, False])
+def test_no_buffer_is_larger_than_the_inputs(kind: str, to: tuple[str, ...], masked: bool) -> None:
+    given = {name: arrays()[name] for name in to}
+    mask = jnp.arange(TOKENS) % 2 == 0 if masked else None
+    tile = Tile(8, 8)
+    text = jax.jit(jax.grad(lambda x, m: loss(x, kind, m, tile))).lower(given, mask).compile().as_text()
+    shapes = [[int(size) for size in found.split(",")] for found in re.findall(r"\b[fsu]\d+\[([\d,]+)\]", text)]
+    # Fewer than the logits of two tiles; all of them would be 864.
+    assert max(np.prod(shape) for shape in shapes) <= max(TOKENS * WIDTH, WIDTH * VOCABULARY)
+    assert not [shape for shape in shapes if TOKENS in shape and VOCABULARY in shape]
+
+
+def test_the_reference_builds_what_the_tiles_do_not() -> None:
+    # That the test above can fail.
+    def full(head: jax.Array) -> jax.Array:
+        targets = jnp.zeros(TOKENS, jnp.int32)
+        hidden = arrays()["hidden"]
+        return kljax.log_probs_from_hidden(hidden, head, targets, implementation="reference").log_prob.sum()
+
+    text = jax.jit(jax.grad(full)).lower(arrays()["head"]).compile().as_text()
+    assert f"f32[{TOKENS},{VOCABULARY}]" in text

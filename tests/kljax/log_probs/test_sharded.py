@@ -1,0 +1,195 @@
+"""On eight devices as on one: every field and gradient, at 2e-6 in float32, and each where its input is."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kljax
+from kljax import HeadSharding, Tile
+from tests.kljax.calls import known_options
+
+ROWS, LENGTH, WIDTH, COLUMNS = 8, 4, 8, 24
+# The last of two shards of the vocabulary, and the last two of four, are all padding.
+PADDED = 11
+MESHES = {
+    "data 8": (("data", "fsdp", "tensor"), (8, 1, 1)),
+    "data 2, fsdp 2, tensor 2": (("data", "fsdp", "tensor"), (2, 2, 2)),
+    "fsdp 4, tensor 2": (("data", "fsdp", "tensor"), (1, 4, 2)),
+    "data 2, tensor 4": (("data", "fsdp", "tensor"), (2, 1, 4)),
+    "fsdp 2, context 2, tensor 2": (("data", "fsdp", "context", "tensor"), (1, 2, 2, 2)),
+}
+KEPT = np.random.default_rng(0).random((ROWS, LENGTH)) < 0.6
+MASKS = {
+    "some": KEPT,
+    # The devices that hold these rows have no token.
+    "a device without tokens": KEPT & (np.arange(ROWS) >= 4)[:, None],
+    "none left": np.zeros_like(KEPT),
+    "all": np.ones_like(KEPT),
+}
+
+
+class Case(NamedTuple):
+    """What is computed, by its options; of which arrays the gradient is taken."""
+
+    kind: str = "reverse"
+    own_head: bool = True
+    layout: str = "dv"
+    vocab_size: int | None = None
+    masked: bool = True
+    softcap: bool = True
+    bias: bool = True
+    to: tuple[str, ...] = ("hidden", "head", "bias", "ref_hidden", "ref_head")
+
+
+EVERYTHING = Case()
+CASES = {
+    "padding": Case(vocab_size=PADDED),
+    "padding, forward, shared head, vd": Case("forward", own_head=False, layout="vd", vocab_size=PADDED, softcap=False),
+    "jsd, vd, no mask": Case("jsd", layout="vd", masked=False, bias=False),
+    "jsd, padding": Case("jsd", own_head=False, vocab_size=PADDED),
+    "frozen head": Case("log_prob", to=("hidden",), vocab_size=PADDED),
+    "frozen head, vd, no mask": Case("log_prob", layout="vd", to=("hidden",), masked=False, softcap=False, bias=False),
+    "log-prob alone": Case("log_prob", to=("hidden", "head", "bias")),
+}
+
+
+def arrays_of(case: Case) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    draws = {
+        "hidden": 0.5 * rng.normal(size=(ROWS, LENGTH, WIDTH)),
+        "head": rng.normal(size=(WIDTH, COLUMNS)),
+        "bias": 0.5 * rng.normal(size=COLUMNS),
+        "ref_hidden": 0.5 * rng.normal(size=(ROWS, LENGTH, WIDTH)),
+        "ref_head": rng.normal(size=(WIDTH, COLUMNS)),
+        "temperature": rng.uniform(0.7, 1.5, (ROWS, LENGTH)),
+    }
+    absent = {"bias": not case.bias, "ref_head": not case.own_head or case.kind == "log_prob"}
+    absent["ref_hidden"] = case.kind == "log_prob"
+    turned = case.layout == "vd"
+    arrays = {name: x.T if turned and name.endswith("head") else x for name, x in draws.items()}
+    return {name: np.float32(x) for name, x in arrays.items() if not absent.get(name)}
+
+
+def data_of(case: Case) -> dict[str, np.ndarray]:
+    targets = np.random.default_rng(2).integers(0, case.vocab_size or COLUMNS, (ROWS, LENGTH))
+    return {"targets": targets, "cotangents": np.float32(np.cos(np.arange(ROWS * LENGTH)).reshape(ROWS, LENGTH))}
+
+
+def fields_of(case: Case, arrays: Mapping[str, Any], targets: Any, mask: Any, sharding: HeadSharding | None) -> Any:
+    options = {
+        "mask": mask if case.masked else None,
+        "temperature": arrays["temperature"],
+        "bias": arrays.get("bias"),
+        "softcap": 3.0 if case.softcap else None,
+        "vocab_size": case.vocab_size,
+        "head_layout": case.layout,
+        "tile": Tile(3, 5),
+        "sharding": sharding,
+    }
+    pair = (arrays.get("ref_hidden"), arrays.get("ref_head"))
+    if case.kind == "jsd":
+        return {"jsd": kljax.jsd_from_hidden(arrays["hidden"], arrays["head"], *pair, **options)}
+    if case.kind != "log_prob":
+        options |= {"reference": pair, "direction": case.kind, "entropy": True}
+    stats = kljax.log_probs_from_hidden(arrays["hidden"], arrays["head"], targets, **options)
+    fields = {"log_prob": stats.log_prob, "entropy": stats.entropy, "logsumexp": stats.logsumexp, "kl": stats.kl}
+    return {name: x for name, x in fields.items() if x is not None}
+
+
+def run(case: Case, arrays: Any, data: Any, mask: Any, sharding: HeadSharding | None) -> Any:
+    """Fields and gradients."""
+
+    def loss(given: dict[str, Any]) -> tuple[jax.Array, Any]:
+        fields = fields_of(case, {**arrays, **given}, data["targets"], mask, sharding)
+        return sum((x * (data["cotangents"] + i)).sum() for i, x in enumerate(fields.values())), fields  # type: ignore[return-value]
+
+    grads, fields = jax.grad(loss, has_aux=True)({name: arrays[name] for name in case.to if name in arrays})
+    return fields, grads
+
+
+@functools.cache
+def on_one_device(case: Case) -> dict[str, Any]:
+    arrays, data = jax.tree.map(jnp.asarray, (arrays_of(case), data_of(case)))
+    program = jax.jit(lambda *x: run(case, *x, None)).lower(arrays, data, jnp.asarray(KEPT))
+    compiled = program.compile(compiler_options=known_options())
+    return {name: jax.device_get(compiled(arrays, data, mask)) for name, mask in MASKS.items()}
+
+
+def specs_of(case: Case, sharding: HeadSharding) -> dict[str, P]:
+    tokens, head = sharding.tokens, sharding.head
+    vocab = head[1 if case.layout == "dv" else 0] if len(head) == 2 else None
+    of_tokens = dict.fromkeys(("temperature", "targets", "cotangents", "mask", *FIELDS), tokens)
+    return {"hidden": tokens, "ref_hidden": tokens, "head": head, "ref_head": head, "bias": P(vocab), **of_tokens}
+
+
+FIELDS = ("log_prob", "entropy", "logsumexp", "kl", "jsd")
+
+
+def check(case: Case, sharding: HeadSharding) -> None:
+    mesh, specs = sharding.mesh, specs_of(case, sharding)
+
+    def put(name: str, x: Any) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh, specs[name]))
+
+    arrays, data = ({name: put(name, x) for name, x in some.items()} for some in (arrays_of(case), data_of(case)))
+    program = jax.jit(lambda *x: run(case, *x, sharding)).lower(arrays, data, put("mask", KEPT))
+    compiled = program.compile(compiler_options=known_options())
+    for kept, mask in MASKS.items():
+        actual, expected = compiled(arrays, data, put("mask", mask)), on_one_device(case)[kept]
+        for (path, leaf), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+            where = f"mask: {kept}, {jax.tree_util.keystr(path)}"
+            assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape), where
+            bound = 2e-6 * max(1.0, np.abs(other).max())
+            np.testing.assert_allclose(leaf, other, rtol=2e-6, atol=bound, err_msg=where)
+            wanted = NamedSharding(mesh, specs[path[-1].key])
+            assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), f"{where}: {leaf.sharding}"
+
+
+def sharding_of(mesh: str, layout: str, axis_type: AxisType = AxisType.Auto) -> HeadSharding:
+    names, shape = MESHES[mesh]
+    devices = np.array(jax.devices()[:8]).reshape(shape)
+    head = P("fsdp", "tensor") if layout == "dv" else P("tensor", "fsdp")
+    tokens = P(("data", "fsdp"), "context") if "context" in names else P(("data", "fsdp"))
+    return HeadSharding(tokens, head, Mesh(devices, names, axis_types=(axis_type,) * len(names)))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_fields_and_gradients_on_a_mesh(mesh: str, axis_type: AxisType) -> None:
+    sharding = sharding_of(mesh, "dv", axis_type)
+    with jax.set_mesh(sharding.mesh):
+        check(EVERYTHING, sharding)
+
+
+@pytest.mark.parametrize("mesh", ["data 2, fsdp 2, tensor 2", "data 2, tensor 4"])
+@pytest.mark.parametrize("case", CASES)
+def test_options_on_a_mesh(case: str, mesh: str) -> None:
+    check(CASES[case], sharding_of(mesh, CASES[case].layout))
+
+
+def test_a_head_that_is_whole_on_every_device() -> None:
+    names, shape = MESHES["data 2, fsdp 2, tensor 2"]
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names)
+    check(CASES["padding"], HeadSharding(P(("data", "fsdp", "tensor")), P(), mesh))
+
+
+def test_the_mesh_that_is_set_is_taken() -> None:
+    sharding = sharding_of("data 2, fsdp 2, tensor 2", "dv")
+    arrays, data = arrays_of(CASES["log-prob alone"]), data_of(CASES["log-prob alone"])
+    unset = HeadSharding(sharding.tokens, sharding.head)
+    with pytest.raises(ValueError, match=r"sharding\.mesh: got None and no mesh is set, expected a mesh or"):
+        kljax.log_probs_from_hidden(arrays["hidden"], arrays["head"], data["targets"], sharding=unset)
+    with jax.set_mesh(sharding.mesh):
+        log_prob = jax.jit(
+            lambda hidden, head: kljax.log_probs_from_hidden(hidden, head, data["targets"], sharding=unset).log_prob
+        )(arrays["hidden"], arrays["head"])
+    expected = kljax.log_probs_from_hidden(arrays["hidden"], arrays["head"], data["targets"]).log_prob
+    np.testing.assert_allclose(log_prob, expected, rtol=2e-6)
+    assert log_prob.sharding.is_equivalent_to(NamedSharding(sharding.mesh, sharding.tokens), 2)
