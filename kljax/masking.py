@@ -275,6 +275,14 @@ def shift_right(values: ArrayLike, fill: Scalar = 0) -> Array:
     return jnp.concatenate([first, values[..., :-1]], axis=-1)
 
 
+def highest(scores: Array, candidates: Array, number: Array) -> Array:
+    """Which candidates have the `number` highest scores of all; of equal ones the earlier. `number` may be traced."""
+    flat = jnp.where(candidates, -scores, jnp.inf).ravel()
+    order = jnp.argsort(flat, stable=True)
+    rank = jnp.zeros(flat.shape, jnp.int32).at[order].set(jnp.arange(flat.size, dtype=jnp.int32))
+    return candidates & (rank < number).reshape(candidates.shape)
+
+
 def _count(mask: ArrayLike, axis: Axis, axis_name: AxisName, dtype: jnp.dtype) -> Array:
     return over_devices(check_mask(mask).sum(axis), axis_name).astype(dtype)
 

@@ -6,34 +6,57 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike
+from kljax._devices import all_rows, greatest, least, over_devices
+from kljax._typing import Array, ArrayLike, AxisName
 
 SINGLETONS = ("zero", "reward")
 
 
 class Groups(NamedTuple):
-    """Rewards with 0 on padding rows, ids that are safe to index with, which rows are real, and rows per group."""
+    """Rewards with 0 on padding rows, ids that are safe to index with, which rows are real, and rows per group.
+
+    With an `axis_name` the rows are those of one device, and what is said of a group is said of its rows on all.
+    """
 
     rewards: Array
     ids: Array
     real: Array
     unknown: Array
     size: Array
+    axis_name: AxisName = None
 
     def total(self, values: Array) -> Array:
         """Sums `[B]` values, 0 on padding rows, into `[G]`."""
-        return jax.ops.segment_sum(values, self.ids, num_segments=self.size.shape[0])
+        sums = jax.ops.segment_sum(values, self.ids, num_segments=self.size.shape[0])
+        return over_devices(sums, self.axis_name)
+
+    def lowest(self) -> Array:
+        """`[G]`: the lowest reward of each group, a constant."""
+        rewards = jnp.where(self.real, self.rewards, jnp.inf)
+        return least(jax.ops.segment_min(rewards, self.ids, num_segments=self.size.shape[0]), self.axis_name)
+
+    def highest(self) -> Array:
+        """`[G]`: the highest reward of each group, a constant."""
+        rewards = jnp.where(self.real, self.rewards, -jnp.inf)
+        return greatest(jax.ops.segment_max(rewards, self.ids, num_segments=self.size.shape[0]), self.axis_name)
 
     def as_one(self) -> "Groups":
         """All real rows in one group."""
         return self._replace(ids=jnp.zeros_like(self.ids), size=self.size.sum(keepdims=True))
+
+    def whole(self) -> "Groups":
+        """The rows of all devices."""
+        rows = all_rows((self.rewards, self.ids, self.real, self.unknown), self.axis_name)
+        return Groups(*rows, self.size)
 
     def weights(self) -> Array:
         """1 on real rows."""
         return self.real.astype(self.rewards.dtype)
 
 
-def make_groups(rewards: ArrayLike, group_ids: ArrayLike, num_groups: int, valid: ArrayLike | None) -> Groups:
+def make_groups(
+    rewards: ArrayLike, group_ids: ArrayLike, num_groups: int, valid: ArrayLike | None, axis_name: AxisName
+) -> Groups:
     """Checks rewards and ids, and puts the rows that are real into their groups."""
     check_at_least("num_groups", num_groups, 1)
     (rewards,) = as_float(rewards)
@@ -41,8 +64,8 @@ def make_groups(rewards: ArrayLike, group_ids: ArrayLike, num_groups: int, valid
         raise ValueError(f"rewards: got shape {list(rewards.shape)}, expected [B], one reward per row")
     check_same_shape(rewards=rewards, group_ids=group_ids, valid=valid)
     ids, real, unknown = safe_ids(group_ids, num_groups, valid)
-    count = jax.ops.segment_sum(real.astype(rewards.dtype), ids, num_segments=num_groups)
-    return Groups(jnp.where(real, rewards, 0), ids, real, unknown, count)
+    groups = Groups(jnp.where(real, rewards, 0), ids, real, unknown, jnp.zeros(num_groups, rewards.dtype), axis_name)
+    return groups._replace(size=groups.total(groups.weights()))
 
 
 def safe_ids(group_ids: ArrayLike, num_groups: int, valid: ArrayLike | None) -> tuple[Array, Array, Array]:
@@ -65,8 +88,7 @@ def centered(groups: Groups, weights: Array) -> Array:
     the rounding of their mean, divided by a standard deviation of the same size, would become an advantage.
     """
     real, ids = groups.real, groups.ids
-    low = jax.ops.segment_min(jnp.where(real, groups.rewards, jnp.inf), ids, num_segments=groups.size.shape[0])
-    above = jnp.where(real, groups.rewards - jnp.where(real, jax.lax.stop_gradient(low)[ids], 0), 0)
+    above = jnp.where(real, groups.rewards - jnp.where(real, groups.lowest()[ids], 0), 0)
     total = groups.total(weights)
     mean = groups.total(weights * above) / jnp.where(total > 0, total, 1)
     return jnp.where(real & (total > 0)[ids], above - mean[ids], 0)

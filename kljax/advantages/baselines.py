@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._devices import all_rows, own_rows, same_everywhere
+from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.advantages._groups import SINGLETONS, centered, finish, make_groups, safe_ids
 from kljax.advantages.group import broadcast_to_tokens
 from kljax.advantages.temporal import reinforce_plus_plus_returns
@@ -23,6 +24,7 @@ def opmd_advantages(
     tau: Scalar = 1.0,
     singleton: str = "zero",
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """Rewards minus the soft value of their group: `A_i = r_i - tau * log(mean_g(exp(r / tau)))`.
 
@@ -37,6 +39,7 @@ def opmd_advantages(
       tau: temperature, in the unit of the rewards, positive; "mean" does not use it.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself as in Trinity-RFT.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64, in the unit of the rewards; padding rows hold 0. Equal rewards get exactly 0.
@@ -59,12 +62,11 @@ def opmd_advantages(
     check_choice("baseline", baseline, BASELINES)
     check_choice("singleton", singleton, SINGLETONS)
     check_at_least("tau", tau, 0, strict=True)
-    groups = make_groups(rewards, group_ids, num_groups, valid)
+    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
     if baseline == "mean":
         return finish(groups, centered(groups, groups.weights()), groups.rewards, singleton)
     real, ids, tau = groups.real, groups.ids, jnp.asarray(tau, groups.rewards.dtype)
-    top = jax.ops.segment_max(jnp.where(real, groups.rewards, -jnp.inf), ids, num_segments=groups.size.shape[0])
-    below = jnp.where(real, groups.rewards - jnp.where(real, jax.lax.stop_gradient(top)[ids], 0), 0)
+    below = jnp.where(real, groups.rewards - jnp.where(real, groups.highest()[ids], 0), 0)
     # Of the distances to the maximum nothing overflows, and `expm1` keeps them where `tau` is large.
     soft = tau * jnp.log1p(groups.total(jnp.expm1(below / tau)) / jnp.maximum(groups.size, 1))
     return finish(groups, below - soft[ids], groups.rewards, singleton)
@@ -78,6 +80,7 @@ def asymre_advantages(
     shift: Scalar = -0.1,
     singleton: str = "zero",
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """Rewards minus a baseline a little off the mean of their group: `A_i = r_i - (mean_g + shift)`.
 
@@ -90,6 +93,7 @@ def asymre_advantages(
       shift: added to the mean, in the unit of the rewards.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself as in Trinity-RFT.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64, in the unit of the rewards; padding rows hold 0. Equal rewards get `-shift`.
@@ -109,7 +113,7 @@ def asymre_advantages(
       [ 0.75 -0.25]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    groups = make_groups(rewards, group_ids, num_groups, valid)
+    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
     shift = jnp.asarray(shift, groups.rewards.dtype)
     return finish(groups, centered(groups, groups.weights()) - shift, groups.rewards, singleton)
 
@@ -152,6 +156,7 @@ def rae_advantages(
     *,
     decay: Scalar = 0.95,
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> tuple[Array, Array]:
     """Rewards minus a running mean of each role: `A_i = r_i - b_g`, and then `b_g <- decay b_g + (1 - decay) r_i`.
 
@@ -164,6 +169,7 @@ def rae_advantages(
       group_ids: `[B]` integers below the number of baselines, the role of each row; negative marks a padding row.
       decay: weight of the old baseline, between 0 and 1.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread in their order; they are gathered.
 
     Returns:
       `(advantages, baselines)`: `[B]`, where padding rows hold 0, and `[G]`; float32 or float64.
@@ -195,7 +201,8 @@ def rae_advantages(
         mean = decay * now[index] + (1 - decay) * reward
         return now.at[index].set(jnp.where(is_real, mean, now[index])), reward - now[index]
 
-    # The rewards are added as zeros, so that inside `shard_map` the baselines vary over the same devices as they do.
-    rewards = jnp.where(real, rewards, 0)
-    last, advantages = jax.lax.scan(step, baselines + 0 * rewards.sum(), (rewards, ids, real))
-    return jnp.where(unknown, jnp.nan, jnp.where(real, advantages, 0)), last
+    rows = all_rows((jnp.where(real, rewards, 0), ids, real), axis_name)
+    # Zeros made from the rewards, so that inside `shard_map` the baselines vary over the same devices as they do.
+    last, advantages = jax.lax.scan(step, baselines + jnp.zeros_like(rows[0].sum()), rows)
+    advantages = jnp.where(real, own_rows(advantages, axis_name), 0)
+    return jnp.where(unknown, jnp.nan, advantages), same_everywhere(last, axis_name)

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_only_with, check_same_shape
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._devices import over_devices
+from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.advantages.group import per_token
 from kljax.aggregation import WeightedSum
 from kljax.kl import estimate_kl
@@ -21,7 +22,7 @@ def centered_kl_advantages(
     coef: Scalar,
     estimator: str = "k1",
     mean_kl: Scalar | WeightedSum | None = None,
-    axis_name: str | tuple[str, ...] | None = None,
+    axis_name: AxisName = None,
 ) -> tuple[Array, Array]:
     """Advantages lowered where a token drifted more than the average and raised where less: `A + coef (mean_kl - kl)`.
 
@@ -69,9 +70,7 @@ def centered_kl_advantages(
     advantages = per_token(advantages, mask)
     kl = jax.lax.stop_gradient(estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator))
     if mean_kl is None:
-        mean_kl = WeightedSum.of(kl, mask)
-        if axis_name is not None:
-            mean_kl = jax.lax.psum(mean_kl, axis_name)
+        mean_kl = over_devices(WeightedSum.of(kl, mask), axis_name)
     if isinstance(mean_kl, WeightedSum):
         mean_kl = mean_kl.value()
     mean = jax.lax.stop_gradient(jnp.asarray(mean_kl, kl.dtype))

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
+from kljax._devices import all_rows, over_devices, own_rows
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
-from kljax.masking import masked, masked_mean, masked_var
+from kljax.masking import highest, masked, masked_mean, masked_var
 
 __all__ = ["clip_b_mask", "clip_v_mask"]
 
@@ -71,6 +72,7 @@ def clip_v_mask(
     *,
     mu: Scalar = 2.0,
     max_fraction: Scalar = 1e-4,
+    axis_name: AxisName = None,
 ) -> Array:
     """Tokens kept when those of negative advantage and an `S` far below its expectation go, the farthest first.
 
@@ -86,6 +88,8 @@ def clip_v_mask(
       mask: same shape, boolean.
       mu: how many standard deviations below its expectation `S` may be, at least 0.
       max_fraction: bound of the share of tokens that are dropped, at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread, in their order; the
+        ranks are those in the whole batch.
 
     Returns:
       `[..., T]` booleans, True on tokens to train on; False where the mask is.
@@ -113,13 +117,12 @@ def clip_v_mask(
     check_at_least("max_fraction", max_fraction, 0)
     keep, score = check_mask(mask), _score(log_probs, entropies, mask)
     below = masked(expected_scores, mask).astype(score.dtype) - score
-    std = jnp.sqrt(masked_var(below, mask, ddof=0))
+    std = jnp.sqrt(masked_var(below, mask, ddof=0, axis_name=axis_name))
     candidates = keep & (jnp.asarray(advantages) < 0) & (below > jnp.asarray(mu, score.dtype) * std)
-    order = jnp.argsort(jnp.where(candidates, -below, jnp.inf), axis=None)
-    share = jnp.asarray(max_fraction, score.dtype) * keep.sum().astype(score.dtype)
-    most = jnp.maximum(jnp.floor(share), 1).astype(order.dtype)
-    ranks = jnp.zeros(order.shape, order.dtype).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-    return keep & ~(candidates & (ranks.reshape(keep.shape) < most))
+    share = jnp.asarray(max_fraction, score.dtype) * over_devices(keep.sum(), axis_name).astype(score.dtype)
+    below, candidates = all_rows((below, candidates), axis_name)
+    most = jnp.clip(jnp.floor(share), 1, below.size).astype(jnp.int32)
+    return keep & ~own_rows(highest(below, candidates, most), axis_name)
 
 
 def _score(log_probs: ArrayLike, entropies: ArrayLike, mask: ArrayLike) -> Array:

@@ -7,7 +7,7 @@ enters no statistic, its reward may be NaN, and its advantage is 0. Rewards are 
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_choice, check_same_shape
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.advantages._groups import SINGLETONS, centered, deviations, finish, make_groups
 from kljax.masking import masked
 
@@ -32,6 +32,7 @@ def grpo_advantages(
     eps: Scalar = 1e-6,
     singleton: str = "zero",
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """Group-relative advantages: `A_i = (r_i - mean_g) / (std_g + eps)`, or with another divisor, or without one.
 
@@ -48,6 +49,7 @@ def grpo_advantages(
         standard deviation 1 or that of the batch, as verl and SkyRL do: `r / (1 + eps)` with "std", `r` with "mean" and
         "none".
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0. A group of equal rewards gets exactly 0.
@@ -71,7 +73,7 @@ def grpo_advantages(
     """
     check_choice("scale", scale, SCALES)
     check_choice("singleton", singleton, SINGLETONS)
-    groups = make_groups(rewards, group_ids, num_groups, valid)
+    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
     distances, alone = centered(groups, groups.weights()), groups.rewards
     std, varies = deviations(groups, distances, ddof)
     eps = jnp.asarray(eps, distances.dtype)
@@ -97,6 +99,7 @@ def reinforce_plus_plus_baseline_advantages(
     num_groups: int,
     singleton: str = "zero",
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """Rewards minus the mean of their group: `A_i = r_i - mean_g`. REINFORCE++-baseline then whitens over the batch.
 
@@ -108,6 +111,7 @@ def reinforce_plus_plus_baseline_advantages(
       num_groups: static number of groups.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself as in verl.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
@@ -126,7 +130,15 @@ def reinforce_plus_plus_baseline_advantages(
       >>> print(kljax.reinforce_plus_plus_baseline_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), num_groups=1))
       [ 0.5 -0.5]
     """
-    return grpo_advantages(rewards, group_ids, num_groups=num_groups, scale="none", singleton=singleton, valid=valid)
+    return grpo_advantages(
+        rewards,
+        group_ids,
+        num_groups=num_groups,
+        scale="none",
+        singleton=singleton,
+        valid=valid,
+        axis_name=axis_name,
+    )
 
 
 def rloo_advantages(
@@ -136,6 +148,7 @@ def rloo_advantages(
     num_groups: int,
     singleton: str = "zero",
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """Leave-one-out advantages: `A_i = r_i - mean of the others in its group = n / (n - 1) * (r_i - mean_g)`.
 
@@ -145,6 +158,7 @@ def rloo_advantages(
       num_groups: static number of groups.
       singleton: advantage of a row alone in its group: "zero" as in SkyRL, or "reward" for the reward as in verl.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
@@ -164,7 +178,7 @@ def rloo_advantages(
       [ 1.5 -1.5  0. ]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    groups = make_groups(rewards, group_ids, num_groups, valid)
+    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
     distances = centered(groups, groups.weights())
     without_self = groups.size / jnp.maximum(groups.size - 1, 1)
     return finish(groups, distances * without_self[groups.ids], groups.rewards, singleton)
@@ -178,6 +192,7 @@ def opo_advantages(
     num_groups: int,
     singleton: str = "zero",
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """Rewards minus the length-weighted mean of their group: `A_i = r_i - sum_g len_j r_j / sum_g len_j`.
 
@@ -188,6 +203,7 @@ def opo_advantages(
       num_groups: static number of groups.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself as in verl.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0, and so does every row of a group without a single token.
@@ -209,7 +225,7 @@ def opo_advantages(
     """
     check_choice("singleton", singleton, SINGLETONS)
     check_same_shape(rewards=rewards, lengths=lengths)
-    groups = make_groups(rewards, group_ids, num_groups, valid)
+    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
     weights = jnp.where(groups.real, jnp.asarray(lengths).astype(groups.rewards.dtype), 0)
     return finish(groups, centered(groups, weights), groups.rewards, singleton)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_choice, check_mask
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.advantages._groups import safe_ids
 from kljax.advantages.group import grpo_advantages
 
@@ -25,6 +25,7 @@ def gdpo_advantages(
     normalize: str = "none",
     singleton: str = "zero",
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """The sum of the group advantages of each reward: `A_i = sum_k w_k grpo(r_k)_i`.
 
@@ -46,6 +47,7 @@ def gdpo_advantages(
       singleton: as `grpo_advantages`, "zero" or "reward".
       valid: `[B]` or `[B, K]` booleans; a row that is False is padding, a single reward that is False does not count
         and adds nothing to its row, as TRL treats a reward that is NaN. None takes every row with an id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
@@ -90,6 +92,7 @@ def gdpo_advantages(
             eps=eps,
             singleton=singleton,
             valid=present,
+            axis_name=axis_name,
         )
 
     each = jax.vmap(one, in_axes=(1, 1), out_axes=1)(rewards, jnp.broadcast_to(there, rewards.shape))
@@ -97,4 +100,5 @@ def gdpo_advantages(
     if normalize == "none":
         return result
     whole = jnp.where(there.any(1) & real, ids * 0, -1)
-    return jnp.where(unknown, jnp.nan, grpo_advantages(result, whole, num_groups=1, ddof=ddof, eps=eps))
+    standardised = grpo_advantages(result, whole, num_groups=1, ddof=ddof, eps=eps, axis_name=axis_name)
+    return jnp.where(unknown, jnp.nan, standardised)

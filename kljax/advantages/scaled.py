@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_choice
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._devices import over_devices, own_rows
+from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.advantages._groups import SINGLETONS, Groups, centered, deviations, finish, make_groups
 
 __all__ = ["gpg_advantages", "maxrl_advantages", "pass_at_k_advantages"]
@@ -18,6 +19,7 @@ def maxrl_advantages(
     eps: Scalar = 0.0,
     singleton: str = "zero",
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """Rewards relative to the mean of their group: `A_i = (r_i - mean_g) / (mean_g + eps)`, and 0 where `mean_g <= 0`.
 
@@ -32,6 +34,7 @@ def maxrl_advantages(
       eps: added to the mean, in the unit of the rewards.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64, without a unit; padding rows hold 0.
@@ -51,7 +54,7 @@ def maxrl_advantages(
       [ 3. -1. -1. -1.]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    groups = make_groups(rewards, group_ids, num_groups, valid)
+    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
     mean = (groups.total(groups.rewards) / jnp.maximum(groups.size, 1))[groups.ids]
     distances = centered(groups, groups.weights())
     # A NaN reward shows in its group: a comparison with NaN would make it look like a mean of at most 0.
@@ -67,6 +70,7 @@ def gpg_advantages(
     num_groups: int,
     singleton: str = "zero",
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """Centred rewards, made larger where few rows have a reward: `A_i = n / n_nonzero * (r_i - mean_g)`.
 
@@ -79,6 +83,7 @@ def gpg_advantages(
       num_groups: static number of groups.
       singleton: advantage of a row alone in its group: "zero", or "reward" for `n / n_nonzero * r_i` as in verl.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
@@ -98,8 +103,8 @@ def gpg_advantages(
       [ 2. -2.  0.  0.]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    groups = make_groups(rewards, group_ids, num_groups, valid)
-    nonzero = (groups.rewards != 0).sum().astype(groups.rewards.dtype)
+    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
+    nonzero = over_devices((groups.rewards != 0).sum(), axis_name).astype(groups.rewards.dtype)
     factor = groups.size.sum() / jnp.maximum(nonzero, 1)
     return finish(groups, factor * centered(groups, groups.weights()), factor * groups.rewards, singleton)
 
@@ -113,6 +118,7 @@ def pass_at_k_advantages(
     ddof: int = 1,
     eps: Scalar = 1e-6,
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """What the best row adds to its group: `A_best = (r_best - r_second) / (std_g + eps)`, and 0 for every other row.
 
@@ -126,6 +132,7 @@ def pass_at_k_advantages(
       ddof: of the standard deviation, 0 or 1.
       eps: added to the standard deviation, in the unit of the rewards.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; their rewards are gathered.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0, and so does a row alone in its group.
@@ -146,7 +153,7 @@ def pass_at_k_advantages(
       [0. 1. 0.]
     """
     check_choice("scale", scale, ("std", "none"))
-    groups = make_groups(rewards, group_ids, num_groups, valid)
+    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name).whole()
     rows = jnp.arange(groups.rewards.shape[0])
     first = _best_row(groups, groups.real)[groups.ids]
     second = _best_row(groups, groups.real & (rows != first))[groups.ids]
@@ -157,7 +164,7 @@ def pass_at_k_advantages(
     # A NaN equals nothing, so no row would be the best of its group.
     unordered = jnp.isnan(groups.total(groups.rewards))[groups.ids]
     result = jnp.where(unordered, jnp.nan, jnp.where(rows == first, result, 0))
-    return finish(groups, result, groups.rewards, "zero")
+    return own_rows(finish(groups, result, groups.rewards, "zero"), axis_name)
 
 
 def _best_row(groups: Groups, eligible: Array) -> Array:

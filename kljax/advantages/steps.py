@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_same_shape
-from kljax._typing import Array, ArrayLike
+from kljax._devices import over_devices
+from kljax._typing import Array, ArrayLike, AxisName
 from kljax.advantages._groups import safe_ids
 
 __all__ = ["broadcast_to_steps"]
@@ -17,6 +18,7 @@ def broadcast_to_steps(
     num_groups: int,
     divide_by_steps: bool = False,
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """Gives every step of a trajectory the sum of the advantages at its rows: `A_i = sum_{j in trajectory of i} a_j`.
 
@@ -32,6 +34,7 @@ def broadcast_to_steps(
       num_groups: static number of trajectories.
       divide_by_steps: whether to divide by the number of steps of the trajectory.
       valid: `[B]` booleans, False on padding rows; None takes every row with an id of at least 0.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the steps are spread, also those of one trajectory.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
@@ -55,8 +58,8 @@ def broadcast_to_steps(
     check_same_shape(advantages=advantages, group_ids=group_ids, valid=valid)
     (advantages,) = as_float(advantages)
     ids, real, unknown = safe_ids(group_ids, num_groups, valid)
-    total = jax.ops.segment_sum(jnp.where(real, advantages, 0), ids, num_segments=num_groups)
+    total = over_devices(jax.ops.segment_sum(jnp.where(real, advantages, 0), ids, num_segments=num_groups), axis_name)
     if divide_by_steps:
         steps = jax.ops.segment_sum(real.astype(advantages.dtype), ids, num_segments=num_groups)
-        total = total / jnp.maximum(steps, 1)
+        total = total / jnp.maximum(over_devices(steps, axis_name), 1)
     return jnp.where(unknown, jnp.nan, jnp.where(real, total[ids], 0))

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._devices import greatest, over_devices
+from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.advantages._groups import SINGLETONS, safe_ids
 from kljax.advantages.temporal import reinforce_plus_plus_returns
 from kljax.masking import masked
@@ -28,6 +29,7 @@ def otb_advantages(
     eps: Scalar = 0.0,
     singleton: str = "zero",
     valid: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> tuple[Array, Array]:
     """Returns minus the optimal token baseline: `A_it = G_it - sum_j W_jt G_jt / (sum_j W_jt + eps)` over the group.
 
@@ -51,6 +53,7 @@ def otb_advantages(
       singleton: a row alone in its group: "zero" gives it advantage 0; "reward" no baseline, as in verl.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0. A row without a
         single token is a padding row too.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `(advantages, returns)`, both `[B, T]`, float32 or float64, in the unit of the rewards; masked positions and
@@ -97,16 +100,17 @@ def otb_advantages(
     first = jnp.argmax(keep, -1, keepdims=True)
     places = jnp.cumsum(keep, -1) - 1 if align == "token" else jnp.arange(keep.shape[1])[None] - first
     shared = places if align == "token" else places + first
-    weight, value = (_add_up(ids, shared, array, num_groups) for array in (energies, energies * returns))
+    sums = [_add_up(ids, shared, array, num_groups) for array in (energies, energies * returns)]
+    weight, value = over_devices(sums, axis_name)
     weight = weight + jnp.asarray(eps, weight.dtype)
     baselines = jnp.where(weight != 0, value / jnp.where(weight != 0, weight, 1), 0)
     own = baselines[ids[:, None], jnp.maximum(shared, 0)]
     lengths = keep.sum(-1)
     if zero_tail:
-        longest, next_longest = _two_longest(lengths, ids, num_groups)
+        longest, next_longest = _two_longest(lengths, ids, num_groups, axis_name)
         alone = (lengths == longest[ids]) & (next_longest[ids] < longest[ids])
         own = jnp.where(alone[:, None] & (places >= next_longest[ids][:, None]), 0, own)
-    single = (jax.ops.segment_sum(real.astype(int), ids, num_segments=num_groups) == 1)[ids]
+    single = (over_devices(jax.ops.segment_sum(real.astype(int), ids, num_segments=num_groups), axis_name) == 1)[ids]
     own = jnp.where(single[:, None], returns if singleton == "zero" else 0, own)
     return jnp.where(unknown[:, None] & check_mask(mask), jnp.nan, masked(returns - own, keep)), returns
 
@@ -117,10 +121,10 @@ def _add_up(ids: Array, places: Array, values: Array, num_groups: int) -> Array:
     return start.at[jnp.broadcast_to(ids[:, None], places.shape), jnp.maximum(places, 0)].add(values)
 
 
-def _two_longest(lengths: Array, ids: Array, num_groups: int) -> tuple[Array, Array]:
+def _two_longest(lengths: Array, ids: Array, num_groups: int, axis_name: AxisName) -> tuple[Array, Array]:
     """`[G]`: the length of the longest row of each group, and of the next one, which may be as long."""
-    longest = jax.ops.segment_max(lengths, ids, num_segments=num_groups)
+    longest = greatest(jax.ops.segment_max(lengths, ids, num_segments=num_groups), axis_name)
     is_longest = lengths == longest[ids]
-    shared = jax.ops.segment_sum(is_longest.astype(int), ids, num_segments=num_groups) > 1
-    others = jax.ops.segment_max(jnp.where(is_longest, 0, lengths), ids, num_segments=num_groups)
+    shared = over_devices(jax.ops.segment_sum(is_longest.astype(int), ids, num_segments=num_groups), axis_name) > 1
+    others = greatest(jax.ops.segment_max(jnp.where(is_longest, 0, lengths), ids, num_segments=num_groups), axis_name)
     return longest, jnp.where(shared, longest, jnp.maximum(others, 0))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from kljax._checks import as_float, check_choice, check_mask
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.aggregation import WeightedSum
-from kljax.losses._surrogate import check_clip, loss_inputs
+from kljax.losses._surrogate import beyond_clip, check_clip, loss_inputs
 from kljax.ratios import level_log_ratios
 from kljax.ratios.levels import check_bounds, within
 
@@ -56,9 +56,8 @@ def clipped_tokens(
     check_clip(clip_low, clip_high)
     check_choice("side", side, SIDES)
     ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level)
-    low, high = (jnp.asarray(bound, ratio.dtype) for bound in (1 - clip_low, 1 + clip_high))
-    above, below = (advantages > 0) & (ratio > high), (advantages < 0) & (ratio < low)
-    return check_mask(mask) & {"both": above | below, "low": below, "high": above}[side]
+    below, above = beyond_clip(ratio, advantages, clip_low, clip_high)
+    return check_mask(mask) & {"both": below | above, "low": below, "high": above}[side]
 
 
 def clip_fraction(

@@ -48,6 +48,12 @@ def clipped_surrogate(
     return -advantages * jnp.where(outside, jnp.where(above, top, low), inside_ratio)
 
 
+def beyond_clip(ratio: Array, advantages: Array, clip_low: Scalar, clip_high: Scalar) -> tuple[Array, Array]:
+    """Where the clip is active: `r < 1 - clip_low` at `A < 0`, and `r > 1 + clip_high` at `A > 0`."""
+    low, high = (jnp.asarray(bound, ratio.dtype) for bound in (1 - clip_low, 1 + clip_high))
+    return (advantages < 0) & (ratio < low), (advantages > 0) & (ratio > high)
+
+
 def importance_weighted(
     advantages: Array, log_ratio: Array, *, kept: Array | None = None, max_ratio: Scalar | None = None
 ) -> Array:

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_mask
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._devices import all_rows, own_rows
+from kljax._numerics import floor_share
+from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.kl import abs_diff
-from kljax.losses._surrogate import check_clip, clipped_surrogate, importance_weighted, loss_inputs
-from kljax.masking import masked, masked_mean
+from kljax.losses._surrogate import beyond_clip, check_clip, clipped_surrogate, importance_weighted, loss_inputs
+from kljax.masking import highest, masked, masked_mean
 
 __all__ = ["clip_cov_loss", "kl_cov_loss"]
 
@@ -30,6 +32,7 @@ def clip_cov_loss(
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     dual_clip: Scalar | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     """Clip-Cov: PPO's clipped surrogate without a random few of the tokens of high covariance, `L = k_t L_ppo`.
 
@@ -42,12 +45,15 @@ def clip_cov_loss(
       advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean; `n` is the number of unmasked tokens.
       key: a PRNG key that decides among the candidates.
-      fraction: how many tokens are dropped, as a fraction of `n`, at least 0; one token at the least.
+      fraction: how many tokens are dropped, as a fraction of `n`, at least 0; one token at the least. A Python number
+        is multiplied as Python does it, a traced one in its own type, where 0.29 of 100 may be 29 and not 28.
       lower: covariance above which a token is a candidate, exclusive.
       upper: covariance below which it is one, exclusive; infinity has no bound.
       clip_low: as in `ppo_clip_loss`.
       clip_high: as in `ppo_clip_loss`.
       dual_clip: as in `ppo_clip_loss`; None, as in the paper, verl and SkyRL, has no bound.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread, in their order; the
+        ranks are those in the whole batch, of which the same tokens are drawn by the same key.
 
     Returns:
       `[..., T]`, float32 or float64; masked and dropped positions hold 0.
@@ -72,11 +78,11 @@ def clip_cov_loss(
     check_at_least("fraction", fraction, 0)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     keep, log_ratio = check_mask(mask), log_probs - old_log_probs
-    ratio = jnp.exp(log_ratio)
-    clipped = jnp.where(advantages > 0, ratio > 1 + clip_high, (advantages < 0) & (ratio < 1 - clip_low))
-    covariance = _covariance(log_probs, advantages, mask)
-    candidates = keep & ~clipped & (covariance > lower) & (covariance < upper)
-    chosen = _highest(jax.random.uniform(key, covariance.shape), candidates, _number(fraction, keep))
+    below, above = beyond_clip(jnp.exp(log_ratio), advantages, clip_low, clip_high)
+    covariance = _covariance(log_probs, advantages, mask, axis_name)
+    candidates = keep & ~(below | above) & (covariance > lower) & (covariance < upper)
+    kept, candidates = all_rows((keep, candidates), axis_name)
+    chosen = own_rows(highest(jax.random.uniform(key, kept.shape), candidates, _number(fraction, kept)), axis_name)
     loss = clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     return masked(loss, keep & ~chosen)
 
@@ -89,6 +95,7 @@ def kl_cov_loss(
     *,
     fraction: Scalar = 2e-4,
     coef: Scalar = 1.0,
+    axis_name: AxisName = None,
 ) -> Array:
     """KL-Cov: unclipped importance sampling with a KL penalty on the tokens of highest covariance.
 
@@ -99,8 +106,11 @@ def kl_cov_loss(
       old_log_probs: same shape, log-probs of the policy at the start of the update; data.
       advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean; `n` is the number of unmasked tokens.
-      fraction: how many tokens pay, as a fraction of `n`, at least 0; one token at the least. verl 2e-4, SkyRL 0.2.
+      fraction: how many tokens pay, as a fraction of `n`, at least 0; one token at the least. verl 2e-4, SkyRL 0.2. A
+        Python number is multiplied as Python does it, a traced one in its own type, as in `clip_cov_loss`.
       coef: weight of the penalty. verl 0.1, SkyRL 1.
+      axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread, in their order; the
+        ranks are those in the whole batch.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0. Of equal covariances the earlier token is chosen.
@@ -122,27 +132,19 @@ def kl_cov_loss(
     """
     check_at_least("fraction", fraction, 0)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    keep = check_mask(mask)
-    chosen = _highest(_covariance(log_probs, advantages, mask), keep, _number(fraction, keep))
+    covariance, kept = all_rows((_covariance(log_probs, advantages, mask, axis_name), check_mask(mask)), axis_name)
+    chosen = own_rows(highest(covariance, kept, _number(fraction, kept)), axis_name)
     penalty = jnp.asarray(coef, log_probs.dtype) * masked(abs_diff(log_probs, old_log_probs), chosen)
     return masked(penalty - importance_weighted(advantages, log_probs - old_log_probs), mask)
 
 
-def _covariance(log_probs: Array, advantages: Array, mask: ArrayLike) -> Array:
+def _covariance(log_probs: Array, advantages: Array, mask: ArrayLike, axis_name: AxisName) -> Array:
     """`(A - mean A) (log pi - mean log pi)` over the unmasked tokens, detached."""
     log_probs, advantages = jax.lax.stop_gradient((log_probs, advantages))
-    return (advantages - masked_mean(advantages, mask)) * (log_probs - masked_mean(log_probs, mask))
+    advantage, log_prob = (masked_mean(x, mask, axis_name=axis_name) for x in (advantages, log_probs))
+    return (advantages - advantage) * (log_probs - log_prob)
 
 
 def _number(fraction: Scalar, keep: Array) -> Array:
     """`max(floor(fraction * n), 1)` for the `n` unmasked tokens, at most the size of the array."""
-    number = jnp.floor(fraction * keep.sum().astype(jnp.result_type(float)))
-    return jnp.clip(number, 1, keep.size).astype(jnp.int32)
-
-
-def _highest(scores: Array, candidates: Array, number: Array) -> Array:
-    """Which candidates have the `number` highest scores of all; of equal ones the earlier. `number` may be traced."""
-    flat = jnp.where(candidates, -scores, jnp.inf).ravel()
-    order = jnp.argsort(flat, stable=True)
-    rank = jnp.zeros(flat.shape, jnp.int32).at[order].set(jnp.arange(flat.size, dtype=jnp.int32))
-    return candidates & (rank < number).reshape(candidates.shape)
+    return jnp.maximum(floor_share(fraction, keep.sum(), keep.size), 1)

@@ -30,19 +30,8 @@ from tests.kljax.calls import (
     inputs,
 )
 
-# Statistics of a whole batch without an `axis_name`: inside `shard_map` their inputs are gathered first. So are those
-# of functions with `group_ids`: the rows of a group may be anywhere, and a reward per row is cheap to gather.
-BY_RANK = "goes by the rank of a token in the whole batch, which no sum over devices gives"
-GATHERED = {
-    "clip_cov_loss": BY_RANK,
-    "clip_v_mask": BY_RANK,
-    "fingerprint": "one sum per leaf of a tree, however large; not a function of rows",
-    "kl_cov_loss": BY_RANK,
-} | {
-    name: "compares the rows of a group"
-    for name in callable_functions()
-    if "group_ids" in calls.parameters(name) and "axis_name" not in calls.parameters(name)
-}
+# Without an `axis_name` although not a function of rows: inside `shard_map` their inputs are gathered first.
+GATHERED = {"fingerprint": "a sum over leaves that are split over different axes, some of them over none"}
 # With one of these the result of a row does not depend on the others, and there is nothing to add over devices.
 REPLACE_AXIS_NAME = ("axis", "mean_kl")
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}

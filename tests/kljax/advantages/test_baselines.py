@@ -89,6 +89,13 @@ def test_rae_in_parts_is_rae_of_the_whole() -> None:
     assert np.isfinite(gradient).all()
 
 
+def test_an_infinite_reward_of_one_role_does_not_reach_the_others() -> None:
+    rewards, ids = np.array([np.inf, 1.0, 0.5]), np.array([0, 1, 1])
+    advantages, after = kljax.rae_advantages(rewards, np.zeros(3), ids, decay=0.5)
+    np.testing.assert_array_equal(advantages, [np.inf, 1.0, 0.0])
+    np.testing.assert_array_equal(after, [np.inf, 0.5, 0.0])
+
+
 def test_errors_name_the_argument() -> None:
     r, ids = np.zeros(3), np.zeros(3, int)
     with pytest.raises(ValueError, match="baseline: got 'median', expected one of mean, logavgexp"):

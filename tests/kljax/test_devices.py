@@ -1,0 +1,122 @@
+"""Statistics and choices over rows on several devices, along one axis of a mesh and along two of them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import kljax
+from kljax import _devices
+from kljax._typing import AxisName
+
+ROWS, LENGTH, GROUPS = 16, 3, 5
+MESHES = {
+    "rows": Mesh(np.array(jax.devices()[:8]), ("rows",)),
+    "two axes": Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b")),
+}
+RNG = np.random.default_rng(7)
+REWARDS = RNG.integers(-9, 10, ROWS) / 2  # sums without rounding, in any order
+IDS = RNG.integers(-1, GROUPS, ROWS)
+TOKENS = RNG.normal(size=(3, ROWS, LENGTH))
+MASK = RNG.random((ROWS, LENGTH)) < 0.8
+
+
+def on_mesh(name: str, function: Callable[..., Any], *arrays: Any, out_specs: Any = None) -> Any:
+    """The function of the rows of each device, which is told the axes that they are spread over."""
+    mesh = MESHES[name]
+    axes = mesh.axis_names if len(mesh.axis_names) > 1 else mesh.axis_names[0]
+    mapped = functools.partial(function, axis_name=axes)
+    return jax.shard_map(mapped, mesh=mesh, in_specs=P(axes), out_specs=P(axes) if out_specs is None else out_specs)(
+        *map(jnp.asarray, arrays)
+    )
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_sums_and_extremes_are_those_of_all_rows(name: str) -> None:
+    def statistics(values: jax.Array, axis_name: AxisName) -> tuple[jax.Array, ...]:
+        kept = _devices.all_rows(values, axis_name)
+        return (
+            _devices.over_devices(values.sum(), axis_name),
+            _devices.least(values.min(), axis_name),
+            _devices.greatest(values.max(), axis_name),
+            _devices.same_everywhere(kept[0] - 2 * kept[-1], axis_name),
+        )
+
+    expected = (REWARDS.sum(), REWARDS.min(), REWARDS.max(), REWARDS[0] - 2 * REWARDS[-1])
+    found = on_mesh(name, statistics, REWARDS, out_specs=P())
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(statistics(jnp.asarray(REWARDS), None), found)
+    gradient = jax.grad(lambda x: on_mesh(name, statistics, x, out_specs=P())[3])(REWARDS)
+    np.testing.assert_array_equal(gradient, np.eye(ROWS)[0] - 2 * np.eye(ROWS)[-1])
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_own_rows_are_those_that_were_given(name: str) -> None:
+    def there_and_back(values: jax.Array, axis_name: AxisName) -> jax.Array:
+        return _devices.own_rows(_devices.all_rows(values, axis_name), axis_name)
+
+    np.testing.assert_array_equal(on_mesh(name, there_and_back, TOKENS[0]), TOKENS[0])
+    assert there_and_back(REWARDS, None) is REWARDS
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_groups_whose_rows_are_on_several_devices(name: str) -> None:
+    for function in (
+        functools.partial(kljax.grpo_advantages, num_groups=GROUPS, scale="batch_std"),
+        functools.partial(kljax.pass_at_k_advantages, num_groups=GROUPS),
+    ):
+        whole = function(REWARDS, IDS)
+        assert np.any(whole != 0)
+        np.testing.assert_allclose(on_mesh(name, function, REWARDS, IDS), whole, 1e-12, 1e-14)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_roles_see_the_rows_in_the_order_of_the_whole_batch(name: str) -> None:
+    start = np.linspace(-1, 1, GROUPS)
+
+    def rae(rewards: jax.Array, ids: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, jax.Array]:
+        return kljax.rae_advantages(rewards, start, ids, axis_name=axis_name)
+
+    axes = MESHES[name].axis_names
+    found = on_mesh(name, rae, REWARDS, IDS, out_specs=(P(axes), P()))
+    jax.tree.map(np.testing.assert_array_equal, found, rae(REWARDS, IDS))
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_tokens_are_chosen_by_their_rank_in_the_whole_batch(name: str) -> None:
+    def dropped(log_probs: Any, old: Any, advantages: Any, mask: Any, axis_name: AxisName = None) -> jax.Array:
+        # Nearly all tokens are candidates, and the key decides.
+        key = jax.random.key(3)
+        options: dict[str, Any] = {
+            "fraction": 0.2,
+            "lower": -jnp.inf,
+            "upper": jnp.inf,
+            "clip_low": 0.9,
+            "clip_high": 99.0,
+        }
+        return kljax.clip_cov_loss(log_probs, old, advantages, mask, key, axis_name=axis_name, **options) == 0
+
+    whole = dropped(*TOKENS, MASK)
+    assert (whole & MASK).sum() == int(0.2 * MASK.sum())
+    np.testing.assert_array_equal(on_mesh(name, dropped, *TOKENS, MASK), whole)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_of_equal_scores_the_earlier_is_chosen_on_whichever_device(name: str) -> None:
+    ones, mask = np.ones((ROWS, LENGTH)), np.ones((ROWS, LENGTH), bool)
+
+    def paying(log_probs: Any, old: Any, advantages: Any, mask: Any, axis_name: AxisName = None) -> jax.Array:
+        with_penalty, without = (
+            kljax.kl_cov_loss(log_probs, old, advantages, mask, fraction=0.25, coef=coef, axis_name=axis_name)
+            for coef in (1.0, 0.0)
+        )
+        return with_penalty > without
+
+    found = on_mesh(name, paying, ones, 0 * ones, ones, mask)
+    np.testing.assert_array_equal(np.flatnonzero(found), np.arange(ROWS * LENGTH // 4))
