@@ -38,6 +38,8 @@ class Batch:
       rollout_log_probs: [B, T] log-probs that the sampler recorded.
       old_log_probs: [B, T] log-probs of the policy before its first update on this batch.
       ref_log_probs: [B, T] log-probs of the reference.
+      ref_hidden: [B, T, D] hidden states of the reference after each token, in the type that the model computes in.
+      ref_exact_kl: [B, T] exact KL to the reference where each token was drawn, before the first update.
       values: [B, T] value of the state before each token, before the first update.
       advantages: [B, T].
       returns: [B, T] targets of the value head.
@@ -52,6 +54,8 @@ class Batch:
     rollout_log_probs: Array | None = None
     old_log_probs: Array | None = None
     ref_log_probs: Array | None = None
+    ref_hidden: Array | None = None
+    ref_exact_kl: Array | None = None
     values: Array | None = None
     advantages: Array | None = None
     returns: Array | None = None

@@ -15,6 +15,7 @@ from train.interrupt import Interrupt
 from train.keys import purpose_key
 from train.metrics import MetricsWriter
 from train.objective import coefficients, required_fields
+from train.references import reference_head
 from train.rollout import Sampler, collect, make_sampler
 from train.setting import Setting
 from train.state import TrainState
@@ -67,9 +68,9 @@ def rl_step(setting: Setting, programs: Programs, state: TrainState, step: int) 
     require(rollout.batch, recorded, "the objective of this config")
     batch = programs.score(state.trainable, setting.base, setting.reference, rollout.batch)
     batch, controller, totals = programs.prepare(batch, state.controller)
-    coefs = coefficients(config)
+    coefs, ref_head = coefficients(config), reference_head(config, setting.model, setting.reference)
     for rows in update_rows(config, purpose_key(config.seed, "rows", step)):
-        state, metrics = programs.update(state, setting.base, batch, rows, coefs)
+        state, metrics = programs.update(state, setting.base, batch, rows, coefs, ref_head=ref_head)
         totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
     state = dataclasses.replace(state, step=state.step + 1, controller=controller)
     values = rollout.metrics | divide(totals)

@@ -15,7 +15,7 @@ import kljax
 from train.batch import Batch, given
 from train.config.schema import Config
 from train.models import Decoder
-from train.policy import token_stats, token_values
+from train.policy import Reference, token_stats, token_values
 from train.state import policy_of
 
 Array = jax.Array
@@ -24,7 +24,7 @@ Metrics = dict[str, kljax.WeightedSum]
 Coefficients = dict[str, Array]
 Advantages = tuple[Array, Array | None]
 Preparation = Callable[[Batch, kljax.ControllerState], tuple[Batch, kljax.ControllerState, Metrics]]
-Objective = Callable[[dict[str, Tree], Tree, Batch, Coefficients], tuple[Array, Metrics]]
+Objective = Callable[[dict[str, Tree], Tree, Batch, Coefficients, Array | None], tuple[Array, Metrics]]
 
 
 def make_controller(config: Config) -> kljax.Controller:
@@ -35,8 +35,18 @@ def make_controller(config: Config) -> kljax.Controller:
     return kljax.adaptive_kl(reward.coef, target=reward.controller.target, horizon=reward.controller.horizon)
 
 
+def tile(config: Config) -> kljax.Tile | None:
+    """How much of the logits exists at a time; None leaves it to the library."""
+    section = config.log_probs.tile
+    return None if section is None else kljax.Tile(section.tokens, section.vocab)
+
+
 def coefficients(config: Config) -> Coefficients:
-    """The coefficients of the loss terms, as arrays: changing one does not compile anything again."""
+    """The coefficients of the loss terms, as arrays: changing one does not compile anything again.
+
+    Which terms there are is part of the program: one whose coefficient is 0 in the config is not computed, nor the
+    gradient of the entropy.
+    """
     values = {
         "kl_loss": config.kl.loss.coef,
         "rollout_kl": config.kl.rollout.coef,
@@ -67,6 +77,8 @@ def required_fields(config: Config) -> list[str]:
         "old_log_probs": True,
         "rollout_log_probs": config.needs_rollout_log_probs(),
         "ref_log_probs": config.needs_reference(),
+        "ref_hidden": config.exact_loss(),
+        "ref_exact_kl": config.exact_reward(),
         "values": config.has_value_head(),
     }
     return [name for name, needed in needs.items() if needed]
@@ -148,15 +160,7 @@ def make_preparation(config: Config) -> Preparation:
         mask, metrics = batch.completion_mask, {}
         token_rewards, next_state = kljax.place_rewards(given(batch.rewards), mask), state
         if section.reward.coef > 0:
-            token_rewards, kl = kljax.kl_shaped_rewards(
-                given(batch.rewards),
-                given(batch.old_log_probs),
-                given(batch.ref_log_probs),
-                mask,
-                coef=state.coef,
-                estimator=section.reward.estimator,
-                value_clip=section.reward.value_clip,
-            )
+            token_rewards, kl = _kl_shaped(config, batch, state.coef)
             metrics["kl_reward"] = kljax.WeightedSum.of(kl, mask)
             metrics["kl_coef"] = kljax.WeightedSum(state.coef, jnp.ones_like(state.coef))
             next_state = controller.update(state, metrics["kl_reward"].value(), mask.any(-1).sum())
@@ -178,15 +182,35 @@ def make_preparation(config: Config) -> Preparation:
     return prepare
 
 
+def _kl_shaped(config: Config, batch: Batch, coef: Array) -> tuple[Array, Array]:
+    """Token rewards less the KL, and the KL."""
+    section, mask, rewards = config.kl.reward, batch.completion_mask, given(batch.rewards)
+    if config.exact_reward():
+        # k1 of an amount and 0 is that amount.
+        exact = given(batch.ref_exact_kl)
+        return kljax.kl_shaped_rewards(rewards, exact, jnp.zeros_like(exact), mask, coef=coef, estimator="k1")
+    return kljax.kl_shaped_rewards(
+        rewards,
+        given(batch.old_log_probs),
+        given(batch.ref_log_probs),
+        mask,
+        coef=coef,
+        estimator=section.estimator,
+        value_clip=section.value_clip,
+    )
+
+
 def make_objective(config: Config, model: Decoder) -> Objective:
     """The loss of one micro-batch: `sum_t weight_t * (policy + coef_k * term_k)_t`, and its metrics.
 
-    Gradient: to `trainable` alone. The metrics are detached.
+    `objective(trainable, base, batch, coefficients, ref_head)`; the last is what `reference_head` returns, and is read
+    by the exact KL. Gradient: to `trainable` alone. The metrics are detached.
     """
     policy_loss = _policy_loss(config)
-    prompt_length = config.data.max_prompt_length
 
-    def objective(trainable: dict[str, Tree], base: Tree, batch: Batch, coefs: Coefficients) -> tuple[Array, Metrics]:
+    def objective(
+        trainable: dict[str, Tree], base: Tree, batch: Batch, coefs: Coefficients, ref_head: Array | None = None
+    ) -> tuple[Array, Metrics]:
         mask, weights = batch.completion_mask, given(batch.token_weights)
         stats, hidden = token_stats(
             model,
@@ -194,13 +218,17 @@ def make_objective(config: Config, model: Decoder) -> Objective:
             batch.tokens,
             batch.token_mask,
             temperature=config.temperature,
+            mask=mask,
             entropy=True,
-            first=prompt_length,
+            entropy_gradient=config.loss.entropy_coef > 0,
+            reference=_exact_reference(config, batch, ref_head),
+            tile=tile(config),
+            first=config.data.max_prompt_length,
         )
         terms = {"policy": policy_loss(stats.log_prob, given(batch.old_log_probs), given(batch.advantages), mask)}
         scale = {"policy": jnp.float32(1)}
         if config.kl.loss.coef > 0:
-            terms["kl"], scale["kl"] = _reference_kl(config, stats.log_prob, batch), coefs["kl_loss"]
+            terms["kl"], scale["kl"] = _reference_kl(config, stats, batch), coefs["kl_loss"]
         if config.kl.rollout.coef > 0:
             terms["rollout_kl"] = kljax.rollout_kl_loss(
                 stats.log_prob, given(batch.rollout_log_probs), mask, estimator=config.kl.rollout.estimator
@@ -231,10 +259,21 @@ def _policy_loss(config: Config) -> Callable[..., Array]:
     return lambda log_probs, old, advantages, mask: function(log_probs, old, advantages, mask, **options)
 
 
-def _reference_kl(config: Config, log_probs: Array, batch: Batch) -> Array:
+def _exact_reference(config: Config, batch: Batch, ref_head: Array | None) -> Reference | None:
+    """What the exact KL of the loss is measured against, or None without one."""
+    if not config.exact_loss():
+        return None
+    if ref_head is None and not config.shares_head():
+        raise ValueError("ref_head: got None, expected the head of the reference, which is not the policy's")
+    return given(batch.ref_hidden), ref_head
+
+
+def _reference_kl(config: Config, stats: kljax.TokenStats, batch: Batch) -> Array:
     section = config.kl.loss
+    if config.exact_loss():
+        return given(stats.kl)
     return kljax.reference_kl_loss(
-        log_probs,
+        stats.log_prob,
         given(batch.ref_log_probs),
         batch.completion_mask,
         estimator=section.estimator,
@@ -269,6 +308,8 @@ def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Met
     }
     if batch.ref_log_probs is not None:
         metrics["kl_reference"] = kljax.reference_kl(stats.log_prob, given(batch.ref_log_probs), mask)
+    if stats.kl is not None:
+        metrics["kl_reference_exact"] = kljax.WeightedSum.of(stats.kl, mask)
     if batch.rollout_log_probs is not None:
         metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, given(batch.rollout_log_probs), mask)
     return metrics

@@ -11,9 +11,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 import kljax
 from train.models import Decoder
-from train.sharding import constrain, param_shardings
+from train.sharding import constrain, mesh_is_set, param_shardings, partition_spec
 
 Tree = Any
+Reference = tuple[jax.Array, jax.Array | None]
 
 
 def _draw(model: Decoder, collection: str, key: jax.Array) -> Tree:
@@ -113,11 +114,27 @@ def hidden_states(model: Decoder, policy: kljax.Policy, tokens: jax.Array, token
     return model.apply(variables(model, policy), tokens, token_mask)
 
 
+def stored_head(model: Decoder, params: Tree) -> jax.Array:
+    """Weights of the LM head as the parameters hold them: the embedding table [V, D] if tied, else [D, V]."""
+    return params["embed_tokens"]["embedding"] if model.config.tie_embeddings else params["lm_head"]["kernel"]
+
+
 def head(model: Decoder, params: Tree) -> jax.Array:
-    """Weights of the LM head, [D, V]: whole along D, so that a scan over chunks does not gather them at every step."""
-    tied = model.config.tie_embeddings
-    kernel = params["embed_tokens"]["embedding"].T if tied else params["lm_head"]["kernel"]
-    return constrain(kernel, None, "vocab")
+    """Weights of the LM head, [D, V]: whole along D, so that the loop of a sampler does not gather them each time."""
+    stored = stored_head(model, params)
+    return constrain(stored.T if model.config.tie_embeddings else stored, None, "vocab")
+
+
+def _head_layout(model: Decoder) -> str:
+    return "vd" if model.config.tie_embeddings else "dv"
+
+
+def _head_sharding(model: Decoder) -> kljax.HeadSharding | None:
+    """Rows and head where the rules of the mesh have put them; None where no mesh is set."""
+    if not mesh_is_set():
+        return None
+    axes = ("vocab", "embed") if model.config.tie_embeddings else ("embed", "vocab")
+    return kljax.HeadSharding(tokens=partition_spec(("rows",)), head=partition_spec(axes))
 
 
 def token_stats(
@@ -127,30 +144,52 @@ def token_stats(
     token_mask: jax.Array,
     *,
     temperature: float | jax.Array,
+    mask: jax.Array | None = None,
     entropy: bool = False,
+    entropy_gradient: bool = True,
+    reference: Reference | None = None,
+    tile: kljax.Tile | None = None,
     first: int = 1,
 ) -> tuple[kljax.TokenStats, jax.Array]:
     """Statistics of every token given the ones before it, and the hidden states they came from.
 
+    Nothing here has the size of tokens x vocabulary. Where the head is no part of what is differentiated (LoRA), it
+    gets no gradient and is not gone through a second time.
+
     Args:
       tokens: [B, T] int32; token_mask: [B, T] bool.
       temperature: the one the tokens were sampled at.
+      mask: [B, T] bool, the tokens that are scored; the others cost nothing. None scores all real tokens.
       entropy: whether to compute entropies too.
+      entropy_gradient: whether they will be differentiated.
+      reference: `(hidden, head)` of the reference for the exact KL: its hidden states [B, T, D], as this function
+        returns them, and its head as `stored_head` gives it; a head of None is the policy's own, as data.
+      tile: how much of the logits exists at a time; None takes the library's for this kind of device.
       first: first column that is wanted (the prompt length P where only completions are); those before cost nothing.
 
     Returns:
-      `TokenStats` of [B, T] (position t is token t; 0 in columns before `first`; finite but meaningless at padding)
-      and hidden states [B, T, D].
+      `TokenStats` of [B, T] (position t is token t; 0 under the mask and in columns before `first`) and hidden states
+      [B, T, D].
     """
     if not 1 <= first <= tokens.shape[1]:
         raise ValueError(f"first: got {first}, expected 1 to {tokens.shape[1]} (column 0 has no prediction)")
     hidden = hidden_states(model, policy, tokens, token_mask)
-    following = jnp.roll(tokens, -1, axis=1)[:, first - 1 :]
+    # The state of a token predicts the next one.
+    before = slice(first - 1, tokens.shape[1] - 1)
     stats = kljax.log_probs_from_hidden(
-        hidden[:, first - 1 :], head(model, policy.params), following, temperature=temperature, entropy=entropy
+        hidden[:, before],
+        stored_head(model, policy.params),
+        tokens[:, first:],
+        mask=(token_mask if mask is None else mask)[:, first:],
+        temperature=temperature,
+        entropy=entropy,
+        entropy_gradient=entropy_gradient,
+        reference=None if reference is None else (reference[0][:, before], reference[1]),
+        head_layout=_head_layout(model),
+        sharding=_head_sharding(model),
+        tile=tile,
     )
-    aligned = jax.tree.map(lambda x: jnp.pad(kljax.shift_right(x), ((0, 0), (first - 1, 0))), stats)
-    return aligned, hidden
+    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (first, 0))), stats), hidden
 
 
 def token_values(value_head: Tree, hidden: jax.Array) -> jax.Array:

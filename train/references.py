@@ -14,7 +14,7 @@ from train.checkpoint import ITEM, Checkpoints, check_saved
 from train.config.schema import Config
 from train.errors import UserError
 from train.models import Decoder
-from train.policy import abstract_adapter, abstract_params
+from train.policy import abstract_adapter, abstract_params, stored_head
 
 Tree = Any
 
@@ -69,6 +69,12 @@ def load_reference(
         if config.lora is not None:
             return kljax.Policy(base, None)
         return kljax.checkpoint_reference(base_path, abstract_params(model, mesh))
+
+
+def reference_head(config: Config, model: Decoder, reference: kljax.Policy | None) -> jax.Array | None:
+    """The LM head that the exact KL needs, as it is stored; None if nothing needs it or it is the policy's, frozen."""
+    exact = config.exact_loss() or config.exact_reward()
+    return stored_head(model, reference.params) if reference and exact and not config.shares_head() else None
 
 
 def pinned_steps(config: Config) -> list[int]:

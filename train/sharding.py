@@ -145,9 +145,12 @@ def shard_rows(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(put, tree)
 
 
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Hint the layout of an activation inside jit; the array itself where no mesh is set (`jax.set_mesh`)."""
+def mesh_is_set() -> bool:
+    """Whether a mesh with the axes of the trainer is set (`jax.set_mesh`)."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or any(name not in mesh.axis_names for name in AXES):
-        return x
-    return jax.lax.with_sharding_constraint(x, partition_spec(axes))
+    return not mesh.empty and all(name in mesh.axis_names for name in AXES)
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Hint the layout of an activation inside jit; the array itself where no mesh is set."""
+    return jax.lax.with_sharding_constraint(x, partition_spec(axes)) if mesh_is_set() else x

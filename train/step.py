@@ -14,10 +14,11 @@ from jax.sharding import Mesh
 
 import kljax
 from train import objective as objectives
-from train.batch import Batch, map_micro_batches, micro_batches, take_rows
+from train.batch import Batch, map_micro_batches, micro_batches, row_count, take_rows
 from train.config.schema import Config, Optim
 from train.models import Decoder
-from train.policy import token_stats, token_values
+from train.policy import Reference, token_stats, token_values
+from train.references import reference_head
 from train.sharding import batch_sharding, replicated
 from train.state import TrainState, policy_of
 from train.tracing import traced_once
@@ -25,7 +26,7 @@ from train.tracing import traced_once
 Tree = Any
 Metrics = objectives.Metrics
 
-SCORED = ("old_log_probs", "ref_log_probs", "values")
+SCORED = ("old_log_probs", "ref_log_probs", "ref_hidden", "ref_exact_kl", "values")
 """The fields of a batch that `make_score` fills in; the others a rollout brings."""
 
 
@@ -46,30 +47,49 @@ def make_optimizer(section: Optim) -> optax.GradientTransformation:
 
 
 def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batch]:
-    """`(trainable, base, reference, batch) -> batch` with old log-probs, reference log-probs and values filled in.
+    """`(trainable, base, reference, batch) -> batch` with the fields of `SCORED` that the config needs filled in.
 
     `reference` is None when no coefficient needs it: then nothing of it is computed. All results are data. Old and
     reference log-probs are computed as the objective's are, at its micro-batch size, so that an unchanged policy has
-    ratio 1 up to the last bit of a log-prob.
+    ratio 1 up to the last bit of a log-prob. The exact KL of the reward comes from the pass that gives the old
+    log-probs; for that of the loss the hidden states of the reference are kept, `D` numbers a token.
     """
-
-    def token_stats_of(policy: kljax.Policy, tokens: jax.Array, mask: jax.Array) -> tuple[kljax.TokenStats, jax.Array]:
-        first = config.data.max_prompt_length
-        return token_stats(model, policy, tokens, mask, temperature=config.temperature, first=first)
 
     def score(trainable: dict[str, Tree], base: Tree, reference: kljax.Policy | None, batch: Batch) -> Batch:
         policy = policy_of(trainable, base)
 
+        def stats_of(
+            one: kljax.Policy, part: Batch, against: Reference | None = None
+        ) -> tuple[kljax.TokenStats, jax.Array]:
+            return token_stats(
+                model,
+                one,
+                part.tokens,
+                part.token_mask,
+                temperature=config.temperature,
+                mask=part.completion_mask,
+                reference=against,
+                tile=objectives.tile(config),
+                first=config.data.max_prompt_length,
+            )
+
         def rows(part: Batch) -> Batch:
-            stats, hidden = token_stats_of(policy, part.tokens, part.token_mask)
-            found = {"old_log_probs": stats.log_prob}
+            found, kept, against = {}, {}, None
             if reference is not None:
-                ref_stats, _ = token_stats_of(reference, part.tokens, part.token_mask)
+                ref_stats, ref_hidden = stats_of(reference, part)
                 found["ref_log_probs"] = ref_stats.log_prob
+                if config.exact_reward():
+                    against = (ref_hidden, reference_head(config, model, reference))
+                if config.exact_loss():
+                    kept["ref_hidden"] = ref_hidden
+            stats, hidden = stats_of(policy, part, against)
+            found["old_log_probs"] = stats.log_prob
+            if stats.kl is not None:
+                found["ref_exact_kl"] = stats.kl
             if "value_head" in trainable:
                 found["values"] = token_values(trainable["value_head"], hidden)
             masked = {name: kljax.masked(value, part.completion_mask) for name, value in found.items()}
-            return dataclasses.replace(part, **jax.lax.stop_gradient(masked))
+            return dataclasses.replace(part, **jax.lax.stop_gradient(masked | kept))
 
         return map_micro_batches(rows, batch, _score_parts(config))
 
@@ -85,7 +105,7 @@ def make_prepare(config: Config, mesh: Mesh) -> Callable[..., Any]:
 def make_update(
     config: Config, model: Decoder, optimizer: optax.GradientTransformation, state: TrainState, mesh: Mesh
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """`(state, base, batch, rows, coefficients) -> (state, metrics)`: one optimizer update on some rows of the batch.
+    """`(state, base, batch, rows, coefficients, ref_head=None) -> (state, metrics)`: one optimizer update on some rows.
 
     The token weights are computed from the masks of all rows of the update before these are split, so gradients and
     metrics of the micro-batches only add. The state is donated and keeps its shardings.
@@ -94,16 +114,23 @@ def make_update(
     gradient = jax.value_and_grad(objective, has_aux=True)
 
     def update(
-        state: TrainState, base: Tree, batch: Batch, rows: jax.Array, coefs: objectives.Coefficients
+        state: TrainState,
+        base: Tree,
+        batch: Batch,
+        rows: jax.Array,
+        coefs: objectives.Coefficients,
+        *,
+        ref_head: jax.Array | None = None,
     ) -> tuple[TrainState, Metrics]:
-        chosen = take_rows(batch, rows)
+        # An update on all rows moves none from device to device: their order changes nothing.
+        chosen = batch if len(rows) == row_count(batch) else take_rows(batch, rows)
         weighted = dataclasses.replace(chosen, token_weights=objectives.token_weights(config, chosen))
         parts = jax.lax.with_sharding_constraint(
             micro_batches(weighted, config.optim.micro_batches), _micro_sharding(mesh)
         )
 
         def accumulate(total: Tree, part: Batch) -> tuple[Tree, Metrics]:
-            (_, metrics), grads = gradient(state.trainable, base, part, coefs)
+            (_, metrics), grads = gradient(state.trainable, base, part, coefs, ref_head)
             return jax.tree.map(jnp.add, total, grads), metrics
 
         zeros = jax.tree.map(jnp.zeros_like, state.trainable)

@@ -10,11 +10,13 @@ from train.config import load
 
 # The first update of a warm-up of the learning rate is at 0; two steps should show more than one.
 SHORT = (*TINY, "steps=2", "optim.warmup_steps=0")
+EXACT = ("kl.loss={coef: 0.01, estimator: exact, gradient: value}", "kl.reward={coef: 0.01, estimator: exact}")
 CENTERED = "configs/reinforce_pp_baseline_centered.yaml"
 # With each recipe, metrics of the terms that it is there to show.
 RECIPES = (
     (("configs/quickstart.yaml", *SHORT), {"kl_loss", "rollout_kl_loss", "clip_fraction"}),
     (LORA, {"kl_loss"}),
+    ((*LORA, *EXACT), {"kl_loss", "kl_reward", "kl_reference", "kl_reference_exact"}),
     (PPO, {"kl_reward", "kl_coef", "value_loss"}),
     ((CENTERED, *SHORT), {"kl_reference"}),
 )

@@ -47,7 +47,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Extended)}
 NEEDED = ("tokens", "token_mask", "completion_mask")
 OPTIONAL = sorted(FIELDS.keys() - set(NEEDED))
 DTYPES = {"tokens": np.int32, "token_mask": bool, "completion_mask": bool, "group_ids": np.int32, "votes": np.int16}
-TRAILING = {"images": (3,), "votes": (2,)}
+TRAILING = {"images": (3,), "ref_hidden": (4,), "votes": (2,)}
 
 
 def per_row(name: str) -> bool:

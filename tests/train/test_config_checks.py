@@ -1,9 +1,12 @@
 """What must hold between fields, and what follows from them."""
 
+from typing import get_args
+
 import pytest
+import yaml
 
 from train.config import ConfigError, parse
-from train.config.load import apply_overrides
+from train.config.load import apply_overrides, dump_yaml
 
 
 def build(*overrides):
@@ -47,6 +50,22 @@ def test_k1_loss_is_fine_otherwise(change):
     ("overrides", "start"),
     [
         (("kl.loss.max_ratio=2.0",), "kl.loss.max_ratio: got 2.0, but there is no ratio"),
+        (
+            ("kl.loss={estimator: exact, gradient: k2}",),
+            "kl.loss.gradient: got k2, but kl.loss.estimator exact is diff",
+        ),
+        (
+            ("kl.loss={estimator: exact, importance_corrected: true}",),
+            "kl.loss.importance_corrected: got true, but kl.loss.estimator exact is no mean",
+        ),
+        (
+            ("kl.loss={estimator: exact, value_clip: 10}",),
+            "kl.loss.value_clip: got 10.0, but kl.loss.estimator exact has no outliers",
+        ),
+        (
+            ("kl.reward={estimator: exact, value_clip: 10}",),
+            "kl.reward.value_clip: got 10.0, but kl.reward.estimator exact has no outliers",
+        ),
         (("kl.reward.controller={type: adaptive, target: 1, horizon: 9}",), "kl.reward.coef: got 0 with the adaptive"),
         (("advantage.estimator=gae",), "loss.value_coef: got 0, but advantage.estimator gae learns a value head"),
         (("loss.value_coef=0.5",), "loss.value_coef: got 0.5, but advantage.estimator grpo has no value head"),
@@ -111,6 +130,8 @@ def test_other_estimators_need_no_group():
         ("lora.rank=2", "reference={source: adapter, path: /}"),
         ("reference={source: checkpoint, path: 'gs://bucket/run'}",),
         ("mesh={data: 2, fsdp: 2, tensor: 2}",),
+        ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}"),
+        ("log_probs.tile={tokens: 512, vocab: 4096}",),
         ("kl.reward={coef: 0.1, controller: {type: adaptive, target: 1, horizon: 9}}",),
     ],
 )
@@ -145,6 +166,11 @@ def test_warns_of_a_term_that_is_always_zero(term):
     assert warning == f"kl.{term}.estimator: none makes this term 0 although kl.{term}.coef is 0.5"
 
 
+def test_warns_of_an_exact_kl_in_the_reward_alone():
+    _, (warning,) = build("kl.reward={coef: 0.5, estimator: exact}", "kl.loss={coef: 0.5, estimator: k3}")
+    assert warning.startswith("kl.reward.estimator: exact charges a token for the KL at later prefixes alone")
+
+
 def test_warns_of_a_loss_that_trains_nothing():
     _, (warning,) = build("kl.loss={coef: 0.5, gradient: none}")
     assert warning.startswith("kl.loss.gradient: none")
@@ -165,6 +191,43 @@ def test_reference_is_needed_only_by_what_reads_it(override, needed):
     assert build(override)[0].needs_reference() is needed
 
 
+def test_the_exact_kl_has_the_gradient_of_its_own():
+    config, _ = build("kl.loss={coef: 0.1, estimator: exact}")
+    assert config.kl.loss.gradient == "value"
+    assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
+    # From the command line, over a file that says k3.
+    assert build("kl.loss={coef: 0.1, estimator: k3}", "kl.loss.estimator=exact")[0].kl.loss.gradient == "value"
+    (problem,) = problems("kl.advantage.estimator=exact")
+    assert problem.startswith("kl.advantage.estimator: got 'exact', expected one of none, k1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "loss", "reward"),
+    [
+        (("kl.loss.estimator=exact", "kl.reward.estimator=exact"), False, False),
+        (("kl.loss={coef: 0.1, estimator: exact}",), True, False),
+        (("kl.reward={coef: 0.1, estimator: exact}", "kl.loss.coef=0.1"), False, True),
+    ],
+)
+def test_the_exact_kl_is_computed_where_it_has_a_coefficient(overrides, loss, reward):
+    config, _ = build(*overrides)
+    assert (config.exact_loss(), config.exact_reward()) == (loss, reward)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shared"),
+    [
+        ((), False),
+        (("lora.rank=2",), True),
+        (("lora.rank=2", "reference={source: step, step: 0}"), True),
+        (("lora.rank=2", "reference={source: adapter, path: /}"), True),
+        (("lora.rank=2", "reference={source: checkpoint, path: /}"), False),
+    ],
+)
+def test_an_adapter_shares_its_head_with_a_reference_of_the_same_base(overrides, shared):
+    assert build(*overrides)[0].shares_head() is shared
+
+
 def test_derived_facts():
     config, _ = build(*GAE, "rollout.prompts_per_step=3", "rollout.samples_per_prompt=5", "kl.rollout.coef=0.1")
     assert config.rows_per_batch() == 15
@@ -179,6 +242,7 @@ def test_names_are_the_library_s():
     from train.config import types
 
     assert set(types.ESTIMATORS) == set(kl.ESTIMATORS)
+    assert get_args(types.EstimatorOrExact) == (*types.ESTIMATORS, "exact")
     assert set(types.KL_GRADIENTS) == set(kl.GRADIENTS)
     assert set(types.AGGREGATIONS) == set(aggregation.MODES)
     assert set(types.EMPTY_ROWS) == set(aggregation.EMPTY_ROWS)

@@ -27,7 +27,7 @@ from train.objective import (
     required_fields,
     token_weights,
 )
-from train.policy import token_stats, token_values
+from train.policy import hidden_states, stored_head, token_stats, token_values
 
 MODEL = tiny.model_of(tiny.config_of())
 HEAD = {"kernel": np.linspace(-1, 1, 16, dtype=np.float32), "bias": np.float32(0.1)}
@@ -164,6 +164,44 @@ def test_the_importance_corrected_term_is_weighted_by_the_capped_ratio():
     np.testing.assert_allclose(metrics["kl_reference"].value(), uncorrected, rtol=2e-6)
 
 
+def distributions(params, batch: Batch) -> jax.Array:
+    """Log-probs [B, T, V] of every token that could stand in a column."""
+    hidden = hidden_states(MODEL, kljax.Policy(params), batch.tokens, batch.token_mask)
+    return jnp.roll(jax.nn.log_softmax(hidden @ stored_head(MODEL, params).T), 1, axis=1)
+
+
+def test_the_exact_kl_of_the_loss():
+    config, plain = tiny.config_of("kl.loss={coef: 0.7, estimator: exact}"), tiny.config_of()
+    other, batch = tiny.moved(tiny.host_params(), 0.05), batch_of()
+    hidden = hidden_states(MODEL, kljax.Policy(other), batch.tokens, batch.token_mask)
+    batch = dataclasses.replace(batch, ref_hidden=hidden)
+    arguments = ({"params": tiny.host_params()}, None, batch, coefficients(config))
+    theirs, mask = distributions(other, batch), np.asarray(batch.completion_mask)
+
+    def kl_of(params) -> jax.Array:
+        mine = distributions(params, batch)
+        return (jnp.exp(mine) * (mine - theirs)).sum(-1)[mask].mean()
+
+    def objective(config):
+        function = jax.jit(jax.value_and_grad(make_objective(config, MODEL), has_aux=True))
+        return function(*arguments, stored_head(MODEL, other))
+
+    (loss, metrics), gradient = objective(config)
+    (without, _), rest = objective(plain)
+    expected, slope = jax.jit(jax.value_and_grad(kl_of))(tiny.host_params())
+    assert expected > 1e-2
+    for name in ("kl_reference_exact", "kl_loss"):
+        np.testing.assert_allclose(metrics[name].value(), expected, rtol=1e-5)
+    np.testing.assert_allclose(loss - without, 0.7 * expected, rtol=1e-4)
+    # Embedding and head are one array: the slope goes through both, and the head of the reference stays what it was.
+    change = jax.tree.map(lambda a, b: (a - b) / 0.7, gradient["params"], rest["params"])
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient))
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(slope)) > 1e-2 * largest
+    chex.assert_trees_all_close(change, slope, rtol=0, atol=2e-6 * largest)
+    with pytest.raises(ValueError, match="ref_head: got None"):
+        make_objective(config, MODEL)(*arguments)
+
+
 @pytest.mark.parametrize("name", get_args(types.PolicyLoss))
 def test_every_policy_loss(name):
     options = {"ppo": ["loss.dual_clip=1.1"], "cispo": [], "gspo": ["loss.clip_low=0.01", "loss.clip_high=0.02"]}[name]
@@ -276,6 +314,23 @@ def test_raw_kl_survives_reward_shaping_and_drives_the_controller():
         np.testing.assert_array_equal(getattr(result, name), getattr(batch, name), err_msg=name)
 
 
+def test_the_exact_kl_of_the_reward():
+    options = ("advantage.estimator=reinforce_plus_plus", "kl.reward={coef: 0.2, estimator: exact}")
+    batch = batch_of()
+    mask = np.asarray(batch.completion_mask)
+    kl = np.where(mask, np.random.default_rng(0).uniform(0, 0.3, mask.shape), 1e4).astype(np.float32)
+    batch = dataclasses.replace(batch, ref_exact_kl=jnp.asarray(kl))
+    result, _, metrics = prepared(tiny.config_of(*options), batch)
+    np.testing.assert_allclose(metrics["kl_reward"].value(), kl[mask].mean(dtype=float), rtol=1e-6)
+    rewards = np.where(mask, -0.2 * kl.astype(float), 0)
+    for row in range(tiny.ROWS):
+        if mask[row].any():
+            rewards[row, np.flatnonzero(mask[row])[-1]] += batch.rewards[row]
+    returns = np.where(mask, rewards[:, ::-1].cumsum(1)[:, ::-1], 0)
+    np.testing.assert_allclose(result.advantages, returns, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(result.ref_exact_kl, kl)
+
+
 @pytest.mark.parametrize(("target", "error"), [(1e-3, 0.2), (1e3, -0.2), (None, None)])
 def test_the_adaptive_coefficient_follows_the_formula_of_ziegler(target, error):
     batch = batch_of()
@@ -323,6 +378,8 @@ def test_a_batch_needs_what_the_config_reads():
     assert required_fields(tiny.config_of()) == always
     assert required_fields(tiny.config_of("kl.rollout.coef=0.1")) == [*always, "rollout_log_probs"]
     assert required_fields(tiny.config_of("reference.monitor=true")) == [*always, "ref_log_probs"]
+    exact = ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}")
+    assert required_fields(tiny.config_of(*exact)) == [*always, "ref_log_probs", "ref_hidden", "ref_exact_kl"]
     assert required_fields(tiny.config_of(*EVERYTHING)) == [*always, "rollout_log_probs", "ref_log_probs", "values"]
 
 

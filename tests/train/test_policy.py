@@ -10,8 +10,19 @@ import numpy as np
 import pytest
 
 import kljax
-from train.models import Decoder, DecoderConfig
-from train.policy import head, hidden_states, init_params, init_value_head, token_stats, token_values, variables
+from tests import tiny
+from train.models import Decoder, DecoderConfig, LoraConfig
+from train.policy import (
+    head,
+    hidden_states,
+    init_adapter,
+    init_params,
+    init_value_head,
+    stored_head,
+    token_stats,
+    token_values,
+    variables,
+)
 from train.sharding import make_mesh
 
 CONFIG = DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
@@ -19,7 +30,7 @@ MODEL = Decoder(CONFIG)
 TOKENS = np.random.default_rng(0).integers(0, 24, (3, 6)).astype(np.int32)
 MASK = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]], bool)
 
-stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "first"))
+stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "entropy_gradient", "first", "tile"))
 
 
 @functools.cache
@@ -37,10 +48,12 @@ def test_statistics_are_those_of_the_token_in_their_own_column(tie):
     stats, hidden = stats_of(model, policy, TOKENS, MASK, temperature=0.7, entropy=True)
     kernel = np.asarray(policy.params["embed_tokens"]["embedding"]).T if tie else policy.params["lm_head"]["kernel"]
     np.testing.assert_array_equal(head(model, policy.params), kernel)
+    np.testing.assert_array_equal(stored_head(model, policy.params), kernel.T if tie else kernel)
     log_probs = np.asarray(jax.nn.log_softmax(np.asarray(hidden) @ np.asarray(kernel) / 0.7))
     expected = np.take_along_axis(log_probs[:, :-1], TOKENS[:, 1:, None], axis=-1)[..., 0]
-    np.testing.assert_allclose(stats.log_prob[:, 1:], expected, atol=2e-6)
-    np.testing.assert_allclose(stats.entropy[:, 1:], -(np.exp(log_probs) * log_probs).sum(-1)[:, :-1], atol=2e-6)
+    entropy = -(np.exp(log_probs) * log_probs).sum(-1)[:, :-1]
+    np.testing.assert_allclose(stats.log_prob[:, 1:], np.where(MASK[:, 1:], expected, 0), atol=2e-6)
+    np.testing.assert_allclose(stats.entropy[:, 1:], np.where(MASK[:, 1:], entropy, 0), atol=2e-6)
     assert not stats.log_prob[:, 0].any()
     assert not stats.entropy[:, 0].any()
     assert stats.log_prob.dtype == jnp.float32
@@ -70,6 +83,71 @@ def test_columns_before_the_first_wanted_hold_zero_and_the_others_do_not_change(
         assert a[:, 1:4].any()
     with pytest.raises(ValueError, match="first: got 0, expected 1 to 6"):
         token_stats(MODEL, policy, TOKENS, MASK, temperature=1.0, first=0)
+
+
+def test_only_the_tokens_of_the_mask_are_scored():
+    policy, chosen = policy_of(MODEL), MASK & (np.arange(6) % 2 == 1)
+    whole, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True)
+    part, _ = stats_of(MODEL, policy, TOKENS, MASK, mask=chosen, temperature=1.0, entropy=True, first=2)
+    wanted = chosen & (np.arange(6) >= 2)
+    assert wanted.any()
+    for a, b in ((whole.log_prob, part.log_prob), (whole.entropy, part.entropy)):
+        np.testing.assert_allclose(b, np.where(wanted, a, 0), atol=1e-6)
+    last, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, first=6)
+    assert not last.log_prob.any(), "no column is left"
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_exact_kl_is_that_of_whole_distributions(tie):
+    model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tie))
+    policy, other = policy_of(model), kljax.Policy(tiny.moved(policy_of(model).params, 0.1))
+
+    def log_probs(one: kljax.Policy) -> np.ndarray:
+        stored = np.asarray(stored_head(model, one.params), float)
+        hidden = np.asarray(hidden_states(model, one, TOKENS, MASK), float)
+        logits = hidden @ (stored.T if tie else stored) / 0.7
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    mine, theirs = log_probs(policy), log_probs(other)
+    expected = (np.exp(mine) * (mine - theirs)).sum(-1)[:, :-1]
+    reference = (hidden_states(model, other, TOKENS, MASK), stored_head(model, other.params))
+    options = {"temperature": 0.7, "entropy": True, "tile": kljax.Tile(4, 7)}
+    stats, _ = stats_of(model, policy, TOKENS, MASK, reference=reference, **options)
+    assert expected.min() > 1e-3
+    np.testing.assert_allclose(stats.kl[:, 1:], np.where(MASK[:, 1:], expected, 0), rtol=1e-4, atol=1e-6)
+    # Of the policy to itself, with the head that it shares: two programs differ in the last bits of a hidden state.
+    itself = (hidden_states(model, policy, TOKENS, MASK), None)
+    assert stats_of(model, policy, TOKENS, MASK, reference=itself, **options)[0].kl.max() < 1e-12
+
+
+def products(jaxpr: jax.extend.core.Jaxpr, columns: int) -> int:
+    """The matrix products of a program with an axis of this size."""
+    found = 0
+    for equation in jaxpr.eqns:
+        shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
+        found += equation.primitive.name == "dot_general" and any(columns in shape for shape in shapes)
+        for parameter in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(parameter, "jaxpr", parameter)
+            found += products(inner, columns) if hasattr(inner, "eqns") else 0
+    return found
+
+
+@pytest.mark.parametrize(("trained", "passes"), [("adapter", 2), ("params", 4)])
+def test_a_head_that_is_not_trained_is_gone_through_once(trained, passes):
+    """Logits and their slopes to the hidden states; with a gradient of the head, the logits again and that gradient."""
+    model = Decoder(dataclasses.replace(CONFIG, lora=LoraConfig(2, 4.0, ("q_proj",)), vocab_size=23))
+    mesh = make_mesh()
+    parts = {
+        "params": init_params(model, jax.random.key(0), mesh),
+        "adapter": init_adapter(model, jax.random.key(1), mesh),
+    }
+
+    def loss(part: dict) -> jax.Array:
+        policy = kljax.Policy(**{**parts, trained: part})
+        stats, _ = token_stats(model, policy, TOKENS % 23, MASK, temperature=1.0, entropy=True, entropy_gradient=False)
+        return stats.log_prob.sum()
+
+    assert products(jax.make_jaxpr(jax.grad(loss))(parts[trained]).jaxpr, 23) == passes
 
 
 def test_the_temperature_does_not_recompile():

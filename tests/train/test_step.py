@@ -15,6 +15,7 @@ from tests import tiny
 from train.batch import Batch
 from train.keys import purpose_key
 from train.objective import coefficients
+from train.references import reference_head
 from train.sharding import batch_sharding
 from train.step import make_optimizer, make_prepare, make_score, make_update, update_rows
 from train.tracing import forget_traces
@@ -152,6 +153,61 @@ def test_an_unchanged_policy_has_a_ratio_of_1(shape):
     mask = np.asarray(batch.completion_mask)
     assert (np.asarray(batch.old_log_probs)[mask] < 0).all()
     assert not np.asarray(batch.old_log_probs)[~mask].any()
+
+
+EXACT = ("kl.loss={coef: 0.3, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}")
+
+
+def exact_update(config, shape, reference):
+    """Scored batch, gradient and metrics of one update with the exact KL, on a mesh of this shape."""
+    forget_traces()
+    mesh, model = tiny.mesh_of(*shape), tiny.model_of(config)
+    with jax.set_mesh(mesh):
+        state = tiny.state_of(config, keep_gradient(), mesh)
+        place = jax.tree.map(lambda x: x.sharding, state.trainable["params"])
+        reference = kljax.Policy(jax.tree.map(jax.device_put, reference, place))
+        batch = jax.device_put(tiny.rollout_batch(), batch_sharding(mesh))
+        batch = make_score(config, model, mesh)(state.trainable, None, reference, batch)
+        prepared, _, _ = make_prepare(config, mesh)(batch, state.controller)
+        update = make_update(config, model, keep_gradient(), state, mesh)
+        ref_head = reference_head(config, model, reference)
+        after, metrics = update(state, None, prepared, ALL_ROWS, coefficients(config), ref_head=ref_head)
+    return jax.device_get((batch, after.opt_state, {name: m.value() for name, m in metrics.items()}))
+
+
+@pytest.fixture(scope="module")
+def exact_once():
+    return exact_update(tiny.config_of(*EXACT), (1, 1, 1), REFERENCE.params)
+
+
+def test_the_exact_kl_is_scored_once_and_for_all_updates(exact_once):
+    batch, _, metrics = exact_once
+    mask = np.asarray(batch.completion_mask)
+    assert batch.ref_hidden.shape == (tiny.ROWS, tiny.LENGTH, 16)
+    assert (batch.ref_exact_kl[mask] > 0).all()
+    assert not batch.ref_exact_kl[~mask].any()
+    # Before the first update, the policy that is scored is the one that is updated.
+    np.testing.assert_allclose(metrics["kl_reference_exact"], batch.ref_exact_kl[mask].mean(dtype=float), rtol=1e-5)
+    np.testing.assert_allclose(metrics["kl_loss"], metrics["kl_reference_exact"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((1, 1, 1), ("optim.micro_batches=2",)), ((8, 1, 1), ()), ((2, 2, 2), ()), ((1, 4, 2), ())],
+    ids=str,
+)
+def test_neither_mesh_nor_micro_batches_change_the_exact_kl(exact_once, shape, options):
+    batch, gradient, metrics = exact_update(tiny.config_of(*EXACT, *options), shape, REFERENCE.params)
+    np.testing.assert_allclose(batch.ref_exact_kl, exact_once[0].ref_exact_kl, rtol=1e-4, atol=1e-7)
+    tolerance = 2e-6 * float(exact_once[2]["grad_norm"])
+    chex.assert_trees_all_close(gradient, exact_once[1], rtol=0, atol=tolerance)
+    chex.assert_trees_all_close(metrics, exact_once[2], rtol=1e-5, atol=1e-6)
+
+
+def test_the_exact_kl_of_an_unchanged_policy_is_0():
+    batch, _, metrics = exact_update(tiny.config_of(*EXACT), (1, 1, 1), tiny.host_params())
+    assert batch.ref_exact_kl.max() < 1e-12
+    assert metrics["kl_reference_exact"] < 1e-12
 
 
 def model_applications(jaxpr: jax.extend.core.Jaxpr) -> int:

@@ -35,6 +35,11 @@ def cross_field_warnings(config: Config) -> list[str]:
         for path, coef, estimator in terms
         if coef > 0 and estimator == "none"
     ]
+    if config.exact_reward() and not config.exact_loss():
+        found.append(
+            "kl.reward.estimator: exact charges a token for the KL at later prefixes alone: that at its own does not "
+            "depend on the token; kl.loss.estimator=exact with the same coefficient adds it"
+        )
     if config.kl.loss.coef > 0 and config.kl.loss.gradient == "none":
         found.append("kl.loss.gradient: none makes the KL part of the reported loss, but it trains nothing")
     return found
@@ -63,6 +68,24 @@ def _kl_loss(config: Config) -> Iterator[Problem]:
             "kl.loss.max_ratio",
             "kl.loss.importance_corrected",
         )
+
+
+def _exact(config: Config) -> Iterator[Problem]:
+    """The exact KL samples nothing: it has one gradient, and nothing to correct or to bound."""
+    loss, reward = config.kl.loss, config.kl.reward
+    wrong: list[tuple[str, object, str]] = []
+    if loss.estimator == "exact":
+        if loss.gradient != "value":
+            wrong.append(("loss.gradient", loss.gradient, "is differentiated itself; expected value, or leave it out"))
+        if loss.importance_corrected:
+            wrong.append(("loss.importance_corrected", "true", "is no mean over drawn tokens; expected false"))
+        if loss.value_clip is not None:
+            wrong.append(("loss.value_clip", loss.value_clip, "has no outliers of a sample to bound; expected null"))
+    if reward.estimator == "exact" and reward.value_clip is not None:
+        wrong.append(("reward.value_clip", reward.value_clip, "has no outliers of a sample to bound; expected null"))
+    for name, got, reason in wrong:
+        estimator = f"kl.{name.partition('.')[0]}.estimator"
+        yield _problem(f"got {got}, but {estimator} exact {reason}", f"kl.{name}", estimator)
 
 
 def _controller(config: Config) -> Iterator[Problem]:
@@ -226,6 +249,7 @@ def _divisions(config: Config) -> Iterator[Problem]:
 
 _CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _kl_loss,
+    _exact,
     _controller,
     _value_head,
     _policy_loss,

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from train.config.types import (
     Count,
     CountOrZero,
     Estimator,
+    EstimatorOrExact,
     KLGradient,
     NonNegative,
     Positive,
@@ -46,8 +47,8 @@ Controller = Annotated[
 class RewardKL(Section):
     coef: NonNegative = 0.0
     """Coefficient of the KL that is subtracted from the per-token rewards; with a controller, its initial value."""
-    estimator: Estimator = "k1"
-    """Estimator of the KL in the reward; `system/name`, such as `verl/kl`, sets what that name implies."""
+    estimator: EstimatorOrExact = "k1"
+    """Estimator of the KL in the reward, or `exact`, over the vocabulary; `verl/kl` sets what that name implies."""
     value_clip: Positive | None = None
     """Bound of each token's estimate, in nats; null: none."""
     controller: Controller = FixedController(type="fixed")
@@ -57,16 +58,23 @@ class RewardKL(Section):
 class LossKL(Section):
     coef: NonNegative = 0.0
     """Coefficient of the reference KL term of the loss."""
-    estimator: Estimator = "k3"
-    """Estimator that gives the value of the term; `system/name`, such as `verl/low_var_kl`, sets all it implies."""
+    estimator: EstimatorOrExact = "k3"
+    """Value of the term; `exact`: over the vocabulary; `system/name`, as `verl/low_var_kl`, sets all it implies."""
     gradient: KLGradient = "k2"
-    """`value` differentiates the estimate, `k2` is straight-through with the gradient of KL(policy || reference)."""
+    """`value` differentiates it (`exact`: always), `k2` is straight-through with the gradient of KL(policy || ref)."""
     importance_corrected: bool = False
     """Multiply by the ratio of the policy to the policy that sampled, which makes the term exact off-policy."""
     max_ratio: Positive | None = None
     """Upper bound of that ratio; null: none."""
     value_clip: Positive | None = None
     """Bound of each token's estimate, in nats; null: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _exact_is_differentiated(cls, raw: Any) -> Any:
+        """So that `estimator: exact` alone is enough: it has one gradient, its own."""
+        exact = isinstance(raw, dict) and raw.get("estimator") == "exact"
+        return {"gradient": "value", **raw} if exact else raw
 
 
 class AdvantageKL(Section):

@@ -103,6 +103,18 @@ class Mesh(Section):
     """Devices over which heads, MLP and vocabulary are split."""
 
 
+class Tile(Section):
+    tokens: Count
+    """Positions whose logits exist at a time; more of them read the head less often."""
+    vocab: Count
+    """Entries of the vocabulary whose logits exist at a time."""
+
+
+class LogProbs(Section):
+    tile: Tile | None = None
+    """Part of the logits that exists at a time, changes memory and speed; null: by the kind of device."""
+
+
 class WarmStart(Section):
     steps: CountOrZero = 300
     """Supervised steps before RL; their result is the base."""
@@ -221,6 +233,8 @@ class Config(Section):
     """Train only an adapter; null: train all weights."""
     mesh: Mesh = Mesh()
     """Devices along each axis."""
+    log_probs: LogProbs = LogProbs()
+    """How log-probs are computed; there are never logits of all positions."""
     warm_start: WarmStart = WarmStart()
     """Supervised steps before RL."""
     rollout: Rollout = Rollout()
@@ -254,6 +268,18 @@ class Config(Section):
         """Whether reference log-probs are computed at all."""
         coefs = (self.kl.reward.coef, self.kl.loss.coef, self.kl.advantage.coef)
         return self.reference.monitor or any(coef > 0 for coef in coefs)
+
+    def exact_loss(self) -> bool:
+        """Whether the loss has the exact KL, so that hidden states of the reference are kept."""
+        return self.kl.loss.coef > 0 and self.kl.loss.estimator == "exact"
+
+    def exact_reward(self) -> bool:
+        """Whether the reward has the exact KL."""
+        return self.kl.reward.coef > 0 and self.kl.reward.estimator == "exact"
+
+    def shares_head(self) -> bool:
+        """Whether policy and reference have one LM head, which is then not trained."""
+        return self.lora is not None and self.reference.source != "checkpoint"
 
     def needs_rollout_log_probs(self) -> bool:
         """Whether the objective reads the sampler's log-probs."""

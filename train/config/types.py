@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Estimator = Literal["none", "k1", "abs", "k2", "k3", "low_var_kl"]
+EstimatorOrExact = Literal[Estimator, "exact"]
 RolloutEstimator = Literal["k1", "abs", "k2", "k3"]
 KLGradient = Literal["value", "k2", "weighted_k2", "none"]
 Aggregation = Literal[
