@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kljax
+from kljax._numerics import floor_share
 from tests.kljax.losses.pointwise import check_far
 from tests.masks import MASK, check_masked, draw
 
@@ -34,6 +35,40 @@ def test_kl_cov_value_and_gradient(fraction: float, count: int) -> None:
     grad = jax.grad(lambda lp: loss(lp).sum())(jnp.asarray(LP))
     expected = np.where(MASK, -ADV * RATIO + np.where(pays, 0.7 * np.sign(LP - OLD), 0), 0)
     np.testing.assert_allclose(grad, expected, 1e-12, 1e-14)
+
+
+# Where a product in float32 is a whole number and Python's is below it, where both are rounded up to one, and others.
+FRACTIONS = [0.29, 0.57, 0.1, 0.2, 0.3, 0.07, 1 / 3, 2 / 3, 0.55, 2e-4, 1e-9, 0.0, 0.999999, float(np.nextafter(1, 0))]
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_counts_are_those_of_python(x64: bool) -> None:
+    counts, drawn = np.arange(2**15 + 1), np.random.default_rng(0)
+    fractions = [*FRACTIONS, 1.0, 3.0, np.float32(0.29), *drawn.random(10), *np.round(drawn.random(20), 3)]
+    with jax.enable_x64(x64):
+        for fraction in fractions:
+            share = jax.jit(lambda n, f=fraction: floor_share(f, n, counts.size - 1))(jnp.asarray(counts))
+            expected = [min(int(float(fraction) * n), n) for n in counts.tolist()]
+            np.testing.assert_array_equal(share, expected, str(fraction))
+
+
+def test_counts_of_a_batch_of_millions_are_those_of_python() -> None:
+    counts = np.unique(np.r_[np.arange(0, 2**24 + 1, 100), 2**24 - np.arange(1000)])
+    for fraction in (0.29, 2e-4, 0.123456789):
+        share = jax.jit(lambda n, f=fraction: floor_share(f, n, 2**24))(jnp.asarray(counts))
+        np.testing.assert_array_equal(share, np.floor(fraction * counts), str(fraction))
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(("fraction", "tokens"), [(0.29, 100), (0.57, 200), (0.58, 50), (0.1, 30)])
+def test_losses_choose_as_many_tokens_as_python_counts(fraction: float, tokens: int, x64: bool) -> None:
+    with jax.enable_x64(x64):
+        lp = jnp.linspace(-2.0, -1.0, tokens, dtype=jnp.float32)
+        mask, none = jnp.ones(tokens, bool), jnp.zeros(tokens, jnp.float32)
+        paid = jax.jit(lambda lp: kljax.kl_cov_loss(lp, lp - 1, none, mask, fraction=fraction))(lp)
+        adv = jnp.linspace(1.0, 2.0, tokens, dtype=jnp.float32)
+        kept = jax.jit(lambda lp: kljax.clip_cov_loss(lp, lp, adv, mask, KEYS[0], fraction=fraction, lower=-9.0))(lp)
+        assert (paid != 0).sum() == (kept == 0).sum() == int(fraction * tokens)
 
 
 def test_kl_cov_penalty_has_no_gradient_at_the_start_of_an_update() -> None:
