@@ -23,6 +23,7 @@ ROWS = (
     ("accuracy", "held-out accuracy, sampled (%)", ".1f"),
     ("accuracy_greedy", "held-out accuracy, greedy (%)", ".1f"),
     ("kl_reference", "KL(policy || reference) (nats/token)", ".4g"),
+    ("kl_reference_exact", "exact KL(policy || reference) (nats/token)", ".4g"),
     ("rollout_kl", "rollout KL (nats/token)", ".2e"),
 )
 
@@ -93,7 +94,7 @@ def print_comparison(console: Console, before: Mapping[str, float], after: Mappi
 
     Args:
         console: where to print.
-        before: `accuracy` (percent), `kl_reference`, `rollout_kl` (nats per token), each optional.
+        before: `accuracy` (percent), `kl_reference`, `rollout_kl` (nats per token) and others of `ROWS`, each optional.
         after: the same.
     """
     table = Table("", "before", "after")

@@ -39,6 +39,7 @@ from train.tracing import forget_traces
 Tree = Any
 INTERRUPTED = 130
 ACCURACIES = ("accuracy", "accuracy_greedy")
+KLS = ("kl_reference", "kl_reference_exact", "rollout_kl")
 
 
 @contextmanager
@@ -181,7 +182,7 @@ def _before_and_after(directory: RunDirectory) -> tuple[dict[str, float], dict[s
     evaluations = [record for record in records if record["phase"] == "eval"]
     steps = [record for record in records if record["phase"] == "train"]
     last = steps[-1] if steps else {}
-    measured: dict[str, float] = {name: last[name] for name in ("kl_reference", "rollout_kl") if name in last}
+    measured: dict[str, float] = {name: last[name] for name in KLS if name in last}
     before, after = ({name: record[name] for name in ACCURACIES} for record in (evaluations[0], evaluations[-1]))
     return before, after | measured
 

@@ -82,13 +82,13 @@ def test_the_default_console_writes_no_control_codes_into_a_pipe(monkeypatch, ca
 
 def test_the_table_shows_accuracy_and_kl_before_and_after():
     console = piped()
-    report.print_comparison(
-        console, {"accuracy": 31.25, "rollout_kl": 1e-9}, {"accuracy": 87.5, "kl_reference": 0.0123456}
-    )
+    after = {"accuracy": 87.5, "kl_reference": 0.0123456, "kl_reference_exact": 0.0123}
+    report.print_comparison(console, {"accuracy": 31.25, "rollout_kl": 1e-9}, after)
     rows = [line.replace("│", " ").split("  ") for line in output(console).splitlines()]
     cells = {row[0].strip(): row[1:] for row in ([cell for cell in row if cell.strip()] for row in rows) if row}
     assert [cell.strip() for cell in cells["held-out accuracy, sampled (%)"]] == ["31.2", "87.5"]
     assert [cell.strip() for cell in cells["KL(policy || reference) (nats/token)"]] == ["-", "0.01235"]
+    assert [cell.strip() for cell in cells["exact KL(policy || reference) (nats/token)"]] == ["-", "0.0123"]
     assert [cell.strip() for cell in cells["rollout KL (nats/token)"]] == ["1.00e-09", "-"]
     assert ESCAPE not in output(console)
 
