@@ -49,6 +49,11 @@ def bregman(p: Array, q: Array, y: Array) -> Array:
     return jnp.where(near, p * (0.5 * close * close * _exp_tail(close, 2)), q - p * (1 + jnp.where(near, 0, y)))
 
 
+def difference(first: Array, second: Array) -> Array:
+    """`first - second`, 0 where both are the same infinity."""
+    return jnp.where(first == second, 0, first - second)
+
+
 def clip(values: Array, low: Scalar | None, high: Scalar | None) -> Array:
     """Clips with PyTorch's gradient: 1 inside and on both bounds, 0 outside (`jnp.clip` gives 0.5 on a bound)."""
     if low is not None:

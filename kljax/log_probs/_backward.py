@@ -82,8 +82,8 @@ def backward(
 ) -> Gradients:
     """Gradients of the shapes and types of the weights; None for those not asked for."""
     shard = Shard.of(spec, weights, data)
-    per_token = jax.tree.map(lambda x: x.reshape(-1), saved_and_cotangents)
-    part = Part(shard.tokens, *pack(shard.rows, per_token))
+    saved, cotangents = jax.tree.map(lambda x: x.reshape(-1), saved_and_cotangents)
+    part = Part(shard.tokens, pack(shard.rows, saved), pack(shard.rows, cotangents, empty=True))
     wanted = Gradients(*(x if ask else None for x, ask in zip(weights, asked, strict=True)))
     start = wanted._replace(
         hidden=shard.tokens.hidden if asked.hidden else None,
@@ -183,10 +183,12 @@ def _slopes(
         slopes = slopes + jnp.where(is_target(columns, part.tokens), cotangents.log_prob[:, None], 0)
     if cotangents.kl is None or ref is None:
         return slopes, None
+    assert saved.ref_logsumexp is not None
+    q, gap = jnp.exp(ref.values - saved.ref_logsumexp[:, None]), policy.values - ref.values
     if shard.spec.divergence == "jsd":
-        of_policy, of_ref = _jsd_slopes(log_p, p, ref.values, saved, shard.data)
+        of_policy, of_ref = _jsd_slopes(p, q, gap, saved, shard.data)
     else:
-        of_policy, of_ref = _kl_slopes(shard.spec.divergence == "reverse", policy.values, p, ref.values, saved)
+        of_policy, of_ref = _kl_slopes(p, q, gap, saved, reverse=shard.spec.divergence == "reverse")
     kl = cotangents.kl
     if saved.mean_gap is not None:
         # Where it is infinite its gradient is 0.
@@ -194,22 +196,19 @@ def _slopes(
     return slopes + kl[:, None] * of_policy, kl[:, None] * of_ref
 
 
-def _kl_slopes(reverse: bool, policy: Array, p: Array, ref: Array, saved: Saved) -> tuple[Array, Array]:
-    assert saved.ref_logsumexp is not None
+def _kl_slopes(p: Array, q: Array, gap: Array, saved: Saved, *, reverse: bool) -> tuple[Array, Array]:
     assert saved.mean_gap is not None
-    q = jnp.exp(ref - saved.ref_logsumexp[:, None])
     mean_gap = jnp.nan_to_num(saved.mean_gap, nan=0.0)[:, None]
     if reverse:
-        return p * ((policy - ref) - mean_gap), q - p
-    return p - q, q * ((ref - policy) - mean_gap)
+        return p * (gap - mean_gap), q - p
+    return p - q, q * (-gap - mean_gap)
 
 
-def _jsd_slopes(log_p: Array, p: Array, ref: Array, saved: Saved, data: Data) -> tuple[Array, Array]:
-    assert saved.ref_logsumexp is not None
+def _jsd_slopes(p: Array, q: Array, gap: Array, saved: Saved, data: Data) -> tuple[Array, Array]:
+    assert saved.shift is not None
     assert saved.policy_mean is not None
     assert saved.ref_mean is not None
     assert data.beta is not None
-    log_q = ref - saved.ref_logsumexp[:, None]
-    to_policy, to_ref = online.mixture_slopes(log_p, log_q, data.beta)
+    to_policy, to_ref = online.mixture_slopes(-gap - saved.shift[:, None], data.beta)
     of_policy = p * (-(1 - data.beta) * to_policy - saved.policy_mean[:, None])
-    return of_policy, jnp.exp(log_q) * (-data.beta * to_ref - saved.ref_mean[:, None])
+    return of_policy, q * (-data.beta * to_ref - saved.ref_mean[:, None])

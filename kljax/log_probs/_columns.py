@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -78,7 +79,7 @@ def over_columns(spec: Spec, weights: Weights, body: Callable[[Any, Columns], An
 
     def cut(head: Array, hidden: Array, start: Array, width: int) -> Array:
         chunk = lax.dynamic_slice_in_dim(head, start, width, axis=spec.vocab_axis)
-        return mesh.gather(chunk, spec.embed_axis).astype(jnp.promote_types(hidden.dtype, head.dtype))
+        return mesh.gather(chunk, spec.embed_axis).astype(_wider(hidden.dtype, head.dtype))
 
     def columns(start: Array, width: int) -> Columns:
         head = cut(weights.head, weights.hidden, start, width)
@@ -96,3 +97,9 @@ def over_columns(spec: Spec, weights: Weights, body: Callable[[Any, Columns], An
             lambda c, i: (body(c, columns(i * size, size)), None), carry, jnp.arange(whole, dtype=jnp.int32)
         )
     return body(carry, columns(jnp.int32(whole * size), rest)) if rest else carry
+
+
+def _wider(a: jnp.dtype, b: jnp.dtype) -> jnp.dtype:
+    """The type that holds both, also where the caller has forbidden to mix types unasked: here it is documented."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)

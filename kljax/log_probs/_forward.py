@@ -20,6 +20,7 @@ class Saved(NamedTuple):
       logsumexp, ref_logsumexp: normalisers.
       entropy: of the policy.
       mean_gap: mean of the difference of the logits that the gradient of a KL is about; NaN where the KL is infinite.
+      shift: log of the reference's normaliser over the policy's, for a JSD.
       policy_mean, ref_mean: the means of the slopes of a JSD.
       toward, away: `[..., D]` slope of the target's logit and of the logsumexp to the hidden states.
     """
@@ -28,6 +29,7 @@ class Saved(NamedTuple):
     ref_logsumexp: Array | None = None
     entropy: Array | None = None
     mean_gap: Array | None = None
+    shift: Array | None = None
     policy_mean: Array | None = None
     ref_mean: Array | None = None
     toward: Array | None = None
@@ -129,9 +131,11 @@ def _finish(spec: Spec, sums: online.Sums) -> tuple[dict[str, Array], Saved]:
         saved = saved._replace(entropy=stats["entropy"])
     if sums.ref is not None:
         saved = saved._replace(ref_logsumexp=sums.ref.logsumexp())
-    if sums.gap is not None:
-        stats["kl"], mean_gap = online.kl_of(spec, sums)
-        saved = saved._replace(mean_gap=jnp.where(jnp.isinf(stats["kl"]), jnp.nan, mean_gap))
+    if spec.divergence == "jsd":
+        saved = saved._replace(shift=online.gap_of(spec, sums).shift)
+    elif sums.gap is not None:
+        stats["kl"], gap = online.kl_of(spec, sums)
+        saved = saved._replace(mean_gap=jnp.where(jnp.isinf(stats["kl"]), jnp.nan, gap.mean))
     return stats, saved
 
 
@@ -143,13 +147,13 @@ def _mixture(shard: Shard, saved: Saved) -> online.Mixture:
 
     def body(sums: online.Mixture, columns: Columns) -> online.Mixture:
         def tile(index: Array, sums: online.Mixture) -> online.Mixture:
-            part, logsumexp, ref_logsumexp, before = shard.tile_of(
-                index, (shard.tokens, saved.logsumexp, saved.ref_logsumexp, sums)
-            )
+            part, own, before = shard.tile_of(index, (shard.tokens, saved, sums))
             policy, ref = shard.logits(columns, part)
             assert ref is not None
-            log_p, log_q = policy.values - logsumexp[:, None], ref.values - ref_logsumexp[:, None]
-            return shard.put_tile(index, sums, online.add_mixture(before, log_p, log_q, beta))
+            p = jnp.exp(policy.values - own.logsumexp[:, None])
+            q = jnp.exp(ref.values - own.ref_logsumexp[:, None])
+            y = (ref.values - policy.values) - own.shift[:, None]
+            return shard.put_tile(index, sums, online.add_mixture(before, p, q, y, beta))
 
         return shard.over_tiles(tile, sums)
 

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kljax._numerics import expm1_minus, log_mix
+from kljax._numerics import bregman, expm1_minus, log_mix
 from kljax._typing import Array
 from kljax.log_probs._columns import Columns, Mesh
 from kljax.log_probs._options import Spec
 from kljax.log_probs._shard import IMPOSSIBLE, Tokens, is_target
 
 # Above this a KL is infinite: it has met `IMPOSSIBLE` where the first distribution has probability.
-_INFINITE = 1e6
+INFINITE = 1e6
 # exp of this, times any vocabulary, is finite in float32 or becomes an infinity that is noticed.
 _LARGEST_EXPONENT = 80.0
 # How far the two normalisers may be apart, as a ratio less 1, for the form that does not cancel.
@@ -56,7 +56,7 @@ def start(spec: Spec, tokens: Tokens, dtype: jnp.dtype) -> Sums:
     """The sums over nothing."""
     zero = jnp.zeros_like(tokens.inverse_temperature, dtype=dtype)
     nothing = Softmax(zero + IMPOSSIBLE, zero)
-    kl = spec.divergence in ("reverse", "forward")
+    kl = spec.divergence is not None
     return Sums(
         policy=nothing,
         ref=None if tokens.ref_hidden is None else nothing,
@@ -73,12 +73,6 @@ def _add(before: Softmax, logits: Array) -> tuple[Softmax, Array, Array]:
     scale = jnp.exp(before.top - top)
     e = jnp.exp(logits - top[:, None])
     return Softmax(top, before.total * scale + e.sum(-1)), e, scale
-
-
-def weighted_excess(p: Array, q: Array, y: Array) -> Array:
-    """`p (exp(y) - 1 - y)` for `y = log(q / p)`, never negative; far from `y = 0` as `q - p - p y`, a finite form."""
-    near = jnp.abs(y) <= 1
-    return jnp.where(near, p * expm1_minus(jnp.where(near, y, 0)), q - p - p * y)
 
 
 def update(
@@ -101,14 +95,17 @@ def update(
     reference, e_ref, scale_ref = _add(sums.ref, ref)
     new = new._replace(ref=reference)
     if sums.gap is not None and sums.excess is not None:
-        reverse = spec.divergence == "reverse"
-        first, weight, rescale = (policy, e, scale) if reverse else (reference, e_ref, scale_ref)
-        own, other = (logits, ref) if reverse else (ref, logits)
-        difference = own - other
-        there = jnp.exp(jnp.minimum(other - first.top[:, None], _LARGEST_EXPONENT))
+        reverse = spec.divergence != "forward"
+        lower = reference.top - policy.top
+        if reverse:
+            first, second, rescale, difference = e, e_ref, scale, logits - ref
+        else:
+            first, second, rescale, difference, lower = e_ref, e, scale_ref, ref - logits, -lower
+        # Both relative to the largest logit of the first; an overflow is noticed when the normalisers are compared.
+        second = second * jnp.exp(jnp.minimum(lower, _LARGEST_EXPONENT))[:, None]
         new = new._replace(
-            gap=sums.gap * rescale + (weight * difference).sum(-1),
-            excess=sums.excess * rescale + weighted_excess(weight, there, -difference).sum(-1),
+            gap=sums.gap * rescale + (first * difference).sum(-1),
+            excess=sums.excess * rescale + bregman(first, second, -difference).sum(-1),
         )
     return new, e, scale
 
@@ -125,7 +122,7 @@ def merge(spec: Spec, sums: Sums, mesh: Mesh) -> tuple[Sums, Array]:
         top_ref = mesh.max_over_vocab(ref.top)
         scale_ref = jnp.exp(ref.top - top_ref)
         ref = Softmax(jnp.zeros_like(top_ref), ref.total * scale_ref)
-        rescale = scale if spec.divergence == "reverse" else scale_ref
+        rescale = scale_ref if spec.divergence == "forward" else scale
     parts = Sums(
         policy=Softmax(jnp.zeros_like(top), sums.policy.total * scale),
         ref=ref,
@@ -146,20 +143,49 @@ def impossible_to_infinite(logits: Array) -> Array:
     return jnp.where(logits <= IMPOSSIBLE, -jnp.inf, logits)
 
 
-def kl_of(spec: Spec, sums: Sums) -> tuple[Array, Array]:
-    """The KL from the sums, and the mean of the difference of the logits that its gradient is about."""
+class Gap(NamedTuple):
+    """`[rows]` how far the other distribution is from the first.
+
+    Attributes:
+      shift: log of its normaliser over the first's.
+      mean: mean of the difference of the first's logits to its, which the gradient of the KL is about.
+      close: whether the shift has the relative accuracy of the logits' difference.
+    """
+
+    shift: Array
+    mean: Array
+    close: Array
+
+
+def gap_of(spec: Spec, sums: Sums) -> Gap:
+    """The gap from the sums.
+
+    The shift is the logarithm of a mean of ratios where these are nearly 1, instead of a difference of two numbers that
+    are large beside it.
+    """
     assert sums.ref is not None
     assert sums.gap is not None
     assert sums.excess is not None
-    first, other = (sums.policy, sums.ref) if spec.divergence == "reverse" else (sums.ref, sums.policy)
-    mean_gap, excess = sums.gap / first.total, sums.excess / first.total
-    # With x the ratio of the normalisers less 1, kl = excess + (log(1 + x) - x), both of the order of the KL.
-    x = excess - mean_gap
+    first, other = (sums.ref, sums.policy) if spec.divergence == "forward" else (sums.policy, sums.ref)
+    mean = sums.gap / first.total
+    ratio = sums.excess / first.total - mean
     low, high = _NORMALISERS_CLOSE
-    close = (x > low) & (x < high)
-    precise = excess - expm1_minus(jnp.log1p(jnp.where(close, x, 0)))
-    kl = jnp.where(close, precise, mean_gap - (first.logsumexp() - other.logsumexp()))
-    return jnp.where(kl > _INFINITE, jnp.inf, jnp.maximum(kl, 0)), mean_gap
+    # A mean difference that is large means that they are far apart, or that a token is impossible for one of them.
+    close = (ratio > low) & (ratio < high) & (jnp.abs(mean) < 1)
+    near = jnp.log1p(jnp.where(close, ratio, 0))
+    return Gap(jnp.where(close, near, other.logsumexp() - first.logsumexp()), mean, close)
+
+
+def kl_of(spec: Spec, sums: Sums) -> tuple[Array, Gap]:
+    """The KL from the sums, and the gap."""
+    assert sums.ref is not None
+    assert sums.excess is not None
+    gap = gap_of(spec, sums)
+    first = sums.ref if spec.divergence == "forward" else sums.policy
+    # kl = mean + shift, whose terms cancel; the excess and exp(shift) - 1 - shift are of the order of the KL.
+    precise = sums.excess / first.total - expm1_minus(gap.shift)
+    kl = jnp.where(gap.close, precise, gap.mean + gap.shift)
+    return jnp.where(kl > INFINITE, jnp.inf, jnp.maximum(kl, 0)), gap
 
 
 class Mixture(NamedTuple):
@@ -170,17 +196,16 @@ class Mixture(NamedTuple):
     ref_mean: Array
 
 
-def mixture_slopes(policy: Array, ref: Array, beta: Array) -> tuple[Array, Array]:
-    """From normalised log-probs: `log(M / P)` and `log(M / Q)` for the mixture `M = (1 - beta) P + beta Q`."""
-    return log_mix(beta, ref - policy), log_mix(1 - beta, policy - ref)
+def mixture_slopes(y: Array, beta: Array) -> tuple[Array, Array]:
+    """From `y = log(Q / P)`: `log(M / P)` and `log(M / Q)` for the mixture `M = (1 - beta) P + beta Q`."""
+    return log_mix(beta, y), log_mix(1 - beta, -y)
 
 
-def add_mixture(sums: Mixture, policy: Array, ref: Array, beta: Array) -> Mixture:
-    """The sums with one more tile of normalised log-probs."""
-    to_policy, to_ref = mixture_slopes(policy, ref, beta)
-    p, q = jnp.exp(policy), jnp.exp(ref)
+def add_mixture(sums: Mixture, p: Array, q: Array, y: Array, beta: Array) -> Mixture:
+    """The sums with one more tile of probabilities, with `y = log(q / p)`."""
+    to_policy, to_ref = mixture_slopes(y, beta)
     mixed = (1 - beta) * p + beta * q
-    value = (1 - beta) * weighted_excess(p, mixed, to_policy) + beta * weighted_excess(q, mixed, to_ref)
+    value = (1 - beta) * bregman(p, mixed, to_policy) + beta * bregman(q, mixed, to_ref)
     return Mixture(
         sums.value + value.sum(-1),
         sums.policy_mean - (1 - beta) * (p * to_policy).sum(-1),

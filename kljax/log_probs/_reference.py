@@ -3,16 +3,19 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._numerics import expm1_minus, log_mix
+from kljax._numerics import bregman
 from kljax._typing import Array
 from kljax.log_probs._inputs import Data, Weights, scaled_logits, statistics_dtype
+from kljax.log_probs._online import INFINITE, mixture_slopes
 from kljax.log_probs._options import Spec
+from kljax.log_probs._shard import IMPOSSIBLE
 
 
 def reference_stats(spec: Spec, weights: Weights, data: Data) -> dict[str, Array]:
     """Log-prob of each target, logsumexp and, if asked, entropy and divergence; 0 where the mask is 0."""
-    keep = data.mask
-    log_probs, logsumexp = _log_softmax(spec, weights.hidden, weights.head, weights.bias, data)
+    logits = _logits(spec, weights.hidden, weights.head, weights.bias, data)
+    logsumexp = jax.nn.logsumexp(logits, axis=-1)
+    log_probs = logits - logsumexp[..., None]
     stats = {"logsumexp": logsumexp}
     if data.targets is not None:
         stats["log_prob"] = jnp.take_along_axis(log_probs, data.targets[..., None], axis=-1)[..., 0]
@@ -25,38 +28,39 @@ def reference_stats(spec: Spec, weights: Weights, data: Data) -> dict[str, Array
     if spec.divergence is not None and weights.ref_hidden is not None:
         head = jax.lax.stop_gradient(weights.head) if weights.ref_head is None else weights.ref_head
         bias = None if weights.bias is None else jax.lax.stop_gradient(weights.bias)
-        ref, _ = _log_softmax(spec, weights.ref_hidden, head, bias, data)
-        stats["kl"] = _divergence(spec.divergence, log_probs, ref, data.beta)
-    if keep is None:
+        stats["kl"] = _divergence(
+            spec.divergence, logits, _logits(spec, weights.ref_hidden, head, bias, data), data.beta
+        )
+    if data.mask is None:
         return stats
-    return {name: jnp.where(keep, value, 0) for name, value in stats.items()}
+    return {name: jnp.where(data.mask, value, 0) for name, value in stats.items()}
 
 
-def _log_softmax(spec: Spec, hidden: Array, head: Array, bias: Array | None, data: Data) -> tuple[Array, Array]:
-    """`[..., V]` log-probs and `[...]` logsumexp over the tokens of the vocabulary."""
+def _logits(spec: Spec, hidden: Array, head: Array, bias: Array | None, data: Data) -> Array:
+    """`[..., V]` logits of the tokens of the vocabulary; of zeros under the mask."""
     wide = statistics_dtype(Weights(hidden, head, bias))
     if data.mask is not None:
         hidden = jnp.where(data.mask[..., None], hidden, 0)
     head = jax.lax.slice_in_dim(head, 0, spec.vocab_size, axis=spec.vocab_axis)
     product = jnp.einsum(f"...d,{spec.layout}->...v", hidden.astype(wide), head.astype(wide))
     cut = None if bias is None else bias[: spec.vocab_size]
-    logits, _ = scaled_logits(product, cut, data.inverse_temperature[..., None], data)
-    logsumexp = jax.nn.logsumexp(logits, axis=-1)
-    return logits - logsumexp[..., None], logsumexp
+    return scaled_logits(product, cut, data.inverse_temperature[..., None], data)[0]
 
 
 def _divergence(kind: str, policy: Array, ref: Array, beta: Array | None) -> Array:
+    """From logits: KL(first || other), or the JSD, from terms that are not negative."""
+    first, other = (ref, policy) if kind == "forward" else (policy, ref)
+    first, other = jnp.maximum(first, IMPOSSIBLE), jnp.maximum(other, IMPOSSIBLE)
+    p, q, gap = jax.nn.softmax(first), jax.nn.softmax(other), other - first
+    # The difference of the normalisers has to be as accurate as that of the logits: the log of a mean ratio, near 1.
+    near = jnp.abs(gap).max(-1) < 1
+    ratio = (p * jnp.expm1(jnp.where(near[..., None], gap, 0))).sum(-1)
+    far = jax.nn.logsumexp(other, axis=-1) - jax.nn.logsumexp(first, axis=-1)
+    y = gap - jnp.where(near, jnp.log1p(ratio), far)[..., None]
     if kind == "jsd":
         assert beta is not None
-        to_policy, to_ref = log_mix(beta, ref - policy), log_mix(1 - beta, policy - ref)
-        terms = beta * jnp.exp(ref) * expm1_minus(to_ref) + (1 - beta) * jnp.exp(policy) * expm1_minus(to_policy)
-        return terms.sum(-1)
-    p, q = (policy, ref) if kind == "reverse" else (ref, policy)
-    possible = p > -jnp.inf
-    # No term is negative and their sum is KL(p || q), as both are distributions; p (log p - log q) would cancel. Where
-    # the ratio may overflow the same term is q - p - p log(q / p).
-    y = jnp.where(possible, q - jnp.where(possible, p, 0), 0)
-    near = jnp.abs(y) <= 1
-    close = jnp.exp(p) * expm1_minus(jnp.where(near, y, 0))
-    far = jnp.exp(q) - jnp.exp(p) * (1 + jnp.where(near, 0, y))
-    return jnp.where(possible, jnp.where(near, close, far), jnp.exp(q)).sum(-1)
+        to_first, to_other = mixture_slopes(y, beta)
+        mixed = (1 - beta) * p + beta * q
+        return ((1 - beta) * bregman(p, mixed, to_first) + beta * bregman(q, mixed, to_other)).sum(-1)
+    kl = bregman(p, q, y).sum(-1)
+    return jnp.where(kl > INFINITE, jnp.inf, kl)

@@ -45,7 +45,9 @@ def arrange(mask: Array | None, total: int, limit: int) -> Rows:
     place = jnp.cumsum(mask, dtype=jnp.int32) - 1
     # The place of a token that is left out is past the end, where a write is dropped.
     at = jnp.where(mask, place, padded)
-    source = jnp.zeros_like(place, shape=padded).at[at].set(jnp.arange(total, dtype=jnp.int32), mode="drop")
+    # Rows without a token repeat the first that is kept: what is finite for a token is finite for them.
+    first = jnp.argmax(mask).astype(jnp.int32) if total else jnp.int32(0)
+    source = jnp.full_like(place, first, shape=padded).at[at].set(jnp.arange(total, dtype=jnp.int32), mode="drop")
     count = mask.sum(dtype=jnp.int32)
     live = jnp.arange(padded, dtype=jnp.int32) < count
     return Rows(total, size, padded, (count + size - 1) // size, mask, jnp.maximum(place, 0), source, live)
@@ -55,18 +57,20 @@ def _select(keep: Array, values: Array) -> Array:
     return jnp.where(keep.reshape(keep.shape + (1,) * (values.ndim - 1)), values, 0)
 
 
-def pack(rows: Rows, values: Any) -> Any:
-    """`[total, ...]` -> `[padded, ...]` for every array of a tree; rows without a token hold 0."""
+def pack(rows: Rows, values: Any, *, empty: bool = False) -> Any:
+    """`[total, ...]` -> `[padded, ...]` for every array of a tree.
+
+    Rows without a token repeat one that is kept, or hold 0 with `empty`, as what a loss says of no token has to.
+    """
 
     def one(x: Array) -> Array:
+        short = ((0, rows.padded - rows.total), *((0, 0),) * (x.ndim - 1))
+        if not rows.total:
+            return jnp.pad(x, short)
         if rows.source is not None and rows.live is not None:
-            return (
-                _select(rows.live, jnp.take(x, rows.source, axis=0, mode="clip"))
-                if rows.total
-                else jnp.zeros((rows.padded, *x.shape[1:]), x.dtype)
-            )
-        short = rows.padded - rows.total
-        return jnp.pad(x, ((0, short), *((0, 0),) * (x.ndim - 1))) if short else x
+            chosen = jnp.take(x, rows.source, axis=0, mode="clip")
+            return _select(rows.live, chosen) if empty else chosen
+        return x if rows.padded == rows.total else jnp.pad(x, short, mode="constant" if empty else "edge")
 
     return jax.tree.map(one, values)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
-from kljax._numerics import clip, expm1_minus, log_mix, times
+from kljax._numerics import bregman, clip, log_mix, times
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.losses.kl import reference_kl_loss
 
@@ -281,7 +281,8 @@ def _kl_terms(p: Array, q: Array) -> Array:
     """`p (exp(y) - 1 - y)` with `y = log q - log p`, of which the sum over the vocabulary is KL(p || q)."""
     p_gone, q_gone = p == -jnp.inf, q == -jnp.inf
     both = ~p_gone & ~q_gone
-    finite = _bregman(*(jnp.where(both, x, 0) for x in (p, q, q - jnp.where(p_gone, 0, p))))
+    log_p, log_q = jnp.where(both, p, 0), jnp.where(both, q, 0)
+    finite = bregman(jnp.exp(log_p), jnp.exp(log_q), log_q - log_p)
     return jnp.where(both, finite, jnp.where(q_gone & ~p_gone, jnp.inf, jnp.exp(jnp.where(q_gone, -jnp.inf, q))))
 
 
@@ -292,15 +293,9 @@ def _mixture_terms(policy: Array, teacher: Array, beta: Array) -> Array:
     p, q = jnp.where(both, policy, 0), jnp.where(both, teacher, 0)
     to_p, to_q = log_mix(beta, q - p), log_mix(1 - beta, p - q)
     mixed = jnp.where(p > q, p + to_p, q + to_q)
-    terms = beta * _bregman(q, mixed, to_q) + (1 - beta) * _bregman(p, mixed, to_p)
+    m = jnp.exp(mixed)
+    terms = beta * bregman(jnp.exp(q), m, to_q) + (1 - beta) * bregman(jnp.exp(p), m, to_p)
     # What one of the two leaves out is the other's, whose share of the mixture is known.
     alone = jnp.where(no_p, -beta * jnp.log(beta), -(1 - beta) * jnp.log1p(-beta))
     lone = jnp.exp(jnp.where(both, 0, jnp.where(no_p, teacher, policy)))
     return jnp.where(both, terms, alone * lone)
-
-
-def _bregman(log_p: Array, log_q: Array, y: Array) -> Array:
-    """`p (exp(y) - 1 - y)` for finite `log p` and `log q = log p + y`; as `q - p (1 + y)` where `exp(y)` is large."""
-    large = y > 1
-    near = jnp.exp(log_p) * expm1_minus(jnp.where(large, 0, y))
-    return jnp.where(large, jnp.exp(log_q) - jnp.exp(log_p) * (1 + y), near)
