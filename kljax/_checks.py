@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Iterable, Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,9 +39,7 @@ def check_mask(mask: ArrayLike, name: str = "mask") -> Array:
 
 def check_at_least(name: str, value: object, low: float, *, strict: bool = False) -> None:
     """Raises `ValueError` if a Python number is below `low`; traced and absent values pass."""
-    if value is None or isinstance(value, jax.Array) or not isinstance(value, (int, float, np.number)):
-        return
-    if not (value > low if strict else value >= low):
+    if isinstance(value, (int, float, np.number)) and not (value > low if strict else value >= low):
         raise ValueError(f"{name}: got {value!r}, expected a number {'>' if strict else '>='} {low}")
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
-from kljax._devices import all_rows, over_devices, own_rows
+from kljax._devices import all_rows, own_rows
+from kljax._numerics import floor_share
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.masking import highest, masked, masked_mean, masked_var
 
@@ -119,9 +120,8 @@ def clip_v_mask(
     below = masked(expected_scores, mask).astype(score.dtype) - score
     std = jnp.sqrt(masked_var(below, mask, ddof=0, axis_name=axis_name))
     candidates = keep & (jnp.asarray(advantages) < 0) & (below > jnp.asarray(mu, score.dtype) * std)
-    share = jnp.asarray(max_fraction, score.dtype) * over_devices(keep.sum(), axis_name).astype(score.dtype)
-    below, candidates = all_rows((below, candidates), axis_name)
-    most = jnp.clip(jnp.floor(share), 1, below.size).astype(jnp.int32)
+    kept, below, candidates = all_rows((keep, below, candidates), axis_name)
+    most = jnp.maximum(floor_share(max_fraction, kept.sum(), kept.size), 1)
     return keep & ~own_rows(highest(below, candidates, most), axis_name)
 
 

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
-from kljax._numerics import clip_symmetric, exp_capped
+from kljax._numerics import clip_symmetric, difference, exp_capped
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.masking import masked
 from kljax.ratios import level_log_ratios
@@ -80,8 +80,7 @@ def log_ratios_of(
 def _log_mean(first: Array, second: Array) -> Array:
     """`log((exp(a) + exp(b)) / 2)`, with a gradient also where both are minus infinity."""
     high, low = jnp.maximum(first, second), jnp.minimum(first, second)
-    gap = jnp.where(high == low, 0, low - high)
-    return high + (jnp.log1p(jnp.exp(gap)) - math.log(2))
+    return high + (jnp.log1p(jnp.exp(difference(low, high))) - math.log(2))
 
 
 def check_clip(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float
-from kljax._numerics import expm1_minus
+from kljax._numerics import bregman, difference
 from kljax._typing import Array, ArrayLike
 
 
@@ -18,9 +18,7 @@ def bernoulli_tv(log_probs: ArrayLike, other_log_probs: ArrayLike) -> Array:
     """Total variation of the two coins, `|p - q|`, with `p = exp(log_probs)`, `q = exp(other_log_probs)`."""
     first, second = jax.lax.stop_gradient(as_float(log_probs, other_log_probs))
     larger, smaller = jnp.maximum(first, second), jnp.minimum(first, second)
-    # Both -inf: the difference would be NaN.
-    gap = jnp.where(larger == smaller, 0, smaller - larger)
-    return jnp.abs(jnp.exp(larger) * jnp.expm1(gap))
+    return jnp.abs(jnp.exp(larger) * jnp.expm1(difference(smaller, larger)))
 
 
 def bernoulli_kl(log_probs: ArrayLike, other_log_probs: ArrayLike) -> Array:
@@ -31,27 +29,20 @@ def bernoulli_kl(log_probs: ArrayLike, other_log_probs: ArrayLike) -> Array:
     """
     log_p, log_q = (jnp.minimum(x, 0) for x in jax.lax.stop_gradient(as_float(log_probs, other_log_probs)))
     not_p, not_q = -jnp.expm1(log_p), -jnp.expm1(log_q)
-    gap = _difference(log_q, log_p)
+    gap = difference(log_q, log_p)
     # log((1 - q) / (1 - p)): from the difference of p and q if that is small, else from the two logarithms.
     close = jnp.abs(gap) <= 1
     change = -jnp.exp(log_p) * jnp.expm1(jnp.where(close, gap, 0)) / jnp.where(not_p == 0, 1, not_p)
     close &= (jnp.abs(change) <= 0.5) & (not_p > 0)
-    not_gap = jnp.where(close, jnp.log1p(jnp.where(close, change, 0)), _difference(_log1mexp(log_q), _log1mexp(log_p)))
+    not_gap = jnp.where(close, jnp.log1p(jnp.where(close, change, 0)), difference(_log1mexp(log_q), _log1mexp(log_p)))
     kl = _term(jnp.exp(log_p), jnp.exp(log_q), gap) + _term(not_p, not_q, not_gap)
     excluded = ((log_q == -jnp.inf) & (log_p > -jnp.inf)) | ((log_q == 0) & (log_p < 0))
     return jnp.where(excluded, jnp.inf, kl)
 
 
 def _term(p: Array, q: Array, gap: Array) -> Array:
-    """`p (q/p - 1 - gap)` with `gap = log(q/p)`; where it is far from 0 as `q - p - p gap`, which does not overflow."""
-    near = jnp.abs(gap) <= 0.5
-    close = p * expm1_minus(jnp.where(near, gap, 0))
-    return jnp.where(near, close, q - p - jnp.where(p == 0, 0, p * jnp.where(p == 0, 0, gap)))
-
-
-def _difference(first: Array, second: Array) -> Array:
-    """`first - second`, 0 where both are the same infinity."""
-    return jnp.where(first == second, 0, first - second)
+    """`p (q/p - 1 - gap)` with `gap = log(q/p)`, and `q` where `p` is 0."""
+    return jnp.where(p == 0, q, bregman(p, q, jnp.where(p == 0, 0, gap)))
 
 
 def _log1mexp(x: Array) -> Array:

@@ -48,6 +48,15 @@ def test_clip_v_drops_the_farthest_of_negative_advantage(mu: float, fraction: fl
     assert (mu == 9.0) == (expected == MASK).all()
 
 
+def test_the_share_of_tokens_is_that_of_pythons_floats() -> None:
+    ones = np.ones(100, np.float32)
+    below = np.arange(1, 101, dtype=np.float32)
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            kept = kljax.clip_v_mask(-ones, 0 * ones, 0 * ones, below, ones.astype(bool), mu=0.0, max_fraction=0.29)
+        assert (~kept).sum() == int(0.29 * 100) == 28
+
+
 def test_tokens_that_all_score_the_same_are_all_kept() -> None:
     same = np.full(SHAPE, -1.0)
     assert kljax.clip_b_mask(same, same, -same, np.ones(SHAPE, bool), mu=0.0).all()
