@@ -1,0 +1,153 @@
+"""Errors name the argument, what was got and what is allowed; the tile is that of the devices of the mesh."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+import kljax
+from kljax import HeadSharding, Tile
+from kljax.log_probs._tiles import TILES, default_tile, device_kind
+
+# ---- arguments ----
+
+HIDDEN, HEAD, TARGETS = jnp.zeros((3, 5, 7)), jnp.zeros((7, 11)), jnp.zeros((3, 5), int)
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"head": jnp.zeros((3, 4))}, ValueError, r"head: got shape \[3, 4\], expected \[D, V\] with hidden \[3, 5, 7\]"),
+    ({"head_layout": "vd"}, ValueError, r"head: got shape \[7, 11\], expected \[V, D\] with hidden \[3, 5, 7\]"),
+    ({"head_layout": "d"}, ValueError, "head_layout: got 'd', expected one of dv, vd"),
+    ({"targets": jnp.zeros(3, int)}, ValueError, r"targets: got shape \[3\], expected \[3, 5\] as hidden has"),
+    ({"mask": jnp.zeros(5, bool)}, ValueError, r"mask: got shape \[5\], expected \[3, 5\] as hidden has"),
+    ({"mask": jnp.ones((3, 5))}, TypeError, "mask: got dtype float32, expected bool or an integer type"),
+    ({"temperature": -1.0}, ValueError, r"temperature: got -1\.0, expected a number > 0"),
+    ({"temperature": jnp.ones(5)}, ValueError, r"temperature: got shape \[5\], expected a scalar or \[3, 5\]"),
+    ({"softcap": 0.0}, ValueError, r"softcap: got 0\.0, expected a number > 0"),
+    ({"bias": jnp.zeros(7)}, ValueError, r"bias: got shape \[7\], expected \[11\], one per column"),
+    ({"vocab_size": 12}, ValueError, "vocab_size: got 12, expected at most the 11 columns of the head"),
+    ({"vocab_size": 0}, ValueError, "vocab_size: got 0, expected a number >= 1"),
+    ({"direction": "revrse"}, ValueError, "direction: got 'revrse', expected one of reverse, forward; did you mean"),
+    ({"implementation": "tiles"}, ValueError, "implementation: got 'tiles', expected one of tile, reference; did you"),
+    ({"reference": (jnp.zeros((3, 7)), None)}, ValueError, r"ref_hidden: got shape \[3, 7\], expected the leading"),
+    (
+        {"reference": (jnp.zeros((3, 5, 6)), None)},
+        ValueError,
+        r"ref_hidden: got shape \[3, 5, 6\], expected \[\.\.\., D",
+    ),
+    (
+        {"reference": (HIDDEN, jnp.zeros((7, 9)))},
+        ValueError,
+        r"ref_head: got shape \[7, 9\], expected \[D, V\] with the",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), ERRORS)
+def test_errors_of_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"hidden": HIDDEN, "head": HEAD, "targets": TARGETS, **change}
+    with pytest.raises(error, match=message):
+        kljax.log_probs_from_hidden(**arguments)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1])
+def test_beta_is_between_its_ends(beta: float) -> None:
+    message = rf"beta: got {re.escape(repr(beta))}, expected a number between 0 and 1; at the ends see `kl_from_hidden`"
+    with pytest.raises(ValueError, match=message):
+        kljax.jsd_from_hidden(HIDDEN, HEAD, HIDDEN, beta=beta)
+
+
+@pytest.mark.parametrize(("sizes", "message"), [((0, 4), "tile.tokens: got 0"), ((4, -1), "tile.vocab: got -1")])
+def test_errors_of_a_tile(sizes: tuple[int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message) + ", expected a number >= 1"):
+        Tile(*sizes)
+
+
+# ---- shardings ----
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+
+
+SHARDINGS: list[tuple[P, P, tuple[int, ...], tuple[int, int], str]] = [
+    (P("rows"), P(), (4,), (4, 8), r"sharding: got the axes \['rows'\], expected some of \['data', 'fsdp', 'tensor'\]"),
+    (P("data"), P("fsdp", "tensor"), (4,), (4, 8), "expected axes along D that split the tokens too, and axes along V"),
+    (
+        P("data"),
+        P(None, "data"),
+        (4,),
+        (4, 8),
+        r"sharding: got tokens over \('data',\) and a head over \(\) along D and",
+    ),
+    (P("data", "fsdp"), P(), (4,), (4, 8), "sharding: got .* for hidden with 1 axes to split"),
+    (P(("data", "fsdp")), P(), (6,), (4, 8), "hidden: got an axis of size 6, expected a multiple of 4, the devices"),
+    (
+        P(("data", "fsdp")),
+        P("fsdp"),
+        (4,),
+        (5, 8),
+        r"head: got an axis of size 5, expected a multiple of 2, the devices",
+    ),
+    (P("data"), P(None, "tensor"), (4,), (4, 9), r"head: got an axis of size 9, expected a multiple of 2, the devices"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "head", "leading", "shape", "message"), SHARDINGS)
+def test_errors_of_a_sharding(
+    tokens: P, head: P, leading: tuple[int, ...], shape: tuple[int, int], message: str
+) -> None:
+    sharding = HeadSharding(tokens, head, mesh())
+    hidden, targets = jnp.zeros((*leading, shape[0])), jnp.zeros(leading, int)
+    with pytest.raises(ValueError, match=message):
+        kljax.log_probs_from_hidden(hidden, jnp.zeros(shape), targets, sharding=sharding)
+
+
+def test_the_axes_of_a_head_by_its_layout() -> None:
+    sharding = HeadSharding(P(("data", "fsdp"), None), P("fsdp", ("tensor", "expert")))
+    assert sharding.token_axes() == ("data", "fsdp")
+    assert sharding.head_axes("dv") == (("fsdp",), ("tensor", "expert"))
+    assert sharding.head_axes("vd") == (("tensor", "expert"), ("fsdp",))
+    assert HeadSharding(P("data"), P()).head_axes("dv") == ((), ())
+
+
+# ---- the table of tiles ----
+
+
+def test_the_row_with_the_longest_name_counts() -> None:
+    assert default_tile("TPU v5 lite") == TILES["TPU v5 lite"]
+    assert default_tile("TPU v5") == TILES["TPU v5"]
+    assert default_tile("TPU v5p") == TILES["TPU v5"]
+    assert default_tile("TPU v9") == TILES["TPU"]
+    assert default_tile("NVIDIA H100 80GB HBM3") == TILES["NVIDIA"]
+    assert default_tile("cpu") == default_tile("something else") == TILES["cpu"]
+
+
+def test_the_kind_is_that_of_the_devices_of_the_mesh() -> None:
+    here = jax.devices()[0].device_kind
+    assert device_kind(None) == here
+    assert device_kind(HeadSharding(P(), P(), mesh())) == here
+    # Of no devices in particular: those of this process.
+    assert device_kind(HeadSharding(P(), P(), AbstractMesh((2,), ("data",)))) == here
+
+    class Device:
+        device_kind = "TPU v6 lite"
+
+    class Elsewhere(Mesh):
+        """A mesh of devices that this process does not have."""
+
+        devices = np.array([Device()])
+        empty = False
+
+    assert device_kind(HeadSharding(P(), P(), object.__new__(Elsewhere))) == "TPU v6 lite"
+
+
+@pytest.mark.parametrize("tile", [None, Tile(2, 3)])
+def test_the_tile_given_is_the_one_that_is_used(tile: Tile | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TILES, "cpu", Tile(2, 3))
+    hidden, head = jnp.ones((4, 7), jnp.float32), jnp.ones((7, 6), jnp.float32)
+    program = jax.make_jaxpr(lambda h, w: kljax.log_probs_from_hidden(h, w, jnp.zeros(4, jnp.int32), tile=tile))
+    assert "f32[2,3] = dot_general" in str(program(hidden, head))
