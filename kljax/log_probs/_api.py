@@ -88,8 +88,8 @@ def log_probs_from_hidden(
 
     Gradient:
       Of every field to `hidden`, `head` and `bias`, and of `kl` to `ref_hidden` and `ref_head`, for which the bias is
-      data; 0 from masked positions, and from a `kl` that is infinite. Temperature, cap and scale are data. "tile" has
-      no second derivative and no `jvp`.
+      data; 0 from masked positions, and from a `kl` that is infinite. Temperature, cap and scale are data. Of "tile"
+      there is no `jvp`; one of its gradient (a product with the Hessian) there is.
 
     Raises:
       ValueError: if the shapes do not fit, a name is unknown, or a bound is not positive.

@@ -83,7 +83,8 @@ def over_columns(spec: Spec, weights: Weights, body: Callable[[Any, Columns], An
 
     def columns(start: Array, width: int) -> Columns:
         head = cut(weights.head, weights.hidden, start, width)
-        ref_head = None if weights.ref_hidden is None else head
+        # Shared with the reference it is data: also a derivative of the gradient passes it by.
+        ref_head = None if weights.ref_hidden is None else lax.stop_gradient(head)
         if weights.ref_hidden is not None and weights.ref_head is not None:
             ref_head = cut(weights.ref_head, weights.ref_hidden, start, width)
         bias = None if weights.bias is None else lax.dynamic_slice_in_dim(weights.bias, start, width, axis=0)

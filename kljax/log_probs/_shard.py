@@ -76,18 +76,18 @@ class Shard(NamedTuple):
     def logits(self, columns: Columns, tokens: Tokens) -> tuple[Logits, Logits | None]:
         """Logits of a tile, of the policy and, if there is one, of the reference; `IMPOSSIBLE` for what is no token."""
 
-        def of(hidden: Array, head: Array) -> Logits:
+        def of(hidden: Array, head: Array, bias: Array | None) -> Logits:
             product = self._dot(hidden.astype(head.dtype), head, 1, self.spec.embed_axis)
-            values, slope = scaled_logits(product, columns.bias, tokens.inverse_temperature[:, None], self.data)
+            values, slope = scaled_logits(product, bias, tokens.inverse_temperature[:, None], self.data)
             values = jnp.maximum(values, IMPOSSIBLE)
             return Logits(
                 values if columns.known is None else jnp.where(columns.known[None], values, IMPOSSIBLE), slope
             )
 
-        policy = of(tokens.hidden, columns.head)
+        policy = of(tokens.hidden, columns.head, columns.bias)
         if tokens.ref_hidden is None or columns.ref_head is None:
             return policy, None
-        return policy, of(tokens.ref_hidden, columns.ref_head)
+        return policy, of(tokens.ref_hidden, columns.ref_head, lax.stop_gradient(columns.bias))
 
     def to_hidden(self, slopes: Array, head: Array) -> Array:
         """`[rows, columns]` slopes of the products -> `[rows, D]` slopes of the hidden states."""
