@@ -28,11 +28,11 @@ from kljax.audit._quality import (
 )
 from kljax.audit.report import Audit, Interval, Result
 
-# Logits of a block of rows, `[rows, T, V]`: of the policy, of the reference, of the behaviour policy if there is one.
-Block = tuple[Any, Any, Any | None]
 # Numbers of one array of a chunk: some fifty of that size live at a time.
 _CHUNK_ELEMENTS = 2**18
 _LEAST_CHUNK = 64
+# Positions whose logits are asked for at once, at least: those of a head come from one product.
+_GROUP = 64
 # With fewer rows than this, intervals come from resampled positions.
 _FEW_ROWS = 8
 
@@ -68,6 +68,30 @@ class Options:
         check_at_least("max_ratio", self.max_ratio, 0, strict=True)
         check_at_least("chunk_size", self.chunk_size, 1)
         check_choice("resample", self.resample or "rows", ("rows", "positions"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of rows whose logits are asked for a few positions at a time.
+
+    Attributes:
+      shape: `(rows, T, V)`.
+      stale: whether another policy than the one audited draws the tokens.
+      logits: from `[C]` positions, counted over the rows, to the logits `[C, V]` of the policy, of the reference and,
+        if `stale`, of the policy that draws.
+      kl: from the same positions to the exact KL `[C]`; None takes it from the logits.
+    """
+
+    shape: tuple[int, ...]
+    stale: bool
+    logits: Callable[[np.ndarray], list[Any]]
+    kl: Callable[[np.ndarray], Array] | None = None
+
+    @classmethod
+    def of(cls, *logits: Any) -> "Block":
+        """Arrays `[rows, T, V]`: of the policy, of the reference, and of the policy that draws if it is another."""
+        flat = [one.reshape(-1, one.shape[-1]) for one in logits]
+        return cls(logits[0].shape, len(logits) == 3, lambda positions: [one[positions] for one in flat])
 
 
 def check_intervals(replicates: int, confidence: float) -> None:
@@ -163,9 +187,9 @@ def _all_moments(
     corrections: tuple[str, ...] = ("none",)
     vocabulary, first_row, size = 0, 0, 0
     for block in blocks:
-        vocabulary = block[0].shape[-1]
-        rows = mask[first_row : first_row + len(block[0])]
-        if block[2] is not None:
+        vocabulary = block.shape[-1]
+        rows = mask[first_row : first_row + block.shape[0]]
+        if block.stale:
             corrections = ("none", "ratio", "capped")[: 1 + len(options.caps)]
         # The first block is as large as any: every chunk of every block has one shape, and compiles once.
         size = size or _chunk_size(options, max(vocabulary, options.draws), rows.size)
@@ -174,7 +198,7 @@ def _all_moments(
         for one in _chunks(block, rows, size, options, keys):
             exact.append(one[0])
             sampled.append(one[1])
-        first_row += len(block[0])
+        first_row += block.shape[0]
     _check_finite(np.concatenate([moments.kl for moments in exact]))
     if np.isnan(np.concatenate([moments.score_second[0] for moments in exact])).any():
         raise ValueError("behaviour_logits: NaN or nothing but -inf at some position")
@@ -192,17 +216,30 @@ def _chunks(
     block: Block, mask: np.ndarray, size: int, options: Options, keys: Callable[[np.ndarray], Array]
 ) -> Iterator[tuple[Any, Any]]:
     """Moments on the host of `size` unmasked positions at a time, the last ones filled up."""
-    caps = [None] if block[2] is None else [None, jnp.asarray(options.caps, float)]
-    flat = [None if logits is None else logits.reshape(-1, logits.shape[-1]) for logits in block]
+    caps = [jnp.asarray(options.caps, float)] if block.stale else []
     chosen = np.flatnonzero(mask)
-    for start in range(0, len(chosen), size):
-        index = chosen[start : start + size]
-        padded = np.resize(index, size)
-        policy, ref, behaviour = (None if logits is None else jnp.asarray(logits[padded], float) for logits in flat)
-        arrays = (policy, ref, policy if behaviour is None else behaviour)
-        exact = [exact_moments(*arrays, cap) for cap in caps]
-        drawn = [sampled_moments(*arrays, cap, keys(padded), draws=options.draws) for cap in caps if options.draws]
-        yield _together(exact, len(index)), _together(drawn, len(index)) if drawn else None
+    group = size * max(1, min(_GROUP, mask.size) // size)
+    for start in range(0, len(chosen), group):
+        positions = np.resize(chosen[start : start + group], group)
+        logits = block.logits(positions)
+        kl = None if block.kl is None else block.kl(positions)
+        for first in range(0, min(group, len(chosen) - start), size):
+            part = slice(first, first + size)
+            arrays = [jnp.asarray(one[part], float) for one in logits]
+            own, known = keys(positions[part]), None if kl is None else kl[part]
+            both = [_both_moments(arrays, options, cap, known, own) for cap in (None, *caps)]
+            exact, drawn = ([one for one in found if one is not None] for found in zip(*both, strict=True))
+            count = min(size, len(chosen) - start - first)
+            yield _together(exact, count), _together(drawn, count) if drawn else None
+
+
+def _both_moments(
+    logits: list[Array], options: Options, cap: Array | None, kl: Array | None, keys: Array
+) -> tuple[Moments, Moments | None]:
+    """Summed over the vocabulary, and of drawn tokens if any are; the policy draws unless there is a third one."""
+    three = (logits[0], logits[1], logits[-1] if len(logits) == 3 else logits[0])
+    sampled = sampled_moments(*three, cap, kl, keys=keys, draws=options.draws) if options.draws else None
+    return exact_moments(*three, cap, kl), sampled
 
 
 @jax.jit

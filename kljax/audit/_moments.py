@@ -95,18 +95,30 @@ class Events(NamedTuple):
 
 
 @jax.jit
-def exact_moments(logits: Array, ref_logits: Array, behaviour_logits: Array, caps: Array | None) -> Moments:
-    """Moments of `[C, V]` positions summed over the vocabulary, corrected by ratios with `[K]` caps or not at all."""
-    position = _position(logits, ref_logits, behaviour_logits)
+def exact_moments(
+    logits: Array, ref_logits: Array, behaviour_logits: Array, caps: Array | None, kl: Array | None = None
+) -> Moments:
+    """Moments of `[C, V]` positions summed over the vocabulary, corrected by ratios with `[K]` caps or not at all.
+
+    `kl` is the exact KL `[C]` if it is known; None takes it from the logits.
+    """
+    position = _position(logits, ref_logits, behaviour_logits, kl)
     return _collect(_vocabulary(position), position, caps)
 
 
 @functools.partial(jax.jit, static_argnames="draws")
 def sampled_moments(
-    logits: Array, ref_logits: Array, behaviour_logits: Array, caps: Array | None, keys: Array, *, draws: int
+    logits: Array,
+    ref_logits: Array,
+    behaviour_logits: Array,
+    caps: Array | None,
+    kl: Array | None = None,
+    *,
+    keys: Array,
+    draws: int,
 ) -> Moments:
     """The same from `draws` tokens drawn at each position with its own key."""
-    position = _position(logits, ref_logits, behaviour_logits)
+    position = _position(logits, ref_logits, behaviour_logits, kl)
     return _collect(_draws(position, keys, draws), position, caps)
 
 
@@ -114,11 +126,14 @@ def _sum(values: Array) -> Array:
     return values.sum(-1, keepdims=True)
 
 
-def _position(logits: Array, ref_logits: Array, behaviour_logits: Array) -> Position:
+def _position(logits: Array, ref_logits: Array, behaviour_logits: Array, known_kl: Array | None) -> Position:
     log_probs, ref, behaviour = map(jax.nn.log_softmax, (logits, ref_logits, behaviour_logits))
     # NaN counts as support, so that it shows in the KL.
     pi, support = jnp.exp(log_probs), log_probs != -jnp.inf
     x = jnp.where(support, log_probs - ref, 0)
+    if known_kl is not None:
+        kl = known_kl[:, None]
+        return Position(log_probs, ref, behaviour, pi, jnp.exp(behaviour), kl, pi * (x - kl))
     # The sum of pi k3(x) has no cancellation near x = 0, unlike the sum of pi x; far below 0 k3 would overflow.
     near = x >= -1
     terms = jnp.where(near, pi * expm1_minus(-jnp.where(near, x, 0)), jnp.exp(ref) - pi + pi * x)

@@ -25,7 +25,8 @@ sources, one of them:
   --logits POLICY.npy --ref-logits REF.npy [--rollout-logits ROLL.npy]   arrays [N, T, V]
   --batch BATCH.npz      arrays [B, T]: log_probs, ref_log_probs, mask and, if recorded, rollout_log_probs or
                          old_log_probs (who drew the tokens) and kl (the exact KL per token)
-  --checkpoints POLICY REF --apply module:function --tokens TOKENS.npy   function(params, tokens) -> logits [N, T, V]
+  --checkpoints POLICY REF --apply module:function --tokens TOKENS.npy   function(params, tokens) -> logits [N, T, V],
+                         or hidden states [N, T, D] with --head module:function   function(params) -> head [D, V]
   --example              synthetic policies, see --kl, --staleness, --vocabulary, --rows, --length
 
 It writes audit.txt, audit.json and, if matplotlib is installed, audit.png.
@@ -51,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoints", metavar=("POLICY", "REF"), nargs=2, help="two orbax checkpoints of weights")
     add("--rollout-checkpoint", metavar="PATH", help="checkpoint of the policy that draws the tokens")
     add("--item", metavar="NAME", help="dotted path of the weights inside the checkpoints")
-    add("--apply", metavar="MODULE:FUNCTION", help="function of weights and tokens that returns logits")
+    add("--apply", metavar="MODULE:FUNCTION", help="function of weights and tokens: hidden states, or logits")
+    add("--head", metavar="MODULE:FUNCTION", help="function of weights: the LM head, where --apply has hidden states")
     add("--tokens", metavar="NPY", help="integers [N, T], the input of that function")
     add("--example", action="store_true", help="synthetic policies with the size and the entropy of a language model")
     add("--kl", type=float, default=0.1, help="example: mean KL(policy || reference) per token in nats (%(default)s)")
@@ -145,7 +147,8 @@ def _from_checkpoints(args: argparse.Namespace, options: dict[str, Any]) -> Audi
     return audit_checkpoints(
         _array("--tokens", args.tokens),
         _mask(args),
-        apply=_function(args.apply),
+        apply=_function("--apply", args.apply),
+        head=None if args.head is None else _function("--head", args.head),
         path=args.checkpoints[0],
         ref_path=args.checkpoints[1],
         behaviour_path=args.rollout_checkpoint,
@@ -177,22 +180,22 @@ def _mask(args: argparse.Namespace) -> np.ndarray | None:
     return None if args.mask is None else np.asarray(_array("--mask", args.mask)).astype(bool)
 
 
-def _function(name: str) -> Callable[..., Any]:
+def _function(option: str, name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     if not function:
-        raise UserError(f"--apply: got {name!r}, expected module:function")
+        raise UserError(f"{option}: got {name!r}, expected module:function")
     # As `python -m` itself does: modules in the folder the command runs in are found.
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise UserError(f"--apply: {name}: {error}") from error
+        raise UserError(f"{option}: {name}: {error}") from error
     if not callable(found):
-        raise UserError(f"--apply: {name} is not a function")
+        raise UserError(f"{option}: {name} is not a function")
 
-    def apply(params: Any, tokens: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         try:
-            return found(params, tokens)
+            return found(*arguments)
         except Exception as error:
-            raise UserError(f"--apply: {name} raised {type(error).__name__}: {error}") from error
+            raise UserError(f"{option}: {name} raised {type(error).__name__}: {error}") from error
 
-    return apply
+    return call

@@ -7,7 +7,7 @@ import numpy as np
 
 from kljax._checks import check_mask, check_same_shape
 from kljax._typing import Array, ArrayLike
-from kljax.audit._measure import Options, measure
+from kljax.audit._measure import Block, Options, measure
 from kljax.audit.report import Audit
 
 __all__ = ["audit_logits"]
@@ -93,9 +93,8 @@ def audit_logits(
     shape = check_same_shape(logits=logits, ref_logits=ref_logits, behaviour_logits=behaviour_logits)
     if len(shape) != 3 or not all(shape):
         raise ValueError(f"logits: got shape {list(shape)}, expected [N, T, V] with none of them 0")
-    behaviour = None if behaviour_logits is None else as_given(behaviour_logits)
-    block = (as_given(logits), as_given(ref_logits), behaviour)
-    return measure([block], host_mask(mask, shape[:2]), options, "logits")
+    given = (logits, ref_logits) if behaviour_logits is None else (logits, ref_logits, behaviour_logits)
+    return measure([Block.of(*map(as_given, given))], host_mask(mask, shape[:2]), options, "logits")
 
 
 def as_given(array: ArrayLike) -> Any:

@@ -81,6 +81,16 @@ def test_checkpoints(files: pathlib.Path, capsys: pytest.CaptureFixture[str], mo
     for ours, theirs in zip(found["results"], same["results"], strict=True):
         for name, metric in theirs["metrics"].items():
             assert ours["metrics"][name]["value"] == pytest.approx(metric["value"], rel=1e-9, abs=1e-12)
+    (files / "tiny_parts.py").write_text(
+        "import jax\n"
+        "def states(params, tokens):\n    return jax.nn.one_hot(tokens, 4)\n"
+        "def head(params):\n    return params['table']\n"
+    )
+    parts = ("--apply", "tiny_parts:states", "--head", "tiny_parts:head")
+    assert audit(*given, *parts, "--out", files / "parts") == 0
+    sys.modules.pop("tiny_parts")
+    found = json.loads((files / "parts" / "audit.json").read_text())
+    assert found["kl"]["token"]["value"] == pytest.approx(same["kl"]["token"]["value"], rel=1e-9)
     with pytest.raises(ValueError, match="apply: returned shape"):
         kljax.audit.audit_checkpoints(
             tokens, apply=lambda params, _: params["table"], path=files / "a", ref_path=files / "b", item="model"

@@ -6,7 +6,7 @@ import pytest
 
 import kljax
 from kljax.audit import Audit
-from kljax.audit._measure import Options, measure
+from kljax.audit._measure import Block, Options, measure
 
 METRICS = {"value": ("mean", "variance"), "gradient": ("gain", "variance")}
 
@@ -84,7 +84,7 @@ def test_grouping_of_positions_changes_nothing(one: list[np.ndarray]) -> None:
     policy, ref = (np.repeat(array, 5, axis=0) * np.arange(1.0, 6)[:, None, None] for array in one[:2])
     whole = kljax.audit.audit_logits(policy, ref, draws=3, bootstrap=10)
     parts = kljax.audit.audit_logits(policy, ref, draws=3, bootstrap=10, chunk_size=3)
-    blocks = [(policy[start : start + 2], ref[start : start + 2], None) for start in range(0, 5, 2)]
+    blocks = [Block.of(policy[start : start + 2], ref[start : start + 2]) for start in range(0, 5, 2)]
     options = Options(3, 10, 0.95, 2.0, None, 3, None)
     by_rows = measure(blocks, np.ones((5, 2), bool), options, "logits")
     for other in (parts, by_rows):
