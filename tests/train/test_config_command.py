@@ -58,7 +58,7 @@ def test_bad_config_ends_with_2_and_a_message_before_jax_is_imported(config):
     assert done.stderr.splitlines() == [
         f"error: {config}: 2 problems",
         "  'foo': got no '=', expected an override of the form key=value",
-        "  kl.loss.estimator: got 'k4', expected one of none, k1, abs, k2, k3, low_var_kl; did you mean 'k3'?",
+        "  kl.loss.estimator: got 'k4', expected one of none, k1, abs, k2, k3, low_var_kl, exact; did you mean 'k3'?",
     ]
 
 

@@ -50,7 +50,7 @@ def test_every_problem_is_reported_at_once(write):
     [
         (
             "kl.loss.estimator=k4",
-            "kl.loss.estimator: got 'k4', expected one of none, k1, abs, k2, k3, low_var_kl; did you mean 'k3'?",
+            "kl.loss.estimator: got 'k4', expected one of none, k1, abs, k2, k3, low_var_kl, exact; did you mean 'k3'?",
         ),
         (
             "kl.rollout.estimator=low_var_kl",
