@@ -246,9 +246,12 @@ def known_options() -> dict[str, Any]:
     return {option: value for option, value in QUICK.items() if is_known(option)}
 
 
+def program(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+    return jax.jit(function).lower(*arguments).compile(compiler_options=known_options())
+
+
 def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    program = jax.jit(function).lower(*arguments).compile(compiler_options=known_options())
-    return jax.device_get(program(*arguments))
+    return jax.device_get(program(function, *arguments)(*arguments))
 
 
 @functools.cache
