@@ -45,7 +45,7 @@ def own_rows(array: Array, axis_name: AxisName) -> Array:
 
 
 def same_everywhere(values: Array, axis_name: AxisName) -> Array:
-    """Values that each device computed from all rows, marked as such: `shard_map` knows it of sums and extremes only."""
+    """Values that each device has from all rows, marked as such: `shard_map` knows it of sums and extremes only."""
     if axis_name is None:
         return values
     return jax.lax.psum(jnp.where(jax.lax.axis_index(axis_name) == 0, values, 0), axis_name)
