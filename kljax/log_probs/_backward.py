@@ -142,7 +142,8 @@ def _add_tile(shard: Shard, columns: Columns, parts: Part, index: Array, sums: G
     biased = of_policy * policy.slope
     if sums.bias is not None:
         sums = sums._replace(bias=sums.bias + biased.sum(0))
-    products = biased * shard.data.logit_scale
+    # Made once, in the type that it is multiplied in: unasked, some compilers make it anew inside either product.
+    products = lax.optimization_barrier((biased * shard.data.logit_scale).astype(columns.head.dtype))
     if sums.hidden is not None:
         sums = sums._replace(hidden=_add_hidden(shard, index, sums.hidden, products, columns.head))
     if sums.head is not None:
