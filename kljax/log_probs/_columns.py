@@ -12,6 +12,9 @@ from kljax._typing import Array
 from kljax.log_probs._inputs import Weights
 from kljax.log_probs._options import Axes, Spec
 
+# What the compilers for TPU and GPU cut arrays into.
+_LANES = 128
+
 
 class Mesh(NamedTuple):
     """The mesh axes that split tokens, `D` of the head, and `V` of the head; all empty on one device."""
@@ -55,12 +58,14 @@ class Columns(NamedTuple):
       first: its token id.
       size: how many.
       head, ref_head, bias: their weights, with all of `D`; a reference that shares the head has it here as well.
-      known: `[size]` whether a column is a token, None if all are.
+      skip: how many at the front are left to the next chunk that holds them.
+      known: `[size]` whether a column is a token and not skipped, None if all are.
     """
 
     start: Array
     first: Array
     size: int
+    skip: Array
     head: Array
     ref_head: Array | None
     bias: Array | None
@@ -68,36 +73,50 @@ class Columns(NamedTuple):
 
 
 def over_columns(spec: Spec, weights: Weights, body: Callable[[Any, Columns], Any], carry: Any) -> Any:
-    """`carry = body(carry, columns)` for all columns held here: whole chunks in a scan, the remainder as one more."""
+    """`carry = body(carry, columns)` for all columns held here, in a scan over chunks of one width.
+
+    Where they do not fit, the one that is visited first starts earlier: it is the last of the vocabulary, and what it
+    shares with the one before is not known in it. What `body` writes for shared columns is written again later.
+    """
     mesh, held = Mesh.of(spec), weights.head.shape[spec.vocab_axis]
     # Padding is at the end: on one device it is not visited, on many some may hold nothing else.
     local = held if mesh.vocab else spec.vocab_size
-    size = min(spec.tile.vocab, local)
-    whole, rest = divmod(local, size)
+    width = chunk_width(local, spec.tile.vocab)
+    count = -(-local // width)
+    shared = count * width - local
     first = lax.axis_index(mesh.vocab) * held if mesh.vocab else jnp.int32(0)
     padded = bool(mesh.vocab) and spec.vocab_size < held * math.prod(lax.axis_size(axis) for axis in mesh.vocab)
 
-    def cut(head: Array, hidden: Array, start: Array, width: int) -> Array:
+    def cut(head: Array, hidden: Array, start: Array) -> Array:
         chunk = lax.dynamic_slice_in_dim(head, start, width, axis=spec.vocab_axis)
         return mesh.gather(chunk, spec.embed_axis).astype(_wider(hidden.dtype, head.dtype))
 
-    def columns(start: Array, width: int) -> Columns:
-        head = cut(weights.head, weights.hidden, start, width)
+    def columns(start: Array, skip: Array) -> Columns:
+        head = cut(weights.head, weights.hidden, start)
         # Shared with the reference it is data: also a derivative of the gradient passes it by.
         ref_head = None if weights.ref_hidden is None else lax.stop_gradient(head)
         if weights.ref_hidden is not None and weights.ref_head is not None:
-            ref_head = cut(weights.ref_head, weights.ref_hidden, start, width)
+            ref_head = cut(weights.ref_head, weights.ref_hidden, start)
         bias = None if weights.bias is None else lax.dynamic_slice_in_dim(weights.bias, start, width, axis=0)
-        known = first + start + jnp.arange(width, dtype=jnp.int32) < spec.vocab_size if padded else None
-        return Columns(start, first + start, width, head, ref_head, bias, known)
+        column = jnp.arange(width, dtype=jnp.int32)
+        known = column >= skip if shared else None
+        if padded:
+            real = first + start + column < spec.vocab_size
+            known = real if known is None else known & real
+        return Columns(start, first + start, width, skip, head, ref_head, bias, known)
 
-    if whole == 1:
-        carry = body(carry, columns(jnp.int32(0), size))
-    else:
-        carry, _ = lax.scan(
-            lambda c, i: (body(c, columns(i * size, size)), None), carry, jnp.arange(whole, dtype=jnp.int32)
-        )
-    return body(carry, columns(jnp.int32(whole * size), rest)) if rest else carry
+    if count == 1:
+        return body(carry, columns(jnp.int32(0), jnp.int32(0)))
+    order = jnp.arange(count, dtype=jnp.int32) - int(shared > 0)
+    starts = jnp.where(order < 0, local - width, order * width)
+    skips = jnp.where(order < 0, jnp.int32(shared), jnp.int32(0))
+    return lax.scan(lambda c, x: (body(c, columns(*x)), None), carry, (starts, skips))[0]
+
+
+def chunk_width(columns: int, limit: int) -> int:
+    """Columns of one chunk: all of one size, as even as multiples of 128 allow."""
+    even = -(-columns // -(-columns // limit))
+    return min(limit, columns, -(-even // _LANES) * _LANES)
 
 
 def _wider(a: jnp.dtype, b: jnp.dtype) -> jnp.dtype:

@@ -116,7 +116,7 @@ def _target_columns(shard: Shard, columns: Columns) -> Array:
         if columns.bias is not None:
             raw = raw + jnp.take(columns.bias, at, mode="clip").astype(dtype)
         slope = slope * (1 - jnp.tanh(raw / data.softcap) ** 2)
-    inside = (at >= 0) & (at < columns.size)
+    inside = (at >= columns.skip) & (at < columns.size)
     return jnp.where(inside[:, None], chosen * (slope * data.logit_scale)[:, None], 0)
 
 

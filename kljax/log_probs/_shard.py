@@ -107,4 +107,5 @@ def is_target(columns: Columns, tokens: Tokens) -> Array:
     if tokens.targets is None:
         return jnp.zeros((), bool)
     ids = lax.broadcasted_iota(jnp.int32, (tokens.targets.shape[0], columns.size), 1)
-    return ids == (tokens.targets - columns.first)[:, None]
+    found = ids == (tokens.targets - columns.first)[:, None]
+    return found if columns.known is None else found & columns.known[None]

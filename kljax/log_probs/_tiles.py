@@ -5,11 +5,12 @@ from jax.sharding import Mesh
 
 from kljax.log_probs._options import HeadSharding, Tile
 
-# A row for each kind of device, by the start of `Device.device_kind`; `benchmarks/search_tiles.py` writes them.
+# A row for each kind of device, by the start of `Device.device_kind`. `python -m benchmarks.search_tiles`
+# finds one by timing; those of TPUs are from the plans of their compiler, `python -m benchmarks.head_aot --tiles`.
 TILES = {
-    "TPU v5 lite": Tile(8192, 2048),
-    "TPU v5": Tile(8192, 1024),
-    "TPU v6": Tile(8192, 2048),
+    "TPU v5 lite": Tile(4096, 3456),
+    "TPU v5": Tile(16384, 896),
+    "TPU v6": Tile(4096, 2304),
     "TPU": Tile(4096, 2048),
     "NVIDIA": Tile(4096, 2048),
     "AMD": Tile(4096, 2048),
