@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks._aot import environment
 from benchmarks._aot.order import Order, Plan
-from benchmarks._aot.rows import COLLECTIVES, FORWARD_MIB, MEMORY_MIB, MIB
+from benchmarks._aot.rows import COLLECTIVES, FORWARD_MIB, LAYOUTS, MEMORY_MIB, MIB
 
 REASON = environment.missing(environment.DEFAULT, "tpu", how="make test-aot")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -24,7 +24,7 @@ def plan(device: str, layout: str, program: str, effort: float | None) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "sharded"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("device", MEMORY_MIB)
 def test_memory(device, layout):
     found = plan(device, layout, "kljax", FULL)
@@ -32,9 +32,10 @@ def test_memory(device, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("device", FORWARD_MIB)
-def test_memory_of_a_forward_pass(device):
-    found = plan(device, "one", "kljax_forward", FULL)
+def test_memory_of_a_forward_pass(device, layout):
+    found = plan(device, layout, "kljax_forward", FULL)
     assert found.temp_bytes <= FORWARD_MIB[device] * MIB, found.largest_buffers
 
 
