@@ -13,6 +13,8 @@ import kljax
 from kljax.__main__ import main
 from kljax.audit import _plot, report
 
+pytestmark = pytest.mark.one_jax
+
 SHAPE = (3, 2, 4)
 
 
