@@ -175,8 +175,8 @@ def kl_from_hidden(
     Example:
       >>> import jax.numpy as jnp, kljax
       >>> policy, reference = jnp.array([[0.0, 0.0]]), jnp.log(jnp.array([[0.25, 0.75]]))
-      >>> print(kljax.kl_from_hidden(policy, jnp.eye(2), reference).round(4))
-      [0.1438]
+      >>> print(f"{kljax.kl_from_hidden(policy, jnp.eye(2), reference).item():.4f}")
+      0.1438
     """
     call = prepare(
         hidden, head, mask=mask, temperature=temperature, softcap=softcap, logit_scale=logit_scale, bias=bias,
@@ -241,8 +241,8 @@ def jsd_from_hidden(
     Example:
       >>> import jax.numpy as jnp, kljax
       >>> policy, teacher = jnp.array([[0.0, 0.0]]), jnp.array([[50.0, -50.0]])
-      >>> print(kljax.jsd_from_hidden(policy, jnp.eye(2), teacher).round(4))
-      [0.2158]
+      >>> print(f"{kljax.jsd_from_hidden(policy, jnp.eye(2), teacher).item():.4f}")
+      0.2158
     """
     call = prepare(
         hidden, head, mask=mask, temperature=temperature, softcap=softcap, logit_scale=logit_scale, bias=bias,

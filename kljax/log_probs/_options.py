@@ -58,9 +58,10 @@ class HeadSharding:
       ValueError: if the two specs use the axes in another way.
 
     Example:
+      >>> import kljax
       >>> from jax.sharding import PartitionSpec as P
-      >>> kljax.HeadSharding(tokens=P(("data", "fsdp")), head=P("fsdp", "tensor")).tokens
-      PartitionSpec(('data', 'fsdp'),)
+      >>> kljax.HeadSharding(tokens=P(("data", "fsdp")), head=P("fsdp", "tensor")).token_axes()
+      ('data', 'fsdp')
     """
 
     tokens: PartitionSpec
@@ -68,6 +69,7 @@ class HeadSharding:
     mesh: Mesh | AbstractMesh | None = None
 
     def token_axes(self) -> Axes:
+        """The axes that split tokens."""
         return tuple(axis for entry in self.tokens for axis in axes_of(entry))
 
     def head_axes(self, layout: str) -> tuple[Axes, Axes]:

@@ -19,7 +19,18 @@ KEEP_THE_DTYPE = {"ema_reference", "refreshed_reference", "shift_right"}
 NARROW = (jnp.bfloat16, jnp.float16)
 # What may be done with a narrow number before it is widened: move it, choose it, compare it; nothing that rounds.
 EXACT = {
-    *("broadcast_in_dim", "concatenate", "convert_element_type", "copy", "gather", "pad", "reshape", "rev", "select_n"),
+    *(
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "gather",
+        "optimization_barrier",
+        "pad",
+        "reshape",
+        "rev",
+        "select_n",
+    ),
     *("slice", "squeeze", "stop_gradient", "transpose", "bitcast_convert_type"),
     *("dynamic_slice", "dynamic_update_slice"),
     *("eq", "ge", "gt", "is_finite", "le", "lt", "ne"),
