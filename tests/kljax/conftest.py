@@ -1,11 +1,26 @@
 """The library is tested in float64, with no silent type promotion and no silent broadcasting between ranks."""
 
+import pathlib
 from collections.abc import Iterator
 
 import jax
 import pytest
 
+HERE = pathlib.Path(__file__).parent
 STRICT = {"jax_enable_x64": True, "jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise"}
+
+# They compare numbers of formulas, whose operations are the same in every release of JAX, and compile much for it.
+ONE_JAX = (
+    *("audit", "goldens", "test_costs", "test_devices", "test_every_metric", "test_grid", "test_masks", "test_narrow"),
+    *("test_precision", "test_split_invariance", "test_system"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what one release of JAX is enough for."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and any(name in str(item.path.relative_to(HERE)) for name in ONE_JAX):
+            item.add_marker(pytest.mark.one_jax)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,8 +15,6 @@ import kljax
 from kljax import _devices
 from kljax._typing import AxisName
 
-pytestmark = pytest.mark.one_jax
-
 ROWS, LENGTH, GROUPS = 16, 3, 5
 MESHES = {
     "rows": Mesh(np.array(jax.devices()[:8]), ("rows",)),

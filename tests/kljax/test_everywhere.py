@@ -211,7 +211,7 @@ TRANSFORMATIONS: dict[str, Callable[[str], None]] = {
 
 
 # What a new release of JAX may change is how programs are compiled and spread over devices.
-ON_EVERY_JAX = ("jit", "rows and columns", "shard_map", "tpu and cuda")
+ON_EVERY_JAX = ("jit", "rows and columns", "shard_map")
 
 
 # All transformations of a function one after the other: they share its eager results.

@@ -18,8 +18,6 @@ from tests import oracles
 from tests.kljax import calls
 from tests.kljax.calls import Call, callable_functions, calls_of, each_call
 
-pytestmark = pytest.mark.one_jax
-
 POISON = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 HARMLESS = -0.5
 # By their meaning they look under the mask.

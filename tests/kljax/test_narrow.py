@@ -12,8 +12,6 @@ from jax.extend.core import jaxprs_in_params
 from tests.kljax import calls
 from tests.kljax.calls import Call, callable_functions, calls_of
 
-pytestmark = pytest.mark.one_jax
-
 # These move arrays of any type, and keep it.
 KEEP_THE_DTYPE = {"ema_reference", "refreshed_reference", "shift_right"}
 NARROW = (jnp.bfloat16, jnp.float16)

@@ -14,8 +14,6 @@ import kljax
 from tests.kljax import calls, precision
 from tests.kljax.calls import Call, callable_functions, calls_of
 
-pytestmark = pytest.mark.one_jax
-
 INF = np.inf
 
 # ---- extreme log-ratios ----

@@ -13,8 +13,6 @@ import kljax
 from kljax.__main__ import main
 from kljax.audit import _plot, report
 
-pytestmark = pytest.mark.one_jax
-
 SHAPE = (3, 2, 4)
 
 

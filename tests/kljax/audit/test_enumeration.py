@@ -11,8 +11,6 @@ import kljax
 from kljax.audit import Audit
 from tests.kljax.audit.enumeration import FORMULAS, Row
 
-pytestmark = pytest.mark.one_jax
-
 ROWS, LENGTH, VOCABULARY = 2, 3, 3
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 CAP = 1.2

@@ -8,8 +8,6 @@ import kljax
 from kljax.audit import Audit
 from kljax.audit._measure import Block, Options, measure
 
-pytestmark = pytest.mark.one_jax
-
 METRICS = {"value": ("mean", "variance"), "gradient": ("gain", "variance")}
 
 

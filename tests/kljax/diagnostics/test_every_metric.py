@@ -12,8 +12,6 @@ import kljax
 import kljax.diagnostics
 from tests.masks import MASK, check_masked, draw
 
-pytestmark = pytest.mark.one_jax
-
 LP, OLD, ADV = draw(0.7, 0.7, 2.0)
 KEPT = draw(1.0, seed=1)[0] > 0
 MODES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_max")

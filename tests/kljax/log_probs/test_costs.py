@@ -16,8 +16,6 @@ import pytest
 import kljax
 from kljax import Tile
 
-pytestmark = pytest.mark.one_jax
-
 TOKENS, WIDTH, VOCABULARY = 24, 4, 36
 TILE = Tile(8, 12)
 CHUNKS = 3

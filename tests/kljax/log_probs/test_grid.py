@@ -14,8 +14,6 @@ from tests.kljax.calls import known_options
 from tests.kljax.log_probs.oracle import Arrays, Expected, Numbers, expected, token_by_token
 from tests.kljax.log_probs.points import Point, pairwise
 
-pytestmark = pytest.mark.one_jax
-
 ROWS, LENGTH, WIDTH, VOCABULARY, PADDING = 3, 7, 5, 37, 4
 BETA = 0.3
 FIELDS = ("log_prob", "logsumexp", "entropy", "reverse", "forward", "jsd")
