@@ -32,9 +32,9 @@ def on_mesh(name: str, function: Callable[..., Any], *arrays: Any, out_specs: An
     mesh = MESHES[name]
     axes = mesh.axis_names if len(mesh.axis_names) > 1 else mesh.axis_names[0]
     mapped = functools.partial(function, axis_name=axes)
-    return jax.shard_map(mapped, mesh=mesh, in_specs=P(axes), out_specs=P(axes) if out_specs is None else out_specs)(
-        *map(jnp.asarray, arrays)
-    )
+    spread = jax.shard_map(mapped, mesh=mesh, in_specs=P(axes), out_specs=P(axes) if out_specs is None else out_specs)
+    # Unjitted, every operation would be a program on eight devices of its own.
+    return jax.jit(spread)(*map(jnp.asarray, arrays))
 
 
 @pytest.mark.parametrize("name", MESHES)
