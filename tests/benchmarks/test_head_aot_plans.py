@@ -32,17 +32,16 @@ def test_memory(device, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("device", FORWARD_MIB)
-def test_memory_of_a_forward_pass(device, layout):
-    found = plan(device, layout, "kljax_forward", FULL)
+def test_memory_of_a_forward_pass(device):
+    found = plan(device, "one", "kljax_forward", FULL)
     assert found.temp_bytes <= FORWARD_MIB[device] * MIB, found.largest_buffers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", MEMORY_MIB)
-def test_collectives(device):
-    ours, theirs = (plan(device, "sharded", program, LEAST) for program in ("kljax", "tunix"))
+def test_collectives():
+    # They differ between devices by the width of a chunk alone; the table of `benchmarks.head_aot` has them all.
+    ours, theirs = (plan("v5e", "sharded", program, LEAST) for program in ("kljax", "tunix"))
     assert 0 < ours.collective_bytes <= COLLECTIVES * theirs.collective_bytes, ours.collectives
 
 
