@@ -49,7 +49,9 @@ def plan(order: Order, dump: pathlib.Path) -> Plan:
     mesh = mesh_of(order.device, order.layout)
     tile = None if order.tile is None else kljax.Tile(*order.tile)
     lowered = build(order.program, mesh, order.problem, tile).lower()
-    options = {} if order.effort is None else {"exec_time_optimization_effort": order.effort}
+    # JAX 0.12 does not know the option any more.
+    known = order.effort is not None and jax.__version_info__ < (0, 12)
+    options = {"exec_time_optimization_effort": order.effort} if known else {}
     start = time.perf_counter()
     try:
         compiled = lowered.compile(compiler_options=options)  # type: ignore[arg-type]
