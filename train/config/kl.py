@@ -1,13 +1,11 @@
-"""Where KL enters the objective, and what it is measured against."""
+"""Where KL enters the objective."""
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from train.config.types import (
     Count,
-    CountOrZero,
     Estimator,
     EstimatorOrExact,
     KLGradient,
@@ -15,13 +13,8 @@ from train.config.types import (
     Positive,
     RolloutEstimator,
     Section,
-    Text,
+    tag_defaults_to,
 )
-
-
-def _tag_defaults_to(key: str, tag: str) -> Callable[[Any], Any]:
-    """Lets a section be changed in part (`reference.monitor=true`) without repeating which variant it is."""
-    return lambda value: {key: tag, **value} if isinstance(value, dict) else value
 
 
 class FixedController(Section):
@@ -40,7 +33,7 @@ class AdaptiveController(Section):
 Controller = Annotated[
     FixedController | AdaptiveController,
     Field(discriminator="type"),
-    BeforeValidator(_tag_defaults_to("type", "fixed")),
+    BeforeValidator(tag_defaults_to("type", "fixed")),
 ]
 
 
@@ -100,37 +93,3 @@ class KL(Section):
     """KL to the reference, as a centred adjustment of the advantages."""
     rollout: RolloutKL = RolloutKL()
     """KL between the trainer and the sampler, as a term of the loss."""
-
-
-class BaseReference(Section):
-    source: Literal["base"]
-    """`base`: adapter off, or the weights after the warm start; `step`: a step of this run; or a saved one."""
-    monitor: bool = False
-    """Compute the reference KL as a metric even if no coefficient needs it."""
-
-
-class StepReference(Section):
-    source: Literal["step"]
-    step: CountOrZero
-    """Step: the step of this run that is the reference; 0 is the policy before RL."""
-    monitor: bool = False
-
-
-class AdapterReference(Section):
-    source: Literal["adapter"]
-    path: Text
-    """Adapter, checkpoint: the directory that orbax saved."""
-    monitor: bool = False
-
-
-class CheckpointReference(Section):
-    source: Literal["checkpoint"]
-    path: Text
-    monitor: bool = False
-
-
-Reference = Annotated[
-    BaseReference | StepReference | AdapterReference | CheckpointReference,
-    Field(discriminator="source"),
-    BeforeValidator(_tag_defaults_to("source", "base")),
-]

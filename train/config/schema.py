@@ -1,11 +1,14 @@
 """Every field of a run, its default and its range. Under each field: what it means."""
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import model_validator
 
-from train.config.kl import KL, BaseReference, Reference
+from train.config.data import GSM8K_LENGTHS, Data, arithmetic_lengths
+from train.config.kl import KL
+from train.config.model import Lora, Model
+from train.config.reference import BaseReference, Reference
+from train.config.rollout import Rollout
 from train.config.types import (
     AboveOne,
     AdvantageEstimator,
@@ -14,12 +17,8 @@ from train.config.types import (
     CountOrZero,
     Decay,
     EmptyRows,
-    EvenCount,
     Fraction,
-    LoraTargets,
     NonNegative,
-    Operand,
-    Operations,
     PolicyLoss,
     Positive,
     RunName,
@@ -28,70 +27,6 @@ from train.config.types import (
     TaskName,
     Text,
 )
-
-GSM8K_LENGTHS = {"max_prompt_length": 256, "max_completion_length": 192}
-
-
-def _arithmetic_lengths(data: Mapping[str, Any]) -> dict[str, int]:
-    """What the longest problem and answer need, wrong answers included; nothing for operands that are no numbers."""
-    operand, operations = data.get("max_operand", 99), str(data.get("operations", "+"))
-    if not isinstance(operand, int):
-        return {}
-    digits = len(str(operand))
-    answer = (2 * digits if "*" in operations else digits + 1) + ("-" in operations)
-    # Operation, equals sign and the beginning of the sequence; the end of the sequence.
-    return {"max_prompt_length": 2 * digits + 3, "max_completion_length": answer + 1}
-
-
-class Data(Section):
-    train: Text | None = None
-    """gsm8k: JSON lines of question and answer to train on."""
-    eval: Text | None = None
-    """gsm8k: JSON lines of question and answer that are held out."""
-    max_prompt_length: Count = 7
-    """Tokens; longer prompts are counted and left out. The default fits every arithmetic problem; 256 with gsm8k."""
-    max_completion_length: Count = 4
-    """Tokens that are sampled at most, the end of sequence included. The default fits every answer; 192 with gsm8k."""
-    max_operand: Operand = 99
-    """arithmetic: the largest operand."""
-    operations: Operations = "+"
-    """arithmetic: which operations the problems use."""
-    error_rate: Fraction = 0.0
-    """arithmetic: share of wrong solutions in what the warm start imitates; the verifier knows the right answers."""
-
-
-class Model(Section):
-    layers: Count = 2
-    """Decoder layers."""
-    width: Count = 128
-    """Size of the residual stream."""
-    heads: Count = 4
-    """Query heads."""
-    kv_heads: Count = 2
-    """Key and value heads; divides heads."""
-    head_dim: EvenCount = 32
-    """Size of a head."""
-    mlp_width: Count = 384
-    """Hidden size of the gated MLP."""
-    rope_theta: Positive = 10000.0
-    """Base of the rotary frequencies."""
-    norm_eps: Positive = 1e-6
-    """Epsilon of RMSNorm."""
-    tie_embeddings: bool = True
-    """Use the embedding table as the output head."""
-    qkv_bias: bool = False
-    """Biases in the query, key and value projections (Qwen 2)."""
-    qk_norm: bool = False
-    """RMSNorm on queries and keys (Qwen 3)."""
-
-
-class Lora(Section):
-    rank: Count = 8
-    """Rank of the adapter matrices."""
-    alpha: Positive = 16.0
-    """Scale: the adapter's output is multiplied by alpha / rank."""
-    targets: LoraTargets = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Modules that get an adapter."""
 
 
 class Mesh(Section):
@@ -124,15 +59,6 @@ class WarmStart(Section):
     """Learning rate of the supervised steps."""
     checkpoint: Text | None = None
     """Start from this saved base instead of training one."""
-
-
-class Rollout(Section):
-    prompts_per_step: Count = 16
-    """Prompts of one rollout batch."""
-    samples_per_prompt: Count = 8
-    """Completions of each prompt: the group of the group estimators."""
-    record_log_probs: bool = True
-    """Keep the sampler's log-probs (rollout_log_probs)."""
 
 
 class Advantage(Section):
@@ -261,7 +187,7 @@ class Config(Section):
         data = raw.get("data", {}) if isinstance(raw, dict) else None
         if not isinstance(data, dict):
             return raw
-        lengths = GSM8K_LENGTHS if raw.get("task") == "gsm8k" else _arithmetic_lengths(data)
+        lengths = GSM8K_LENGTHS if raw.get("task") == "gsm8k" else arithmetic_lengths(data)
         return {**raw, "data": {**lengths, **data}}
 
     def needs_reference(self) -> bool:

@@ -1,5 +1,6 @@
 """The names and number ranges that config fields are made of."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -64,3 +65,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def tag_defaults_to(key: str, tag: str) -> Callable[[Any], Any]:
+    """Lets a section be changed in part (`reference.monitor=true`) without repeating which variant it is."""
+    return lambda value: {key: tag, **value} if isinstance(value, dict) else value

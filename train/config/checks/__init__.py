@@ -1,0 +1,43 @@
+"""What must hold between fields. A field that would be ignored is a problem too, not a surprise later."""
+
+from collections.abc import Callable, Iterator
+
+from train.config.checks import data, kl, layout, loss, reference
+from train.config.checks.problem import Problem
+from train.config.schema import Config
+
+CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    *kl.CHECKS,
+    *loss.CHECKS,
+    *data.CHECKS,
+    *reference.CHECKS,
+    *layout.CHECKS,
+)
+
+
+def cross_field_problems(config: Config) -> list[Problem]:
+    """Everything wrong with the combination of fields that are each valid."""
+    return [problem for check in CHECKS for problem in check(config)]
+
+
+def cross_field_warnings(config: Config) -> list[str]:
+    """Combinations that run, but hardly do what was meant."""
+    kl = config.kl
+    terms = (
+        ("kl.reward", kl.reward.coef, kl.reward.estimator),
+        ("kl.loss", kl.loss.coef, kl.loss.estimator),
+        ("kl.advantage", kl.advantage.coef, kl.advantage.estimator),
+    )
+    found = [
+        f"{path}.estimator: none makes this term 0 although {path}.coef is {coef}"
+        for path, coef, estimator in terms
+        if coef > 0 and estimator == "none"
+    ]
+    if config.exact_reward() and not config.exact_loss():
+        found.append(
+            "kl.reward.estimator: exact charges a token for the KL at later prefixes alone: that at its own does not "
+            "depend on the token; kl.loss.estimator=exact with the same coefficient adds it"
+        )
+    if config.kl.loss.coef > 0 and config.kl.loss.gradient == "none":
+        found.append("kl.loss.gradient: none makes the KL part of the reported loss, but it trains nothing")
+    return found

@@ -1,0 +1,56 @@
+"""The four places of KL."""
+
+from collections.abc import Iterator
+
+from train.config.checks.problem import Problem, problem
+from train.config.schema import Config
+
+
+def _kl_loss(config: Config) -> Iterator[Problem]:
+    loss = config.kl.loss
+    if loss.coef > 0 and loss.estimator == "k1" and loss.gradient == "value" and not loss.importance_corrected:
+        yield problem(
+            "got k1 with kl.loss.gradient value, which trains on noise: the gradient of log pi - log ref is that of "
+            "log pi, and E[grad log pi] = 0 on samples of pi. Set kl.loss.gradient=k2 (the gradient of "
+            "KL(pi || ref)), another estimator (k2, k3), or kl.loss.importance_corrected=true",
+            "kl.loss.estimator",
+            "kl.loss.gradient",
+            "kl.loss.coef",
+            "kl.loss.importance_corrected",
+        )
+    if loss.max_ratio is not None and not loss.importance_corrected:
+        yield problem(
+            f"got {loss.max_ratio}, but there is no ratio to bound; set null, or kl.loss.importance_corrected=true",
+            "kl.loss.max_ratio",
+            "kl.loss.importance_corrected",
+        )
+
+
+def _exact(config: Config) -> Iterator[Problem]:
+    """The exact KL samples nothing: it has one gradient, and nothing to correct or to bound."""
+    loss, reward = config.kl.loss, config.kl.reward
+    wrong: list[tuple[str, object, str]] = []
+    if loss.estimator == "exact":
+        if loss.gradient != "value":
+            wrong.append(("loss.gradient", loss.gradient, "is differentiated itself; expected value, or leave it out"))
+        if loss.importance_corrected:
+            wrong.append(("loss.importance_corrected", "true", "is no mean over drawn tokens; expected false"))
+        if loss.value_clip is not None:
+            wrong.append(("loss.value_clip", loss.value_clip, "has no outliers of a sample to bound; expected null"))
+    if reward.estimator == "exact" and reward.value_clip is not None:
+        wrong.append(("reward.value_clip", reward.value_clip, "has no outliers of a sample to bound; expected null"))
+    for name, got, reason in wrong:
+        estimator = f"kl.{name.partition('.')[0]}.estimator"
+        yield problem(f"got {got}, but {estimator} exact {reason}", f"kl.{name}", estimator)
+
+
+def _controller(config: Config) -> Iterator[Problem]:
+    if config.kl.reward.controller.type == "adaptive" and config.kl.reward.coef == 0:
+        yield problem(
+            "got 0 with the adaptive controller, which multiplies it and so never moves it; expected a number > 0",
+            "kl.reward.coef",
+            "kl.reward.controller",
+        )
+
+
+CHECKS = (_kl_loss, _exact, _controller)

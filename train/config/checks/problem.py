@@ -1,0 +1,22 @@
+"""What a check yields."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    """A line, and the fields it rests on."""
+
+    fields: tuple[str, ...]
+    text: str
+
+
+def problem(text: str, *fields: str) -> Problem:
+    """A line about the first field."""
+    return Problem(fields, f"{fields[0]}: {text}")
+
+
+def missing_path(name: str, path: str) -> Iterator[Problem]:
+    if "://" not in path and not Path(path).exists():  # a bucket is looked into when it is opened
+        yield problem(f"got {path!r}, expected a saved checkpoint, but there is no such path", name)

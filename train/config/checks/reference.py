@@ -1,0 +1,33 @@
+"""The reference, and the base it starts from."""
+
+from collections.abc import Iterator
+
+from train.config.checks.problem import Problem, missing_path, problem
+from train.config.schema import Config
+
+
+def _reference(config: Config) -> Iterator[Problem]:
+    reference = config.reference
+    if reference.source == "adapter" and config.lora is None:
+        yield problem(
+            "got adapter, but the model has none; set lora.rank (and lora.alpha, lora.targets) as they were when it "
+            "was saved, or use reference.source base, step or checkpoint",
+            "reference.source",
+            "lora",
+        )
+    if reference.source == "step" and reference.step > config.steps:
+        yield problem(
+            f"got {reference.step}, but the run ends at steps {config.steps}; expected at most that",
+            "reference.step",
+            "steps",
+        )
+    if reference.source in ("adapter", "checkpoint"):
+        yield from missing_path("reference.path", reference.path)
+
+
+def _warm_start(config: Config) -> Iterator[Problem]:
+    if config.warm_start.checkpoint is not None:
+        yield from missing_path("warm_start.checkpoint", config.warm_start.checkpoint)
+
+
+CHECKS = (_reference, _warm_start)
