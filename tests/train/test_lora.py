@@ -10,7 +10,7 @@ import pytest
 
 import kljax
 from train.models import Decoder, DecoderConfig, LoraConfig
-from train.models.lora import PROJECTIONS
+from train.models.lora import PROJECTIONS, merge
 from train.policy import abstract_adapter, init_adapter, init_params
 from train.policy import hidden_states as eager_hidden_states
 from train.sharding import make_mesh
@@ -31,16 +31,50 @@ def build() -> tuple[dict, dict]:
     return init_params(MODEL, key, mesh), filled
 
 
-def test_an_adapted_model_equals_one_with_the_update_merged_into_its_weights():
-    params, adapter = build()
-    merged = jax.tree.map(lambda x: x, params)
+def added(params: dict, adapter: dict, scale: float) -> dict:
+    """The update in float64, by numpy, on the kernels of PROJECTIONS."""
+    merged = jax.tree.map(lambda x: np.array(x, np.float64), params)
     for block, name in [("self_attn", n) for n in PROJECTIONS[:4]] + [("mlp", n) for n in PROJECTIONS[4:]]:
-        low = adapter["layers"][block][name]
-        update = 12.0 / 3 * jnp.einsum("lir,lro->lio", low["lora_A"], low["lora_B"])
-        merged["layers"][block][name]["kernel"] += update
-    adapted = hidden_states(MODEL, kljax.Policy(params, adapter), TOKENS, MASK)
-    chex.assert_trees_all_close(adapted, hidden_states(MODEL, kljax.Policy(merged), TOKENS, MASK), atol=2e-5)
-    assert jnp.abs(adapted - hidden_states(MODEL, kljax.Policy(params), TOKENS, MASK)).max() > 0.1
+        low = jax.tree.map(lambda x: np.asarray(x, np.float64), adapter["layers"][block][name])
+        merged["layers"][block][name]["kernel"] += scale * np.einsum("lir,lro->lio", low["lora_A"], low["lora_B"])
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), merged)
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 12 / 3), (True, 12 / 3**0.5)])
+def test_an_adapted_model_equals_one_with_the_update_merged_into_its_weights(rslora, scale):
+    params, adapter = build()
+    model = Decoder(dataclasses.replace(PLAIN, lora=dataclasses.replace(LORA, rslora=rslora)))
+    expected = added(params, adapter, scale)
+    adapted = hidden_states(model, kljax.Policy(params, adapter), TOKENS, MASK)
+    chex.assert_trees_all_close(adapted, hidden_states(model, kljax.Policy(expected), TOKENS, MASK), atol=2e-5)
+    assert jnp.abs(adapted - hidden_states(model, kljax.Policy(params), TOKENS, MASK)).max() > 0.1
+    chex.assert_trees_all_close(merge(model, params, adapter), expected, atol=1e-6)
+
+
+def test_merging_keeps_layout_and_dtype_and_touches_nothing_else():
+    mesh = make_mesh(1, 2, 2)
+    params, adapter = (init(MODEL, jax.random.key(0), mesh) for init in (init_params, init_adapter))
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    ones = jax.tree.map(jnp.ones_like, adapter)
+    low = {"layers": {"self_attn": {"v_proj": ones["layers"]["self_attn"]["v_proj"]}}}
+    merged = merge(MODEL, narrow, low)
+    changed = merged["layers"]["self_attn"]["v_proj"].pop("kernel")
+    before = narrow["layers"]["self_attn"]["v_proj"].pop("kernel")
+    assert (changed.dtype, changed.sharding) == (before.dtype, before.sharding)
+    # Rounded once: the product of ones, 4 x 3, is exact in bfloat16, the sum is not.
+    chex.assert_trees_all_equal(changed, (before.astype(jnp.float32) + 12).astype(jnp.bfloat16))
+    assert all(one is two for one, two in zip(jax.tree.leaves(merged), jax.tree.leaves(narrow), strict=True))
+
+
+def test_what_cannot_be_merged_is_named():
+    params, adapter = build()
+    with pytest.raises(ValueError, match="no lora section"):
+        merge(Decoder(PLAIN), params, adapter)
+    with pytest.raises(ValueError, match=r"adapter: layers\.moe is no part of the parameters"):
+        merge(MODEL, params, {"layers": {"moe": adapter["layers"]["mlp"]}})
+    wide = {"layers": {"mlp": {"up_proj": adapter["layers"]["mlp"]["down_proj"]}}}
+    with pytest.raises(ValueError, match=r"layers\.mlp\.up_proj: got lora_A \(2, 24, 3\) x lora_B \(2, 3, 16\), exp"):
+        merge(MODEL, params, wide)
 
 
 def test_a_new_adapter_changes_nothing_and_leaves_the_base_parameters_as_they_are():

@@ -33,5 +33,7 @@ class Lora(Section):
     """Rank of the adapter matrices."""
     alpha: Positive = 16.0
     """Scale: the adapter's output is multiplied by alpha / rank."""
+    rslora: bool = False
+    """Rank-stabilised: multiplied by alpha / sqrt(rank) instead."""
     targets: LoraTargets = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Modules that get an adapter."""
