@@ -1,5 +1,6 @@
 """Checkpoints of a run, by orbax: the base once, the state every few steps, the last complete one on resume."""
 
+import dataclasses
 import logging
 import shutil
 from collections.abc import Sequence
@@ -15,9 +16,11 @@ import kljax
 from train.config.schema import Checkpoint
 from train.errors import UserError
 from train.state import TrainState
+from train.trees import named_leaves
 
 Tree = Any
 ITEM = "state"
+REFERENCE = "reference"
 
 
 def abstract(tree: Tree) -> Tree:
@@ -27,11 +30,18 @@ def abstract(tree: Tree) -> Tree:
 
 def _layout(tree: Tree) -> dict[str, str]:
     """Name, dtype and shape of every leaf, the same for a state and for what orbax says of a saved one."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"
-        for path, leaf in leaves
-    }
+    return {name: f"{np.dtype(leaf.dtype)}{list(leaf.shape)}" for name, leaf in named_leaves(tree).items()}
+
+
+def _items(state: TrainState) -> dict[str, Tree]:
+    """What is saved of a state, by item: a reference that moves is one of its own, so that every state looks alike.
+
+    A field that is None is left out. What an earlier version wrote, which had fewer of them, can so be read.
+    """
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    moving = fields.pop("reference")
+    kept = {name: value for name, value in fields.items() if value is not None}
+    return {ITEM: kept} if moving is None else {ITEM: kept, REFERENCE: moving}
 
 
 def save_base(path: Path, params: Tree) -> None:
@@ -48,7 +58,7 @@ def check_saved(step: int, saved: Sequence[int]) -> None:
 
 
 class Checkpoints:
-    """The numbered checkpoints of one run: `<directory>/<step>/state`.
+    """The numbered checkpoints of one run: `<directory>/<step>/state`, and `reference` beside it where that moves.
 
     A save happens in the background and becomes visible by one rename, so a run that is killed leaves either a
     complete checkpoint or a temporary directory that is removed at the next start. The newest `keep` stay, and so do
@@ -74,12 +84,14 @@ class Checkpoints:
 
     def save(self, state: TrainState, step: int) -> None:
         """Starts saving; the arrays are copied before this returns, so the state may be donated afterwards."""
-        self._manager.save(step, args=ocp.args.Composite(**{ITEM: ocp.args.StandardSave(state)}))
+        items = {name: ocp.args.StandardSave(item) for name, item in _items(state).items()}
+        self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore_last(self, like: TrainState) -> TrainState | None:
         """The newest state that can be read, laid out like `like`; None if there is none.
 
-        A checkpoint that cannot be read is named in a warning, moved aside and skipped.
+        Its `reference` is None unless `like` has one and the checkpoint has one of the same layout. A checkpoint that
+        cannot be read is named in a warning, moved aside and skipped.
 
         Raises:
           UserError: if a checkpoint is whole but of other names, shapes or dtypes than `like`; it stays where it is.
@@ -97,17 +109,27 @@ class Checkpoints:
         return None
 
     def _restore(self, step: int, like: TrainState) -> TrainState:
-        self._check_fits(step, like)
-        args = ocp.args.Composite(**{ITEM: ocp.args.StandardRestore(abstract(like))})
-        return self._manager.restore(step, args=args)[ITEM]
+        wanted = _items(like)
+        self._check_fits(step, wanted[ITEM])
+        if REFERENCE in wanted and self._saved_layout(step, REFERENCE) != _layout(wanted[REFERENCE]):
+            del wanted[REFERENCE]
+        args = {name: ocp.args.StandardRestore(abstract(item)) for name, item in wanted.items()}
+        items = self._manager.restore(step, args=ocp.args.Composite(**args))
+        return TrainState(**items[ITEM], reference=items[REFERENCE] if REFERENCE in wanted else None)
 
-    def _check_fits(self, step: int, like: TrainState) -> None:
+    def _saved_layout(self, step: int, item: str) -> dict[str, str] | None:
+        """The layout of an item of a step; None where the step has no such item."""
+        directory = self._directory / str(step) / item
+        if item != ITEM and not directory.is_dir():
+            return None
         with ocp.PyTreeCheckpointer() as checkpointer:
-            metadata = checkpointer.metadata(self._directory / str(step) / ITEM).item_metadata
+            metadata = checkpointer.metadata(directory).item_metadata
         if metadata is None:
             raise ValueError("its metadata cannot be read")
-        saved = _layout(metadata.tree)
-        wanted = _layout(like)
+        return _layout(metadata.tree)
+
+    def _check_fits(self, step: int, like: Tree) -> None:
+        saved, wanted = self._saved_layout(step, ITEM) or {}, _layout(like)
         differing = (name for name in saved.keys() | wanted.keys() if saved.get(name) != wanted.get(name))
         # The weights before the moments of the optimizer, which only follow them.
         wrong = sorted(differing, key=lambda name: (not name.startswith("trainable"), name))

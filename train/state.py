@@ -22,12 +22,22 @@ class TrainState:
       trainable: what the optimizer updates: "params" or, with LoRA, "adapter"; and "value_head" if there is one.
       opt_state: state of the optax optimizer.
       controller: state of the KL controller of the reward.
+      reference: what of a reference that follows the policy has moved, laid out as the same part of `trainable`; None
+        where the reference stays what it is.
+      past: what was trainable at the steps before, oldest first, where sampling lags behind; else None.
     """
 
     step: jax.Array
     trainable: dict[str, Tree]
     opt_state: optax.OptState
     controller: kljax.ControllerState
+    reference: Tree = None
+    past: tuple[dict[str, Tree], ...] | None = None
+
+
+def policy_part(trainable: dict[str, Tree]) -> str:
+    """Which half of the policy is trained, and so which half a reference that follows it has of its own."""
+    return "adapter" if "adapter" in trainable else "params"
 
 
 def policy_of(trainable: dict[str, Tree], base: Tree) -> kljax.Policy:

@@ -1,5 +1,6 @@
 """Checkpoints: what is kept, what a killed save leaves, and what damage does to the ones that are whole."""
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -213,3 +214,25 @@ def test_a_damaged_base_is_named(tmp_path, damage):
     damage(tmp_path / "base")
     with pytest.raises(UserError, match=rf"^base: .*{tmp_path}/base"):
         restore_base(tmp_path / "base", abstract(params), "base")
+
+
+def test_a_reference_that_moves_is_an_item_of_its_own(tmp_path):
+    """A state looks the same whatever it is measured against: switching the reference finds every checkpoint."""
+    moving, plain = {"w": jnp.arange(3.0), "b": jnp.full(2, 0.25)}, state_of(1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", SECTION)
+    checkpoints.save(plain, 0)
+    checkpoints.save(dataclasses.replace(plain, reference=moving), 1)
+    checkpoints.wait()
+    assert (tmp_path / "checkpoints" / "1" / "reference").is_dir()
+    like = dataclasses.replace(plain, reference=jax.tree.map(jnp.zeros_like, moving))
+    restored = checkpoints.restore_last(like)
+    chex.assert_trees_all_equal(restored, dataclasses.replace(plain, reference=moving))
+    assert checkpoints.restore_last(plain).reference is None
+    other = dataclasses.replace(plain, reference={"w": jnp.zeros(4)})
+    assert checkpoints.restore_last(other).reference is None, "that of another layout is not it"
+    shutil.rmtree(tmp_path / "checkpoints" / "1")
+    checkpoints.close()
+    fresh = Checkpoints(tmp_path / "checkpoints", SECTION)
+    restored = fresh.restore_last(like)
+    fresh.close()
+    chex.assert_trees_all_equal(restored, plain)
