@@ -1,5 +1,6 @@
 """What a run starts from: the model, the base weights and the first state."""
 
+import dataclasses
 from typing import Any
 
 import optax
@@ -11,11 +12,12 @@ from train.data import Supervised
 from train.errors import UserError
 from train.keys import purpose_key
 from train.metrics import MetricsWriter
-from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models import Decoder, DecoderConfig, LoraConfig, Rope
 from train.objective import make_controller
 from train.policy import abstract_params, init_adapter, init_params, init_value_head
 from train.references import locate
 from train.report import Start
+from train.rollouts.lag import first_past
 from train.run_directory import RunDirectory
 from train.setting import Setting
 from train.sharding import make_mesh, replicated
@@ -29,7 +31,9 @@ Tree = Any
 def make_model(config: Config, tokenizer: ByteTokenizer) -> Decoder:
     """The decoder that the config describes, with the vocabulary of the tokenizer."""
     lora = None if config.lora is None else LoraConfig(**config.lora.model_dump())
-    return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, lora=lora, **config.model.model_dump()))
+    shape = config.model.model_dump()
+    rope = Rope(shape.pop("rope_theta"))
+    return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape))
 
 
 def config_mesh(config: Config) -> Mesh:
@@ -82,4 +86,5 @@ def first_state(
         trainable = {"adapter": init_adapter(model, purpose_key(config.seed, "adapter"), mesh)}
     if config.has_value_head():
         trainable["value_head"] = init_value_head(model, purpose_key(config.seed, "value_head"), mesh)
-    return initial_state(trainable, optimizer, make_controller(config), replicated(mesh))
+    state = initial_state(trainable, optimizer, make_controller(config), replicated(mesh))
+    return dataclasses.replace(state, past=first_past(trainable, config.rollout.policy_lag))

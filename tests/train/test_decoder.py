@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.models import Decoder, DecoderConfig
+from train.models import Decoder, DecoderConfig, KeyValues, Rope
 from train.models.layers import RMSNorm, apply_rope, attend, causal_mask, matmul, token_positions
 from train.policy import init_params
 from train.sharding import make_mesh
 
 CONFIG = DecoderConfig(
-    vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, rope_theta=100.0
+    vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, rope=Rope(100.0)
 )
 
 
@@ -154,6 +154,38 @@ def test_depth_changes_neither_the_trace_nor_the_loops():
     (text_2, loops_2), (text_7, loops_7) = sizes(2), sizes(7)
     assert loops_2 == loops_7 > 0
     assert abs(text_7 - text_2) < 0.01 * text_2
+
+
+def test_rows_are_decoded_at_columns_of_their_own():
+    """Three rows at different columns of one cache, one of them idle, against the whole sequences."""
+    model, params = Decoder(CONFIG), scaled(params_of(CONFIG), 3.0)
+    tokens = jax.random.randint(jax.random.key(1), (3, 7), 0, 24)
+    lengths = jnp.array([5, 3, 0])
+    start = jnp.arange(7) < lengths[:, None]
+    variables = {"params": params}
+    _, cache = model.apply(variables, tokens, start, method=Decoder.prefill)
+    expected = jax.jit(lambda mask: model.apply(variables, tokens, mask))(jnp.arange(7) < lengths[:, None] + 2)
+    decode = jax.jit(lambda *args: model.apply(variables, *args, method=Decoder.decode))
+    idle = jnp.array([False, False, True])
+    for step in range(2):
+        column = jnp.where(idle, 7, lengths + step)
+        token = tokens[jnp.arange(3), lengths + step]
+        mask = (jnp.arange(7) <= column[:, None]) & ~idle[:, None]
+        before, (hidden, cache) = cache, decode(token, lengths + step, cache, mask, column)
+        chex.assert_trees_all_close(hidden[:2], expected[jnp.arange(2), (lengths + step)[:2]], atol=2e-6)
+        chex.assert_trees_all_equal(*[jax.tree.map(lambda x: x[:, 2], c) for c in (before, cache)])
+        for row in range(2):
+            others = jnp.arange(7) != column[row]
+            kept = [jax.tree.map(lambda x, row=row, others=others: x[:, row, others], c) for c in (before, cache)]
+            chex.assert_trees_all_equal(*kept)
+
+
+def test_a_cache_column_per_row_is_the_scalar_column_in_all_rows():
+    key = jax.random.key(0)
+    cache = KeyValues(*jax.random.normal(key, (2, 3, 2, 5, 2, 4)))
+    new = KeyValues(*jax.random.normal(key, (2, 3, 2, 1, 2, 4)))
+    chex.assert_trees_all_equal(cache.write(new, jnp.array([3, 3])), cache.write(new, jnp.int32(3)))
+    chex.assert_trees_all_equal(cache.write(new, jnp.array([5, -1])), cache)
 
 
 @pytest.mark.parametrize(("field", "value"), [("kv_heads", 3), ("head_dim", 5)])

@@ -1,6 +1,7 @@
 """The decoder and its adapters."""
 
-from train.models.decoder import Decoder, DecoderConfig, KeyValues
+from train.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Rope
+from train.models.decoder import Decoder, KeyValues
 from train.models.lora import LoraConfig
 
-__all__ = ["Decoder", "DecoderConfig", "KeyValues", "LoraConfig"]
+__all__ = ["Decoder", "DecoderConfig", "KeyValues", "LinearScaling", "Llama3Scaling", "LoraConfig", "Rope"]

@@ -5,8 +5,10 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from train.models.config import DecoderConfig
 from train.models.layers import (
     Embed,
     Linear,
@@ -16,33 +18,7 @@ from train.models.layers import (
     causal_mask,
     token_positions,
 )
-from train.models.lora import LoraConfig
 from train.sharding import constrain
-
-
-@dataclasses.dataclass(frozen=True)
-class DecoderConfig:
-    """Shape of the decoder; `lora` says where an adapter may be attached, not that one is."""
-
-    vocab_size: int
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_width: int
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    lora: LoraConfig | None = None
-
-    def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: got {self.kv_heads}, expected a divisor of heads = {self.heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: got {self.head_dim}, expected an even number (rotary pairs)")
 
 
 @jax.tree_util.register_dataclass
@@ -54,18 +30,28 @@ class KeyValues:
     value: jax.Array
 
     def write(self, new: "KeyValues", column: int | jax.Array) -> "KeyValues":
-        """This cache with `new` (fewer columns) written from `column` on."""
+        """This cache with `new` written into it.
+
+        Args:
+          new: fewer columns, of the same rows and layers.
+          column: where they begin; a scalar, or [B] where every row has a column of its own and `new` is one column.
+            A row whose column lies outside of the cache is left as it is.
+        """
         axis = self.key.ndim - 3
-        return KeyValues(
-            lax.dynamic_update_slice_in_dim(self.key, new.key, column, axis),
-            lax.dynamic_update_slice_in_dim(self.value, new.value, column, axis),
-        )
+        if jnp.ndim(column) == 0:
+            return jax.tree.map(lambda old, x: lax.dynamic_update_slice_in_dim(old, x, column, axis), self, new)
+
+        def put(old: jax.Array, x: jax.Array, where: jax.Array) -> jax.Array:
+            return old.at[..., where, :, :].set(x[..., 0, :, :], mode="drop", wrap_negative_indices=False)
+
+        rows = axis - 1
+        return jax.tree.map(lambda old, x: jax.vmap(put, (rows, rows, 0), rows)(old, x, column), self, new)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer shares: positions [B, T], mask [B, 1, T, S], and the cache column that the queries start at."""
+    """What every layer shares: positions [B, T], mask [B, 1, T, S], and the queries' cache column: scalar or [B]."""
 
     positions: jax.Array
     mask: jax.Array
@@ -91,8 +77,8 @@ class Attention(nn.Module):
         if config.qk_norm:
             query = RMSNorm(config.norm_eps, name="q_norm")(query)
             key = RMSNorm(config.norm_eps, name="k_norm")(key)
-        query = apply_rope(query, context.positions, config.rope_theta)
-        new = KeyValues(apply_rope(key, context.positions, config.rope_theta), value)
+        query = apply_rope(query, context.positions, config.rope.theta)
+        new = KeyValues(apply_rope(key, context.positions, config.rope.theta), value)
         seen = new if past is None else past.write(new, context.column)
         output = attend(query, seen.key, seen.value, context.mask)
         output = output.reshape(*x.shape[:-1], config.heads * config.head_dim)
@@ -173,11 +159,13 @@ class Decoder(nn.Module):
 
         Args:
           tokens: [B] int32, in column `column` of the sequences; positions: [B] int32, their positions in their rows.
-          cache: [layers, B, S, K, H], filled before `column`.
+          cache: [layers, B, S, K, H], filled where `token_mask` is True but for `column`.
           token_mask: [B, S] bool, the columns that the token sees, itself included.
+          column: int32, a scalar or [B], each row its own. A row whose column is S or more, and whose `token_mask` is
+            False throughout, leaves the cache as it is; its hidden state means nothing.
 
         Returns:
-          Hidden states [B, D] and the cache with `column` filled.
+          Hidden states [B, D], and the cache with `column` filled.
         """
         context = Context(positions[:, None], token_mask[:, None, None, :], column)
         hidden, new = self.run(tokens[:, None], context, cache, True)
