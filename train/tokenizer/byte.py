@@ -2,9 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from train.tokenizer.protocol import UNKNOWN
+
+if TYPE_CHECKING:
+    from train.tasks.task import Example
 
 BYTES = 256
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,11 @@ class ByteTokenizer:
     pad_id: int = BYTES + 2
     vocab_size: int = BYTES + 8
 
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The one id that ends a completion."""
+        return (self.eos_id,)
+
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes of `text`; no special ids are added. A lone surrogate becomes "?"."""
         return list(text.encode("utf-8", errors="replace"))
@@ -46,3 +56,17 @@ class ByteTokenizer:
                 pieces += [run.decode("utf-8", errors="replace"), UNKNOWN]
                 run.clear()
         return "".join(pieces) + run.decode("utf-8", errors="replace")
+
+    def prompt_ids(self, example: "Example") -> list[int]:
+        """BOS and the prompt: the first byte has something to attend to, and an empty prompt a token."""
+        return [self.bos_id, *self.encode(example.prompt)]
+
+    def solution_ids(self, example: "Example") -> list[int]:
+        """The solution and EOS."""
+        return [*self.encode(example.solution), self.eos_id]
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes themselves; BOS, padding and the ids after it show as U+FFFD, as in `decode`."""
+        special = [UNKNOWN.encode()] * (self.vocab_size - BYTES)
+        special[self.eos_id - BYTES] = b""
+        return [bytes([byte]) for byte in range(BYTES)] + special

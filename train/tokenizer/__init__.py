@@ -1,0 +1,28 @@
+"""Tokenizers: bytes by default, and that of a Hugging Face folder with its chat template."""
+
+from typing import TYPE_CHECKING
+
+from train.tokenizer.byte import ByteTokenizer
+from train.tokenizer.protocol import UNKNOWN, Tokenizer
+
+if TYPE_CHECKING:
+    from train.config.schema import Config
+
+__all__ = ["UNKNOWN", "ByteTokenizer", "Tokenizer", "load_tokenizer"]
+
+
+def load_tokenizer(config: "Config") -> Tokenizer:
+    """The tokenizer of `model.path` with the chat template as `data` says, or bytes for a model without a folder.
+
+    Raises:
+        UserError: the folder has no usable tokenizer, or not the template that `data` asks for.
+    """
+    path = getattr(config.model, "path", None)
+    if path is None:
+        return ByteTokenizer()
+    from train.tokenizer.folder import load_folder  # only here is the library needed
+
+    data = config.data
+    return load_folder(
+        path, chat=data.chat, system=data.system, template=data.chat_template, arguments=data.template_arguments
+    )
