@@ -82,10 +82,15 @@ def test_every_problem_is_reported_at_once(write):
         ("output=7", "output: got 7, expected text (quote it: '7')"),
         ("kl=3", "kl: got 3, expected a mapping with reward, loss, advantage, rollout"),
         ("lora=3", "lora: got 3, expected a mapping with rank, alpha, targets or null"),
+        ("mesh=", "mesh: got null, expected a mapping with data, fsdp, tensor"),
         (
-            "data=",
-            "data: got null, expected a mapping with train, eval, max_prompt_length, max_completion_length, "
-            "max_operand, operations, error_rate",
+            "rewards.weights={correct: yes}",
+            "rewards.weights: got {'correct': 'yes'} (the entry 'correct': 'yes'), expected a mapping of names of rewards "
+            "to numbers or null",
+        ),
+        (
+            "data.template_arguments={a: [1]}",
+            "data.template_arguments: got {'a': [1]} (the entry 'a': [1]), expected a mapping of text to plain values",
         ),
         (
             "lora.targets=[k_proj, k_proj]",

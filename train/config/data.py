@@ -3,9 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
-from train.config.types import Count, Fraction, Operand, Operations, Section, Text
+from train.config.types import (
+    Count,
+    Fraction,
+    Judge,
+    NumberCount,
+    Operand,
+    Operations,
+    Section,
+    Table,
+    TemplateArguments,
+    Text,
+)
 
 GSM8K_LENGTHS = {"max_prompt_length": 256, "max_completion_length": 192}
+# In bytes, as the tokenizer without a folder counts; others need about a third of it.
+LENGTHS = {
+    "gsm8k": GSM8K_LENGTHS,
+    "math": {"max_prompt_length": 512, "max_completion_length": 1024},
+    "countdown": {"max_prompt_length": 96, "max_completion_length": 64},
+    "jsonl": {"max_prompt_length": 256, "max_completion_length": 256},
+}
 
 
 def arithmetic_lengths(data: Mapping[str, Any]) -> dict[str, int]:
@@ -19,15 +37,44 @@ def arithmetic_lengths(data: Mapping[str, Any]) -> dict[str, int]:
     return {"max_prompt_length": 2 * digits + 3, "max_completion_length": answer + 1}
 
 
+def task_lengths(task: Any, data: Mapping[str, Any]) -> dict[str, int]:
+    """The lengths of a task where the config says nothing."""
+    return LENGTHS[task] if isinstance(task, str) and task in LENGTHS else arithmetic_lengths(data)
+
+
 class Data(Section):
     train: Text | None = None
-    """gsm8k: JSON lines of question and answer to train on."""
+    """gsm8k, math, jsonl: what is trained on: JSON lines, or datasets:NAME:CONFIG:SPLIT."""
     eval: Text | None = None
-    """gsm8k: JSON lines of question and answer that are held out."""
+    """gsm8k, math, jsonl: what is held out, in the same form."""
     max_prompt_length: Count = 7
-    """Tokens; longer prompts are counted and left out. The default fits every arithmetic problem; 256 with gsm8k."""
+    """Tokens; longer prompts are counted and left out. The default fits every arithmetic problem, else by the task."""
     max_completion_length: Count = 4
-    """Tokens that are sampled at most, the end of sequence included. The default fits every answer; 192 with gsm8k."""
+    """Tokens that are sampled at most, what ends it included. The default fits every answer, else by the task."""
+    chat: bool | None = None
+    """Prompts as a conversation by the chat template of model.path; null: where it has one."""
+    system: Text | None = None
+    """What the system says first in a conversation."""
+    chat_template: Text | None = None
+    """A jinja file instead of the template of model.path."""
+    template_arguments: TemplateArguments = Table()
+    """Variables of the chat template, such as {enable_thinking: false}."""
+    judge: Judge = "math_verify"
+    """gsm8k: equality of answers as mathematics, or strictly of the decimal number after '####'."""
+    prompt_field: Text = "prompt"
+    """jsonl: field of the text, or of the list of messages."""
+    answer_field: Text = "answer"
+    """jsonl: field of the answer; a line may lack it."""
+    solution_field: Text = "solution"
+    """jsonl: field of what the warm start imitates; a line may lack it where nothing does."""
+    reward: Text | None = None
+    """jsonl: the reward function, as module:function or path/to/file.py:function."""
+    problems: Count = 10_000
+    """countdown: problems to train on."""
+    numbers: NumberCount = 3
+    """countdown: numbers of a problem."""
+    max_number: Operand = 99
+    """countdown: the largest number."""
     max_operand: Operand = 99
     """arithmetic: the largest operand."""
     operations: Operations = "+"

@@ -4,10 +4,11 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from train.config.data import GSM8K_LENGTHS, Data, arithmetic_lengths
+from train.config.data import Data, task_lengths
 from train.config.kl import KL
 from train.config.model import Lora, Model
 from train.config.reference import BaseReference, Reference
+from train.config.rewards import Rewards
 from train.config.rollout import Rollout
 from train.config.types import (
     AboveOne,
@@ -153,6 +154,8 @@ class Config(Section):
     """What is trained on."""
     data: Data = Data()
     """Prompts and lengths."""
+    rewards: Rewards = Rewards()
+    """From what the verifier says to the one number that is optimised."""
     model: Model = Model()
     """Shape of the decoder."""
     lora: Lora | None = None
@@ -187,13 +190,17 @@ class Config(Section):
         data = raw.get("data", {}) if isinstance(raw, dict) else None
         if not isinstance(data, dict):
             return raw
-        lengths = GSM8K_LENGTHS if raw.get("task") == "gsm8k" else arithmetic_lengths(data)
-        return {**raw, "data": {**lengths, **data}}
+        return {**raw, "data": {**task_lengths(raw.get("task"), data), **data}}
 
     def needs_reference(self) -> bool:
         """Whether reference log-probs are computed at all."""
         coefs = (self.kl.reward.coef, self.kl.loss.coef, self.kl.advantage.coef)
         return self.reference.monitor or any(coef > 0 for coef in coefs)
+
+    def needs_ref_log_probs(self) -> bool:
+        """Whether anything reads the reference's log-probs of the drawn tokens, which the exact KL does not."""
+        estimators = ((term.coef, term.estimator) for term in (self.kl.reward, self.kl.loss, self.kl.advantage))
+        return self.reference.monitor or any(coef > 0 and estimator != "exact" for coef, estimator in estimators)
 
     def exact_loss(self) -> bool:
         """Whether the loss has the exact KL, so that hidden states of the reference are kept."""

@@ -1,9 +1,10 @@
 """The names and number ranges that config fields are made of."""
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 Estimator = Literal["none", "k1", "abs", "k2", "k3", "low_var_kl"]
 EstimatorOrExact = Literal[Estimator, "exact"]
@@ -17,7 +18,8 @@ AdvantageEstimator = Literal["grpo", "rloo", "opo", "reinforce_plus_plus", "rein
 PolicyLoss = Literal["ppo", "cispo", "gspo"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Operations = Literal["+", "+-"]
-TaskName = Literal["arithmetic", "gsm8k"]
+TaskName = Literal["arithmetic", "gsm8k", "math", "countdown", "jsonl"]
+Judge = Literal["math_verify", "strict"]
 
 ESTIMATORS: tuple[str, ...] = get_args(Estimator)
 ROLLOUT_ESTIMATORS: tuple[str, ...] = get_args(RolloutEstimator)
@@ -28,7 +30,7 @@ ADVANTAGE_ESTIMATORS: tuple[str, ...] = get_args(AdvantageEstimator)
 POLICY_LOSSES: tuple[str, ...] = get_args(PolicyLoss)
 
 
-def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(set(values)) != len(values):
         raise ValueError("an entry is repeated")
     return values
@@ -45,6 +47,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 AboveOne = Annotated[float, Field(gt=1)]
 EvenCount = Annotated[int, Field(ge=2, le=10**9, multiple_of=2)]
 Operand = Annotated[int, Field(ge=1, le=999)]
+NumberCount = Annotated[int, Field(ge=2, le=6)]
 Text = Annotated[str, Field(min_length=1)]
 RunName = Annotated[
     str,
@@ -54,8 +57,40 @@ RunName = Annotated[
 LoraTargets = Annotated[
     tuple[LoraTarget, ...],
     Field(min_length=1, strict=False),
-    AfterValidator(_without_repeats),
+    AfterValidator(without_repeats),
     "a list, without repeats, of " + ", ".join(get_args(LoraTarget)),
+]
+
+
+class Table(dict[str, Any]):
+    """A mapping that is not changed once it is made, as all of a config: it has a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items(), key=str)))
+
+
+def _mapping_of(allowed: tuple[type, ...]) -> BeforeValidator:
+    """Text to values of these types, checked as one field: its entries are no fields of the schema."""
+
+    def check(value: Any) -> Any:
+        for key, item in value.items() if isinstance(value, dict) else ():
+            finite = not isinstance(item, float) or math.isfinite(item)
+            if not isinstance(key, str) or type(item) not in allowed or not finite:
+                raise ValueError(f"the entry {key!r}: {item!r}")
+        return value
+
+    return BeforeValidator(check)
+
+
+# The texts are not to be taken apart by dotted paths: `key={name: value}` sets all of a mapping.
+TemplateArguments = Annotated[
+    dict[str, bool | int | float | str],
+    _mapping_of((bool, int, float, str)),
+    AfterValidator(Table),
+    "a mapping of text to plain values",
+]
+Weights = Annotated[
+    dict[str, float], _mapping_of((int, float)), AfterValidator(Table), "a mapping of names of rewards to numbers"
 ]
 
 

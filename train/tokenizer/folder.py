@@ -22,8 +22,8 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 class FolderTokenizer:
     """`tokenizer.json` as the trainer asks for it; the attributes are those of `train.tokenizer.Tokenizer`.
 
-    Without a chat template a prompt begins with what the tokenizer's post-processor puts first, which is BOS or nothing.
-    With one, the template writes every special token, and nothing is added to it.
+    Without a chat template a prompt begins with what the tokenizer's post-processor puts first: BOS or nothing. With one,
+    the template writes every special token, and nothing is added to it.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class FolderTokenizer:
     def solution_ids(self, example: "Example") -> list[int]:
         """What follows `prompt_ids` where the solution is known, up to and with what ends it.
 
-        Prompt and solution are tokenized as one text where that leaves the prompt's ids as they are, so that a tokenizer
-        that begins every text with a space does not put one between them.
+        Prompt and solution are tokenized as one text where that leaves the prompt's ids as they are, so that a
+        tokenizer that begins every text with a space does not put one between them.
         """
         head, end = self.prompt_ids(example), self.eos_ids[0]
         if self._template is None:
@@ -193,7 +193,7 @@ def _end_ids(folder: Path, tokenizer: tokenizers.Tokenizer, eos_token: str | Non
     """The tokenizer's own end first, then those that generation stops at."""
     model = read_json(folder / "config.json")
     sources = (read_json(folder / "generation_config.json"), model, model.get("text_config") or {})
-    stops = next((ids for ids in (source.get("eos_token_id") for source in sources) if ids is not None), [])
+    stops: Any = next((ids for ids in (source.get("eos_token_id") for source in sources) if ids is not None), [])
     found = [] if eos_token is None else [tokenizer.token_to_id(eos_token)]
     found += stops if isinstance(stops, list) else [stops]
     known = [number for number in found if isinstance(number, int)]
@@ -245,8 +245,8 @@ def load_folder(
         arguments: variables of the template, such as `enable_thinking`.
 
     Raises:
-        UserError: a file is missing or cannot be read, nothing ends a completion, or a template is asked for that is not
-            there.
+        UserError: a file is missing or cannot be read, nothing ends a completion, or a template is asked for that is
+            not there.
     """
     folder = Path(path)
     file = folder / "tokenizer.json"

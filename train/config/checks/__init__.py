@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from train.config.checks import data, kl, layout, loss, reference
+from train.config.checks import data, kl, layout, loss, reference, rollout
 from train.config.checks.problem import Problem
 from train.config.schema import Config
 
@@ -11,6 +11,7 @@ CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     *loss.CHECKS,
     *data.CHECKS,
     *reference.CHECKS,
+    *rollout.CHECKS,
     *layout.CHECKS,
 )
 
@@ -40,4 +41,4 @@ def cross_field_warnings(config: Config) -> list[str]:
         )
     if config.kl.loss.coef > 0 and config.kl.loss.gradient == "none":
         found.append("kl.loss.gradient: none makes the KL part of the reported loss, but it trains nothing")
-    return found
+    return [*found, *data.warnings(config)]

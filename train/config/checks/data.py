@@ -6,20 +6,39 @@ from pathlib import Path
 from train.config.checks.problem import Problem, problem
 from train.config.schema import Config
 
+FROM_FILES = ("gsm8k", "math", "jsonl")
+HUB = "datasets:"
+# Fields of `data` that one task alone reads.
+OWNED = {
+    "judge": "gsm8k",
+    "prompt_field": "jsonl",
+    "answer_field": "jsonl",
+    "solution_field": "jsonl",
+    "reward": "jsonl",
+    "problems": "countdown",
+    "numbers": "countdown",
+    "max_number": "countdown",
+}
 
-def _task(config: Config) -> Iterator[Problem]:
+
+def _files(config: Config) -> Iterator[Problem]:
+    task = config.task
     for name, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if config.task == "arithmetic" and path is not None:
-            yield problem(
-                f"got {path!r}, but task arithmetic makes its own problems; set task=gsm8k or leave it null",
-                name,
-                "task",
-            )
-        if config.task == "gsm8k" and path is None:
-            yield problem(f"missing; task gsm8k needs a file of JSON lines: {name}=PATH", name, "task")
-        if config.task == "gsm8k" and path is not None and not Path(path).is_file():
+        if task not in FROM_FILES:
+            if path is not None:
+                text = f"got {path!r}, but task {task} makes its own problems; set task=gsm8k or leave it null"
+                yield problem(text, name, "task")
+        elif path is None:
+            yield problem(f"missing; task {task} needs a file of JSON lines: {name}=PATH", name, "task")
+        elif path.startswith(HUB):
+            if not path.removeprefix(HUB).split(":")[0]:
+                yield problem(f"got {path!r}, expected datasets:NAME, datasets:NAME:CONFIG or :SPLIT after it", name)
+        elif not Path(path).is_file():
             kind = "it is a directory" if Path(path).is_dir() else "there is no such file"
             yield problem(f"got {path!r}, expected a file of JSON lines, but {kind}", name, "task")
+
+
+def _arithmetic(config: Config) -> Iterator[Problem]:
     problems = (config.data.max_operand + 1) ** 2 * len(config.data.operations)
     if config.task == "arithmetic" and config.eval.prompts > problems // 2:
         yield problem(
@@ -32,4 +51,45 @@ def _task(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_task,)
+def _owned(config: Config) -> Iterator[Problem]:
+    data = config.data
+    for name, task in OWNED.items():
+        if config.task != task and getattr(data, name) != type(data).model_fields[name].default:
+            yield problem(f"task {config.task} does not read it, only {task}", f"data.{name}", "task")
+    if config.task == "jsonl" and data.reward is None:
+        yield problem("missing; task jsonl needs a reward function: data.reward=module:function", "data.reward", "task")
+    if data.reward is not None and not all(data.reward.rpartition(":")[::2]):
+        yield problem(f"got {data.reward!r}, expected module:function or path/to/file.py:function", "data.reward")
+
+
+def _template(config: Config) -> Iterator[Problem]:
+    data = config.data
+    fields = ("system", "chat_template", "template_arguments")
+    given = [name for name in fields if getattr(data, name)]
+    if data.chat is False:
+        for name in given:
+            yield problem("only a chat template reads it, and data.chat is false", f"data.{name}", "data.chat")
+    path = data.chat_template
+    if path is not None and not Path(path).is_file():
+        yield problem(f"got {path!r}, expected a jinja file, but there is no such file", "data.chat_template")
+
+
+def _rewards(config: Config) -> Iterator[Problem]:
+    buffer, longest = config.rewards.overlong_buffer, config.data.max_completion_length
+    if buffer > longest:
+        yield problem(
+            f"got {buffer}, expected at most data.max_completion_length = {longest}",
+            "rewards.overlong_buffer",
+            "data.max_completion_length",
+        )
+
+
+CHECKS = (_files, _arithmetic, _owned, _template, _rewards)
+
+
+def warnings(config: Config) -> Iterator[str]:
+    """What a model without a folder does not read: it has bytes, no template."""
+    if getattr(config.model, "path", None) is None:
+        for name in ("chat", "system", "chat_template", "template_arguments"):
+            if getattr(config.data, name):
+                yield f"data.{name}: not read, because without model.path prompts are bytes and no conversation"
