@@ -6,6 +6,7 @@ are real; they come from lengths, the pad id is never looked for. All arrays are
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import grain
@@ -13,7 +14,7 @@ import numpy as np
 
 from train.errors import UserError
 from train.tasks.task import Example
-from train.tokenizer import ByteTokenizer
+from train.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,16 +30,17 @@ class SupervisedBatch(NamedTuple):
     completion_mask: np.ndarray
 
 
-def _prompt_ids(example: Example, tokenizer: ByteTokenizer) -> list[int]:
-    # BOS gives the first byte of the prompt something to attend to, and an empty prompt a token.
-    return [tokenizer.bos_id, *tokenizer.encode(example.prompt)]
+def _prompt_ids(example: Example, tokenizer: Tokenizer) -> Sequence[int] | np.ndarray:
+    return tokenizer.prompt_ids(example) if example.prompt_ids is None else example.prompt_ids
 
 
-def _solution_ids(example: Example, tokenizer: ByteTokenizer) -> list[int]:
-    return [*tokenizer.encode(example.solution), tokenizer.eos_id]
+def _solution_ids(example: Example, tokenizer: Tokenizer) -> Sequence[int] | np.ndarray:
+    return tokenizer.solution_ids(example) if example.solution_ids is None else example.solution_ids
 
 
-def _pad(rows: Sequence[Sequence[int]], length: int, pad_id: int, *, left: bool) -> tuple[np.ndarray, np.ndarray]:
+def _pad(
+    rows: Sequence[Sequence[int] | np.ndarray], length: int, pad_id: int, *, left: bool
+) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.full((len(rows), length), pad_id, np.int32)
     mask = np.zeros((len(rows), length), bool)
     for index, row in enumerate(rows):
@@ -50,8 +52,8 @@ def _pad(rows: Sequence[Sequence[int]], length: int, pad_id: int, *, left: bool)
     return tokens, mask
 
 
-def encode_prompts(examples: Sequence[Example], tokenizer: ByteTokenizer, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """BOS and prompt of each example, left-padded.
+def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """The prompt of each example as the tokenizer frames it, left-padded.
 
     Returns:
         tokens `[N, length]` int32 and mask `[N, length]` bool, true at real tokens.
@@ -63,9 +65,9 @@ def encode_prompts(examples: Sequence[Example], tokenizer: ByteTokenizer, length
 
 
 def encode_solutions(
-    examples: Sequence[Example], tokenizer: ByteTokenizer, *, prompt_length: int, completion_length: int
+    examples: Sequence[Example], tokenizer: Tokenizer, *, prompt_length: int, completion_length: int
 ) -> SupervisedBatch:
-    """Prompt, solution and EOS of each example in the layout of a sampled batch."""
+    """Prompt, solution and what ends it of each example in the layout of a sampled batch."""
     prompts, prompt_mask = encode_prompts(examples, tokenizer, prompt_length)
     rows = [_solution_ids(example, tokenizer) for example in examples]
     solutions, solution_mask = _pad(rows, completion_length, tokenizer.pad_id, left=False)
@@ -76,7 +78,7 @@ def encode_solutions(
     )
 
 
-def decode_completions(tokens: np.ndarray, completion_mask: np.ndarray, tokenizer: ByteTokenizer) -> list[str]:
+def decode_completions(tokens: np.ndarray, completion_mask: np.ndarray, tokenizer: Tokenizer) -> list[str]:
     """The text of the marked tokens of each row of `[B, T]` arrays."""
     return [
         tokenizer.decode(row[mask].tolist())
@@ -100,22 +102,43 @@ def _keep(examples: Sequence[Example], lengths: Sequence[int], limit: int, what:
     return kept
 
 
+def _counted(ids: np.ndarray, what: str, example: Example) -> np.ndarray:
+    if not len(ids):
+        raise UserError(f"{what} without a single token: {example.prompt[:80]!r}, and the tokenizer puts nothing first")
+    return ids
+
+
 def keep_prompts(
-    examples: Sequence[Example], tokenizer: ByteTokenizer, length: int, *, what: str = "prompts"
+    examples: Sequence[Example], tokenizer: Tokenizer, length: int, *, what: str = "prompts"
 ) -> list[Example]:
-    """The examples whose prompt with BOS has at most `length` tokens; how many are left out is logged as a warning.
+    """The examples whose framed prompt has at most `length` tokens; how many are left out is logged as a warning.
+
+    Those that are kept carry their tokens (`Example.prompt_ids`): no prompt is tokenized twice.
 
     Raises:
-        UserError: none is left; says which setting to raise.
+        UserError: none is left; says which setting to raise. Or a prompt has no token at all.
     """
-    lengths = [len(_prompt_ids(example, tokenizer)) for example in examples]
-    return _keep(examples, lengths, length, what, "data.max_prompt_length")
+    ids = [np.asarray(_prompt_ids(example, tokenizer), np.int32) for example in examples]
+    rows = zip(examples, ids, strict=True)
+    tokenized = [replace(example, prompt_ids=_counted(row, "a prompt", example)) for example, row in rows]
+    return _keep(tokenized, [len(row) for row in ids], length, what, "data.max_prompt_length")
 
 
-def keep_solutions(examples: Sequence[Example], tokenizer: ByteTokenizer, length: int) -> list[Example]:
-    """The examples whose solution with EOS has at most `length` tokens; otherwise as `keep_prompts`."""
-    lengths = [len(_solution_ids(example, tokenizer)) for example in examples]
-    return _keep(examples, lengths, length, "solutions", "data.max_completion_length")
+def keep_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> list[Example]:
+    """The examples whose solution with what ends it has at most `length` tokens; otherwise as `keep_prompts`.
+
+    Raises:
+        UserError: none is left, or an example has no solution.
+    """
+    for example in examples:
+        if not example.solution:
+            raise UserError(
+                f"warm_start.steps: a warm start imitates solutions, but there is none for {example.prompt[:80]!r}; "
+                "warm_start.steps=0 starts without"
+            )
+    ids = [np.asarray(_solution_ids(example, tokenizer), np.int32) for example in examples]
+    tokenized = [replace(example, solution_ids=row) for example, row in zip(examples, ids, strict=True)]
+    return _keep(tokenized, [len(row) for row in ids], length, "solutions", "data.max_completion_length")
 
 
 def _epochs(
@@ -150,7 +173,7 @@ class Prompts:
     def __init__(
         self,
         examples: Sequence[Example],
-        tokenizer: ByteTokenizer,
+        tokenizer: Tokenizer,
         *,
         length: int,
         batch_size: int,
@@ -175,7 +198,7 @@ class Supervised:
     def __init__(
         self,
         examples: Sequence[Example],
-        tokenizer: ByteTokenizer,
+        tokenizer: Tokenizer,
         *,
         prompt_length: int,
         completion_length: int,

@@ -22,13 +22,13 @@ from train.run_directory import RunDirectory
 from train.setting import Setting
 from train.sharding import make_mesh, replicated
 from train.state import TrainState, initial_state
-from train.tokenizer import ByteTokenizer
+from train.tokenizer import Tokenizer
 from train.warm_start import warm_start
 
 Tree = Any
 
 
-def make_model(config: Config, tokenizer: ByteTokenizer) -> Decoder:
+def make_model(config: Config, tokenizer: Tokenizer) -> Decoder:
     """The decoder that the config describes, with the vocabulary of the tokenizer."""
     lora = None if config.lora is None else LoraConfig(**config.lora.model_dump())
     shape = config.model.model_dump()

@@ -20,7 +20,7 @@ def load_tokenizer(config: "Config") -> Tokenizer:
     path = getattr(config.model, "path", None)
     if path is None:
         return ByteTokenizer()
-    from train.tokenizer.folder import load_folder  # only here is the library needed
+    from train.tokenizer.files import load_folder  # only here is the library needed
 
     data = config.data
     return load_folder(
