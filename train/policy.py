@@ -182,6 +182,7 @@ def token_stats(
         tokens[:, first:],
         mask=(token_mask if mask is None else mask)[:, first:],
         temperature=temperature,
+        softcap=model.config.final_softcap,
         entropy=entropy,
         entropy_gradient=entropy_gradient,
         reference=None if reference is None else (reference[0][:, before], reference[1]),

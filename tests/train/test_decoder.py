@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from train.models import Decoder, DecoderConfig, KeyValues, Rope
-from train.models.layers import RMSNorm, apply_rope, attend, causal_mask, matmul, token_positions
+from train.models.attention import attend, token_positions, token_sight
+from train.models.layers import RMSNorm, matmul
+from train.models.rope import rotate, rotation
 from train.policy import init_params
 from train.sharding import make_mesh
 
@@ -32,7 +34,7 @@ def test_rope_scores_depend_on_the_distance_alone():
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 2, 8))
 
     def score(i: int, j: int) -> jax.Array:
-        rotated = [apply_rope(x, jnp.array([[p]]), 100.0) for x, p in ((query, i), (key, j))]
+        rotated = [rotate(x, rotation(Rope(100.0), 8, jnp.array([[p]]), x.dtype)) for x, p in ((query, i), (key, j))]
         return jnp.sum(rotated[0] * rotated[1], axis=-1)
 
     chex.assert_trees_all_close(score(7, 3), score(14, 10), score(4, 0), atol=1e-5)
@@ -46,25 +48,27 @@ def test_rope_is_the_half_rotation_of_llama_checkpoints():
     cos, sin = (np.concatenate([f(angle)] * 2, -1) for f in (np.cos, np.sin))
     rotated = np.concatenate([-x[..., 3:], x[..., :3]], -1)
     expected = x * cos + rotated * sin
-    np.testing.assert_allclose(apply_rope(jnp.float32(x), jnp.asarray(positions), 50.0), expected, atol=1e-6)
+    turn = rotation(Rope(50.0), 6, jnp.asarray(positions), jnp.float32)
+    np.testing.assert_allclose(rotate(jnp.float32(x), turn), expected, atol=1e-6)
 
 
 def test_grouped_queries_equal_repeated_keys_and_values():
     shape = (2, 5)
     query = jax.random.normal(jax.random.key(0), (*shape, 6, 4))
     key, value = jax.random.normal(jax.random.key(1), (2, *shape, 2, 4))
-    mask = causal_mask(jnp.array([[True] * 5, [False, False, True, True, True]]))
+    sight = token_sight(jnp.array([[True] * 5, [False, False, True, True, True]]), None, None)
+    mask = sight.full
     wide_key, wide_value = jnp.repeat(key, 3, axis=2), jnp.repeat(value, 3, axis=2)
     scores = jnp.einsum("bqnh,bknh->bnqk", query, wide_key) / 2
     weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0)
     expected = jnp.einsum("bnqk,bknh->bqnh", weights, wide_value)
-    chex.assert_trees_all_close(attend(query, key, value, mask), expected, atol=1e-6)
+    chex.assert_trees_all_close(attend(query, key, value, sight), expected, atol=1e-6)
 
 
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
     query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 3, 2, 4))
-    mask = causal_mask(jnp.array([[False] * 3, [False, True, True]]))
-    output, pull = jax.vjp(lambda *qkv: attend(*qkv, mask), query, key, value)
+    sight = token_sight(jnp.array([[False] * 3, [False, True, True]]), None, None)
+    output, pull = jax.vjp(lambda *qkv: attend(*qkv, sight), query, key, value)
     grads = pull(jnp.ones_like(output))
     assert not output[0].any()
     assert not output[1, 0].any()

@@ -1,7 +1,7 @@
 """The decoder and its adapters."""
 
-from train.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Rope
+from train.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Rope, YarnScaling
 from train.models.decoder import Decoder, KeyValues
 from train.models.lora import LoraConfig
 
-__all__ = ["Decoder", "DecoderConfig", "KeyValues", "LinearScaling", "Llama3Scaling", "LoraConfig", "Rope"]
+__all__ = ["Decoder", "DecoderConfig", "KeyValues", "LinearScaling", "Llama3Scaling", "LoraConfig", "Rope", "YarnScaling"]

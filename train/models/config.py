@@ -44,7 +44,32 @@ class Llama3Scaling:
             raise ValueError(f"rope: got original length {self.original_length}, expected at least 1")
 
 
-RopeScaling: TypeAlias = LinearScaling | Llama3Scaling
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """Pairs that turn less than `beta_slow` times in `original_length` tokens divided by `factor`, those that turn more
+    than `beta_fast` times kept, those between on a line; queries and keys grow by `attention_factor`.
+
+    `truncate`: the ends of the line are whole numbers of pairs.
+    """
+
+    factor: float
+    original_length: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        if not 0 < self.beta_slow <= self.beta_fast:
+            raise ValueError(
+                f"rope: got beta_slow {self.beta_slow} and beta_fast {self.beta_fast}, expected 0 < slow <= fast"
+            )
+        if not self.attention_factor > 0:
+            raise ValueError(f"rope: got attention_factor {self.attention_factor}, expected a number > 0")
+
+
+RopeScaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @dataclasses.dataclass(frozen=True)

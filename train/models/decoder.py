@@ -1,4 +1,4 @@
-"""A decoder-only transformer whose parameter names and conventions are those of Llama and Qwen checkpoints."""
+"""A decoder-only transformer whose parameter names and conventions are those of Hugging Face checkpoints."""
 
 import dataclasses
 from typing import Any
@@ -8,16 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from train.models.attention import Sight, attend, cache_sight, token_positions, token_sight
 from train.models.config import DecoderConfig
-from train.models.layers import (
-    Embed,
-    Linear,
-    RMSNorm,
-    apply_rope,
-    attend,
-    causal_mask,
-    token_positions,
-)
+from train.models.layers import Embed, Linear, RMSNorm
+from train.models.rope import Rotation, rotate, rotation
 from train.sharding import constrain
 
 
@@ -38,24 +32,56 @@ class KeyValues:
             A row whose column lies outside of the cache is left as it is.
         """
         axis = self.key.ndim - 3
-        if jnp.ndim(column) == 0:
-            return jax.tree.map(lambda old, x: lax.dynamic_update_slice_in_dim(old, x, column, axis), self, new)
+        where = jnp.asarray(column)
+        if where.ndim == 0:
+            return jax.tree.map(lambda old, x: lax.dynamic_update_slice_in_dim(old, x, where, axis), self, new)
 
-        def put(old: jax.Array, x: jax.Array, where: jax.Array) -> jax.Array:
-            return old.at[..., where, :, :].set(x[..., 0, :, :], mode="drop", wrap_negative_indices=False)
+        def put(old: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
+            return old.at[..., at, :, :].set(x[..., 0, :, :], mode="drop", wrap_negative_indices=False)
 
         rows = axis - 1
-        return jax.tree.map(lambda old, x: jax.vmap(put, (rows, rows, 0), rows)(old, x, column), self, new)
+        return jax.tree.map(lambda old, x: jax.vmap(put, (rows, rows, 0), rows)(old, x, where), self, new)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What every layer shares: positions [B, T], mask [B, 1, T, S], and the queries' cache column: scalar or [B]."""
+    """What every layer shares.
 
-    positions: jax.Array
-    mask: jax.Array
+    Attributes:
+      sight: which keys the queries see.
+      turn: the rotation of the queries in full layers.
+      local_turn: in sliding layers, where these have a rope of their own.
+      column: the queries' cache column, a scalar or [B].
+    """
+
+    sight: Sight
+    turn: Rotation
+    local_turn: Rotation | None = None
     column: int | jax.Array = 0
+
+    def turn_of(self, sliding: bool | jax.Array) -> Rotation:
+        """The rotation in a layer of this kind."""
+        if self.local_turn is None:
+            return self.turn
+        return jax.tree.map(lambda local, full: jnp.where(sliding, local, full), self.local_turn, self.turn)
+
+
+def norm(config: DecoderConfig, name: str) -> RMSNorm:
+    """A norm of this decoder."""
+    return RMSNorm(config.norm_eps, config.norm_offset, config.param_dtype, name=name)
+
+
+def linear(
+    config: DecoderConfig, name: str, features: int, axes: tuple[str, str], *, bias: bool, scale: float = 1.0
+) -> Linear:
+    """A projection of this decoder."""
+    return Linear(features, axes, bias, scale, config.lora, config.param_dtype, name=name)
+
+
+def depth_scale(config: DecoderConfig) -> float:
+    """What adds to the residual stream is drawn this much smaller, so that its size does not grow with the depth."""
+    return float((2 * config.layers) ** -0.5)
 
 
 class Attention(nn.Module):
@@ -64,55 +90,79 @@ class Attention(nn.Module):
     config: DecoderConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, past: KeyValues | None, context: Context) -> tuple[jax.Array, KeyValues]:
+    def __call__(
+        self, x: jax.Array, past: KeyValues | None, sliding: bool | jax.Array, context: Context
+    ) -> tuple[jax.Array, KeyValues]:
         config = self.config
 
         def project(name: str, heads: int, axis: str) -> jax.Array:
-            linear = Linear(heads * config.head_dim, ("embed", axis), config.qkv_bias, lora=config.lora, name=name)
-            return linear(x).reshape(*x.shape[:-1], heads, config.head_dim)
+            projected = linear(config, name, heads * config.head_dim, ("embed", axis), bias=config.qkv_bias)(x)
+            return projected.reshape(*x.shape[:-1], heads, config.head_dim)
 
         query = project("q_proj", config.heads, "heads")
         key = project("k_proj", config.kv_heads, "kv_heads")
         value = project("v_proj", config.kv_heads, "kv_heads")
         if config.qk_norm:
-            query = RMSNorm(config.norm_eps, name="q_norm")(query)
-            key = RMSNorm(config.norm_eps, name="k_norm")(key)
-        query = apply_rope(query, context.positions, config.rope.theta)
-        new = KeyValues(apply_rope(key, context.positions, config.rope.theta), value)
+            query, key = norm(config, "q_norm")(query), norm(config, "k_norm")(key)
+        turn = context.turn_of(sliding)
+        query, new = rotate(query, turn), KeyValues(rotate(key, turn), value)
         seen = new if past is None else past.write(new, context.column)
-        output = attend(query, seen.key, seen.value, context.mask)
+        output = attend(
+            query,
+            seen.key,
+            seen.value,
+            context.sight,
+            sliding=sliding,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+        )
         output = output.reshape(*x.shape[:-1], config.heads * config.head_dim)
-        scale = (2 * config.layers) ** -0.5
-        return Linear(config.width, ("heads", "embed"), False, scale, config.lora, name="o_proj")(output), new
+        to_width = linear(
+            config, "o_proj", config.width, ("heads", "embed"), bias=config.output_bias, scale=depth_scale(config)
+        )
+        return to_width(output), new
 
 
 class Mlp(nn.Module):
-    """`down(silu(gate(x)) * up(x))`."""
+    """`down(act(gate(x)) * up(x))`."""
 
     config: DecoderConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
-        gate = Linear(config.mlp_width, ("embed", "mlp"), lora=config.lora, name="gate_proj")(x)
-        up = Linear(config.mlp_width, ("embed", "mlp"), lora=config.lora, name="up_proj")(x)
-        scale = (2 * config.layers) ** -0.5
-        down = Linear(config.width, ("mlp", "embed"), False, scale, config.lora, name="down_proj")
-        return down(nn.silu(gate) * up)
+        gate = linear(config, "gate_proj", config.mlp_width, ("embed", "mlp"), bias=config.mlp_bias)(x)
+        up = linear(config, "up_proj", config.mlp_width, ("embed", "mlp"), bias=config.mlp_bias)(x)
+        down = linear(
+            config, "down_proj", config.width, ("mlp", "embed"), bias=config.mlp_bias, scale=depth_scale(config)
+        )
+        gated = nn.silu(gate) if config.activation == "silu" else nn.gelu(gate, approximate=True)
+        return down(gated * up)
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm block, in the form `nn.scan` needs: carry in, (carry, new keys and values) out."""
+    """One block, in the form `nn.scan` needs: carry in, (carry, new keys and values) out.
+
+    `flag` says whether this layer is a sliding one where the decoder has both kinds, and is None where it has one.
+    """
 
     config: DecoderConfig
     keep: bool
 
     @nn.compact
-    def __call__(self, x: jax.Array, past: KeyValues | None, context: Context) -> tuple[jax.Array, KeyValues | None]:
-        eps = self.config.norm_eps
-        mixed, new = Attention(self.config, name="self_attn")(RMSNorm(eps, name="input_layernorm")(x), past, context)
-        x = x + mixed
-        x = x + Mlp(self.config, name="mlp")(RMSNorm(eps, name="post_attention_layernorm")(x))
+    def __call__(
+        self, x: jax.Array, past: KeyValues | None, flag: jax.Array | None, context: Context
+    ) -> tuple[jax.Array, KeyValues | None]:
+        config = self.config
+        sliding = config.kinds[0] == "sliding" if flag is None else flag
+        mixed, new = Attention(config, name="self_attn")(norm(config, "input_layernorm")(x), past, sliding, context)
+        if config.post_norms:
+            x = x + norm(config, "post_attention_layernorm")(mixed)
+            added = Mlp(config, name="mlp")(norm(config, "pre_feedforward_layernorm")(x))
+            x = x + norm(config, "post_feedforward_layernorm")(added)
+        else:
+            x = x + mixed
+            x = x + Mlp(config, name="mlp")(norm(config, "post_attention_layernorm")(x))
         return constrain(x, "rows", None, None), new if self.keep else None
 
 
@@ -123,50 +173,110 @@ class Decoder(nn.Module):
 
     @nn.compact
     def run(
-        self, tokens: jax.Array, context: Context, past: KeyValues | None, keep: bool
+        self,
+        tokens: jax.Array,
+        real: jax.Array,
+        positions: jax.Array,
+        sight: Sight,
+        *,
+        past: KeyValues | None = None,
+        column: int | jax.Array = 0,
+        keep: bool = False,
     ) -> tuple[jax.Array, KeyValues | None]:
         """Hidden states [B, T, D] after the last norm, and the new keys and values if `keep`."""
         config = self.config
-        x = constrain(Embed(config.vocab_size, config.width, name="embed_tokens")(tokens), "rows", None, None)
+        x = Embed(config.vocab_size, config.width, config.dtype, config.param_dtype, name="embed_tokens")(tokens)
+        if config.embed_scale is not None:
+            x = x * jnp.asarray(config.embed_scale, x.dtype)
+        # What a padded token holds, NaN included, ends here: a weight of 0 on a value that is NaN would be NaN.
+        x = constrain(jnp.where(real[..., None], x, 0), "rows", None, None)
+        turn = rotation(config.rope, config.head_dim, positions, x.dtype)
+        local = None if config.local_rope is None else rotation(config.local_rope, config.head_dim, positions, x.dtype)
+        flags = jnp.array([kind == "sliding" for kind in config.kinds]) if len(set(config.kinds)) > 1 else None
         # Activations inside a layer are recomputed in the backward pass: memory grows by one [B, T, D] a layer.
         # Inside a scan nothing can be shared between the two passes anyway, so CSE needs no barrier.
         scanned: Any = nn.scan(
             nn.remat(DecoderLayer, prevent_cse=False),
             variable_axes={"params": 0, "lora": 0},
             split_rngs={"params": True, "lora": True},
-            in_axes=(0, nn.broadcast),
+            in_axes=(0, 0, nn.broadcast),
             length=config.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, new = scanned(config, keep, name="layers")(x, past, context)
-        hidden = RMSNorm(config.norm_eps, name="norm")(x)
+        context = Context(sight, turn, local, column)
+        x, new = scanned(config, keep, name="layers")(x, past, flags, context)
+        hidden = norm(config, "norm")(x)
         if not config.tie_embeddings and self.is_initializing():
-            Linear(config.vocab_size, ("embed", "vocab"), name="lm_head")(hidden)
+            Linear(config.vocab_size, ("embed", "vocab"), param_dtype=config.param_dtype, name="lm_head")(hidden)
         return hidden, new
 
-    def __call__(self, tokens: jax.Array, token_mask: jax.Array) -> jax.Array:
-        """Hidden states [B, T, D] of whole sequences; `token_mask` [B, T] is True at real tokens, padding anywhere."""
-        return self.run(tokens, Context(token_positions(token_mask), causal_mask(token_mask)), None, False)[0]
+    def __call__(
+        self,
+        tokens: jax.Array,
+        token_mask: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """Hidden states of whole sequences.
 
-    def prefill(self, tokens: jax.Array, token_mask: jax.Array) -> tuple[jax.Array, KeyValues]:
+        Args:
+          tokens: [B, T] int32; token_mask: [B, T] bool, True at real tokens. Padding may be anywhere: it is never
+            attended, and what it holds reaches nothing.
+          positions: [B, T] int32; None counts the real tokens of the row, or of the segment.
+          segment_ids: [B, T] int32, each at least 0: several sequences in a row, one run of equal numbers each, do not
+            see each other. None: a row is one sequence.
+
+        Returns:
+          [B, T, D], finite but meaningless at padding.
+        """
+        return self._whole(tokens, token_mask, positions, segment_ids, keep=False)[0]
+
+    def prefill(
+        self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None
+    ) -> tuple[jax.Array, KeyValues]:
         """As `__call__`, and the keys and values [layers, B, T, K, H] for `decode` to go on from."""
-        return self.run(tokens, Context(token_positions(token_mask), causal_mask(token_mask)), None, True)
+        hidden, new = self._whole(tokens, token_mask, positions, None, keep=True)
+        assert new is not None
+        return hidden, new
 
     def decode(
-        self, tokens: jax.Array, positions: jax.Array, cache: KeyValues, token_mask: jax.Array, column: jax.Array
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        cache: KeyValues,
+        token_mask: jax.Array,
+        column: int | jax.Array,
     ) -> tuple[jax.Array, KeyValues]:
         """One more token per row.
 
         Args:
           tokens: [B] int32, in column `column` of the sequences; positions: [B] int32, their positions in their rows.
           cache: [layers, B, S, K, H], filled where `token_mask` is True but for `column`.
-          token_mask: [B, S] bool, the columns that the token sees, itself included.
+          token_mask: [B, S] bool, the columns that the token sees, itself included; a sliding layer sees the last ones
+            of these.
           column: int32, a scalar or [B], each row its own. A row whose column is S or more, and whose `token_mask` is
             False throughout, leaves the cache as it is; its hidden state means nothing.
 
         Returns:
           Hidden states [B, D], and the cache with `column` filled.
         """
-        context = Context(positions[:, None], token_mask[:, None, None, :], column)
-        hidden, new = self.run(tokens[:, None], context, cache, True)
+        config = self.config
+        sight = cache_sight(token_mask, config.sliding_window if "sliding" in config.kinds else None)
+        real = jnp.any(token_mask, axis=-1, keepdims=True)
+        hidden, new = self.run(tokens[:, None], real, positions[:, None], sight, past=cache, column=column, keep=True)
         return hidden[:, 0], cache.write(new, column)
+
+    def _whole(
+        self,
+        tokens: jax.Array,
+        token_mask: jax.Array,
+        positions: jax.Array | None,
+        segment_ids: jax.Array | None,
+        *,
+        keep: bool,
+    ) -> tuple[jax.Array, KeyValues | None]:
+        config = self.config
+        sight = token_sight(token_mask, segment_ids, config.sliding_window if "sliding" in config.kinds else None)
+        if positions is None:
+            positions = token_positions(token_mask, segment_ids)
+        return self.run(tokens, token_mask, positions, sight, keep=keep)

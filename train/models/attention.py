@@ -1,0 +1,124 @@
+"""Attention behind one function. Shapes: B rows, T queries, S keys, N query heads, K key-value heads, H head width."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """Which keys the queries see.
+
+    Attributes:
+      full: [B, 1, T, S] bool, in full layers.
+      sliding: [B, 1, T, S] bool, in sliding layers; None where the model has none.
+      segments: [B, T] int32 where queries and keys are the same tokens: equal numbers see each other up to themselves,
+        0 is padding. None elsewhere (decoding).
+    """
+
+    full: jax.Array
+    sliding: jax.Array | None = None
+    segments: jax.Array | None = None
+
+
+def token_ranks(token_mask: jax.Array) -> jax.Array:
+    """Number of real tokens of the row before each one, [B, T] int32; the same as its position without segments."""
+    return jnp.maximum(jnp.cumsum(token_mask, axis=-1, dtype=jnp.int32) - 1, 0)
+
+
+def token_positions(token_mask: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+    """Position of every real token within its segment, [B, T] int32; the first is 0 whatever the padding.
+
+    Args:
+      token_mask: [B, T] bool; segment_ids: [B, T] int32, one run of equal numbers per sequence; None: a row is one.
+    """
+    ranks = token_ranks(token_mask)
+    if segment_ids is None:
+        return ranks
+    columns = jnp.arange(token_mask.shape[-1])
+    # Column of the last real token before each one; the one before the first real token is the first column.
+    last = lax.cummax(jnp.where(token_mask, columns, 0), axis=1)
+    last = jnp.pad(last, ((0, 0), (1, 0)))[:, :-1]
+    begins = token_mask & (segment_ids != jnp.take_along_axis(segment_ids, last, axis=1))
+    return ranks - lax.cummax(jnp.where(begins, ranks, 0), axis=1)
+
+
+def token_sight(token_mask: jax.Array, segment_ids: jax.Array | None, window: int | None) -> Sight:
+    """What tokens [B, T] see of each other: real ones of their segment, up to themselves; padding sees nothing.
+
+    Args:
+      token_mask: [B, T] bool; segment_ids: [B, T] int32, any numbers >= 0, or None.
+      window: real tokens that a sliding layer sees, the query's own included; None: the model has no such layer.
+    """
+    ids = jnp.zeros(token_mask.shape, jnp.int32) if segment_ids is None else segment_ids
+    length = token_mask.shape[-1]
+    seen = jnp.tril(jnp.ones((length, length), bool))[None] & token_mask[:, None, :] & token_mask[:, :, None]
+    if segment_ids is not None:
+        seen = seen & (ids[:, None, :] == ids[:, :, None])
+    near = None
+    if window is not None:
+        ranks = token_ranks(token_mask)
+        near = (seen & (ranks[:, :, None] - ranks[:, None, :] < window))[:, None]
+    return Sight(seen[:, None], near, jnp.where(token_mask, ids + 1, 0))
+
+
+def cache_sight(token_mask: jax.Array, window: int | None) -> Sight:
+    """What one query per row sees of a cache: the columns of `token_mask` [B, S]; a sliding layer the last `window`."""
+    near = None
+    if window is not None:
+        ranks = token_ranks(token_mask)
+        near = (token_mask & (ranks[:, -1:] - ranks < window))[:, None, None, :]
+    return Sight(token_mask[:, None, None, :], near)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sight: Sight,
+    *,
+    sliding: bool | jax.Array = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Grouped-query attention, [B, T, N, H]; exactly 0, with zero gradient, for a query that sees no key.
+
+    Args:
+      query: [B, T, N, H]; key, value: [B, S, K, H] with N a multiple of K, finite also where they are not seen.
+      sight: what the queries see.
+      sliding: whether this is a sliding layer, also as a traced scalar.
+      scale: of the scores; None: `H ** -0.5`.
+      softcap: scores z become `softcap * tanh(z / softcap)`.
+    """
+    mask = _mask_of(sight, sliding)
+    if softcap is None:
+        output = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale)
+    else:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        output = _capped(query, key, value, mask, scale=scale, softcap=softcap)
+    # Softmax over nothing is uniform over the padding; dropping it keeps padding out of value and gradient.
+    return jnp.where(jnp.any(mask, axis=-1)[:, 0, :, None, None], output, 0)
+
+
+def _mask_of(sight: Sight, sliding: bool | jax.Array) -> jax.Array:
+    """[B, 1, T, S] bool of a layer of this kind."""
+    if sliding is False:
+        return sight.full
+    assert sight.sliding is not None
+    return sight.sliding if sliding is True else jnp.where(sliding, sight.sliding, sight.full)
+
+
+def _capped(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, scale: float, softcap: float
+) -> jax.Array:
+    rows, length, heads, width = query.shape
+    grouped = query.reshape(rows, length, key.shape[2], -1, width)
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=wide) * scale
+    capped = softcap * jnp.tanh(scores / softcap)
+    lowest = jnp.finfo(wide).min / 2
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], capped, lowest), axis=-1).astype(query.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(rows, length, heads, width)
