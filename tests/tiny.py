@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,14 @@ import kljax
 from train.batch import Batch
 from train.config.load import apply_overrides, parse
 from train.config.schema import Config
+from train.data import Prompts
 from train.models import Decoder
+from train.setting import Setting
 from train.setup import first_state, make_model
 from train.sharding import make_mesh
 from train.state import TrainState
+from train.step import make_optimizer
+from train.tasks import load_task
 from train.tokenizer import ByteTokenizer
 
 PROMPT, ROOM = 5, 4
@@ -117,3 +122,21 @@ def full_batch(log_probs: np.ndarray, seed: int = 0) -> Batch:
         returns=field(0.0, 1.0),
         token_weights=kljax.token_weights(mask, mode="token_mean"),
     )
+
+
+def setting_of(config: Config, **changes: Any) -> Setting:
+    """The setting of a config on one device, without a reference; `changes` replace fields of it."""
+    task = changes.get("task") or load_task(config)
+    built = {
+        "config": config,
+        "mesh": mesh_of(),
+        "model": model_of(config),
+        "optimizer": make_optimizer(config.optim),
+        "tokenizer": ByteTokenizer(),
+        "task": task,
+        "prompts": Prompts(
+            task.train, ByteTokenizer(), length=PROMPT, batch_size=config.rollout.prompts_per_step, seed=config.seed
+        ),
+        "held_out": [],
+    }
+    return Setting(**(built | changes))

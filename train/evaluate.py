@@ -1,18 +1,13 @@
 """Accuracy on held-out prompts."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from train.config.schema import Config
-from train.rollout import Sampler, complete, judge
-from train.tasks import Example, Task
-from train.tokenizer import ByteTokenizer
-
-Tree = Any
+import kljax
+from train.rollouts import Sampler, complete, judge
+from train.setting import Setting
 
 SHOWN = 16
 
@@ -29,39 +24,21 @@ class Evaluation(NamedTuple):
     samples: list[dict[str, Any]]
 
 
-def evaluate(
-    config: Config,
-    sampler: Sampler,
-    trainable: dict[str, Tree],
-    base: Tree,
-    examples: Sequence[Example],
-    *,
-    task: Task,
-    key: jax.Array,
-    tokenizer: ByteTokenizer,
-    mesh: Mesh,
-) -> Evaluation:
+def evaluate(setting: Setting, sampler: Sampler, policy: kljax.Policy, key: jax.Array) -> Evaluation:
     """Means over the held-out examples of every named reward, `accuracy` in percent, and the first completions.
 
-    The last batch is filled up with repeated examples, which are not counted, so that one program serves all.
+    The sampler is that of this process, wherever the rollouts come from: what is measured is the policy that is
+    trained, and not an engine's copy of it, with the same keys every time. The last batch is filled up with repeated
+    examples, which are not counted, so that one program serves all.
     """
-    size = config.eval.batch_size
+    size, examples = setting.config.eval.batch_size, setting.held_out
     scores: list[dict[str, np.ndarray]] = []
     shown: list[dict[str, Any]] = []
     for start in range(0, len(examples), size):
         chunk = list(examples[start : start + size])
         filled = (chunk * size)[:size] if len(chunk) < size else chunk
-        _, completions, finished = complete(
-            sampler,
-            trainable,
-            base,
-            filled,
-            key=jax.random.fold_in(key, start),
-            prompt_length=config.data.max_prompt_length,
-            tokenizer=tokenizer,
-            mesh=mesh,
-        )
-        judged = judge(task, filled, completions, finished)
+        _, completions, finished = complete(setting, sampler, policy, filled, jax.random.fold_in(key, start))
+        judged = judge(setting.task, filled, completions, finished)
         scores.append({name: values[: len(chunk)] for name, values in judged.items()})
         for row, example in enumerate(chunk[: SHOWN - len(shown)]):
             rewards = {name: float(values[row]) for name, values in judged.items()}

@@ -10,15 +10,15 @@ import jax
 import kljax
 from train.batch import require
 from train.checkpoint import Checkpoints
-from train.evaluate import Evaluation, evaluate
+from train.evaluate import evaluate
 from train.interrupt import Interrupt
 from train.keys import purpose_key
 from train.metrics import MetricsWriter
 from train.objective import coefficients, required_fields
 from train.references import reference_head
-from train.rollout import Sampler, collect, make_sampler
+from train.rollouts import Sampler, Source, SourceError, collect, make_sampler, next_past, sampling_policy
 from train.setting import Setting
-from train.state import TrainState
+from train.state import TrainState, policy_of
 from train.step import SCORED, make_prepare, make_score, make_update, update_rows
 
 Tree = Any
@@ -28,7 +28,6 @@ Tree = Any
 class Programs:
     """The compiled functions of a run, each compiled once."""
 
-    rollout: Sampler
     score: Callable[..., Any]
     prepare: Callable[..., Any]
     update: Callable[..., Any]
@@ -40,30 +39,24 @@ class Programs:
         """The programs for this setting and states of this layout."""
         config, model, mesh = setting.config, setting.model, setting.mesh
         return cls(
-            rollout=make_sampler(config, model, setting.tokenizer, mesh, name="rollout"),
             score=make_score(config, model, mesh),
             prepare=make_prepare(config, mesh),
-            update=make_update(config, model, setting.optimizer, state, mesh),
-            held_out=make_sampler(config, model, setting.tokenizer, mesh, name="held_out"),
-            greedy=make_sampler(config, model, setting.tokenizer, mesh, name="greedy", greedy=True),
+            update=make_update(config, model, setting.optimizer, dataclasses.replace(state, past=None), mesh),
+            held_out=make_sampler(setting, name="held_out"),
+            greedy=make_sampler(setting, name="greedy", greedy=True),
         )
 
 
-def rl_step(setting: Setting, programs: Programs, state: TrainState, step: int) -> tuple[TrainState, dict, dict]:
+def rl_step(
+    setting: Setting, programs: Programs, source: Source, state: TrainState, step: int
+) -> tuple[TrainState, dict, dict]:
     """One rollout batch and every update on it. Returns the state, the metrics and the seconds of each part."""
     config, clock = setting.config, time.perf_counter()
-    rollout = collect(
-        config,
-        programs.rollout,
-        state.trainable,
-        setting.base,
-        setting.prompts.batch(step),
-        task=setting.task,
-        key=purpose_key(config.seed, "sample", step),
-        tokenizer=setting.tokenizer,
-        mesh=setting.mesh,
-    )
+    source.update(*sampling_policy(state, setting.base))
+    rollout = collect(setting, source, step)
     sampled = time.perf_counter()
+    # The ring is not part of the update, which would give its buffers away.
+    past, state = next_past(state), dataclasses.replace(state, past=None)
     recorded = [name for name in required_fields(config) if name not in SCORED]
     require(rollout.batch, recorded, "the objective of this config")
     batch = programs.score(state.trainable, setting.base, setting.reference, rollout.batch)
@@ -72,10 +65,10 @@ def rl_step(setting: Setting, programs: Programs, state: TrainState, step: int) 
     for rows in update_rows(config, purpose_key(config.seed, "rows", step)):
         state, metrics = programs.update(state, setting.base, batch, rows, coefs, ref_head=ref_head)
         totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
-    state = dataclasses.replace(state, step=state.step + 1, controller=controller)
+    state = dataclasses.replace(state, step=state.step + 1, controller=controller, past=past)
     values = rollout.metrics | divide(totals)
     seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}
-    return state, values, seconds
+    return state, values, seconds | rollout.timings
 
 
 def divide(weighted: dict[str, kljax.WeightedSum]) -> dict[str, float]:
@@ -90,20 +83,8 @@ def write_evaluation(setting: Setting, programs: Programs, state: TrainState, wr
     `accuracy_greedy` that of its most probable tokens.
     """
 
-    def measure(sampler: Sampler) -> Evaluation:
-        return evaluate(
-            setting.config,
-            sampler,
-            state.trainable,
-            setting.base,
-            setting.held_out,
-            task=setting.task,
-            key=purpose_key(setting.config.seed, "held_out"),
-            tokenizer=setting.tokenizer,
-            mesh=setting.mesh,
-        )
-
-    sampled, greedy = measure(programs.held_out), measure(programs.greedy)
+    policy, key = policy_of(state.trainable, setting.base), purpose_key(setting.config.seed, "held_out")
+    sampled, greedy = (evaluate(setting, one, policy, key) for one in (programs.held_out, programs.greedy))
     writer.write("eval", step, {**sampled.metrics, "accuracy_greedy": greedy.metrics["accuracy"]})
     writer.samples(step, sampled.samples)
 
@@ -111,6 +92,7 @@ def write_evaluation(setting: Setting, programs: Programs, state: TrainState, wr
 def train(
     setting: Setting,
     programs: Programs,
+    source: Source,
     state: TrainState,
     *,
     writer: MetricsWriter,
@@ -121,11 +103,20 @@ def train(
     """Runs until `config.steps`, or until an interrupt was asked for; the last step is saved either way.
 
     The lines of a step are written before its checkpoint, so the metrics of a resumed run have no gap.
+
+    Raises:
+      SourceError: the source of the completions is gone; the state before the step is saved.
     """
     config = setting.config
     done = int(state.step)
     while done < config.steps and not interrupt.asked:
-        state, values, seconds = rl_step(setting, programs, state, done)
+        try:
+            state, values, seconds = rl_step(setting, programs, source, state, done)
+        except SourceError as error:
+            if done not in checkpoints.steps():
+                checkpoints.save(state, done)
+            checkpoints.wait()
+            raise SourceError(f"{error}\nThe run is saved after step {done}; continue it with --resume") from error
         done += 1
         writer.write("train", done, values)
         writer.timing(done, seconds)

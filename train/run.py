@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from train.references import (
     reference_fingerprint,
 )
 from train.report import Start, default_console, print_comparison, progress, write_summary
+from train.rollouts import Source, open_source
 from train.run_directory import RunDirectory, resume_run, saved_steps, start_run
 from train.setting import Setting
 from train.setup import config_mesh, first_state, make_model, new_base, restored_base
@@ -62,15 +63,17 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     quiet_abandoned_reads()
     setting = _setting(config)
     check_reference(config, setting.model, setting.mesh, saved_steps(config) if resume else [])
+    source = open_source(setting, continued=resume)
     directory = resume_run(config) if resume else start_run(config)
     console.print(f"run directory: {directory.root}", markup=False, highlight=False)
-    with jax.set_mesh(setting.mesh), progress(console) as bars:
+    with jax.set_mesh(setting.mesh), closing(source), progress(console) as bars:
         checkpoints = Checkpoints(directory.checkpoints, config.checkpoint, pinned_steps(config))
         setting, state, writer = _begin(setting, directory, checkpoints, bars, continued=resume)
         first = int(state.step)
         with listening() as interrupt:
             state = _reinforce(
                 setting,
+                source,
                 state,
                 directory=directory,
                 checkpoints=checkpoints,
@@ -140,6 +143,7 @@ def _begin(
 
 def _reinforce(
     setting: Setting,
+    source: Source,
     state: TrainState,
     *,
     directory: RunDirectory,
@@ -166,6 +170,7 @@ def _reinforce(
     state = train(
         dataclasses.replace(setting, reference=reference),
         programs,
+        source,
         state,
         writer=writer,
         checkpoints=checkpoints,

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import kljax
 from tests import tiny
 from train.data import encode_prompts
 from train.evaluate import evaluate
@@ -19,7 +20,7 @@ EXAMPLES = [Example(f"{digit}+1=", str(digit + 1), str(digit + 1)) for digit in 
 def knows(digits: set[int], seen: list[int]):
     """A sampler that is right about the sums of some digits, and writes "?" for the others."""
 
-    def draw(trainable, base, prompts, prompt_mask, key) -> Samples:
+    def draw(policy, prompts, prompt_mask, key) -> Samples:
         seen.append(prompts.shape[0])
         first = np.asarray(prompts)[:, tiny.PROMPT - 4] - ord("0")
         answers = [ord(str(digit + 1)) if digit in digits else ord("?") for digit in first.tolist()]
@@ -39,17 +40,9 @@ def knows(digits: set[int], seen: list[int]):
 def measure(digits: set[int], batch_size: int, examples=EXAMPLES):
     seen: list[int] = []
     task = Task("plus one", EXAMPLES, EXAMPLES, score)
-    metrics = evaluate(
-        tiny.config_of(f"eval.batch_size={batch_size}"),
-        knows(digits, seen),
-        {},
-        None,
-        examples,
-        task=task,
-        key=jax.random.key(0),
-        tokenizer=TOKENIZER,
-        mesh=tiny.mesh_of(),
-    )
+    config = tiny.config_of(f"eval.batch_size={batch_size}")
+    setting = tiny.setting_of(config, task=task, held_out=examples)
+    metrics = evaluate(setting, knows(digits, seen), kljax.Policy({}), jax.random.key(0))
     return metrics, seen
 
 

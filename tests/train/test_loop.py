@@ -10,13 +10,10 @@ import pytest
 import kljax
 from tests import tiny
 from train.config.schema import Config
-from train.data import Prompts
 from train.errors import UserError
 from train.loop import Programs, divide, rl_step
+from train.rollouts import JaxSource
 from train.setting import Setting
-from train.step import make_optimizer
-from train.tasks import load_task
-from train.tokenizer import ByteTokenizer
 
 CONTROLLER = "{type: adaptive, target: 0.1, horizon: 100}"
 CONFIG = tiny.config_of(
@@ -28,18 +25,7 @@ CONFIG = tiny.config_of(
 
 
 def setting_of(config: Config) -> Setting:
-    tokenizer, task = ByteTokenizer(), load_task(config)
-    return Setting(
-        config=config,
-        mesh=tiny.mesh_of(),
-        model=tiny.model_of(config),
-        optimizer=make_optimizer(config.optim),
-        tokenizer=tokenizer,
-        task=task,
-        prompts=Prompts(task.train, tokenizer, length=tiny.PROMPT, batch_size=4, seed=0),
-        held_out=[],
-        reference=kljax.Policy(jax.tree.map(jnp.asarray, tiny.host_params())),
-    )
+    return tiny.setting_of(config, reference=kljax.Policy(jax.tree.map(jnp.asarray, tiny.host_params())))
 
 
 def test_a_rollout_without_a_field_that_is_needed_stops_before_the_device():
@@ -53,21 +39,21 @@ def test_a_rollout_without_a_field_that_is_needed_stops_before_the_device():
         state = tiny.state_of(CONFIG, setting.optimizer)
         programs = dataclasses.replace(Programs.of(setting, state), score=never, prepare=never, update=never)
         with pytest.raises(UserError, match="lacks rollout_log_probs"):
-            rl_step(setting, programs, state, 0)
+            rl_step(setting, programs, JaxSource(setting), state, 0)
 
 
 def test_three_steps_compile_nothing_twice_and_carry_the_state_on():
     setting = setting_of(CONFIG)
     with jax.set_mesh(setting.mesh):
         state = tiny.state_of(CONFIG, setting.optimizer)
-        programs = Programs.of(setting, state)
+        programs, source = Programs.of(setting, state), JaxSource(setting)
         compilations: list[str] = []
         jax.monitoring.register_event_duration_secs_listener(lambda event, _, **__: compilations.append(event))
         metrics = []
         for step in range(3):
             if step == 2:
                 compilations.clear()
-            state, values, _ = rl_step(setting, programs, state, step)
+            state, values, _ = rl_step(setting, programs, source, state, step)
             metrics.append(values)
     # Not only traced once (which ends the run): an input laid out otherwise compiles again without a new trace.
     assert not [event for event in compilations if "compile" in event]

@@ -1,14 +1,17 @@
 """Rollouts: rows in the order of their prompts, judged by the task, at the temperature that is trained at."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
 import pytest
 
+import kljax
 from tests import tiny
 from train.data import encode_prompts
 from train.policy import token_stats
-from train.rollout import collect, complete, judge, make_sampler
+from train.rollouts import JaxSource, collect, complete, judge, make_sampler
 from train.sampler import Samples
 from train.sharding import shard_rows
 from train.state import policy_of
@@ -24,7 +27,7 @@ TASK = Task("fixed", EXAMPLES, EXAMPLES, score)
 def scripted(texts: list[str], finished: list[bool]):
     """A sampler that answers with given texts, row by row, and checks that it was given the prompts."""
 
-    def draw(trainable, base, prompts, prompt_mask, key) -> Samples:
+    def draw(policy, prompts, prompt_mask, key) -> Samples:
         rows, room = prompts.shape[0], tiny.ROOM
         tokens = np.zeros((rows, room), np.int32)
         mask = np.zeros((rows, room), bool)
@@ -43,28 +46,29 @@ def scripted(texts: list[str], finished: list[bool]):
     return draw
 
 
+class Fixed:
+    """The same prompts at every step."""
+
+    def batch(self, step: int) -> list[Example]:
+        return EXAMPLES
+
+
 TEXTS = ["3", "4", "7", "77", "10", "", "8", "8"]
 FINISHED = [True, True, True, True, True, False, False, True]
 
 
 def collected(*overrides: str):
-    return collect(
-        tiny.config_of(*overrides),
-        scripted(TEXTS, FINISHED),
-        {},
-        None,
-        EXAMPLES,
-        task=TASK,
-        key=jax.random.key(0),
-        tokenizer=TOKENIZER,
-        mesh=tiny.mesh_of(),
-    )
+    setting = tiny.setting_of(tiny.config_of(*overrides), task=TASK)
+    setting = dataclasses.replace(setting, prompts=Fixed())
+    source = JaxSource(setting, scripted(TEXTS, FINISHED))
+    source.update(kljax.Policy({}), 0)
+    return collect(setting, source, 0)
 
 
 def test_rows_follow_their_prompts_and_are_judged_one_by_one():
     rollout = collected()
     batch = rollout.batch
-    assert rollout.completions == TEXTS
+    assert rollout.completions.texts == TEXTS
     np.testing.assert_array_equal(batch.group_ids, [0, 0, 1, 1, 2, 2, 3, 3])
     # "8" that was cut off before EOS is not an answer.
     np.testing.assert_array_equal(batch.rewards, [1, 0, 1, 0, 1, 0, 0, 1])
@@ -109,24 +113,22 @@ def test_named_rewards_are_kept_apart():
 def test_one_temperature_for_the_sampler_and_the_log_probs():
     config = tiny.config_of("temperature=0.6")
     state = tiny.state_of(config, optax.identity())
-    model, mesh = tiny.model_of(config), tiny.mesh_of()
-    sampler = make_sampler(config, model, TOKENIZER, mesh, name="test")
+    setting, policy = tiny.setting_of(config), policy_of(state.trainable, None)
+    sampler = make_sampler(setting, name="test")
     examples = load_task(config).train[:8]
-    options = {"prompt_length": tiny.PROMPT, "tokenizer": TOKENIZER, "mesh": mesh}
-    samples, texts, finished = complete(sampler, state.trainable, None, examples, key=jax.random.key(1), **options)
+    samples, texts, finished = complete(setting, sampler, policy, examples, jax.random.key(1))
     assert len(texts) == len(finished) == 8
     stats = jax.jit(token_stats, static_argnums=0)
 
     def log_probs(temperature: float) -> np.ndarray:
-        policy = policy_of(state.trainable, None)
-        scored, _ = stats(model, policy, samples.tokens, samples.token_mask, temperature=temperature)
+        scored, _ = stats(setting.model, policy, samples.tokens, samples.token_mask, temperature=temperature)
         return np.where(samples.completion_mask, scored.log_prob, 0)
 
     np.testing.assert_allclose(samples.log_probs, log_probs(0.6), atol=2e-6)
     assert np.abs(samples.log_probs - log_probs(1.0)).max() > 1e-2
-    again, _, _ = complete(sampler, state.trainable, None, examples, key=jax.random.key(1), **options)
+    again, _, _ = complete(setting, sampler, policy, examples, jax.random.key(1))
     np.testing.assert_array_equal(samples.tokens, again.tokens)
-    other, _, _ = complete(sampler, state.trainable, None, examples, key=jax.random.key(2), **options)
+    other, _, _ = complete(setting, sampler, policy, examples, jax.random.key(2))
     assert (np.asarray(samples.tokens) != np.asarray(other.tokens)).any()
 
 

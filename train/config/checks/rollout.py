@@ -1,0 +1,75 @@
+"""Where completions come from: what a source would ignore, and what it needs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from train.config.checks.problem import Problem, problem
+from train.config.rollout import Rollout
+from train.config.schema import Config
+
+SAMPLING = ("top_k", "top_p", "min_p", "stop")
+CUTS = ("top_k", "top_p", "min_p")
+
+
+def _changed(section: Rollout, names: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
+    """Name, value and default of the fields that are not at their default."""
+    for name in names:
+        value, default = getattr(section, name), Rollout.model_fields[name].get_default()
+        if value != default:
+            yield name, value, default
+
+
+def _ignored(config: Config) -> Iterator[Problem]:
+    section = config.rollout
+    kind = section.source.type
+    ignored = {
+        "jax": (),
+        "openai": ("slots",),
+        "file": (*SAMPLING, "slots", "policy_lag", "record"),
+    }[kind]
+    for name, value, default in _changed(section, ignored):
+        off = {None: "null", (): "[]"}.get(default, default)
+        shown = list(value) if isinstance(value, tuple) else value
+        yield problem(
+            f"got {shown!r}, but rollout.source.type {kind} does not use it; leave it at {off}",
+            f"rollout.{name}",
+            "rollout.source.type",
+        )
+
+
+def _file(config: Config) -> Iterator[Problem]:
+    source = config.rollout.source
+    if source.type == "file" and not Path(source.path).exists():
+        yield problem(f"got {source.path!r}, but there is no such file or directory", "rollout.source.path")
+
+
+def _server(config: Config) -> Iterator[Problem]:
+    section, source = config.rollout, config.rollout.source
+    if source.type != "openai":
+        return
+    if source.sync == "lora" and config.lora is None:
+        yield problem(
+            "got lora, but there is no lora section, so there is no adapter to load; expected weights or none",
+            "rollout.source.sync",
+            "lora",
+        )
+    if source.sync == "none" and source.folder is not None:
+        yield problem(
+            f"got {source.folder!r}, but rollout.source.sync none writes nothing; set it to null",
+            "rollout.source.folder",
+            "rollout.source.sync",
+        )
+    for name, value, _ in _changed(section, CUTS):
+        if section.record_log_probs and config.temperature != 1:
+            yield problem(
+                f"got {value}, but a server has log-probs of all tokens only at temperature 1, not at "
+                f"{config.temperature:g}; leave it out, or set temperature=1 or rollout.record_log_probs=false",
+                f"rollout.{name}",
+                "temperature",
+                "rollout.record_log_probs",
+                "rollout.source.type",
+            )
+
+
+CHECKS = (_ignored, _file, _server)

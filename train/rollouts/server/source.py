@@ -1,0 +1,182 @@
+"""The source whose completions a server samples."""
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+import kljax
+from train.config.rollout import OpenAISource
+from train.data import encode_prompts
+from train.errors import UserError
+from train.rollouts.layout import lay_out
+from train.rollouts.server.answers import Answer, read_answers
+from train.rollouts.server.client import Client
+from train.rollouts.server.weights import Sync, make_sync
+from train.rollouts.source import Completions, Request, SourceError
+from train.setting import Setting
+
+PROCESSED = 1e-30
+"""A log-prob this near 0 of the only token that may be drawn is one after the cuts, not of the whole softmax."""
+
+
+class ServerSource:
+    """Asks for the completions of each prompt in one request of token ids; texts are decoded by our tokenizer.
+
+    Sampling is seeded by request, but a server promises the same tokens only for the same batching: a run that is
+    continued is the same algorithm with other draws.
+    """
+
+    def __init__(self, setting: Setting, section: OpenAISource, client: Client | None = None) -> None:
+        """Reaches the server, and checks its answers with one token.
+
+        Raises:
+          UserError: the server is not there, lacks the model, or answers without ids or the log-probs that are needed.
+        """
+        self._setting, self._section = setting, section
+        self._client = client or Client(
+            section.url,
+            timeout=section.timeout,
+            retries=section.retries,
+            connections=section.concurrency,
+            key=_key(section),
+        )
+        self._sync: Sync = make_sync(self._client, setting)
+        self._model, self._step = section.model, -1
+        self._check()
+
+    def update(self, policy: kljax.Policy, step: int) -> None:
+        """Gives the server these weights, unless it has them."""
+        if step != self._step:
+            self._model, self._step = self._sync.load(policy, step), step
+
+    def sample(self, request: Request) -> Completions:
+        """All prompts at once, `concurrency` of them under way at a time; the first error ends the rest."""
+        began = time.perf_counter()
+        prompts = self._prompts(request)
+        seeds = jax.device_get(jax.random.randint(request.key, (len(prompts),), 0, 2**31 - 1)).tolist()
+        pool = ThreadPoolExecutor(min(self._section.concurrency, len(prompts)))
+        try:
+            asked = [
+                pool.submit(self._complete, prompt, samples=request.samples, seed=seed)
+                for prompt, seed in zip(prompts, seeds, strict=True)
+            ]
+            answers = [answer for future in asked for answer in future.result()]
+        finally:
+            pool.shutdown(cancel_futures=True)
+        seconds = time.perf_counter() - began
+        return self._completions(request, prompts, answers, seconds)
+
+    def close(self) -> None:
+        """Takes the adapter from the server, removes what was written, closes the connections."""
+        self._sync.close()
+        self._client.close()
+
+    def _prompts(self, request: Request) -> list[list[int]]:
+        length = self._setting.config.data.max_prompt_length
+        tokens, mask = encode_prompts(request.examples, self._setting.tokenizer, length)
+        return [row[real].tolist() for row, real in zip(tokens, mask, strict=True)]
+
+    def _body(self, prompt: Sequence[int], samples: int, seed: int) -> dict[str, Any]:
+        config, section = self._setting.config, self._setting.config.rollout
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "n": samples,
+            "max_tokens": config.data.max_completion_length,
+            "temperature": config.temperature,
+            "top_p": section.top_p,
+            "top_k": section.top_k or -1,
+            "min_p": section.min_p,
+            "seed": seed,
+            "stop_token_ids": list(self._setting.tokenizer.eos_ids),
+            "return_token_ids": True,
+        }
+        if section.stop:
+            body["stop"] = list(section.stop)
+        if section.record_log_probs:
+            body["logprobs"] = 0
+        return body
+
+    def _complete(self, prompt: Sequence[int], *, samples: int, seed: int) -> list[Answer]:
+        config = self._setting.config
+        return read_answers(
+            self._client.post("/v1/completions", self._body(prompt, samples, seed)),
+            prompt=prompt,
+            samples=samples,
+            room=config.data.max_completion_length,
+            vocab_size=self._setting.model.config.vocab_size,
+            log_probs=config.rollout.record_log_probs,
+        )
+
+    def _completions(
+        self, request: Request, prompts: list[list[int]], answers: list[Answer], seconds: float
+    ) -> Completions:
+        data, tokenizer = self._setting.config.data, self._setting.tokenizer
+        lengths = data.max_prompt_length, data.max_completion_length
+        rows = [prompt for prompt in prompts for _ in range(request.samples)]
+        recorded = [answer.log_probs for answer in answers if answer.log_probs is not None]
+        tokens = [answer.tokens for answer in answers]
+        laid = lay_out(rows, tokens, recorded or None, lengths=lengths, pad_id=tokenizer.pad_id)
+        return Completions(
+            examples=[example for example in request.examples for _ in range(request.samples)],
+            **laid,
+            finished=np.array([answer.finished for answer in answers], bool),
+            texts=[tokenizer.decode(answer.tokens) for answer in answers],
+            timings={"rollout_tokens_per_second": sum(map(len, tokens)) / seconds},
+        )
+
+    def _check(self) -> None:
+        """One token from the base model: ids and log-probs come back, and the latter are of the kind that is needed."""
+        listed = self._client.get("/v1/models")
+        names = [model.get("id") for model in listed.get("data", [])] if isinstance(listed, dict) else []
+        if self._section.model not in names:
+            raise UserError(
+                f"rollout.source.model: got {self._section.model!r}, but {self._section.url} serves: "
+                f"{', '.join(map(str, names)) or 'nothing'}"
+            )
+        prompt = [0]
+        body = self._body(prompt, 1, 0) | {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+        config = self._setting.config
+        (answer,) = read_answers(
+            self._client.post("/v1/completions", body),
+            prompt=prompt,
+            samples=1,
+            room=1,
+            vocab_size=self._setting.model.config.vocab_size,
+            log_probs=config.rollout.record_log_probs,
+        )
+        if answer.log_probs:
+            self._check_kind(processed=abs(answer.log_probs[0]) < PROCESSED)
+
+    def _check_kind(self, *, processed: bool) -> None:
+        """Log-probs have to be those of the whole softmax at the temperature of the config, as the trainer's are."""
+        config, section = self._setting.config, self._setting.config.rollout
+        if config.temperature != 1 and not processed:
+            raise UserError(
+                f"temperature: got {config.temperature:g}, but the log-probs of {self._section.url} are those at "
+                "temperature 1; start vLLM with --logprobs-mode processed_logprobs, or set "
+                "rollout.record_log_probs=false"
+            )
+        cut = section.top_k > 0 or section.top_p < 1 or section.min_p > 0
+        if cut and processed:
+            raise UserError(
+                f"rollout.top_k, top_p, min_p: the log-probs of {self._section.url} are those after the cut; start "
+                "vLLM with --logprobs-mode raw_logprobs, or set rollout.record_log_probs=false"
+            )
+
+
+def _key(section: OpenAISource) -> str | None:
+    if section.api_key_env is None:
+        return None
+    key = os.environ.get(section.api_key_env)
+    if not key:
+        raise UserError(f"rollout.source.api_key_env: the environment has no variable {section.api_key_env!r}")
+    return key
+
+
+__all__ = ["ServerSource", "SourceError"]

@@ -1,0 +1,165 @@
+"""Weights for a server: an adapter that it loads beside its base, or all weights that it loads in place.
+
+Each version lies in a folder of its own, below one that server and trainer both see, and is removed once the next one
+is in use.
+"""
+
+import contextlib
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import kljax
+from train.rollouts.server.client import Client
+from train.rollouts.source import SourceError
+from train.setting import Setting
+
+
+class Sync(Protocol):
+    """Gives a server the weights of a policy."""
+
+    def load(self, policy: kljax.Policy, step: int) -> str:
+        """Returns the name of the model to ask for, once the server has the weights."""
+
+    def close(self) -> None:
+        """Removes what was written, and what the server holds because of it."""
+
+
+class NoSync:
+    """The server keeps the weights that it has."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def load(self, policy: kljax.Policy, step: int) -> str:
+        """The name of the base model."""
+        return self._model
+
+    def close(self) -> None:
+        """Nothing was written."""
+
+
+class _Folders:
+    """Where versions are written."""
+
+    def __init__(self, folder: str | None, name: str) -> None:
+        self._made = None if folder else tempfile.mkdtemp(prefix="kljax-served-")
+        self._root, self._name = Path(folder or self._made or "").absolute(), name
+
+    def new(self, step: int) -> Path:
+        """A path that nothing has: a server may hold what an earlier run of this name gave it at the same step."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        return self._root / f"{self._name}-{step}-{uuid.uuid4().hex[:8]}"
+
+    def close(self) -> None:
+        """Removes the temporary folder."""
+        if self._made:
+            shutil.rmtree(self._made, ignore_errors=True)
+
+
+class LoraSync:
+    """Loads each adapter under a new name before the old one is unloaded; requests name the adapter as their model.
+
+    vLLM: `--enable-lora`, `--max-lora-rank` at least that of the adapter, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true.
+    """
+
+    def __init__(self, client: Client, setting: Setting, *, model: str, folder: str | None) -> None:
+        self._client, self._setting, self._model = client, setting, model
+        self._folders = _Folders(folder, setting.config.name)
+        self._current: Path | None = None
+
+    def load(self, policy: kljax.Policy, step: int) -> str:
+        """The name of the adapter."""
+        from train.models.peft import save_adapter
+
+        path = self._folders.new(step)
+        save_adapter(path, self._setting.model, policy.adapter, base_name=self._model)
+        _accepted(self._client, "/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
+        old, self._current = self._current, path
+        self._unload(old)
+        return path.name
+
+    def _unload(self, path: Path | None) -> None:
+        if path is not None:
+            _accepted(self._client, "/v1/unload_lora_adapter", {"lora_name": path.name})
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Unloads the last adapter, if the server is still there."""
+        with contextlib.suppress(SourceError):
+            self._unload(self._current)
+        self._folders.close()
+
+
+class WeightSync:
+    """Writes all weights, merged with the adapter if there is one, and has the server load them in place.
+
+    vLLM: VLLM_SERVER_DEV_MODE=1, which opens `/collective_rpc`. The server is paused meanwhile, and forgets what it
+    cached of prompts: it belongs to the old weights.
+    """
+
+    def __init__(self, client: Client, setting: Setting, *, model: str, folder: str | None) -> None:
+        self._client, self._setting, self._model = client, setting, model
+        self._folders = _Folders(folder, setting.config.name)
+        self._current: Path | None = None
+
+    def load(self, policy: kljax.Policy, step: int) -> str:
+        """The name of the base model, whose weights these are now."""
+        from train.models.folder import save_folder
+
+        path = self._folders.new(step)
+        source = getattr(self._setting.config.model, "path", None)
+        save_folder(path, self._setting.model, policy, source=source)
+        _accepted(self._client, "/pause", {})
+        try:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+            _accepted(self._client, "/collective_rpc", reload)
+            _accepted(self._client, "/reset_prefix_cache", {})
+        finally:
+            _accepted(self._client, "/resume", {})
+        self._remove()
+        self._current = path
+        return self._model
+
+    def _remove(self) -> None:
+        if self._current is not None:
+            shutil.rmtree(self._current, ignore_errors=True)
+
+    def close(self) -> None:
+        """Removes what was written; the server has read it."""
+        self._remove()
+        self._folders.close()
+
+
+HINTS = {
+    "/v1/load_lora_adapter": "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true",
+    "/v1/unload_lora_adapter": "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true",
+    "/collective_rpc": "start vLLM with VLLM_SERVER_DEV_MODE=1",
+    "/pause": "start vLLM with VLLM_SERVER_DEV_MODE=1",
+    "/resume": "start vLLM with VLLM_SERVER_DEV_MODE=1",
+    "/reset_prefix_cache": "start vLLM with VLLM_SERVER_DEV_MODE=1",
+}
+
+
+def _accepted(client: Client, path: str, body: Mapping[str, object]) -> None:
+    """Posts; a server that does not know the path is told how it would."""
+    try:
+        client.post(path, body)
+    except SourceError as error:
+        hint = f"; {HINTS[path]}" if "status 404" in str(error) else ""
+        raise SourceError(f"{error}{hint}") from error
+
+
+def make_sync(client: Client, setting: Setting) -> Sync:
+    """What `rollout.source.sync` of the config asks for."""
+    section = setting.config.rollout.source
+    if section.type != "openai":
+        raise ValueError(f"rollout.source.type: got {section.type!r}, expected openai")
+    kind = section.sync or ("lora" if setting.config.lora is not None else "weights")
+    if kind == "none":
+        return NoSync(section.model)
+    made = LoraSync if kind == "lora" else WeightSync
+    return made(client, setting, model=section.model, folder=section.folder)
