@@ -1,0 +1,111 @@
+"""`python -m train.export` on the run of a tiny config: what it writes is what the run has saved, bit by bit."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import kljax
+from tests.integration.command import LORA, PPO, files, saved_arrays, state_arrays
+from train.export import main
+from train.models.peft import check_adapter, read_peft_config
+from train.saved import SavedRun, fitting_mesh
+from train.setup import make_model
+from train.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def lora(shared):
+    return shared(*LORA).succeeded().root
+
+
+@pytest.fixture(scope="module")
+def full(shared):
+    return shared(*PPO).succeeded().root
+
+
+@pytest.fixture
+def export(tmp_path, capsys):
+    """`export(run, *flags)`: the folder that was written, or the message that was printed."""
+
+    def call(run, *flags):
+        folder = tmp_path / "exports" / "out"
+        code = main([str(run), "--to", str(folder), *flags])
+        printed = capsys.readouterr()
+        assert bool(printed.err) == (code != 0)
+        assert folder.is_dir() or code
+        return folder if code == 0 else printed.err
+
+    return call
+
+
+def built(run):
+    saved = SavedRun.at(run)
+    return saved, make_model(saved.config, load_tokenizer(saved.config)), fitting_mesh(saved.config)
+
+
+def adapter_of(run, step):
+    prefix = "trainable.adapter."
+    return {name.removeprefix(prefix): x for name, x in state_arrays(run, step).items() if name.startswith(prefix)}
+
+
+def test_an_adapter_becomes_a_peft_folder(lora, export):
+    before = files(lora)
+    folder = export(lora, "--base", "somebody/base")
+    saved, model, _ = built(lora)
+    check_adapter(folder, model)
+    assert read_peft_config(folder) == model.config.lora
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == "somebody/base"
+    stored, expected = load_file(folder / "adapter_model.safetensors"), adapter_of(lora, saved.config.steps)
+    assert len(stored) == model.config.layers * len(expected)
+    for name, values in expected.items():
+        for layer, matrix in enumerate(values):
+            key = f"base_model.model.model.layers.{layer}.{name.removeprefix('layers.')}.weight"
+            np.testing.assert_array_equal(stored[key], matrix.T)
+    exported = files(folder)
+    assert f"error: --to: {folder} is there already, and nothing is overwritten" in export(lora)
+    assert (files(folder), files(lora)) == (exported, before)
+
+
+def test_what_orbax_writes_is_a_reference_of_another_run(lora, full, export, tmp_path):
+    folder = export(lora, "--format", "orbax", "--step", "1")
+    for name, values in adapter_of(lora, 1).items():
+        np.testing.assert_array_equal(saved_arrays(folder)[name], values)
+    folder = folder.rename(tmp_path / "adapter")
+    folder = export(lora, "--format", "orbax", "--step", "0", "--merge").rename(tmp_path / "base")
+    # The adapter adds nothing yet.
+    assert {k: v.tobytes() for k, v in saved_arrays(folder).items()} == {
+        k: v.tobytes() for k, v in saved_arrays(lora / "base").items()
+    }
+    folder = export(full, "--format", "orbax")
+    saved, model, mesh = built(full)
+    policy = saved.policy(model, mesh, saved.config.steps)
+    kljax.check_tree(folder, jax.eval_shape(lambda: policy.params))
+    expected = state_arrays(full, saved.config.steps)
+    for name, values in saved_arrays(folder).items():
+        np.testing.assert_array_equal(values, expected[f"trainable.params.{name}"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--step", "7"], "error: --step: got 7, but the run RUN has steps 0, 1, 2"),
+        (
+            ["--format", "hf"],
+            "error: --format: got hf, which holds whole weights, but the run trains an adapter; add --m",
+        ),
+        (["--format", "peft", "--merge"], "error: --format: got peft, but merged weights are no adapter"),
+    ],
+)
+def test_what_does_not_go_together_is_named(lora, export, flags, message):
+    assert message.replace("RUN", str(lora)) in export(lora, *flags)
+
+
+def test_what_is_no_run_or_has_no_adapter_is_named(full, lora, export, tmp_path):
+    assert "error: --merge: the run has no adapter" in export(full, "--merge")
+    assert "error: --format: got peft, but the run has no adapter" in export(full, "--format", "peft")
+    assert f"error: {tmp_path} is not the directory of a run: it has no config.yaml" in export(tmp_path)
+    (tmp_path / "config.yaml").write_bytes((lora / "config.yaml").read_bytes())
+    assert f"error: --step: the run {tmp_path} has no checkpoint yet" in export(tmp_path)

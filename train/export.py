@@ -1,0 +1,119 @@
+"""`python -m train.export RUN --to FOLDER`: a step of a run as a Hugging Face, a PEFT or an orbax folder."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from train.command import run_command
+from train.errors import UserError
+
+FORMATS = ("hf", "peft", "orbax")
+EXAMPLES = """\
+examples:
+  python -m train.export runs/lora --to exports/adapter                # the adapter, for PEFT and vLLM
+  python -m train.export runs/lora --to exports/merged --merge         # whole weights, for transformers and vLLM
+  python -m train.export runs/full --to exports/step-200 --step 200
+  python -m train.export runs/lora --to exports/adapter --format orbax # for reference.path of another run
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command = argparse.ArgumentParser(
+        prog="python -m train.export",
+        description="Write the policy of a run as a folder that others load. Nothing is ever overwritten.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("run", metavar="RUN", type=Path, help="directory of a run, such as runs/quickstart")
+    command.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="where to write; must not exist yet")
+    command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
+    command.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="hf: whole weights; peft: the adapter; orbax: either, for this trainer. "
+        "Left out: peft for a run with LoRA, else hf",
+    )
+    command.add_argument("--merge", action="store_true", help="add the adapter to the weights and write those")
+    command.add_argument("--base", metavar="NAME", help="peft: the name of the base model, else model.path of the run")
+    return command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code is 0, 2 for what the user can put right, 130 for Ctrl-C."""
+    options = parser().parse_args(arguments)
+    return run_command(
+        lambda: export(
+            options.run, options.to, step=options.step, form=options.format, merge=options.merge, base_name=options.base
+        )
+    )
+
+
+def export(
+    root: Path, target: Path, *, step: int | None, form: str | None, merge: bool, base_name: str | None = None
+) -> None:
+    """Writes a step of the run at `root` to `target`, whole or not at all, and says what it wrote.
+
+    Raises:
+      UserError: naming what cannot be read, or what does not go together, before anything is read or written.
+    """
+    # Only now, so that a mistake on the command line shows before JAX starts.
+    import jax
+
+    import kljax
+    from train.files import check_free
+    from train.models.lora import merge as merged
+    from train.saved import SavedRun, fitting_mesh
+    from train.setup import make_model
+    from train.tokenizer import load_tokenizer
+
+    saved = SavedRun.at(root)
+    config = saved.config
+    form = _format(form, lora=config.lora is not None, merge=merge)
+    step = saved.step(step)
+    try:
+        check_free(target)
+    except FileExistsError as error:
+        raise UserError(f"--to: {error}") from error
+    tokenizer, mesh = load_tokenizer(config), fitting_mesh(config)
+    model = make_model(config, tokenizer)
+    source = getattr(config.model, "path", None)
+    with jax.set_mesh(mesh):
+        policy = saved.policy(model, mesh, step)
+        try:
+            if form == "peft":
+                from train.models.peft import save_adapter
+
+                save_adapter(target, model, policy.adapter, base_name=base_name or source)
+            elif form == "hf":
+                from train.models.folder import save_folder
+
+                save_folder(target, model, policy, source=source, tokenizer=tokenizer)
+            else:
+                from train.checkpoint import save_base
+
+                if merge:
+                    policy = kljax.Policy(merged(model, policy.params, policy.adapter))
+                save_base(target, policy.params if policy.adapter is None else policy.adapter)
+        except OSError as error:
+            raise UserError(f"--to: cannot write {target}: {error.strerror or error}") from error
+    what = "adapter" if policy.adapter is not None and form != "hf" else "weights"
+    print(f"{target}: the {what} of {root} after step {step}, {form}")
+
+
+def _format(form: str | None, *, lora: bool, merge: bool) -> str:
+    """The format that is meant; raises `UserError` for what does not go together."""
+    if merge and not lora:
+        raise UserError("--merge: the run has no adapter, its weights are whole; leave the flag out")
+    if form == "peft" and (merge or not lora):
+        why = "merged weights are no adapter; use --format hf" if merge else "the run has no adapter; use hf or orbax"
+        raise UserError(f"--format: got peft, but {why}")
+    if form == "hf" and lora and not merge:
+        raise UserError("--format: got hf, which holds whole weights, but the run trains an adapter; add --merge")
+    return form or ("peft" if lora and not merge else "hf")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
