@@ -10,9 +10,14 @@ from train.tasks import Example, arithmetic, gsm8k, load_task
 
 
 def config(**data):
-    fields = {"max_operand": 9, "operations": "+", "error_rate": 0.0, "train": None, "eval": None} | data
-    task = "gsm8k" if fields["train"] else "arithmetic"
-    return SimpleNamespace(task=task, data=SimpleNamespace(**fields), eval=SimpleNamespace(prompts=20))
+    fields = {"max_operand": 9, "operations": "+", "error_rate": 0.0, "train": None, "eval": None, "judge": "strict"}
+    task = "gsm8k" if data.get("train") else "arithmetic"
+    return SimpleNamespace(
+        task=task,
+        data=SimpleNamespace(**(fields | data)),
+        eval=SimpleNamespace(prompts=20),
+        rewards=SimpleNamespace(weights=None),
+    )
 
 
 def prompts(examples):
@@ -92,7 +97,10 @@ def test_gsm8k_reads_question_and_answer(tmp_path):
     task = load_task(config(train=str(train), eval=str(held_out)))
     assert task.name == "gsm8k"
     assert task.train[0] == Example(
-        prompt="Question: How many?\nAnswer:", answer="42", solution=" 6*7 = <<6*7=42>>42\n#### 42"
+        prompt="Question: How many?\nAnswer:",
+        answer="42",
+        solution=" 6*7 = <<6*7=42>>42\n#### 42",
+        messages=(("user", f"How many?\n\n{gsm8k.INSTRUCTION}"),),
     )
     assert task.train[1].answer == "1250"
     assert [(e.prompt, e.answer) for e in task.eval] == [("Question: Ünï?\nAnswer:", "-3")]

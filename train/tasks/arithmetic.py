@@ -69,4 +69,4 @@ def load(*, max_operand: int, operations: str, held_out: int, error_rate: float 
             len(problems),
             kept_out,
         )
-    return Task("arithmetic", train=problems[kept_out:], eval=problems[:kept_out], score=score)
+    return Task("arithmetic", train=problems[kept_out:], eval=problems[:kept_out], score=score, rewards=("correct",))

@@ -1,0 +1,135 @@
+"""Whether an answer is the right one as mathematics, by math-verify in processes that can be ended."""
+
+import contextlib
+import functools
+import json
+import logging
+import queue
+import select
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+
+WORKER = Path(__file__).with_name("equality_worker.py")
+START_SECONDS = 120.0
+SECONDS = 8.0
+WORKERS = 2
+
+
+class _Busy(Exception):
+    """A worker did not answer in time, or is no longer there."""
+
+
+class _Worker:
+    """One process; a question, an answer."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        self._rest = b""
+        self.close = weakref.finalize(self, _end, self._process)
+        self._line(START_SECONDS)
+
+    def _line(self, seconds: float) -> bytes:
+        pipe, until = self._process.stdout, time.monotonic() + seconds
+        assert pipe is not None
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, until - time.monotonic()))
+            more = pipe.raw.read(65536) if ready else b""  # type: ignore[attr-defined]
+            if not more:
+                self.close()
+                raise _Busy
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def ask(self, gold: str, text: str, seconds: float) -> bool:
+        question = self._process.stdin
+        assert question is not None
+        try:
+            question.write(json.dumps({"gold": gold, "text": text}).encode() + b"\n")
+            question.flush()
+        except OSError as error:
+            self.close()
+            raise _Busy from error
+        return bool(json.loads(self._line(seconds))["equal"])
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            if pipe is not None:
+                pipe.close()
+
+
+class Judge:
+    """A few workers, started when they are first needed; safe to call from several threads.
+
+    Attributes:
+        workers: how many questions are answered at once.
+        gave_up: how many answers took too long and count as wrong.
+    """
+
+    def __init__(self, workers: int = WORKERS, seconds: float = SECONDS) -> None:
+        """At most `workers` processes; an answer that takes longer than `seconds` is wrong."""
+        self.workers, self._seconds = workers, seconds
+        self._free: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        for _ in range(workers):
+            self._free.put(None)
+        self.gave_up = 0
+
+    def equal(self, gold: str, text: str) -> bool:
+        """Whether the last mathematical expression of `text` (a boxed one first) is equal to `gold`.
+
+        Args:
+            gold: LaTeX or plain, without dollar signs and without a box.
+            text: what the model wrote.
+
+        Raises:
+            RuntimeError: no worker starts.
+        """
+        worker = self._free.get()
+        try:
+            if worker is None:
+                worker = _started()
+            return worker.ask(gold, text, self._seconds)
+        except _Busy:
+            worker = None
+            self.gave_up += 1
+            _LOG.warning(
+                "an answer took math-verify longer than %g s and counts as wrong: %r", self._seconds, text[-80:]
+            )
+            return False
+        finally:
+            self._free.put(worker)
+
+    def close(self) -> None:
+        """End the processes; they start again when they are needed."""
+        idle = [self._free.get() for _ in range(self._free.qsize())]
+        for worker in idle:
+            if worker is not None:
+                worker.close()
+            self._free.put(None)
+
+
+def _started() -> _Worker:
+    try:
+        return _Worker()
+    except _Busy:
+        raise RuntimeError(f"math-verify does not start: {sys.executable} {WORKER} gave no answer") from None
+
+
+@functools.cache
+def shared_judge() -> Judge:
+    """The workers of this process."""
+    return Judge()
