@@ -65,12 +65,22 @@ def token_sight(token_mask: jax.Array, segment_ids: jax.Array | None, window: in
     return Sight(seen[:, None], near, jnp.where(token_mask, ids + 1, 0))
 
 
-def cache_sight(token_mask: jax.Array, window: int | None) -> Sight:
-    """What one query per row sees of a cache: the columns of `token_mask` [B, S]; a sliding layer the last `window`."""
+def cache_sight(
+    token_mask: jax.Array,
+    window: int | None,
+    positions: jax.Array | None = None,
+    key_positions: jax.Array | None = None,
+) -> Sight:
+    """What one query per row sees of a cache: the columns of `token_mask` [B, S]; a sliding layer the last `window`.
+
+    Columns are in order, and the query's is the last real one, unless `positions` [B] of the queries and
+    `key_positions` [B, S] say otherwise.
+    """
     near = None
     if window is not None:
-        ranks = token_ranks(token_mask)
-        near = (token_mask & (ranks[:, -1:] - ranks < window))[:, None, None, :]
+        ranks = token_ranks(token_mask) if key_positions is None else key_positions
+        own = ranks[:, -1] if positions is None or key_positions is None else positions
+        near = (token_mask & (own[:, None] - ranks < window))[:, None, None, :]
     return Sight(token_mask[:, None, None, :], near)
 
 
@@ -93,7 +103,7 @@ def attend(
       scale: of the scores; None: `H ** -0.5`.
       softcap: scores z become `softcap * tanh(z / softcap)`.
     """
-    mask = _mask_of(sight, sliding)
+    mask = mask_of(sight, sliding)
     if softcap is None:
         output = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale)
     else:
@@ -103,7 +113,7 @@ def attend(
     return jnp.where(jnp.any(mask, axis=-1)[:, 0, :, None, None], output, 0)
 
 
-def _mask_of(sight: Sight, sliding: bool | jax.Array) -> jax.Array:
+def mask_of(sight: Sight, sliding: bool | jax.Array) -> jax.Array:
     """[B, 1, T, S] bool of a layer of this kind."""
     if sliding is False:
         return sight.full

@@ -1,46 +1,22 @@
 """A decoder-only transformer whose parameter names and conventions are those of Hugging Face checkpoints."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from train.models.attention import Sight, attend, cache_sight, token_positions, token_sight
+from train.models.attention import Sight, cache_sight, token_positions, token_sight
+from train.models.cache import KeyValues, SlotCache
 from train.models.config import DecoderConfig
 from train.models.layers import Embed, Linear, RMSNorm
 from train.models.rope import Rotation, rotate, rotation
 from train.sharding import constrain
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KeyValues:
-    """Rotated keys and values, [layers, B, S, K, H] (no leading axis inside a layer)."""
-
-    key: jax.Array
-    value: jax.Array
-
-    def write(self, new: "KeyValues", column: int | jax.Array) -> "KeyValues":
-        """This cache with `new` written into it.
-
-        Args:
-          new: fewer columns, of the same rows and layers.
-          column: where they begin; a scalar, or [B] where every row has a column of its own and `new` is one column.
-            A row whose column lies outside of the cache is left as it is.
-        """
-        axis = self.key.ndim - 3
-        where = jnp.asarray(column)
-        if where.ndim == 0:
-            return jax.tree.map(lambda old, x: lax.dynamic_update_slice_in_dim(old, x, where, axis), self, new)
-
-        def put(old: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
-            return old.at[..., at, :, :].set(x[..., 0, :, :], mode="drop", wrap_negative_indices=False)
-
-        rows = axis - 1
-        return jax.tree.map(lambda old, x: jax.vmap(put, (rows, rows, 0), rows)(old, x, where), self, new)
+Variables: TypeAlias = Mapping[str, Any]
+Cache: TypeAlias = KeyValues | Sequence[SlotCache]
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +55,12 @@ def linear(
     return Linear(features, axes, bias, scale, config.lora, config.param_dtype, name=name)
 
 
+def layer_variables(variables: Variables, layers: int) -> list[Variables]:
+    """What each layer holds, of the stacked variables of a decoder."""
+    stacked = {name: tree["layers"] for name, tree in variables.items()}
+    return [jax.tree.map(lambda x, layer=layer: x[layer], stacked) for layer in range(layers)]
+
+
 def depth_scale(config: DecoderConfig) -> float:
     """What adds to the residual stream is drawn this much smaller, so that its size does not grow with the depth."""
     return float((2 * config.layers) ** -0.5)
@@ -91,7 +73,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, past: KeyValues | None, sliding: bool | jax.Array, context: Context
+        self, x: jax.Array, past: KeyValues | SlotCache | None, sliding: bool | jax.Array, context: Context
     ) -> tuple[jax.Array, KeyValues]:
         config = self.config
 
@@ -107,14 +89,8 @@ class Attention(nn.Module):
         turn = context.turn_of(sliding)
         query, new = rotate(query, turn), KeyValues(rotate(key, turn), value)
         seen = new if past is None else past.write(new, context.column)
-        output = attend(
-            query,
-            seen.key,
-            seen.value,
-            context.sight,
-            sliding=sliding,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
+        output = seen.attend(
+            query, context.sight, sliding=sliding, scale=config.attention_scale, softcap=config.attention_softcap
         )
         output = output.reshape(*x.shape[:-1], config.heads * config.head_dim)
         to_width = linear(
@@ -151,7 +127,7 @@ class DecoderLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, past: KeyValues | None, flag: jax.Array | None, context: Context
+        self, x: jax.Array, past: KeyValues | SlotCache | None, flag: bool | jax.Array | None, context: Context
     ) -> tuple[jax.Array, KeyValues | None]:
         config = self.config
         sliding = config.kinds[0] == "sliding" if flag is None else flag
@@ -179,11 +155,15 @@ class Decoder(nn.Module):
         positions: jax.Array,
         sight: Sight,
         *,
-        past: KeyValues | None = None,
+        past: Cache | None = None,
         column: int | jax.Array = 0,
         keep: bool = False,
-    ) -> tuple[jax.Array, KeyValues | None]:
-        """Hidden states [B, T, D] after the last norm, and the new keys and values if `keep`."""
+        layers: Sequence[Variables] | None = None,
+    ) -> tuple[jax.Array, KeyValues | list[KeyValues] | None]:
+        """Hidden states [B, T, D] after the last norm, and the new keys and values if `keep`.
+
+        With `layers`, the variables of each layer, these run one after the other in place of a scan.
+        """
         config = self.config
         x = Embed(config.vocab_size, config.width, config.dtype, config.param_dtype, name="embed_tokens")(tokens)
         if config.embed_scale is not None:
@@ -192,7 +172,28 @@ class Decoder(nn.Module):
         x = constrain(jnp.where(real[..., None], x, 0), "rows", None, None)
         turn = rotation(config.rope, config.head_dim, positions, x.dtype)
         local = None if config.local_rope is None else rotation(config.local_rope, config.head_dim, positions, x.dtype)
-        flags = jnp.array([kind == "sliding" for kind in config.kinds]) if len(set(config.kinds)) > 1 else None
+        context = Context(sight, turn, local, column)
+        if layers is None:
+            x, new = self._scanned(keep)(x, past, self._flags(), context)
+        else:
+            assert isinstance(past, Sequence)
+            new = []
+            for kind, own, cache in zip(config.kinds, layers, past, strict=True):
+                layer = DecoderLayer(config, keep, parent=None)
+                x, one = layer.apply(own, x, cache, kind == "sliding", context)
+                new.append(one)
+        hidden = norm(config, "norm")(x)
+        if not config.tie_embeddings and self.is_initializing():
+            Linear(config.vocab_size, ("embed", "vocab"), param_dtype=config.param_dtype, name="lm_head")(hidden)
+        return hidden, new
+
+    def _flags(self) -> jax.Array | None:
+        """[L] which layers are sliding, where there are both kinds."""
+        kinds = self.config.kinds
+        return jnp.array([kind == "sliding" for kind in kinds]) if len(set(kinds)) > 1 else None
+
+    def _scanned(self, keep: bool) -> Any:
+        """All layers as one."""
         # Activations inside a layer are recomputed in the backward pass: memory grows by one [B, T, D] a layer.
         # Inside a scan nothing can be shared between the two passes anyway, so CSE needs no barrier.
         scanned: Any = nn.scan(
@@ -200,15 +201,10 @@ class Decoder(nn.Module):
             variable_axes={"params": 0, "lora": 0},
             split_rngs={"params": True, "lora": True},
             in_axes=(0, 0, nn.broadcast),
-            length=config.layers,
+            length=self.config.layers,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        context = Context(sight, turn, local, column)
-        x, new = scanned(config, keep, name="layers")(x, past, flags, context)
-        hidden = norm(config, "norm")(x)
-        if not config.tie_embeddings and self.is_initializing():
-            Linear(config.vocab_size, ("embed", "vocab"), param_dtype=config.param_dtype, name="lm_head")(hidden)
-        return hidden, new
+        return scanned(self.config, keep, name="layers")
 
     def __call__(
         self,
@@ -243,28 +239,41 @@ class Decoder(nn.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        cache: KeyValues,
+        cache: Cache,
         token_mask: jax.Array,
         column: int | jax.Array,
-    ) -> tuple[jax.Array, KeyValues]:
+        *,
+        key_positions: jax.Array | None = None,
+        layers: Sequence[Variables] | None = None,
+    ) -> tuple[jax.Array, Cache]:
         """One more token per row.
 
         Args:
           tokens: [B] int32, in column `column` of the sequences; positions: [B] int32, their positions in their rows.
-          cache: [layers, B, S, K, H], filled where `token_mask` is True but for `column`.
+          cache: filled where `token_mask` is True but for `column`: [layers, B, S, K, H], or a `SlotCache` of each of
+            `layers`.
           token_mask: [B, S] bool, the columns that the token sees, itself included; a sliding layer sees the last ones
             of these.
           column: int32, a scalar or [B], each row its own. A row whose column is S or more, and whose `token_mask` is
-            False throughout, leaves the cache as it is; its hidden state means nothing.
+            False throughout, leaves the cache as it is; its hidden state means nothing. A scalar for a `SlotCache`.
+          key_positions: [B, S] int32, the positions of the columns in their rows; None: columns are in order.
+          layers: the variables of each layer, as `layer_variables` gives them, in place of the stacked ones: one loop
+            less, and no copy of a layer's weights out of the stack. What is compiled then grows with the depth.
 
         Returns:
           Hidden states [B, D], and the cache with `column` filled.
         """
         config = self.config
-        sight = cache_sight(token_mask, config.sliding_window if "sliding" in config.kinds else None)
+        window = config.sliding_window if "sliding" in config.kinds else None
+        sight = cache_sight(token_mask, window, positions, key_positions)
         real = jnp.any(token_mask, axis=-1, keepdims=True)
-        hidden, new = self.run(tokens[:, None], real, positions[:, None], sight, past=cache, column=column, keep=True)
-        return hidden[:, 0], cache.write(new, column)
+        hidden, new = self.run(
+            tokens[:, None], real, positions[:, None], sight, past=cache, column=column, keep=True, layers=layers
+        )
+        assert new is not None
+        if isinstance(cache, KeyValues):
+            return hidden[:, 0], cache.write(new, column)
+        return hidden[:, 0], [old.write(own, column) for old, own in zip(cache, new, strict=True)]
 
     def _whole(
         self,
