@@ -1,0 +1,199 @@
+"""The families of Hugging Face's `config.json` as a table: what each takes where a key is absent, and what it implies.
+
+A family is data: the decoder knows none. Defaults are those of the configuration classes of transformers, which old
+files rely on; a key without one must be in the file.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One `model_type`.
+
+    Attributes:
+      architecture: the class of transformers whose weights are read and written.
+      defaults: keys of the family besides those of all families, and those of all whose default is the family's own.
+      implied: fields of `DecoderConfig` that no key decides.
+      activation: key of the activation.
+      theta: base of the rotary frequencies where the file has none.
+      nested_rope: whether full and sliding layers have ropes of their own.
+    """
+
+    architecture: str
+    defaults: Mapping[str, Any]
+    implied: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    activation: str = "hidden_act"
+    theta: float = 10000.0
+    nested_rope: bool = False
+
+
+_GEMMA: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    # Gemma 2 writes it beside the key above, which is the one that counts.
+    "hidden_act": None,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "use_bidirectional_attention": None,
+}
+_GEMMA_IMPLIED: Mapping[str, Any] = {"norm_offset": True, "post_norms": True}
+_QWEN: Mapping[str, Any] = {
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen3": Family("Qwen3ForCausalLM", {**_QWEN, "head_dim": 128, "attention_bias": False}, {"qk_norm": True}),
+    "qwen2": Family("Qwen2ForCausalLM", _QWEN, {"qkv_bias": True}),
+    "llama": Family("LlamaForCausalLM", {"attention_bias": False, "mlp_bias": False}),
+    "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            **_GEMMA,
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window_pattern": 6,
+            "_sliding_window_pattern": None,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        {**_GEMMA_IMPLIED, "qk_norm": True},
+        activation="hidden_activation",
+        theta=1_000_000.0,
+        nested_rope=True,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        {**_GEMMA, "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _GEMMA_IMPLIED,
+        activation="hidden_activation",
+    ),
+}
+
+# Keys of every family that decide something.
+COMMON: Mapping[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": None,
+    "rope_theta": None,
+    "rope_scaling": None,
+    "rope_parameters": None,
+}
+
+# Keys that decide nothing here, by the reason.
+IRRELEVANT: Mapping[str, frozenset[str]] = {
+    "says where the file comes from": frozenset(
+        {
+            "architectures",
+            "model_type",
+            "transformers_version",
+            "_name_or_path",
+            "torch_dtype",
+            "dtype",
+            "tokenizer_class",
+        }
+    ),
+    "about tokens and sampling; the tokenizer and the run decide these": frozenset(
+        {
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "unk_token_id",
+            "sep_token_id",
+            "decoder_start_token_id",
+            "begin_suppress_tokens",
+            "suppress_tokens",
+            "bad_words_ids",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "max_length",
+            "min_length",
+            "do_sample",
+            "early_stopping",
+            "num_beams",
+            "num_beam_groups",
+            "diversity_penalty",
+            "temperature",
+            "top_k",
+            "top_p",
+            "typical_p",
+            "repetition_penalty",
+            "length_penalty",
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "num_return_sequences",
+            "remove_invalid_values",
+            "prefix",
+            "exponential_decay_length_penalty",
+        }
+    ),
+    "about a training that is over": frozenset({"initializer_range", "attention_dropout", "pretraining_tp"}),
+    "how transformers runs the model": frozenset(
+        {
+            "use_cache",
+            "cache_implementation",
+            "output_attentions",
+            "output_hidden_states",
+            "output_scores",
+            "return_dict",
+            "return_dict_in_generate",
+            "torchscript",
+            "use_bfloat16",
+            "tf_legacy_loss",
+            "pruned_heads",
+            "chunk_size_feed_forward",
+            "_attn_implementation",
+            "_attn_implementation_autoset",
+            "gradient_checkpointing",
+        }
+    ),
+    "about heads of other tasks": frozenset(
+        {"id2label", "label2id", "problem_type", "num_labels", "finetuning_task", "task_specific_params"}
+    ),
+}
+
+# Keys that are understood at these values alone: anything else is another model.
+INERT: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "tie_encoder_decoder": (False,),
+    "use_bidirectional_attention": (None, False),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "quantization_config": (None,),
+}
+
+ACTIVATIONS: Mapping[str, str] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+KINDS: Mapping[str, str] = {"full_attention": "full", "sliding_attention": "sliding"}
+# Multimodal models whose text part is one of the families, under `text_config`.
+NESTED: Mapping[str, str] = {"gemma3": "gemma3_text"}
+# What such a file says of the other parts.
+ABOUT_IMAGES = frozenset(
+    {"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"}
+)
+
+
+def irrelevant_keys() -> frozenset[str]:
+    """All keys that decide nothing."""
+    return frozenset().union(*IRRELEVANT.values())
