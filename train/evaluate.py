@@ -6,8 +6,9 @@ import jax
 import numpy as np
 
 import kljax
-from train.rollouts import Sampler, complete, judge
+from train.rollouts import Sampler, complete
 from train.setting import Setting
+from train.tasks.rewards import compose, judge
 
 SHOWN = 16
 
@@ -31,14 +32,17 @@ def evaluate(setting: Setting, sampler: Sampler, policy: kljax.Policy, key: jax.
     trained, and not an engine's copy of it, with the same keys every time. The last batch is filled up with repeated
     examples, which are not counted, so that one program serves all.
     """
-    size, examples = setting.config.eval.batch_size, setting.held_out
+    config, examples = setting.config, setting.held_out
+    size = config.eval.batch_size
     scores: list[dict[str, np.ndarray]] = []
     shown: list[dict[str, Any]] = []
     for start in range(0, len(examples), size):
         chunk = list(examples[start : start + size])
         filled = (chunk * size)[:size] if len(chunk) < size else chunk
-        _, completions, finished = complete(setting, sampler, policy, filled, jax.random.fold_in(key, start))
-        judged = judge(setting.task, filled, completions, finished)
+        samples, completions, finished = complete(setting, sampler, policy, filled, jax.random.fold_in(key, start))
+        named = judge(setting.task, filled, completions, finished)
+        lengths = np.asarray(jax.device_get(samples.completion_mask)).sum(-1)
+        judged = compose(config.rewards, named, lengths, longest=config.data.max_completion_length)
         scores.append({name: values[: len(chunk)] for name, values in judged.items()})
         for row, example in enumerate(chunk[: SHOWN - len(shown)]):
             rewards = {name: float(values[row]) for name, values in judged.items()}

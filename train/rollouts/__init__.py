@@ -1,6 +1,6 @@
 """Where completions come from: one protocol, `Source`, and how a batch is made of what any source answers."""
 
-from train.rollouts.collect import Rollout, collect, judge
+from train.rollouts.collect import Rollout, collect
 from train.rollouts.jax_source import JaxSource, Sampled, Sampler, complete, make_sampler
 from train.rollouts.lag import first_past, next_past, sampling_policy
 from train.rollouts.open import open_source
@@ -18,7 +18,6 @@ __all__ = [
     "collect",
     "complete",
     "first_past",
-    "judge",
     "make_sampler",
     "next_past",
     "open_source",

@@ -1,17 +1,17 @@
 """From completions of any source to the one kind of batch: judged, grouped, on the devices."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from train.batch import Batch
 from train.keys import purpose_key
+from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.source import Completions, Request, Source
 from train.setting import Setting
 from train.sharding import shard_rows
-from train.tasks import Example, Task
+from train.tasks.rewards import compose, judge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,17 +34,8 @@ class Rollout:
     scores: dict[str, np.ndarray]
 
 
-def judge(
-    task: Task, examples: Sequence[Example], completions: Sequence[str], finished: np.ndarray
-) -> dict[str, np.ndarray]:
-    """The named rewards of each completion, `[B]` float32."""
-    rows = zip(examples, completions, finished, strict=True)
-    scores = [task.score(example, text, bool(done)) for example, text, done in rows]
-    return {name: np.asarray([score[name] for score in scores], np.float32) for name in scores[0]}
-
-
 def collect(setting: Setting, source: Source, step: int) -> Rollout:
-    """The rollout batch of one step: `samples_per_prompt` completions of each prompt, judged.
+    """The rollout batch of one step: `samples_per_prompt` completions of each prompt, judged, and recorded if asked.
 
     Raises:
       SourceError: the source is gone.
@@ -56,17 +47,23 @@ def collect(setting: Setting, source: Source, step: int) -> Rollout:
         step=step,
         key=purpose_key(config.seed, "sample", step),
     )
-    return to_rollout(setting, source.sample(request))
+    rollout = to_rollout(setting, source.sample(request))
+    if config.rollout.record is not None and jax.process_index() == 0:
+        rows = record_rows(rollout.completions, rollout.scores, config.rollout.samples_per_prompt)
+        write_rows(Path(config.rollout.record), step, rows)
+    return rollout
 
 
 def to_rollout(setting: Setting, completions: Completions) -> Rollout:
-    """Judges what was not judged yet, and lays the rows over the devices."""
-    section = setting.config.rollout
-    scores = dict(
+    """Judges what was not judged yet, weighs the rewards, and lays the rows over the devices."""
+    config, section = setting.config, setting.config.rollout
+    named = (
         judge(setting.task, completions.examples, completions.texts, completions.finished)
         if completions.rewards is None
         else completions.rewards
     )
+    lengths = np.asarray(jax.device_get(completions.completion_mask)).sum(-1)
+    scores = compose(config.rewards, named, lengths, longest=config.data.max_completion_length)
     prompts = len(completions.examples) // section.samples_per_prompt
     rows = {
         "tokens": completions.tokens,
@@ -78,7 +75,6 @@ def to_rollout(setting: Setting, completions: Completions) -> Rollout:
     if section.record_log_probs and completions.log_probs is not None:
         rows["rollout_log_probs"] = completions.log_probs
     batch = Batch(**shard_rows(rows, setting.mesh))
-    lengths = jax.device_get(batch.completion_mask).sum(-1)
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in scores.items()}
     metrics["completion_length"] = float(lengths.mean(dtype=np.float64))
     metrics["finished"] = float(completions.finished.mean(dtype=np.float64))

@@ -11,7 +11,7 @@ import kljax
 from tests import tiny
 from train.data import encode_prompts
 from train.policy import token_stats
-from train.rollouts import JaxSource, collect, complete, judge, make_sampler
+from train.rollouts import JaxSource, collect, complete, make_sampler
 from train.sampler import Samples
 from train.sharding import shard_rows
 from train.state import policy_of
@@ -95,19 +95,6 @@ def test_log_probs_are_recorded_only_if_asked_for():
     # What needs them switches them on.
     needing = collected("rollout.record_log_probs=false", "kl.rollout.coef=0.1")
     assert needing.batch.rollout_log_probs is not None
-
-
-def test_named_rewards_are_kept_apart():
-    task = Task("two", EXAMPLES, EXAMPLES, lambda e, text, done: {"reward": len(text) + done, "correct": 0, "form": 2})
-    scores = judge(task, EXAMPLES[:2], ["abc", ""], np.array([True, False]))
-    assert {name: values.tolist() for name, values in scores.items()} == {
-        "reward": [4, 0],
-        "correct": [0, 0],
-        "form": [2, 2],
-    }
-    assert {values.dtype for values in scores.values()} == {np.dtype(np.float32)}
-    with pytest.raises(ValueError, match="argument"):
-        judge(task, EXAMPLES, ["abc"], np.array([True]))
 
 
 def test_one_temperature_for_the_sampler_and_the_log_probs():
