@@ -1,6 +1,7 @@
 """From completions of any source to the one kind of batch: judged, grouped, on the devices."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np

@@ -1,6 +1,7 @@
 """From `rollout.source` of the config to a source."""
 
 from train.rollouts.jax_source import JaxSource
+from train.rollouts.recorded import FileSource, open_recording
 from train.rollouts.server import ServerSource
 from train.rollouts.source import Source
 from train.setting import Setting
@@ -15,7 +16,11 @@ def open_source(setting: Setting, *, continued: bool = False) -> Source:
     Raises:
       UserError: naming the field: a server that does not answer as it must, a file that is not as it must be.
     """
-    section = setting.config.rollout.source
+    section, record = setting.config.rollout.source, setting.config.rollout.record
+    if record is not None:
+        open_recording(record, continued=continued)
+    if section.type == "file":
+        return FileSource(setting, section)
     if section.type == "openai":
         return ServerSource(setting, section)
     return JaxSource(setting)
