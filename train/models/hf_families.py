@@ -182,6 +182,7 @@ INERT: Mapping[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
     "partial_rotary_factor": (None, 1, 1.0),
     "quantization_config": (None,),
+    "use_mrope": (False,),
 }
 
 ACTIVATIONS: Mapping[str, str] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
