@@ -65,19 +65,19 @@ def export(
     import kljax
     from train.files import check_free
     from train.models.lora import merge as merged
-    from train.saved import SavedRun, fitting_mesh
-    from train.setup import make_model
+    from train.saved import SavedRun, fitting
+    from train.setup import config_mesh, make_model
     from train.tokenizer import load_tokenizer
 
     saved = SavedRun.at(root)
-    config = saved.config
+    config = fitting(saved.config)
     form = _format(form, lora=config.lora is not None, merge=merge)
     step = saved.step(step)
     try:
         check_free(target)
     except FileExistsError as error:
         raise UserError(f"--to: {error}") from error
-    tokenizer, mesh = load_tokenizer(config), fitting_mesh(config)
+    tokenizer, mesh = load_tokenizer(config), config_mesh(config)
     model = make_model(config, tokenizer)
     source = getattr(config.model, "path", None)
     with jax.set_mesh(mesh):

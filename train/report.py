@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from train.files import write_text_atomic
 
@@ -103,6 +104,25 @@ def print_comparison(console: Console, before: Mapping[str, float], after: Mappi
     for metric, name, spec in ROWS:
         if metric in before or metric in after:
             table.add_row(name, _cell(before, metric, spec), _cell(after, metric, spec))
+    console.print(table)
+
+
+def print_evaluation(console: Console, title: str, found: Mapping[str, Any], temperature: float) -> None:
+    """The table of one evaluation: the mean of every reward, `accuracy` in percent first.
+
+    Args:
+        console: where to print.
+        title: what was evaluated.
+        found: `sampled` and `greedy`, each a mapping from names to numbers.
+        temperature: the one that was sampled at.
+    """
+    table = Table("", f"temperature {temperature:g}", "greedy", title=Text(title), title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    names = sorted(found["sampled"], key=lambda name: (name != "accuracy", name))
+    for name in names:
+        label, spec = ("accuracy (%)", ".2f") if name == "accuracy" else (name, ".4g")
+        table.add_row(label, *(_cell(found[kind], name, spec) for kind in ("sampled", "greedy")))
     console.print(table)
 
 

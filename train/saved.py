@@ -1,6 +1,7 @@
 """What a run has saved, read again without training: its config and the policy of one of its steps."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -9,12 +10,12 @@ import kljax
 from train.checkpoint import ITEM, restore_base
 from train.config import load
 from train.config.schema import Config
+from train.config.schema import Mesh as MeshSection
 from train.errors import UserError
 from train.models import Decoder
 from train.policy import abstract_adapter, abstract_params
 from train.run_directory import RunDirectory
 from train.setup import config_mesh, restored_base
-from train.sharding import make_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +26,8 @@ class SavedRun:
     config: Config
 
     @classmethod
-    def at(cls, path: str | Path) -> "SavedRun":
-        """The run in a directory.
+    def at(cls, path: str | Path, overrides: Sequence[str] = ()) -> "SavedRun":
+        """The run in a directory, with `key=value` on top of its config.
 
         Raises:
           UserError: there is no run, or its config cannot be read.
@@ -34,7 +35,7 @@ class SavedRun:
         directory = RunDirectory(Path(path))
         if not directory.config.is_file():
             raise UserError(f"{path} is not the directory of a run: it has no {directory.config.name}")
-        return cls(directory, load(directory.config).config)
+        return cls(directory, load(directory.config, overrides).config)
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, in order."""
@@ -66,9 +67,10 @@ class SavedRun:
         return kljax.Policy(restored_base(self.directory, model, mesh), adapter)
 
 
-def fitting_mesh(config: Config) -> Mesh:
-    """The mesh of the config, or one device where this machine has fewer: the numbers are the same."""
+def fitting(config: Config) -> Config:
+    """The config, on one device where this machine has fewer than its mesh: the numbers are the same."""
     try:
-        return config_mesh(config)
+        config_mesh(config)
     except UserError:
-        return make_mesh()
+        return config.model_copy(update={"mesh": MeshSection()})
+    return config

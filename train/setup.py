@@ -1,6 +1,8 @@
 """What a run starts from: the model, the base weights and the first state."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import optax
@@ -13,6 +15,7 @@ from train.errors import UserError
 from train.keys import purpose_key
 from train.metrics import MetricsWriter
 from train.models import Decoder, DecoderConfig, LoraConfig, Rope
+from train.models.peft import check_adapter, load_adapter
 from train.objective import make_controller
 from train.policy import abstract_params, init_adapter, init_params, init_value_head
 from train.references import locate
@@ -30,7 +33,7 @@ Tree = Any
 
 def make_model(config: Config, tokenizer: Tokenizer) -> Decoder:
     """The decoder that the config describes, with the vocabulary of the tokenizer."""
-    lora = None if config.lora is None else LoraConfig(**config.lora.model_dump())
+    lora = None if config.lora is None else LoraConfig(**config.lora.model_dump(exclude={"path"}))
     shape = config.model.model_dump()
     rope = Rope(shape.pop("rope_theta"))
     return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape))
@@ -49,14 +52,43 @@ def restored_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
     return restore_base(directory.base, abstract_params(model, mesh), "base")
 
 
+def check_start(config: Config, model: Decoder) -> None:
+    """Raises `UserError`, from metadata alone, if the adapter that the config starts from is not there or another."""
+    if config.lora is not None and config.lora.path is not None:
+        with _named("lora.path"):
+            check_adapter(config.lora.path, model)
+
+
+def saved_base(config: Config, model: Decoder, mesh: Mesh) -> Tree | None:
+    """The weights that the config starts from, if they are saved ones and not newly drawn."""
+    if config.warm_start.checkpoint is None:
+        return None
+    path, item = locate(config.warm_start.checkpoint, "params")
+    return restore_base(path, abstract_params(model, mesh), "warm_start.checkpoint", item=item)
+
+
+def first_adapter(config: Config, model: Decoder, mesh: Mesh) -> Tree:
+    """The adapter that a config with LoRA starts from: that of `lora.path`, or a new one that changes nothing yet."""
+    if config.lora is None or config.lora.path is None:
+        return init_adapter(model, purpose_key(config.seed, "adapter"), mesh)
+    with _named("lora.path"):
+        return load_adapter(config.lora.path, model, mesh)
+
+
+@contextmanager
+def _named(field: str) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{field}: {error}") from error
+
+
 def new_base(setting: Setting, directory: RunDirectory, *, bars: Start, writer: MetricsWriter) -> Tree:
     """The base of a new run: a saved one, or newly drawn weights after the warm start. Saved once it is complete."""
     config, model, mesh = setting.config, setting.model, setting.mesh
     section = config.warm_start
-    if section.checkpoint is not None:
-        path, item = locate(section.checkpoint, "params")
-        params = restore_base(path, abstract_params(model, mesh), "warm_start.checkpoint", item=item)
-    else:
+    params = saved_base(config, model, mesh)
+    if params is None:
         params = init_params(model, purpose_key(config.seed, "params"), mesh)
         data = Supervised(
             setting.prompts.examples,
@@ -83,7 +115,7 @@ def first_state(
     """The state before RL. Without LoRA the base weights become the trainable ones; with it they stay what they are."""
     trainable: dict[str, Tree] = {"params": base}
     if config.lora is not None:
-        trainable = {"adapter": init_adapter(model, purpose_key(config.seed, "adapter"), mesh)}
+        trainable = {"adapter": first_adapter(config, model, mesh)}
     if config.has_value_head():
         trainable["value_head"] = init_value_head(model, purpose_key(config.seed, "value_head"), mesh)
     state = initial_state(trainable, optimizer, make_controller(config), replicated(mesh))

@@ -11,8 +11,8 @@ import kljax
 from tests.integration.command import LORA, PPO, files, saved_arrays, state_arrays
 from train.export import main
 from train.models.peft import check_adapter, read_peft_config
-from train.saved import SavedRun, fitting_mesh
-from train.setup import make_model
+from train.saved import SavedRun, fitting
+from train.setup import config_mesh, make_model
 from train.tokenizer import load_tokenizer
 
 
@@ -43,7 +43,7 @@ def export(tmp_path, capsys):
 
 def built(run):
     saved = SavedRun.at(run)
-    return saved, make_model(saved.config, load_tokenizer(saved.config)), fitting_mesh(saved.config)
+    return saved, make_model(saved.config, load_tokenizer(saved.config)), config_mesh(fitting(saved.config))
 
 
 def adapter_of(run, step):

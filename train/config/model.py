@@ -1,6 +1,6 @@
 """The decoder and its adapter."""
 
-from train.config.types import Count, EvenCount, LoraTargets, Positive, Section
+from train.config.types import Count, EvenCount, LoraTargets, Positive, Section, Text
 
 
 class Model(Section):
@@ -37,3 +37,5 @@ class Lora(Section):
     """Rank-stabilised: multiplied by alpha / sqrt(rank) instead."""
     targets: LoraTargets = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Modules that get an adapter."""
+    path: Text | None = None
+    """Start from this PEFT folder, whose rank, alpha and targets are those here; null: from a new adapter."""

@@ -1,0 +1,75 @@
+"""`python -m train.eval`: the numbers that the run itself wrote, of a step or of a config that starts from it."""
+
+import json
+
+import pytest
+
+from tests.integration.command import LORA, files, records
+from train.eval import main
+from train.export import main as export
+
+
+@pytest.fixture(scope="module")
+def run(shared):
+    return shared(*LORA).succeeded().root
+
+
+@pytest.fixture
+def evaluate(tmp_path, capsys):
+    """`evaluate(*arguments)`: the exit code, the JSON that was written or None, and what was printed."""
+
+    def call(*arguments):
+        file = tmp_path / "found.json"
+        code = main([*map(str, arguments), "--json", str(file)])
+        printed = capsys.readouterr()
+        return code, json.loads(file.read_text()) if code == 0 else None, printed.out + printed.err
+
+    return call
+
+
+def assert_as_written(found, record):
+    """All the numbers of an evaluation in a run's metrics, to the last bit."""
+    sampled = {name: value for name, value in record.items() if name in found["sampled"]}
+    assert "accuracy" in sampled
+    assert sampled == found["sampled"]
+    assert found["greedy"]["accuracy"] == record["accuracy_greedy"]
+
+
+def test_a_step_of_a_run_gives_the_numbers_that_the_run_wrote(run, evaluate):
+    before, record = files(run), records(run, "eval")[0]
+    code, found, printed = evaluate(run, "--step", "0")
+    assert code == 0
+    assert found["step"] == record["step"] == 0
+    assert_as_written(found, record)
+    assert f"{run} after step 0: {found['prompts']} prompts" in printed
+    assert f"{found['sampled']['accuracy']:.2f}" in printed
+    assert files(run) == before
+
+
+def test_a_config_that_starts_from_saved_weights_and_an_adapter(run, evaluate, tmp_path):
+    adapter = tmp_path / "adapter"
+    assert export([str(run), "--to", str(adapter)]) == 0
+    arguments = [*LORA, f"warm_start.checkpoint={run / 'base'}", f"lora.path={adapter}"]
+    code, found, _ = evaluate(*arguments)
+    assert code == 0
+    assert found["step"] is None
+    assert_as_written(found, records(run, "eval")[-1])
+    code, _, printed = evaluate(*arguments, "lora.rank=3")
+    assert code == 2
+    assert f"error: lora.path: adapter {adapter} does not fit the config: r: got 2, but lora.rank of" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["RUN", "--step", "9"], "error: --step: got 9, but the run RUN has steps 0, 1, 2"),
+        (["RUN", "model.width=32"], "error: step 2: checkpoint "),
+        ([*LORA, "--step", "1"], "error: --step: got 1, but configs/lora.yaml is no directory of a run"),
+        (LORA, "error: nothing to evaluate: name a run, or set model.path or warm_start.checkpoint"),
+        (["RUN/base"], "error: RUN/base is not the directory of a run: it has no config.yaml"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_named(run, evaluate, arguments, message):
+    code, _, printed = evaluate(*(str(argument).replace("RUN", str(run)) for argument in arguments))
+    assert code == 2
+    assert message.replace("RUN", str(run)) in printed

@@ -1,0 +1,127 @@
+"""`python -m train.eval RUN_OR_CONFIG`: a policy on the held-out prompts, sampled at the temperature and greedily."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from train.command import run_command
+from train.errors import UserError
+
+if TYPE_CHECKING:
+    import kljax
+    from train.config.schema import Config
+    from train.setting import Setting
+
+EXAMPLES = """\
+examples:
+  python -m train.eval runs/lora                                 # the last step saved
+  python -m train.eval runs/lora --step 0 eval.prompts=1000      # the policy before RL, on more prompts
+  python -m train.eval configs/gsm8k.yaml model.path=exports/merged --json accuracy.json
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    command = argparse.ArgumentParser(
+        prog="python -m train.eval",
+        description="Evaluate a step of a run, or the model that a config starts from, on the held-out prompts.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("what", metavar="RUN_OR_CONFIG", type=Path, help="directory of a run, or a YAML file")
+    command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
+    command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
+    command.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers and some completions")
+    return command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code is 0, 2 for what the user can put right, 130 for Ctrl-C."""
+    options = parser().parse_intermixed_args(arguments)
+    return run_command(lambda: show(options.what, options.overrides, step=options.step, file=options.json))
+
+
+def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path | None) -> None:
+    """Evaluates, prints the table, and writes `file` if one is named.
+
+    Raises:
+      UserError: naming what cannot be read or does not fit, and what there is.
+    """
+    # Only now, so that a mistake on the command line shows before JAX starts.
+    import jax
+
+    from train.report import default_console, print_evaluation, write_summary
+    from train.saved import SavedRun, fitting
+
+    if file is not None and not file.absolute().parent.is_dir():
+        raise UserError(f"--json: there is no directory {file.parent}")
+    saved = SavedRun.at(what, overrides) if what.is_dir() else None
+    if saved is None and step is not None:
+        raise UserError(f"--step: got {step}, but {what} is no directory of a run")
+    config = fitting(saved.config if saved else _config(what, overrides))
+    setting = _setting(config)
+    with jax.set_mesh(setting.mesh):
+        if saved is None:
+            policy, name = _start(setting), str(what)
+        else:
+            step = saved.step(step)
+            policy, name = saved.policy(setting.model, setting.mesh, step), f"{what} after step {step}"
+        found = measure(setting, policy)
+    print_evaluation(default_console(), f"{name}: {len(setting.held_out)} prompts", found, config.temperature)
+    if file is not None:
+        about = {"of": str(what), "step": step, "prompts": len(setting.held_out), "temperature": config.temperature}
+        write_summary(file, about | found)
+
+
+def measure(setting: "Setting", policy: "kljax.Policy") -> dict[str, Any]:
+    """`sampled` and `greedy`, the means over the held-out prompts, with the keys that a run evaluates with.
+
+    Returns:
+      Both as mappings from names of rewards, and `accuracy` in percent, to numbers; and `samples`, the first
+      completions that were sampled.
+    """
+    from train.evaluate import evaluate
+    from train.keys import purpose_key
+    from train.rollouts import make_sampler
+
+    key = purpose_key(setting.config.seed, "held_out")
+    sampled = evaluate(setting, make_sampler(setting, name="held_out"), policy, key)
+    greedy = evaluate(setting, make_sampler(setting, name="greedy", greedy=True), policy, key)
+    return {"sampled": sampled.metrics, "greedy": greedy.metrics, "samples": sampled.samples}
+
+
+def _config(path: Path, overrides: Sequence[str]) -> "Config":
+    from train.config import load
+
+    loaded = load(path, overrides)
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return loaded.config
+
+
+def _setting(config: "Config") -> "Setting":
+    from train.run import _setting as make_setting
+    from train.tracing import forget_traces
+
+    forget_traces()
+    return make_setting(config)
+
+
+def _start(setting: "Setting") -> "kljax.Policy":
+    """The policy that the config starts from, which has to be one that exists."""
+    import kljax
+    from train.setup import check_start, first_adapter, saved_base
+
+    config, model, mesh = setting.config, setting.model, setting.mesh
+    check_start(config, model)
+    base = saved_base(config, model, mesh)
+    if base is None:
+        raise UserError("nothing to evaluate: name a run, or set model.path or warm_start.checkpoint")
+    return kljax.Policy(base, None if config.lora is None else first_adapter(config, model, mesh))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
