@@ -106,8 +106,8 @@ class FolderTokenizer:
     def solution_ids(self, example: "Example") -> list[int]:
         """What follows `prompt_ids` where the solution is known, up to and with what ends it.
 
-        Prompt and solution are tokenized as one text where that leaves the prompt's ids as they are, so that a
-        tokenizer that begins every text with a space does not put one between them.
+        Prompt and solution are tokenized as one text where that leaves the prompt's ids as they are: a tokenizer that
+        begins every text with a space does not put one between them.
         """
         head, end = self.prompt_ids(example), self.eos_ids[0]
         if self._template is None:
@@ -121,11 +121,12 @@ class FolderTokenizer:
         return tail[: ends[0] + 1] if ends else [*tail, end]
 
     def _continued(self, start: str, rest: str, head: list[int]) -> list[int]:
-        plain = self.encode(start)
-        whole = self.encode(start + rest)
-        return (
-            whole[len(plain) :] if whole[: len(plain)] == plain and head[-len(plain) :] == plain else self.encode(rest)
-        )
+        """The ids of `rest` after `start`, whose ids end `head`; a newline stands for `start` where they merge."""
+        for before in (start, "\n"):
+            known, whole = self.encode(before), self.encode(before + rest)
+            if whole[: len(known)] == known and (before != start or head[-len(known) :] == known):
+                return whole[len(known) :]
+        return self.encode(rest)
 
     def _render(self, template: ChatTemplate, example: "Example", *, answer: str | None) -> str:
         messages = [{"role": role, "content": text} for role, text in example.conversation()]
