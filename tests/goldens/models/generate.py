@@ -171,6 +171,10 @@ def write(name: str, folder: pathlib.Path) -> None:
         adapted.peft_config["default"].base_model_name_or_path = f"tiny-random/{name}"
         adapted.save_pretrained(folder / "adapter")
         (folder / "adapter" / "README.md").unlink(missing_ok=True)
+        settings = folder / "adapter" / "adapter_config.json"
+        found = json.loads(settings.read_text())
+        # PEFT writes a set.
+        settings.write_text(json.dumps(found | {"target_modules": sorted(found["target_modules"])}, indent=2) + "\n")
     for path in folder.rglob("*.safetensors"):
         path.chmod(0o644)
 
@@ -199,7 +203,10 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 def forward(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return model(tokens, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False).logits
+    # transformers 5.23 has the soft cap of Gemma 3's attention, but does not pass the one of the config on to it.
+    cap = getattr(model.config, "attn_logit_softcapping", None)
+    own = {} if cap is None else {"softcap": cap}
+    return model(tokens, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False, **own).logits
 
 
 def log_probs(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
