@@ -15,10 +15,10 @@ from train.interrupt import Interrupt
 from train.keys import purpose_key
 from train.metrics import MetricsWriter
 from train.objective import coefficients, required_fields
-from train.references import reference_head
+from train.references import current_reference, make_follow, reference_head, with_place
 from train.rollouts import Sampler, Source, SourceError, collect, make_sampler, next_past, sampling_policy
 from train.setting import Setting
-from train.state import TrainState, policy_of
+from train.state import TrainState, policy_of, policy_part
 from train.step import SCORED, make_prepare, make_score, make_update, update_rows
 
 Tree = Any
@@ -31,6 +31,7 @@ class Programs:
     score: Callable[..., Any]
     prepare: Callable[..., Any]
     update: Callable[..., Any]
+    follow: Callable[..., Any] | None
     held_out: Sampler
     greedy: Sampler
 
@@ -38,10 +39,12 @@ class Programs:
     def of(cls, setting: Setting, state: TrainState) -> "Programs":
         """The programs for this setting and states of this layout."""
         config, model, mesh = setting.config, setting.model, setting.mesh
+        moving = with_place(config, state).reference
         return cls(
             score=make_score(config, model, mesh),
             prepare=make_prepare(config, mesh),
-            update=make_update(config, model, setting.optimizer, dataclasses.replace(state, past=None), mesh),
+            update=make_update(config, model, setting.optimizer, _updated_part(state), mesh),
+            follow=None if moving is None else make_follow(config, moving),
             held_out=make_sampler(setting, name="held_out"),
             greedy=make_sampler(setting, name="greedy", greedy=True),
         )
@@ -55,20 +58,28 @@ def rl_step(
     source.update(*sampling_policy(state, setting.base))
     rollout = collect(setting, source, step)
     sampled = time.perf_counter()
-    # The ring is not part of the update, which would give its buffers away.
-    past, state = next_past(state), dataclasses.replace(state, past=None)
+    reference, moving = current_reference(setting.reference, state), state.reference
+    past, state = next_past(state), _updated_part(state)
     recorded = [name for name in required_fields(config) if name not in SCORED]
     require(rollout.batch, recorded, "the objective of this config")
-    batch = programs.score(state.trainable, setting.base, setting.reference, rollout.batch)
+    batch = programs.score(state.trainable, setting.base, reference, rollout.batch)
     batch, controller, totals = programs.prepare(batch, state.controller)
-    coefs, ref_head = coefficients(config), reference_head(config, setting.model, setting.reference)
+    coefs, ref_head = coefficients(config), reference_head(config, setting.model, reference)
     for rows in update_rows(config, purpose_key(config.seed, "rows", step)):
         state, metrics = programs.update(state, setting.base, batch, rows, coefs, ref_head=ref_head)
         totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
     state = dataclasses.replace(state, step=state.step + 1, controller=controller, past=past)
+    if programs.follow is not None:
+        moving = programs.follow(moving, state.trainable[policy_part(state.trainable)], state.step)
+        state = dataclasses.replace(state, reference=moving)
     values = rollout.metrics | divide(totals)
     seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}
     return state, values, seconds | rollout.timings
+
+
+def _updated_part(state: TrainState) -> TrainState:
+    """What an update changes, whose buffers it gives away: not the ring, nor a reference that it reads."""
+    return dataclasses.replace(state, past=None, reference=None)
 
 
 def divide(weighted: dict[str, kljax.WeightedSum]) -> dict[str, float]:

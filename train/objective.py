@@ -76,7 +76,7 @@ def required_fields(config: Config) -> list[str]:
         "group_ids": True,
         "old_log_probs": True,
         "rollout_log_probs": config.needs_rollout_log_probs(),
-        "ref_log_probs": config.needs_reference(),
+        "ref_log_probs": config.needs_ref_log_probs(),
         "ref_hidden": config.exact_loss(),
         "ref_exact_kl": config.exact_reward(),
         "values": config.has_value_head(),

@@ -19,13 +19,7 @@ from train.interrupt import Interrupt, listening
 from train.loop import Programs, train, write_evaluation
 from train.metrics import MetricsWriter, read_metrics
 from train.plots import write_curves
-from train.references import (
-    assert_unchanged,
-    check_reference,
-    load_reference,
-    pinned_steps,
-    reference_fingerprint,
-)
+from train.references import assert_unchanged, begin_reference, check_reference, pinned_steps, with_place
 from train.report import Start, default_console, print_comparison, progress, write_summary
 from train.rollouts import Source, open_source
 from train.run_directory import RunDirectory, resume_run, saved_steps, start_run
@@ -66,11 +60,15 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     source = open_source(setting, continued=resume)
     directory = resume_run(config) if resume else start_run(config)
     console.print(f"run directory: {directory.root}", markup=False, highlight=False)
-    with jax.set_mesh(setting.mesh), closing(source), progress(console) as bars:
-        checkpoints = Checkpoints(directory.checkpoints, config.checkpoint, pinned_steps(config))
+    with (
+        jax.set_mesh(setting.mesh),
+        closing(source),
+        closing(Checkpoints(directory.checkpoints, config.checkpoint, pinned_steps(config))) as checkpoints,
+        progress(console) as bars,
+    ):
         setting, state, writer = _begin(setting, directory, checkpoints, bars, continued=resume)
         first = int(state.step)
-        with listening() as interrupt:
+        with closing(writer), listening() as interrupt:
             state = _reinforce(
                 setting,
                 source,
@@ -81,8 +79,6 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
                 bars=bars,
                 interrupt=interrupt,
             )
-        writer.close()
-        checkpoints.close()
     done = int(state.step)
     if done < config.steps:
         print(f"interrupted after step {done} of {config.steps}; saved, continue with --resume", file=sys.stderr)
@@ -130,7 +126,7 @@ def _begin(
     if continued and directory.base.is_dir():
         base = restored_base(directory, model, mesh)
         first = first_state(config, model, mesh, base, setting.optimizer)
-        restored = checkpoints.restore_last(first)
+        restored = checkpoints.restore_last(with_place(config, first))
         state = first if restored is None else restored
         writer = MetricsWriter(directory.root, resume_step=-1 if restored is None else int(state.step))
     else:
@@ -152,21 +148,22 @@ def _reinforce(
     bars: Start,
     interrupt: Interrupt,
 ) -> TrainState:
-    """RL from this state on, against a reference that is proven unchanged at the end."""
+    """RL from this state on, against a reference of which what should stay is proven unchanged at the end."""
     programs = Programs.of(setting, state)
     if not checkpoints.steps():
         write_evaluation(setting, programs, state, writer, 0)
         checkpoints.save(state, 0)
         checkpoints.wait()
-    reference = load_reference(
+    reference, state, before = begin_reference(
         setting.config,
         setting.model,
         setting.mesh,
+        state,
         base=setting.base,
-        base_path=directory.base,
+        read_base=lambda: restored_base(directory, setting.model, setting.mesh),
         checkpoints=checkpoints,
+        record=directory.reference,
     )
-    before = reference_fingerprint(reference)
     state = train(
         dataclasses.replace(setting, reference=reference),
         programs,

@@ -38,6 +38,11 @@ class RunDirectory:
         return self.root / "checkpoints"
 
     @property
+    def reference(self) -> Path:
+        """What the run has been measured against."""
+        return self.root / "reference.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

@@ -6,12 +6,12 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-import kljax
 from train.config.schema import Config
 from train.data import Prompts
 from train.models import Decoder
+from train.references import Reference
 from train.tasks import Example, Task
-from train.tokenizer import ByteTokenizer
+from train.tokenizer import Tokenizer
 
 Tree = Any
 
@@ -22,7 +22,7 @@ class Setting:
 
     Attributes:
       base: weights that the policy shares with the reference, with LoRA; else None.
-      reference: what the KL is measured against, or None.
+      reference: what the KL is measured against, or None; of one that follows the policy, the half that stays.
       held_out: the examples of an evaluation.
     """
 
@@ -30,9 +30,9 @@ class Setting:
     mesh: Mesh
     model: Decoder
     optimizer: optax.GradientTransformation
-    tokenizer: ByteTokenizer
+    tokenizer: Tokenizer
     task: Task
     prompts: Prompts
     held_out: list[Example]
     base: Tree = None
-    reference: kljax.Policy | None = None
+    reference: Reference | None = None

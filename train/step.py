@@ -17,8 +17,9 @@ from train import objective as objectives
 from train.batch import Batch, map_micro_batches, micro_batches, row_count, take_rows
 from train.config.schema import Config, Optim
 from train.models import Decoder
-from train.policy import Reference, token_stats, token_values
-from train.references import reference_head
+from train.policy import Reference as ExactReference
+from train.policy import token_stats, token_values
+from train.references import Reference, reference_head
 from train.sharding import batch_sharding, replicated
 from train.state import TrainState, policy_of
 from train.tracing import traced_once
@@ -49,21 +50,22 @@ def make_optimizer(section: Optim) -> optax.GradientTransformation:
 def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batch]:
     """`(trainable, base, reference, batch) -> batch` with the fields of `SCORED` that the config needs filled in.
 
-    `reference` is None when no coefficient needs it: then nothing of it is computed. All results are data. Old and
+    `reference` is None when no coefficient needs it: then nothing of it is computed; nor are its log-probs where only
+    the exact KL is asked for, which reads its hidden states. All results are data. Old and
     reference log-probs are computed as the objective's are, at its micro-batch size, so that an unchanged policy has
     ratio 1 up to the last bit of a log-prob. The exact KL of the reward comes from the pass that gives the old
     log-probs; for that of the loss the hidden states of the reference are kept, `D` numbers a token.
     """
 
-    def score(trainable: dict[str, Tree], base: Tree, reference: kljax.Policy | None, batch: Batch) -> Batch:
-        policy = policy_of(trainable, base)
+    def score(trainable: dict[str, Tree], base: Tree, reference: Reference | None, batch: Batch) -> Batch:
+        policy = Reference(model, policy_of(trainable, base))
 
         def stats_of(
-            one: kljax.Policy, part: Batch, against: Reference | None = None
+            one: Reference, part: Batch, against: ExactReference | None = None
         ) -> tuple[kljax.TokenStats, jax.Array]:
             return token_stats(
-                model,
-                one,
+                one.model,
+                one.policy,
                 part.tokens,
                 part.token_mask,
                 temperature=config.temperature,
@@ -77,7 +79,8 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
             found, kept, against = {}, {}, None
             if reference is not None:
                 ref_stats, ref_hidden = stats_of(reference, part)
-                found["ref_log_probs"] = ref_stats.log_prob
+                if config.needs_ref_log_probs():
+                    found["ref_log_probs"] = ref_stats.log_prob
                 if config.exact_reward():
                     against = (ref_hidden, reference_head(config, model, reference))
                 if config.exact_loss():

@@ -10,7 +10,11 @@ from train.config import load
 
 # The first update of a warm-up of the learning rate is at 0; two steps should show more than one.
 SHORT = (*TINY, "steps=2", "optim.warmup_steps=0")
-EXACT = ("kl.loss={coef: 0.01, estimator: exact, gradient: value}", "kl.reward={coef: 0.01, estimator: exact}")
+EXACT = (
+    "kl.loss={coef: 0.01, estimator: exact, gradient: value}",
+    "kl.reward={coef: 0.01, estimator: exact}",
+    "reference.monitor=true",
+)
 CENTERED = "configs/reinforce_pp_baseline_centered.yaml"
 # With each recipe, metrics of the terms that it is there to show.
 RECIPES = (

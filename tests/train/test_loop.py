@@ -12,6 +12,7 @@ from tests import tiny
 from train.config.schema import Config
 from train.errors import UserError
 from train.loop import Programs, divide, rl_step
+from train.references import Reference
 from train.rollouts import JaxSource
 from train.setting import Setting
 
@@ -25,7 +26,8 @@ CONFIG = tiny.config_of(
 
 
 def setting_of(config: Config) -> Setting:
-    return tiny.setting_of(config, reference=kljax.Policy(jax.tree.map(jnp.asarray, tiny.host_params())))
+    policy = kljax.Policy(jax.tree.map(jnp.asarray, tiny.host_params()))
+    return tiny.setting_of(config, reference=Reference(tiny.model_of(config), policy))
 
 
 def test_a_rollout_without_a_field_that_is_needed_stops_before_the_device():

@@ -19,7 +19,7 @@ from train.data import SupervisedBatch
 from train.models import Decoder
 from train.objective import coefficients
 from train.policy import init_params
-from train.references import reference_head
+from train.references import Reference, reference_head
 from train.rollouts import make_sampler
 from train.setup import first_state
 from train.sharding import batch_sharding
@@ -88,7 +88,7 @@ def rl_programs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, jax.stages.Comp
     optimizer = step.make_optimizer(config.optim)
     state = first_state(config, model, mesh, params, optimizer)
     base = params if config.lora is not None else None
-    reference, batch = kljax.Policy(params), rollout_batch(mesh)
+    reference, batch = Reference(model, kljax.Policy(params)), rollout_batch(mesh)
     score = step.make_score(config, model, mesh).lower(state.trainable, base, reference, batch)
     scored = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)), score.out_info

@@ -379,7 +379,9 @@ def test_a_batch_needs_what_the_config_reads():
     assert required_fields(tiny.config_of("kl.rollout.coef=0.1")) == [*always, "rollout_log_probs"]
     assert required_fields(tiny.config_of("reference.monitor=true")) == [*always, "ref_log_probs"]
     exact = ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}")
-    assert required_fields(tiny.config_of(*exact)) == [*always, "ref_log_probs", "ref_hidden", "ref_exact_kl"]
+    assert required_fields(tiny.config_of(*exact)) == [*always, "ref_hidden", "ref_exact_kl"]
+    both = required_fields(tiny.config_of(*exact, "kl.advantage.coef=0.1"))
+    assert both == [*always, "ref_log_probs", "ref_hidden", "ref_exact_kl"]
     assert required_fields(tiny.config_of(*EVERYTHING)) == [*always, "rollout_log_probs", "ref_log_probs", "values"]
 
 

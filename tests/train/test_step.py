@@ -15,12 +15,13 @@ from tests import tiny
 from train.batch import Batch
 from train.keys import purpose_key
 from train.objective import coefficients
-from train.references import reference_head
+from train.references import Reference, reference_head
 from train.sharding import batch_sharding
 from train.step import make_optimizer, make_prepare, make_score, make_update, update_rows
 from train.tracing import forget_traces
 
-REFERENCE = kljax.Policy(tiny.moved(tiny.host_params(), 0.05))
+MODEL = tiny.model_of(tiny.config_of())
+REFERENCE = Reference(MODEL, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
 ALL_ROWS = jnp.arange(tiny.ROWS)
 
 
@@ -142,7 +143,7 @@ def test_an_unchanged_policy_has_a_ratio_of_1(shape):
     mesh = tiny.mesh_of(*shape)
     config = tiny.config_of(*TERMS, "optim.updates_per_batch=2", "temperature=0.7")
     with jax.set_mesh(mesh):
-        state, batch, update = ready(config, mesh, reference=kljax.Policy(tiny.host_params()))
+        state, batch, update = ready(config, mesh, reference=Reference(MODEL, kljax.Policy(tiny.host_params())))
         rows = update_rows(config, purpose_key(0, "rows", 0))[0]
         _, metrics = update(state, None, batch, rows, coefficients(config))
     # The two programs may differ in the last bit of a log-prob of about -5, which is 5e-7.
@@ -165,7 +166,7 @@ def exact_update(config, shape, reference):
     with jax.set_mesh(mesh):
         state = tiny.state_of(config, keep_gradient(), mesh)
         place = jax.tree.map(lambda x: x.sharding, state.trainable["params"])
-        reference = kljax.Policy(jax.tree.map(jax.device_put, reference, place))
+        reference = Reference(model, kljax.Policy(jax.tree.map(jax.device_put, reference, place)))
         batch = jax.device_put(tiny.rollout_batch(), batch_sharding(mesh))
         batch = make_score(config, model, mesh)(state.trainable, None, reference, batch)
         prepared, _, _ = make_prepare(config, mesh)(batch, state.controller)
@@ -177,7 +178,7 @@ def exact_update(config, shape, reference):
 
 @pytest.fixture(scope="module")
 def exact_once():
-    return exact_update(tiny.config_of(*EXACT), (1, 1, 1), REFERENCE.params)
+    return exact_update(tiny.config_of(*EXACT), (1, 1, 1), REFERENCE.policy.params)
 
 
 def test_the_exact_kl_is_scored_once_and_for_all_updates(exact_once):
@@ -197,7 +198,7 @@ def test_the_exact_kl_is_scored_once_and_for_all_updates(exact_once):
     ids=str,
 )
 def test_neither_mesh_nor_micro_batches_change_the_exact_kl(exact_once, shape, options):
-    batch, gradient, metrics = exact_update(tiny.config_of(*EXACT, *options), shape, REFERENCE.params)
+    batch, gradient, metrics = exact_update(tiny.config_of(*EXACT, *options), shape, REFERENCE.policy.params)
     np.testing.assert_allclose(batch.ref_exact_kl, exact_once[0].ref_exact_kl, rtol=1e-4, atol=1e-7)
     tolerance = 2e-6 * float(exact_once[2]["grad_norm"])
     chex.assert_trees_all_close(gradient, exact_once[1], rtol=0, atol=tolerance)

@@ -1,6 +1,7 @@
 """The reference, and the base it starts from."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from train.config.checks.problem import Problem, missing_path, problem
 from train.config.schema import Config
@@ -8,10 +9,10 @@ from train.config.schema import Config
 
 def _reference(config: Config) -> Iterator[Problem]:
     reference = config.reference
-    if reference.source == "adapter" and config.lora is None:
+    if reference.source == "adapter" and config.lora is None and not _is_peft(reference.path):
         yield problem(
             "got adapter, but the model has none; set lora.rank (and lora.alpha, lora.targets) as they were when it "
-            "was saved, or use reference.source base, step or checkpoint",
+            "was saved, or name a PEFT folder, which brings them, or use reference.source base, step or checkpoint",
             "reference.source",
             "lora",
         )
@@ -23,6 +24,11 @@ def _reference(config: Config) -> Iterator[Problem]:
         )
     if reference.source in ("adapter", "checkpoint"):
         yield from missing_path("reference.path", reference.path)
+
+
+def _is_peft(path: str) -> bool:
+    """As `train.models.peft.is_peft`, which a config is checked without: it loads JAX."""
+    return (Path(path) / "adapter_config.json").is_file()
 
 
 def _warm_start(config: Config) -> Iterator[Problem]:

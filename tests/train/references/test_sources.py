@@ -11,12 +11,19 @@ import pytest
 
 import kljax
 from tests import tiny
-from train.checkpoint import Checkpoints, save_base
+from train.checkpoint import Checkpoints, restore_base, save_base
 from train.config.schema import Checkpoint, Config
 from train.errors import UserError
 from train.keys import purpose_key
-from train.policy import init_adapter
-from train.references import assert_unchanged, check_reference, load_reference, locate, reference_fingerprint
+from train.policy import abstract_params, init_adapter
+from train.references import (
+    Reference,
+    assert_unchanged,
+    check_reference,
+    load_reference,
+    locate,
+    reference_fingerprint,
+)
 from train.state import TrainState
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj]}"
@@ -56,18 +63,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 
 def load(config: Config, root: Path, *, base=None) -> kljax.Policy | None:
+    model, mesh = tiny.model_of(config), tiny.mesh_of(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     checkpoints = Checkpoints(root / "checkpoints", Checkpoint(every=1, keep=2))
+
+    def read_base():
+        return restore_base(root / "base", abstract_params(model, mesh), "base")
+
     try:
-        return load_reference(
-            config,
-            tiny.model_of(config),
-            tiny.mesh_of(int(config.mesh.data), int(config.mesh.fsdp), int(config.mesh.tensor)),
-            base=base,
-            base_path=root / "base",
-            checkpoints=checkpoints,
-        )
+        found = load_reference(config, model, mesh, base=base, read_base=read_base, checkpoints=checkpoints)
     finally:
         checkpoints.close()
+    return None if found is None else found.policy
 
 
 def pointers(tree) -> list[int]:
@@ -181,7 +187,8 @@ def test_locate(tmp_path):
 
 
 def test_a_change_of_one_bit_is_found():
-    reference = kljax.Policy(jax.tree.map(jax.numpy.asarray, BASE), {"a": jax.numpy.ones(3)})
+    policy = kljax.Policy(jax.tree.map(jax.numpy.asarray, BASE), {"a": jax.numpy.ones(3)})
+    reference = Reference(tiny.model_of(tiny.config_of()), policy)
     before = reference_fingerprint(reference)
     assert_unchanged(reference, before)
     leaves, tree = jax.tree.flatten(reference)

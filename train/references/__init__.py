@@ -1,0 +1,33 @@
+"""What the KL is measured against: found, loaded, followed, put on record, and proven not to have moved."""
+
+from train.references.begin import begin_reference
+from train.references.found import locate
+from train.references.moving import current_reference, make_follow, moves, start_moving, staying, with_place
+from train.references.record import (
+    assert_unchanged,
+    is_recorded,
+    record_reference,
+    reference_fingerprint,
+)
+from train.references.reference import Reference, reference_head
+from train.references.sources import check_reference, load_reference, pinned_steps
+
+__all__ = [
+    "Reference",
+    "assert_unchanged",
+    "begin_reference",
+    "check_reference",
+    "current_reference",
+    "is_recorded",
+    "load_reference",
+    "locate",
+    "make_follow",
+    "moves",
+    "pinned_steps",
+    "record_reference",
+    "reference_fingerprint",
+    "reference_head",
+    "start_moving",
+    "staying",
+    "with_place",
+]

@@ -1,0 +1,77 @@
+"""The decoder of a saved reference: that of the policy, or one of another shape and the same vocabulary."""
+
+import dataclasses
+import hashlib
+import logging
+from pathlib import Path
+
+from train.config import load
+from train.config.schema import Config
+from train.models import Decoder
+from train.models.peft import base_model
+from train.references.found import Form, run_of
+from train.tokenizer import load_tokenizer
+
+TOKENIZER = "tokenizer.json"
+
+
+def teacher_model(form: Form, path: Path, policy: Decoder) -> Decoder:
+    """The decoder of whole weights: as the run that saved them says, else the policy's without its adapter."""
+    run = run_of(path)
+    if form == "orbax" and run is not None:
+        # The module builds the decoder of a run and looks for saved weights, which this package finds.
+        from train.setup import make_model
+
+        config = load(run / "config.yaml").config
+        return _alone(make_model(config, load_tokenizer(config)))
+    return _alone(policy)
+
+
+def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decoder) -> None:
+    """Raises ValueError unless both decoders give probabilities of the same tokens, whose heads end alike."""
+    got, expected = teacher.config.vocab_size, policy.config.vocab_size
+    if got != expected:
+        raise ValueError(
+            f"{path} has a vocabulary of {got} tokens, expected {expected} as the policy has: a KL compares the "
+            "probabilities of the same tokens"
+        )
+    folder = getattr(config.model, "path", None)
+    theirs, ours = path / TOKENIZER, Path(folder or "") / TOKENIZER
+    if folder is not None and theirs.is_file() and ours.is_file() and _digest(theirs) != _digest(ours):
+        raise ValueError(
+            f"{theirs} differs from {ours}: the tokens of this reference are not those of the policy; expected the "
+            "same file (if only its formatting differs, copy one over the other)"
+        )
+    cap, own = (getattr(model.config, "final_softcap", None) for model in (teacher, policy))
+    if cap != own and (config.exact_loss() or config.exact_reward()):
+        raise ValueError(
+            f"{path} caps its logits at {cap}, the policy at {own}; the exact KL has one cap for both (estimators from "
+            "drawn tokens, such as k3, have not)"
+        )
+
+
+def check_base(config: Config, path: Path) -> None:
+    """Warns if the adapter names another base model than the one that it will be attached to.
+
+    Names alone are compared, by their last part: hubs and folders call the same weights differently. Shapes that do
+    not fit are an error of their own.
+    """
+    named, folder = base_model(path), getattr(config.model, "path", None)
+    if named is None or (folder is not None and _last(named) == _last(folder)):
+        return
+    ours = "a base that is no Hugging Face folder" if folder is None else folder
+    logging.getLogger(__name__).warning(
+        "reference.path: the adapter %s says that it was trained on %s; it will be attached to %s", path, named, ours
+    )
+
+
+def _alone(model: Decoder) -> Decoder:
+    return Decoder(dataclasses.replace(model.config, lora=None))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _last(name: str) -> str:
+    return Path(name).name.casefold()
