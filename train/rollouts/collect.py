@@ -25,7 +25,7 @@ class Rollout:
         the source measured.
       timings: what the source measured that differs from run to run.
       completions: what the source answered.
-      scores: named rewards, each [B].
+      scores: named rewards, each [B], as they were judged: before weights and penalties.
     """
 
     batch: Batch
@@ -79,4 +79,4 @@ def to_rollout(setting: Setting, completions: Completions) -> Rollout:
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in scores.items()}
     metrics["completion_length"] = float(lengths.mean(dtype=np.float64))
     metrics["finished"] = float(completions.finished.mean(dtype=np.float64))
-    return Rollout(batch, metrics | dict(completions.metrics), dict(completions.timings), completions, scores)
+    return Rollout(batch, metrics | dict(completions.metrics), dict(completions.timings), completions, dict(named))

@@ -10,9 +10,9 @@ import numpy as np
 import kljax
 from train.data import decode_completions, encode_prompts
 from train.rollouts.source import Completions, Request
-from train.sampler import Samples, sample
+from train.sampler import Samples, Sampling, sample, samples_sharding
 from train.setting import Setting
-from train.sharding import batch_sharding, shard_rows
+from train.sharding import shard_rows
 from train.tasks import Example
 from train.tracing import traced_once
 
@@ -29,7 +29,8 @@ class Sampled(NamedTuple):
 
 def make_sampler(setting: Setting, *, name: str, greedy: bool = False) -> Sampler:
     """`(policy, prompts, prompt_mask, key) -> Samples`, compiled once, for one number of rows."""
-    config, model, eos_id = setting.config, setting.model, setting.tokenizer.eos_id
+    config, model = setting.config, setting.model
+    sampling = Sampling(config.temperature, greedy=greedy)
 
     def draw(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
         return sample(
@@ -39,12 +40,11 @@ def make_sampler(setting: Setting, *, name: str, greedy: bool = False) -> Sample
             prompt_mask,
             key=key,
             max_new_tokens=config.data.max_completion_length,
-            temperature=config.temperature,
-            eos_id=eos_id,
-            greedy=greedy,
+            sampling=sampling,
+            eos_ids=setting.tokenizer.eos_ids,
         )
 
-    return jax.jit(traced_once(draw, name), out_shardings=batch_sharding(setting.mesh))
+    return jax.jit(traced_once(draw, name), out_shardings=samples_sharding(setting.mesh))
 
 
 def complete(

@@ -30,7 +30,7 @@ def open_recording(path: str, *, continued: bool) -> Path:
 
 
 def record_rows(completions: Completions, scores: Mapping[str, np.ndarray], samples: int) -> list[dict[str, Any]]:
-    """The rows of one batch; log-probs keep every digit of their float32."""
+    """The rows of one batch: rewards before weights and penalties, which a reader's config adds; whole log-probs."""
     arrays = completions.tokens, completions.token_mask, completions.completion_mask, completions.log_probs
     tokens, token_mask, completion_mask, log_probs = jax.device_get(arrays)
     rows = []

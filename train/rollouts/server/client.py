@@ -47,10 +47,12 @@ class Client:
         connections: int = 8,
         key: str | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._timeout, self._retries, self._sleep = timeout, retries, sleep
         self._client = httpx.Client(
+            transport=transport,
             timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS), pool=None),
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
             headers={} if key is None else {"Authorization": f"Bearer {key}"},

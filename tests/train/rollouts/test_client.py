@@ -1,0 +1,140 @@
+"""Requests to a server that fails in every way that servers do: what is tried again, and what the error says."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from train.rollouts import SourceError
+from train.rollouts.server import Client
+from train.rollouts.server.client import wait_before
+
+Answer = tuple[int, str] | None
+
+
+@contextlib.contextmanager
+def serving(answer: Callable[[str, dict], Answer], **headers: str) -> Iterator[str]:
+    """A server on this machine; `answer` gives status and text, or None to close the connection without one."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            given = answer(self.path, json.loads(body) if body else {})
+            if given is None:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            self.send_response(given[0])
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.end_headers()
+            self.wfile.write(given[1].encode())
+
+        do_GET = do_POST
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def client_of(url: str, *, timeout: float = 5, retries: int = 3) -> Iterator[tuple[Client, list[float]]]:
+    """A client that does not wait, and the waits that it would have made."""
+    waits: list[float] = []
+    client = Client(url, timeout=timeout, retries=retries, sleep=waits.append)
+    try:
+        yield client, waits
+    finally:
+        client.close()
+
+
+def failing(times: int, status: int | None) -> Callable[[str, dict], Answer]:
+    """Fails so many times, then answers."""
+    left = [times]
+
+    def answer(path: str, body: dict) -> Answer:
+        left[0] -= 1
+        if left[0] >= 0:
+            return None if status is None else (status, json.dumps({"error": {"message": "too\nmuch"}}))
+        return 200, json.dumps({"echo": body})
+
+    return answer
+
+
+@pytest.mark.parametrize("status", [None, 408, 429, 500, 502, 503, 504])
+def test_what_may_pass_is_tried_again(status):
+    with serving(failing(3, status)) as url, client_of(url) as (client, waits):
+        assert client.post("/v1/x", {"a": 1}) == {"echo": {"a": 1}}
+    assert len(waits) == 3
+    for attempt, wait in enumerate(waits, start=1):
+        assert wait_before(attempt, 0.0) <= wait <= wait_before(attempt, 1.0)
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
+def test_a_refusal_is_an_error_at_once(status):
+    with serving(failing(1, status)) as url, client_of(url) as (client, waits):
+        expected = rf"rollout.source: POST {url}/v1/x was refused with status {status}: too much$"
+        with pytest.raises(SourceError, match=expected):
+            client.post("/v1/x", {})
+        assert not waits
+
+
+def test_a_server_that_stays_down_is_named_with_what_was_tried():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with client_of(url, retries=2) as (client, waits), pytest.raises(SourceError) as caught:
+            client.get("/v1/models")
+    text = str(caught.value)
+    assert text.startswith(f"rollout.source.url: GET {url}/v1/models failed 3 times in 0 s (")
+    assert "rollout.source.timeout 5 s, rollout.source.retries 2); last: ConnectError" in text
+    assert len(waits) == 2
+    with serving(failing(9, 503)) as url, client_of(url, retries=0) as (client, waits):
+        with pytest.raises(SourceError, match=r"failed once in 0 s .*; last: status 503: too much$"):
+            client.post("/v1/x", {})
+        assert not waits
+
+
+def test_a_request_that_takes_too_long_is_given_up():
+    done = threading.Event()
+
+    def slow(path: str, body: dict) -> Answer:
+        done.wait(10)
+        return 200, "{}"
+
+    began = time.monotonic()
+    with serving(slow) as url, client_of(url, timeout=0.2, retries=1) as (client, _):
+        with pytest.raises(SourceError, match=r"failed 2 times in \d s .*timeout 0.2 s.*; last: ReadTimeout"):
+            client.post("/v1/x", {})
+        done.set()
+    assert time.monotonic() - began < 5
+
+
+def test_a_server_may_ask_for_a_longer_wait():
+    with serving(failing(1, 429), Retry_After="7") as url, client_of(url) as (client, waits):
+        client.post("/v1/x", {})
+    assert waits == [7.0]
+    with (
+        serving(failing(1, 429), Retry_After="Wed, 21 Oct 2026 07:28:00 GMT") as url,
+        client_of(url) as (client, waits),
+    ):
+        client.post("/v1/x", {})
+    assert waits[0] <= wait_before(1, 1.0)
+
+
+def test_an_answer_that_is_no_json_is_its_text():
+    with serving(lambda path, body: (200, "Success: loaded")) as url, client_of(url) as (client, _):
+        assert client.post("/v1/x", {}) == "Success: loaded"
+    assert client.url == url
