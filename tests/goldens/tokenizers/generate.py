@@ -4,9 +4,9 @@
     ENV/bin/python tests/goldens/tokenizers/generate.py
 
 Three kinds, as the families have them: byte-level BPE with ChatML and no BOS (Qwen), byte-level BPE whose
-post-processor puts BOS first (Llama 3), and BPE over sentencepiece-like pieces with byte fallback (Gemma, Llama 2). The
-templates are written for these tests and use what the templates of the families use. `expected.json` of each holds texts and ids of
-`apply_chat_template`, and ids and texts of encoding and decoding.
+post-processor puts BOS first (Llama 3), and BPE over sentencepiece-like pieces with byte fallback (Gemma, Llama 2).
+The templates are written for these tests and use what those of the families use. `expected.json` of each holds texts
+and ids of `apply_chat_template`, and ids and texts of encoding and decoding.
 """
 
 import json
