@@ -9,12 +9,14 @@ import optax
 from jax.sharding import Mesh
 
 from train.checkpoint import restore_base, save_base
+from train.config.checks.layout import divisions
 from train.config.schema import Config
 from train.data import Supervised
 from train.errors import UserError
 from train.keys import purpose_key
 from train.metrics import MetricsWriter
 from train.models import Decoder, DecoderConfig, LoraConfig, Rope
+from train.models.hf_config import decoder_config
 from train.models.peft import check_adapter, load_adapter
 from train.objective import make_controller
 from train.policy import abstract_params, init_adapter, init_params, init_value_head
@@ -32,11 +34,26 @@ Tree = Any
 
 
 def make_model(config: Config, tokenizer: Tokenizer) -> Decoder:
-    """The decoder that the config describes, with the vocabulary of the tokenizer."""
+    """The decoder that the config describes: of `model.path`, or with the vocabulary of the tokenizer.
+
+    Raises:
+      UserError: `config.json` of the folder is missing, is not understood, or does not fit tokenizer, mesh or lora.
+    """
+    section = config.model
     lora = None if config.lora is None else LoraConfig(**config.lora.model_dump(exclude={"path"}))
-    shape = config.model.model_dump()
-    rope = Rope(shape.pop("rope_theta"))
-    return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape))
+    dtypes: dict[str, Any] = {"dtype": section.dtype, "param_dtype": section.param_dtype}
+    if section.path is None:
+        shape = section.shape()
+        rope = Rope(shape.pop("rope_theta"))
+        return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **dtypes))
+    with _named(f"model.path {section.path}"):
+        found = decoder_config(section.path, lora=lora, **dtypes)
+    lines = [f"{name}: {line}" for name, line in divisions(dataclasses.asdict(found), config.mesh)]
+    if tokenizer.vocab_size > found.vocab_size:
+        lines.append(f"vocab_size: got {found.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens")
+    if lines:
+        raise UserError(f"model.path {section.path}: {'; '.join(lines)}")
+    return Decoder(found)
 
 
 def config_mesh(config: Config) -> Mesh:

@@ -13,6 +13,7 @@ from train.config.checks import cross_field_problems, cross_field_warnings
 from train.config.errors import ConfigError
 from train.config.fields import known_fields
 from train.config.messages import Location, dotted, field_problems, show, unknown_field
+from train.config.model import expand_preset
 from train.config.schema import Config
 from train.config.systems import with_meanings
 from train.config.yaml_text import format_yaml, parse_yaml
@@ -99,6 +100,8 @@ def _put(raw: dict[str, Any], keys: list[str], value: Any) -> None:
     for key in keys[:-1]:
         if raw.get(key) is None:
             raw[key] = {}
+        if key == "model":  # `model=tiny` with a field of it after
+            raw[key] = expand_preset(raw[key])
         if not isinstance(raw[key], dict):
             return  # not a mapping: validation says so
         raw = raw[key]

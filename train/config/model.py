@@ -1,9 +1,38 @@
 """The decoder and its adapter."""
 
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
+
 from train.config.types import Count, EvenCount, LoraTargets, Positive, Section, Text
+
+DType = Literal["float32", "bfloat16"]
+
+# `model=tiny` in place of the section: a random Qwen 3 that a laptop trains, so that any recipe can be tried.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {
+        "layers": 2,
+        "width": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "mlp_width": 128,
+        "rope_theta": 1_000_000.0,
+        "tie_embeddings": True,
+        "qk_norm": True,
+    }
+}
+MODEL_EXPECTED = f"a mapping with path, dtype, layers, width and so on, or one of {', '.join(PRESETS)}"
 
 
 class Model(Section):
+    path: Text | None = None
+    """Folder of Hugging Face to start from; its config.json decides the shape, so no field of it is given."""
+    dtype: DType = "float32"
+    """What the decoder computes in; norms, softmax, log-probs and the optimizer stay float32."""
+    param_dtype: DType = "float32"
+    """What base weights are held in; bfloat16 only where they are not trained (lora)."""
     layers: Count = 2
     """Decoder layers."""
     width: Count = 128
@@ -26,6 +55,38 @@ class Model(Section):
     """Biases in the query, key and value projections (Qwen 2)."""
     qk_norm: bool = False
     """RMSNorm on queries and keys (Qwen 3)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, raw: Any) -> Any:
+        return expand_preset(raw)
+
+    @model_serializer(mode="wrap")
+    def _without_shape(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A folder decides the shape: what is written holds none, so that it loads again."""
+        found: dict[str, Any] = dump(self)
+        return found if self.path is None else {key: found[key] for key in NOT_SHAPE}
+
+    def shape(self) -> dict[str, Any]:
+        """The fields that `config.json` decides where there is a folder."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key not in NOT_SHAPE}
+
+
+NOT_SHAPE = ("path", "dtype", "param_dtype")
+
+
+def expand_preset(raw: Any) -> Any:
+    """The mapping that the name of a preset stands for; anything else as it is."""
+    return dict(PRESETS[raw]) if isinstance(raw, str) and raw in PRESETS else raw
+
+
+def without_warm_start(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A raw config that starts from a folder, or from a preset in its place: without supervised steps by default."""
+    model, section = expand_preset(raw.get("model")), raw.get("warm_start", {})
+    if not isinstance(model, dict) or not isinstance(section, dict):
+        return dict(raw)
+    preset = any(model.items() >= fields.items() for fields in PRESETS.values())
+    return {**raw, "warm_start": {"steps": 0, **section}} if preset or model.get("path") is not None else dict(raw)
 
 
 class Lora(Section):

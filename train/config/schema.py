@@ -1,12 +1,12 @@
 """Every field of a run, its default and its range. Under each field: what it means."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
 from train.config.data import Data, task_lengths
 from train.config.kl import KL
-from train.config.model import Lora, Model
+from train.config.model import MODEL_EXPECTED, Lora, Model, without_warm_start
 from train.config.reference import BaseReference, Reference
 from train.config.rewards import Rewards
 from train.config.rollout import Rollout
@@ -156,8 +156,8 @@ class Config(Section):
     """Prompts and lengths."""
     rewards: Rewards = Rewards()
     """From what the verifier says to the one number that is optimised."""
-    model: Model = Model()
-    """Shape of the decoder."""
+    model: Annotated[Model, MODEL_EXPECTED] = Model()
+    """A Hugging Face folder or the shape of a new decoder, and what it computes in."""
     lora: Lora | None = None
     """Train only an adapter; null: train all weights."""
     mesh: Mesh = Mesh()
@@ -185,8 +185,9 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _lengths_of_the_task(cls, raw: Any) -> Any:
-        """So that `task=gsm8k` alone, or a larger operand, is enough on top of a config without lengths."""
+    def _defaults_that_depend(cls, raw: Any) -> Any:
+        """So that `task=gsm8k`, a larger operand or a folder is enough on top of a config that says nothing of it."""
+        raw = without_warm_start(raw) if isinstance(raw, dict) else raw
         data = raw.get("data", {}) if isinstance(raw, dict) else None
         if not isinstance(data, dict):
             return raw

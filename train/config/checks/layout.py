@@ -1,9 +1,9 @@
 """Rows and parameters over the devices."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from train.config.checks.problem import Problem, problem
-from train.config.schema import Config
+from train.config.schema import Config, Mesh
 from train.tokenizer import ByteTokenizer
 
 
@@ -31,23 +31,63 @@ def _rows(config: Config) -> Iterator[Problem]:
         )
 
 
+def divisions(shape: Mapping[str, int], mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """What of a decoder does not divide: the name of the size, and the line. `vocab_size` may be left out."""
+    pairs = (
+        ("heads", "heads", shape["kv_heads"], "model.kv_heads"),
+        ("heads", "heads", mesh.tensor, "mesh.tensor"),
+        ("kv_heads", "kv_heads", mesh.tensor, "mesh.tensor"),
+        ("mlp_width", "mlp_width", mesh.tensor, "mesh.tensor"),
+        ("width", "width", mesh.fsdp, "mesh.fsdp"),
+        ("vocab_size", "vocab_size", mesh.tensor, "mesh.tensor"),
+    )
+    for name, key, divisor, by in pairs:
+        if shape.get(key, 0) % divisor:
+            yield name, f"got {shape[key]}, expected a multiple of {by} = {divisor}"
+
+
 def _divisions(config: Config) -> Iterator[Problem]:
     model, mesh = config.model, config.mesh
-    divisions = (
-        ("model.heads", model.heads, "model.kv_heads", model.kv_heads),
-        ("model.heads", model.heads, "mesh.tensor", mesh.tensor),
-        ("model.kv_heads", model.kv_heads, "mesh.tensor", mesh.tensor),
-        ("model.mlp_width", model.mlp_width, "mesh.tensor", mesh.tensor),
-        ("model.width", model.width, "mesh.fsdp", mesh.fsdp),
-        ("warm_start.batch_size", config.warm_start.batch_size, "mesh.data x mesh.fsdp", mesh.data * mesh.fsdp),
-        ("eval.batch_size", config.eval.batch_size, "mesh.data x mesh.fsdp", mesh.data * mesh.fsdp),
-    )
-    for name, value, by, divisor in divisions:
-        if value % divisor:
-            yield problem(f"got {value}, expected a multiple of {by} = {divisor}", name, *by.split(" x "))
+    rows = mesh.data * mesh.fsdp
+    for name, size in (("warm_start", config.warm_start.batch_size), ("eval", config.eval.batch_size)):
+        if size % rows:
+            line = f"got {size}, expected a multiple of mesh.data x mesh.fsdp = {rows}"
+            yield problem(line, f"{name}.batch_size", "mesh.data", "mesh.fsdp")
+    if model.path is not None:
+        return  # whether config.json fits is checked where it is read
+    for name, line in divisions(model.shape(), mesh):
+        yield problem(line, f"model.{name}", line.rpartition(" of ")[2].partition(" = ")[0])
     vocabulary = ByteTokenizer().vocab_size
     if vocabulary % mesh.tensor:
         yield problem(f"got {mesh.tensor}, expected a divisor of the vocabulary of {vocabulary}", "mesh.tensor")
 
 
-CHECKS = (_rows, _divisions)
+def _folder(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if model.path is not None:
+        for name in model.shape():
+            if name in model.model_fields_set:
+                line = f"got {getattr(model, name)}, but config.json of model.path decides it; leave one of them out"
+                yield problem(line, f"model.{name}", "model.path")
+
+
+def _trained_dtype(config: Config) -> Iterator[Problem]:
+    if config.model.param_dtype != "bfloat16":
+        return
+    if config.lora is None:
+        yield problem(
+            "got bfloat16, but the weights are trained: updates below 1/256 of a weight would be rounded away; "
+            "use float32 with model.dtype=bfloat16, or lora",
+            "model.param_dtype",
+            "lora",
+        )
+    elif config.warm_start.steps > 0 and config.warm_start.checkpoint is None:
+        yield problem(
+            f"got bfloat16, but warm_start.steps = {config.warm_start.steps} trains the weights; use float32, or 0",
+            "model.param_dtype",
+            "warm_start.steps",
+            "warm_start.checkpoint",
+        )
+
+
+CHECKS = (_rows, _divisions, _folder, _trained_dtype)
