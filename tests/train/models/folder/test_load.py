@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,23 @@ def test_every_weight_arrives_as_it_is_in_the_file_laid_out_by_the_rules_of_the_
 def test_several_files_are_read_through_their_index():
     assert len(list((GOLDENS / "qwen3").glob("*.safetensors"))) == 4
     assert_loaded(load_params(GOLDENS / "qwen3", QWEN3, make_mesh(fsdp=2)), weights(GOLDENS / "qwen3"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bfloat16_files_are_widened_or_kept(dtype):
+    model = Decoder(dataclasses.replace(MISTRAL.config, param_dtype=dtype))
+    found = weights(GOLDENS / "mistral")
+    assert found["lm_head.weight"].dtype == jnp.bfloat16
+    assert_loaded(load_params(GOLDENS / "mistral", model, make_mesh()), found, dtype)
+
+
+def test_float32_and_float16_files_are_rounded_once_to_bfloat16(tmp_path):
+    shutil.copytree(GOLDENS / "qwen2", tmp_path / "half")
+    found = {name: array.astype(np.float16) for name, array in weights(GOLDENS / "qwen2").items()}
+    save_file(found, tmp_path / "half" / "model.safetensors")
+    model = Decoder(dataclasses.replace(QWEN2.config, param_dtype="bfloat16"))
+    assert_loaded(load_params(tmp_path / "half", model, make_mesh()), found, "bfloat16")
+    assert_loaded(load_params(GOLDENS / "qwen2", model, make_mesh()), weights(GOLDENS / "qwen2"), "bfloat16")
 
 
 def test_a_tied_head_may_be_in_the_file_again_but_not_another_one(tmp_path):

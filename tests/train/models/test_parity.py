@@ -1,0 +1,153 @@
+"""The decoder against transformers: logits, log-probs, gradients and continuations of a tiny model of every family.
+
+The models and the numbers are those of `tests/goldens/models`, in float32.
+"""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from train.models import Decoder
+from train.models.folder import load_params
+from train.models.hf_config import decoder_config
+from train.models.peft import load_adapter, read_peft_config
+from train.policy import head, hidden_states, token_stats
+from train.sharding import make_mesh
+
+pytestmark = pytest.mark.one_jax
+GOLDENS = Path(__file__).parents[2] / "goldens" / "models"
+FAMILIES = ("qwen2", "qwen3", "llama3", "mistral", "gemma3", "gemma3_softcap")
+ADAPTED = ("qwen3", "gemma3")
+TOLERANCE = 5e-6
+
+
+@functools.cache
+def golden(family: str) -> dict[str, np.ndarray]:
+    """What transformers computed."""
+    with np.load(GOLDENS / family / "expected.npz") as file:
+        return dict(file)
+
+
+@functools.cache
+def loaded(family: str, adapted: bool = False) -> tuple[Decoder, kljax.Policy]:
+    """The family's folder, and its PEFT adapter if asked for."""
+    folder, mesh = GOLDENS / family, make_mesh()
+    lora = read_peft_config(folder / "adapter") if adapted else None
+    model = Decoder(decoder_config(folder, lora=lora))
+    params = loaded(family)[1].params if adapted else load_params(folder, model, mesh)
+    return model, kljax.Policy(params, load_adapter(folder / "adapter", model, mesh) if adapted else None)
+
+
+def logits_of(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
+    logits = hidden @ head(model, params)
+    cap = model.config.final_softcap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+@functools.cache
+def results(family: str, adapted: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict]:
+    """Loss, log-probs, logits and the gradient of the loss, in one program."""
+    model, policy = loaded(family, adapted)
+    tokens, mask = jnp.asarray(golden(family)["tokens"]), jnp.asarray(golden(family)["mask"])
+    scored = mask & jnp.roll(mask, 1, axis=1).at[:, 0].set(False)
+
+    def loss(policy: kljax.Policy) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        stats, hidden = token_stats(model, policy, tokens, mask, temperature=1.0, mask=scored)
+        logits = jnp.where(mask[..., None], logits_of(model, policy.params, hidden), 0)
+        return -kljax.aggregate(stats.log_prob, scored, mode="token_mean"), (stats.log_prob, logits)
+
+    (value, (log_probs, logits)), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(policy)
+    grads = gradient.adapter if adapted else gradient.params
+    return jax.device_get((value, log_probs, logits, grads))
+
+
+def tensor(tree: dict, name: str) -> np.ndarray:
+    """The tensor of a name as transformers or PEFT gives it, from a tree of the parameters' structure."""
+    *path, _ = name.removeprefix("base_model.model.").removeprefix("model.").replace(".default", "").split(".")
+    layer = int(path.pop(1)) if path[0] == "layers" else None
+    node = functools.reduce(lambda node, key: node[key], path, tree)
+    kind = next(kind for kind in ("kernel", "embedding", "scale") if kind in node) if isinstance(node, dict) else ""
+    if name.endswith("bias"):
+        kind = "bias"
+    leaf = node[kind] if kind else node
+    own = leaf if layer is None else leaf[layer]
+    return own.T if kind == "kernel" or "lora_" in name else own
+
+
+def assert_close(got: np.ndarray, want: np.ndarray, what: str) -> None:
+    worst = float(np.abs(np.asarray(got, np.float64) - want).max())
+    assert worst < TOLERANCE, f"{what}: {worst:.1e}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_log_probs_of_left_padded_rows_are_those_of_transformers(family):
+    _, log_probs, logits, _ = results(family)
+    assert_close(logits, golden(family)["logits"], "logits")
+    assert_close(log_probs, golden(family)["log_probs"], "log-probs")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_the_loss_are_those_of_transformers(family):
+    value, _, _, grads = results(family)
+    assert_close(value, golden(family)["loss"], "loss")
+    recorded = {name[5:]: array for name, array in golden(family).items() if name.startswith("grad/")}
+    assert len(recorded) >= 8
+    for name, want in recorded.items():
+        assert np.abs(want).max() > 1e-4
+        assert_close(tensor(grads, name), want, name)
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_with_a_peft_adapter_values_and_its_gradients_are_those_of_peft(family):
+    want = {name.removeprefix("adapter/"): array for name, array in golden(family).items() if "adapter/" in name}
+    value, log_probs, logits, grads = results(family, adapted=True)
+    assert_close(logits, want["logits"], "logits")
+    assert_close(log_probs, want["log_probs"], "log-probs")
+    assert_close(value, want["loss"], "loss")
+    recorded = [name for name in want if name.startswith("grad/")]
+    assert len(recorded) == 2
+    for name in recorded:
+        assert_close(tensor(grads, name[5:]), want[name], name)
+    assert np.abs(golden(family)["logits"] - want["logits"]).max() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_continuations_are_those_of_transformers_decoded_one_token_at_a_time(family):
+    model, policy = loaded(family)
+    want = golden(family)["greedy"]
+    prompts, mask = jnp.asarray(golden(family)["prompts"]), jnp.asarray(golden(family)["prompt_mask"])
+    room = want.shape[1]
+
+    @jax.jit
+    def generate(params: dict) -> jax.Array:
+        hidden, cache = model.apply({"params": params}, prompts, mask, method="prefill")
+        cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0))), cache)
+        seen = jnp.pad(mask, ((0, 0), (0, room)))
+        first = jnp.argmax(logits_of(model, params, hidden[:, -1]), -1)
+
+        def step(carry: tuple, column: jax.Array) -> tuple:
+            token, cache, seen = carry
+            seen = seen.at[:, column].set(True)
+            place = seen.sum(-1) - 1
+            hidden, cache = model.apply({"params": params}, token, place, cache, seen, column, method="decode")
+            return (jnp.argmax(logits_of(model, params, hidden), -1), cache, seen), token
+
+        columns = prompts.shape[1] + jnp.arange(room)
+        return jax.lax.scan(step, (first, cache, seen), columns)[1].T
+
+    np.testing.assert_array_equal(generate(policy.params), want)
+
+
+def test_a_mesh_changes_no_number():
+    model, mesh = loaded("gemma3")[0], make_mesh(fsdp=2, tensor=2)
+    spread = load_params(GOLDENS / "gemma3", model, mesh)
+    tokens, mask = golden("gemma3")["tokens"][:2], golden("gemma3")["mask"][:2]
+    with jax.set_mesh(mesh):
+        hidden = jax.jit(hidden_states, static_argnums=0)(model, kljax.Policy(spread), tokens, mask)
+        logits = jax.jit(logits_of, static_argnums=0)(model, spread, hidden)
+    assert_close(np.where(mask[..., None], logits, 0), golden("gemma3")["logits"][:2], "logits")
