@@ -1,5 +1,6 @@
 """The mesh, and the one table that says which mesh axis each logical axis of an array lives on."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -154,3 +155,9 @@ def mesh_is_set() -> bool:
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Hint the layout of an activation inside jit; the array itself where no mesh is set."""
     return jax.lax.with_sharding_constraint(x, partition_spec(axes)) if mesh_is_set() else x
+
+
+def axis_size(axis: str) -> int:
+    """The number of parts that the mesh which is set splits a logical axis into; 1 where none is set."""
+    sizes = jax.sharding.get_abstract_mesh().shape if mesh_is_set() else {}
+    return math.prod(sizes.get(name, 1) for name in mesh_axes(axis))

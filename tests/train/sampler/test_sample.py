@@ -10,7 +10,7 @@ import pytest
 import kljax
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.policy import init_adapter, init_params, token_stats
-from train.sampler import Samples, sample
+from train.sampler import Samples, Sampling, sample
 from train.sharding import make_mesh, shard_rows
 
 LORA = LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
@@ -20,8 +20,9 @@ CONFIG = DecoderConfig(
 MODEL = Decoder(dataclasses.replace(CONFIG, lora=LORA))
 KEY, EOS, WIDTH, ROOM = jax.random.key(11), 5, 6, 7
 NEVER = -1
+WARM, GREEDY = Sampling(0.8), Sampling(0.8, greedy=True)
 
-draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "greedy"))
+draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "slots", "unroll"))
 stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "first"))
 
 
@@ -45,7 +46,7 @@ def prompts_of(lengths: list[int], width: int = WIDTH, fill: int = 0) -> tuple[n
 
 
 def run(tokens: np.ndarray, mask: np.ndarray, policy=None, **changes) -> Samples:
-    arguments = {"key": KEY, "max_new_tokens": ROOM, "temperature": 0.8, "eos_id": EOS, **changes}
+    arguments = {"key": KEY, "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (EOS,), **changes}
     samples = draw(MODEL, policy or policy_of(), tokens, mask, **arguments)
     return jax.tree.map(np.asarray, samples)
 
@@ -132,7 +133,7 @@ def test_special_tokens_inside_a_prompt_confuse_nothing():
 
 
 def test_a_sampled_padding_id_is_a_token_like_any_other():
-    samples = run(*prompts_of(LENGTHS), eos_id=NEVER, temperature=5.0)
+    samples = run(*prompts_of(LENGTHS), eos_ids=(NEVER,), sampling=Sampling(5.0))
     assert samples.completion_mask[:, WIDTH:].all()
     assert not samples.finished.any()
     assert (samples.tokens[:, WIDTH:] == 0).any(), "id 0, which also fills the prompts, was drawn"
@@ -140,8 +141,8 @@ def test_a_sampled_padding_id_is_a_token_like_any_other():
 
 def test_greedy_takes_the_most_likely_token_each_time():
     policy = policy_of()
-    samples = run(*prompts_of(LENGTHS), policy, greedy=True, eos_id=NEVER)
-    again = run(*prompts_of(LENGTHS), policy, greedy=True, eos_id=NEVER, key=jax.random.key(99))
+    samples = run(*prompts_of(LENGTHS), policy, sampling=GREEDY, eos_ids=(NEVER,))
+    again = run(*prompts_of(LENGTHS), policy, sampling=GREEDY, eos_ids=(NEVER,), key=jax.random.key(99))
     np.testing.assert_array_equal(samples.tokens, again.tokens)
     for token in range(24):
         column = WIDTH + token % ROOM
@@ -151,29 +152,21 @@ def test_greedy_takes_the_most_likely_token_each_time():
         assert (stats.log_prob[:, column] <= samples.log_probs[:, column] + 1e-5).all()
 
 
-def test_it_stops_when_every_row_is_done(monkeypatch):
+def test_it_stops_when_every_row_is_done():
     tokens, mask = prompts_of(LENGTHS)
-    steps, decode = [], Decoder.decode
-
-    def counted(self, *arguments):
-        jax.debug.callback(lambda: steps.append(1))
-        return decode(self, *arguments)
-
-    def run_counted(rows: int, eos_id: int) -> Samples:
-        steps.clear()
-        prompts, seen = tokens[:rows], mask[:rows]
-        arguments = {"key": KEY, "max_new_tokens": ROOM, "temperature": 0.8, "greedy": True}
-        fresh = jax.jit(lambda policy, eos_id: sample(MODEL, policy, prompts, seen, eos_id=eos_id, **arguments))
-        samples = jax.block_until_ready(fresh(policy_of(), eos_id))
-        jax.effects_barrier()
-        return samples
-
-    monkeypatch.setattr(Decoder, "decode", counted)
-    whole = run_counted(len(LENGTHS), NEVER)
-    assert len(steps) == ROOM - 1, "the first token needs no step"
-    samples = run_counted(1, int(whole.tokens[0, WIDTH + 2]))
-    assert len(steps) == int(samples.completion_mask.sum()) - 1 < ROOM - 1
-    assert samples.finished.all()
+    whole = run(tokens, mask, sampling=GREEDY, eos_ids=(NEVER,))
+    assert whole.steps == ROOM - 1, "the first token needs no step"
+    assert whole.occupancy == 1
+    # Every row ends at the token that it draws third, unless it drew it before.
+    ends = tuple({int(row[WIDTH + 2]) for row in whole.tokens})
+    early = run(tokens, mask, sampling=GREEDY, eos_ids=ends)
+    lengths = early.completion_mask.sum(-1)
+    assert early.steps == lengths.max() - 1 < ROOM - 1
+    assert early.finished.all()
+    np.testing.assert_allclose(early.occupancy, lengths.mean() / lengths.max(), rtol=1e-6)
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(early.tokens[row, : WIDTH + length], whole.tokens[row, : WIDTH + length])
+        assert early.tokens[row, WIDTH + length - 1] in ends
 
 
 def test_a_row_without_a_prompt_is_padding_and_draws_nothing():
@@ -207,7 +200,7 @@ def test_one_loop_over_layers_per_phase_whatever_the_depth():
     def loops(layers: int) -> int:
         model = Decoder(dataclasses.replace(CONFIG, layers=layers))
         abstract = jax.eval_shape(lambda: init_params(model, jax.random.key(0), make_mesh()))
-        arguments = {"key": KEY, "max_new_tokens": 3, "temperature": 1.0, "eos_id": EOS}
+        arguments = {"key": KEY, "max_new_tokens": 3, "sampling": WARM, "eos_ids": (EOS,), "unroll": False}
         return draw.lower(model, kljax.Policy(abstract), tokens, mask, **arguments).as_text().count("stablehlo.while")
 
     assert loops(2) == loops(5) > 0

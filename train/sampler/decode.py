@@ -1,0 +1,84 @@
+"""The keys and values of the slots, and one more token for each of them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from train.models import Decoder, KeyValues, SlotCache, layer_variables
+from train.sharding import constrain
+
+Tree = Any
+Cache = KeyValues | list[SlotCache]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """The model in the loop.
+
+    Attributes:
+      model: the decoder.
+      variables: what `model.apply` takes.
+      layers: of each layer where these run one after the other, each with a cache of its own that is updated where it
+        is; None: one loop over layers, whatever the depth, at the price of copies out of the stack and into it.
+    """
+
+    model: Decoder
+    variables: dict[str, Tree]
+    layers: list[Any] | None
+
+    @classmethod
+    def of(cls, model: Decoder, variables: dict[str, Tree], *, unroll: bool) -> "Decoding":
+        """With layers apart if `unroll`; their weights are copied out of the stack once, before the loop."""
+        return cls(model, variables, layer_variables(variables, model.config.layers) if unroll else None)
+
+    def first(self, prompts: KeyValues, chosen: jax.Array | None, room: int) -> Cache:
+        """The cache of slots that begin with the prompts `chosen` [slots]; None: slot i with prompt i.
+
+        Args:
+          prompts: [L, N, P, K, H].
+          room: columns after those of the prompt.
+        """
+
+        def place(x: jax.Array) -> jax.Array:
+            taken = x if chosen is None else jnp.take(x, chosen, axis=1)
+            widened = jnp.pad(taken, [(0, room if axis == 2 else 0) for axis in range(x.ndim)])
+            return constrain(widened, "layers", "rows", None, "kv_heads", None)
+
+        whole = jax.tree.map(place, prompts)
+        if self.layers is None:
+            return whole
+        split = [SlotCache.of(KeyValues(whole.key[n], whole.value[n])) for n in range(self.model.config.layers)]
+        return jax.tree.map(lambda x: constrain(x, "rows", "kv_heads", None, None), split)
+
+    def load(self, cache: Cache, slot: jax.Array, prompts: KeyValues, prompt: jax.Array) -> Cache:
+        """The cache with one prompt's columns copied into one slot; what is after them is in no mask."""
+        one = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, prompt, 1, axis=1), prompts)
+        if isinstance(cache, KeyValues):
+            return jax.tree.map(lambda into, x: lax.dynamic_update_slice(into, x, (0, slot, 0, 0, 0)), cache, one)
+        return [old.write(KeyValues(one.key[n], one.value[n]), 0, slot) for n, old in enumerate(cache)]
+
+    def step(
+        self,
+        cache: Cache,
+        tokens: jax.Array,
+        positions: jax.Array,
+        token_mask: jax.Array,
+        *,
+        column: jax.Array,
+        key_positions: jax.Array,
+    ) -> tuple[jax.Array, Cache]:
+        """Hidden states [slots, D] that predict what follows `tokens` [slots], and the cache with them in `column`."""
+        return self.model.apply(
+            self.variables,
+            tokens,
+            positions,
+            cache,
+            token_mask,
+            column,
+            key_positions=key_positions,
+            layers=self.layers,
+            method=Decoder.decode,
+        )

@@ -1,0 +1,292 @@
+"""Sampling in one compiled program: the prompts at once, then one cached step per token until every row is done."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import kljax
+from train.models import Decoder, KeyValues
+from train.policy import head, variables
+from train.sampler.decode import Decoding
+from train.sampler.draw import Sampling, draw
+from train.sampler.samples import Samples
+from train.sampler.slots import Done, Slots
+from train.sampler.stops import StopTable
+from train.sharding import axis_size, constrain
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """What is asked for: B rows, of N prompts.
+
+    Attributes:
+      order: [B], the rows in the order they are taken, those without a prompt last; count: how many have one.
+      prompt: [B], the prompt of each row; length: [B], its tokens; limit: [B], the most tokens of its completion.
+      ids: [B], the number of each row for its keys.
+      prompts, prompt_mask: [N, P]; hidden: [N, D], what the first token is drawn from; cache: keys and values.
+    """
+
+    order: jax.Array
+    count: jax.Array
+    prompt: jax.Array
+    length: jax.Array
+    limit: jax.Array
+    ids: jax.Array
+    prompts: jax.Array
+    prompt_mask: jax.Array
+    hidden: jax.Array
+    cache: KeyValues
+
+
+def _prefill(
+    model: Decoder, params: dict, prompts: jax.Array, prompt_mask: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, KeyValues]:
+    """Prompts, mask, last hidden states [N, D] and cache; N is filled up to what the mesh divides."""
+    fill = -len(prompts) % axis_size("rows")
+    prompts = jnp.pad(prompts.astype(jnp.int32), ((0, fill), (0, 0)))
+    prompt_mask = jnp.pad(prompt_mask, ((0, fill), (0, 0)))
+    hidden, cache = model.apply(params, prompts, prompt_mask, method=Decoder.prefill)
+    return prompts, prompt_mask, hidden[:, -1], cache
+
+
+def _check(rows: int, slots: int, max_new_tokens: int) -> None:
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected at least 1")
+    if slots < 1:
+        raise ValueError(f"slots: got {slots}, expected at least 1")
+    if slots < rows and slots % axis_size("rows"):
+        raise ValueError(f"slots: got {slots}, expected a multiple of mesh.data x mesh.fsdp = {axis_size('rows')}")
+
+
+def _fill(rows: _Rows, decoding: Decoding, slots: int, room: int, *, same: bool) -> Slots:
+    """The slots before the first draw, with the first rows of the queue; `same`: slot i has prompt i."""
+    taken = jnp.arange(slots) if slots == len(rows.order) else rows.order[:slots]
+    prompt = rows.prompt[taken]
+
+    def widened(x: jax.Array) -> jax.Array:
+        return jnp.pad(x if same else x[prompt], ((0, 0), (0, room)))
+
+    zero = jnp.zeros(slots, jnp.int32)
+    return Slots(
+        round=jnp.int32(0),
+        row=taken,
+        began=zero,
+        drawn=zero,
+        live=rows.length[taken] > 0,
+        ended=zero > 0,
+        search=zero,
+        tokens=widened(rows.prompts),
+        token_mask=widened(rows.prompt_mask),
+        log_probs=jnp.zeros((slots, room), jnp.promote_types(rows.hidden.dtype, jnp.float32)),
+        hidden=constrain(rows.hidden if same else rows.hidden[prompt], "rows", None),
+        cache=decoding.first(rows.cache, None if same else prompt, room),
+    )
+
+
+def _refill(
+    rows: _Rows, decoding: Decoding, slots: Slots, done: Done, taken: jax.Array
+) -> tuple[Slots, Done, jax.Array]:
+    """Hands over the rows that are done and puts others in their slots, one after the other, while there are any."""
+
+    def waiting(carry: tuple[Slots, Done, jax.Array]) -> jax.Array:
+        return (carry[2] < rows.count) & ~jnp.all(carry[0].live)
+
+    def swap(carry: tuple[Slots, Done, jax.Array]) -> tuple[Slots, Done, jax.Array]:
+        slots, done, taken = carry
+        slot = jnp.argmin(slots.live)
+        done = done.put(slots, slot)
+        row = rows.order[taken]
+        prompt = rows.prompt[row]
+        changes = {
+            "row": row,
+            "began": slots.round,
+            "drawn": 0,
+            "live": True,
+            "ended": False,
+            "search": 0,
+            "tokens": jnp.pad(rows.prompts[prompt], (0, slots.room)),
+            "token_mask": jnp.pad(rows.prompt_mask[prompt], (0, slots.room)),
+            "hidden": rows.hidden[prompt],
+        }
+        new = {name: getattr(slots, name).at[slot].set(value) for name, value in changes.items()}
+        cache = decoding.load(slots.cache, slot, rows.cache, prompt)
+        return dataclasses.replace(slots, **new, cache=cache), done, taken + 1
+
+    return lax.while_loop(waiting, swap, (slots, done, taken))
+
+
+def _run(
+    rows: _Rows, decoding: Decoding, first: Slots, draw_all: Callable[[Slots], Slots]
+) -> tuple[Slots, Done | None]:
+    """All rows to their ends. Without a queue the slots are the rows."""
+    slots = len(first.row)
+
+    def decode(state: Slots) -> Slots:
+        column = state.last_column()
+        tokens = lax.dynamic_index_in_dim(state.tokens, column, axis=1, keepdims=False)
+        length = rows.length[state.row]
+        hidden, cache = decoding.step(
+            state.cache,
+            tokens,
+            length + state.drawn - 1,
+            state.token_mask,
+            column=column,
+            key_positions=state.key_positions(length),
+        )
+        return dataclasses.replace(state, hidden=hidden, cache=cache)
+
+    if slots == len(rows.order):
+        last = lax.while_loop(lambda state: jnp.any(state.live), lambda state: draw_all(decode(state)), draw_all(first))
+        return last, None
+
+    Carry = tuple[Slots, Done, jax.Array]
+
+    def unfinished(carry: Carry) -> jax.Array:
+        return jnp.any(carry[0].live) | (carry[2] < rows.count)
+
+    def advance(carry: Carry) -> Carry:
+        state, done, taken = _refill(rows, decoding, decode(carry[0]), *carry[1:])
+        return draw_all(state), done, taken
+
+    start = (draw_all(first), Done.none(len(rows.order), first), jnp.int32(slots))
+    last, done, _ = lax.while_loop(unfinished, advance, start)
+    return last, done.put_all(last)
+
+
+def _drawer(
+    model: Decoder,
+    policy: kljax.Policy,
+    rows: _Rows,
+    *,
+    key: jax.Array,
+    sampling: Sampling,
+    ends: jax.Array,
+    stop: StopTable | None,
+) -> Callable[[Slots], Slots]:
+    """The function that draws a token for every live slot."""
+    weights, softcap = head(model, policy.params), model.config.final_softcap
+
+    def draw_all(state: Slots) -> Slots:
+        wide = state.log_probs.dtype
+        logits = jnp.dot(state.hidden, weights, preferred_element_type=wide).astype(wide)
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows.ids[state.row])
+        keys = jax.vmap(jax.random.fold_in)(row_keys, state.drawn)
+        tokens, log_probs = draw(logits / sampling.temperature, keys, sampling)
+        finished = jnp.any(tokens[:, None] == ends, axis=1)
+        search = state.search
+        if stop is not None:
+            search = stop.advance(search, tokens)
+            finished |= search == stop.matched
+        state = state.append(tokens, log_probs, search, ended=finished)
+        return dataclasses.replace(state, live=state.live & (state.drawn < rows.limit[state.row]))
+
+    return draw_all
+
+
+def _samples(
+    rows: _Rows, last: Slots, done: Done | None, ends: jax.Array, prompts: tuple[jax.Array, jax.Array]
+) -> Samples:
+    if done is None:
+        tokens, log_probs = last.tokens[:, last.width :], last.log_probs
+        done = Done(tokens, log_probs, last.drawn, last.ended)
+    own = jnp.arange(last.room) < done.lengths[:, None]
+    blank = ends[0] if len(ends) else 0
+
+    def after(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.concatenate([left, right.astype(left.dtype)], axis=1)
+
+    tokens, mask = prompts
+    total = jnp.sum(done.lengths, dtype=jnp.float32)
+    return Samples(
+        tokens=after(tokens, jnp.where(own, done.tokens, blank)),
+        token_mask=after(mask, own),
+        completion_mask=after(jnp.zeros_like(mask), own),
+        log_probs=after(jnp.zeros(mask.shape, done.log_probs.dtype), jnp.where(own, done.log_probs, 0)),
+        finished=done.ended,
+        steps=last.round - 1,
+        occupancy=total / (last.round * len(last.row)),
+    )
+
+
+def sample(
+    model: Decoder,
+    policy: kljax.Policy,
+    prompts: jax.Array,
+    prompt_mask: jax.Array,
+    *,
+    key: jax.Array,
+    max_new_tokens: int,
+    sampling: Sampling,
+    eos_ids: Sequence[int] | jax.Array,
+    stop: StopTable | None = None,
+    slots: int | None = None,
+    prompt_ids: jax.Array | None = None,
+    row_ids: jax.Array | None = None,
+    limits: jax.Array | None = None,
+    unroll: bool | None = None,
+) -> Samples:
+    """Complete left-padded prompts; jittable with `model`, `max_new_tokens`, `sampling` and `slots` static.
+
+    Every prompt goes through the model once, whatever the number of its completions, and its keys and values are kept
+    until the end; every slot has P + C columns of them. Where there are fewer slots than rows, a slot whose row is done
+    takes the next one within the program.
+
+    Args:
+      model: the decoder.
+      policy: its weights.
+      prompts: [N, P] int32, left-padded; prompt_mask: [N, P] bool. A row without a prompt is padding and draws nothing.
+      key: token n of row r is drawn with `fold_in(fold_in(key, r), n)`, whatever else is asked for, in whatever order
+        and in however many slots.
+      max_new_tokens: C, the most tokens drawn per row.
+      sampling: temperature and cuts.
+      eos_ids: [E], each of which ends a row.
+      stop: strings that end a row, of `stop_table`.
+      slots: rows decoded at once; None: all of them.
+      prompt_ids: [B] int32, the prompt that each row completes; None: B = N, each its own.
+      row_ids: [B] int32, the rows' numbers for the keys (0 .. B-1 unless given), so that a split or permuted batch
+        draws the same tokens.
+      limits: [B] int32, the most tokens of each row where that is less than `max_new_tokens`.
+      unroll: whether decoding goes through the layers one after the other instead of in a loop, which saves copies and
+        takes longer to compile; None: on a CPU, whose compiler copies a layer out of a stack before it reads it.
+
+    Returns:
+      `Samples` of the B rows.
+
+    Raises:
+      ValueError: no room for a token, or slots that are not positive or that the mesh does not divide.
+    """
+    count = len(prompts) if prompt_ids is None else len(prompt_ids)
+    slots = count if slots is None else min(slots, count)
+    _check(count, slots, max_new_tokens)
+    chosen = jnp.arange(count) if prompt_ids is None else jnp.asarray(prompt_ids)
+    params = variables(model, policy)
+    lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)[chosen]
+    filled, filled_mask, hidden, cache = _prefill(model, params, prompts, prompt_mask)
+    limit = jnp.full(count, max_new_tokens) if limits is None else jnp.minimum(limits, max_new_tokens)
+    asked = (lengths > 0) & (limit > 0)
+    rows = _Rows(
+        order=jnp.argsort(~asked, stable=True).astype(jnp.int32),
+        count=jnp.sum(asked, dtype=jnp.int32),
+        prompt=chosen,
+        length=lengths,
+        limit=limit,
+        ids=jnp.arange(count) if row_ids is None else jnp.asarray(row_ids),
+        prompts=filled,
+        prompt_mask=filled_mask,
+        hidden=hidden,
+        cache=cache,
+    )
+    ends = jnp.asarray(eos_ids, jnp.int32).reshape(-1)
+    decoding = Decoding.of(model, params, unroll=jax.default_backend() == "cpu" if unroll is None else unroll)
+    same = prompt_ids is None and len(filled) == slots == count
+    first = _fill(rows, decoding, slots, max_new_tokens, same=same)
+    draw_all = _drawer(model, policy, rows, key=key, sampling=sampling, ends=ends, stop=stop)
+    last, done = _run(rows, decoding, first, draw_all)
+    given = (prompts, prompt_mask) if prompt_ids is None else (prompts[chosen], prompt_mask[chosen])
+    return _samples(rows, last, done, ends, (given[0].astype(jnp.int32), given[1]))
