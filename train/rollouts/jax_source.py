@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import kljax
 from train.data import decode_completions, encode_prompts
 from train.rollouts.source import Completions, Request
-from train.sampler import Samples, Sampling, sample, samples_sharding
+from train.sampler import Samples, Sampling, sample, samples_sharding, stop_table
 from train.setting import Setting
 from train.sharding import shard_rows
 from train.tasks import Example
@@ -27,10 +28,18 @@ class Sampled(NamedTuple):
     finished: np.ndarray
 
 
-def make_sampler(setting: Setting, *, name: str, greedy: bool = False) -> Sampler:
-    """`(policy, prompts, prompt_mask, key) -> Samples`, compiled once, for one number of rows."""
-    config, model = setting.config, setting.model
-    sampling = Sampling(config.temperature, greedy=greedy)
+def make_sampler(setting: Setting, *, name: str, samples: int = 1, greedy: bool = False) -> Sampler:
+    """`(policy, prompts, prompt_mask, key) -> Samples`, compiled once, for one number of rows.
+
+    Args:
+      setting: the model, and the lengths, cuts, stops and slots of its config.
+      name: of the program.
+      samples: rows of each prompt, one after the other; they share what the model computes of it.
+      greedy: the most probable tokens instead of a draw.
+    """
+    config, model, section = setting.config, setting.model, setting.config.rollout
+    sampling = Sampling(config.temperature, section.top_k, section.top_p, section.min_p, greedy)
+    stop = stop_table(section.stop, setting.tokenizer.token_bytes()) if section.stop else None
 
     def draw(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
         return sample(
@@ -42,6 +51,9 @@ def make_sampler(setting: Setting, *, name: str, greedy: bool = False) -> Sample
             max_new_tokens=config.data.max_completion_length,
             sampling=sampling,
             eos_ids=setting.tokenizer.eos_ids,
+            stop=stop,
+            slots=section.slots,
+            prompt_ids=None if samples == 1 else jnp.repeat(jnp.arange(len(prompts)), samples),
         )
 
     return jax.jit(traced_once(draw, name), out_shardings=samples_sharding(setting.mesh))
@@ -50,7 +62,7 @@ def make_sampler(setting: Setting, *, name: str, greedy: bool = False) -> Sample
 def complete(
     setting: Setting, sampler: Sampler, policy: kljax.Policy, examples: Sequence[Example], key: jax.Array
 ) -> Sampled:
-    """One completion of each example."""
+    """The completions of each example, as many as the sampler was made for."""
     prompts = encode_prompts(examples, setting.tokenizer, setting.config.data.max_prompt_length)
     samples = sampler(policy, *shard_rows(prompts, setting.mesh), key)
     tokens, mask, finished = jax.device_get((samples.tokens, samples.completion_mask, samples.finished))
@@ -61,8 +73,13 @@ class JaxSource:
     """The sampler of this process, with the weights where they are."""
 
     def __init__(self, setting: Setting, sampler: Sampler | None = None) -> None:
+        section, mesh = setting.config.rollout, setting.mesh
+        # Prompts that the mesh does not divide are repeated before they are laid over it, and not within the program.
+        whole = section.prompts_per_step % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
+        self._repeats = 1 if whole else section.samples_per_prompt
+        samples = section.samples_per_prompt // self._repeats
         self._setting = setting
-        self._sampler = sampler or make_sampler(setting, name="rollout")
+        self._sampler = sampler or make_sampler(setting, name="rollout", samples=samples)
         self._policy: kljax.Policy | None = None
 
     def update(self, policy: kljax.Policy, step: int) -> None:
@@ -73,19 +90,20 @@ class JaxSource:
         """Token n of row r depends on the key, r, n and the prompt alone."""
         if self._policy is None:
             raise ValueError("policy: `update` has to be called before `sample`")
-        examples = [example for example in request.examples for _ in range(request.samples)]
+        prompts = [example for example in request.examples for _ in range(self._repeats)]
         began = time.perf_counter()
-        samples, texts, finished = complete(self._setting, self._sampler, self._policy, examples, request.key)
-        drawn = float(samples.completion_mask.sum())
+        samples, texts, finished = complete(self._setting, self._sampler, self._policy, prompts, request.key)
+        drawn, occupancy = jax.device_get((samples.completion_mask.sum(), samples.occupancy))
         return Completions(
-            examples=examples,
+            examples=[example for example in request.examples for _ in range(request.samples)],
             tokens=samples.tokens,
             token_mask=samples.token_mask,
             completion_mask=samples.completion_mask,
             finished=finished,
             texts=texts,
             log_probs=samples.log_probs,
-            timings={"rollout_tokens_per_second": drawn / (time.perf_counter() - began)},
+            metrics={"rollout_occupancy": float(occupancy)},
+            timings={"rollout_tokens_per_second": float(drawn) / (time.perf_counter() - began)},
         )
 
     def close(self) -> None:

@@ -25,9 +25,10 @@ TASK = Task("fixed", EXAMPLES, EXAMPLES, score)
 
 
 def scripted(texts: list[str], finished: list[bool]):
-    """A sampler that answers with given texts, row by row, and checks that it was given the prompts."""
+    """A sampler that answers with given texts, row by row, two to a prompt."""
 
     def draw(policy, prompts, prompt_mask, key) -> Samples:
+        prompts, prompt_mask = (jax.numpy.repeat(x, 2, axis=0) for x in (prompts, prompt_mask))
         rows, room = prompts.shape[0], tiny.ROOM
         tokens = np.zeros((rows, room), np.int32)
         mask = np.zeros((rows, room), bool)
@@ -82,6 +83,7 @@ def test_rows_follow_their_prompts_and_are_judged_one_by_one():
         "correct": 0.5,
         "completion_length": sum(lengths) / 8,
         "finished": 6 / 8,
+        "rollout_occupancy": 1.0,
     }
     assert (batch.rewards.dtype, batch.group_ids.dtype) == (np.float32, np.int32)
     for name in ("old_log_probs", "ref_log_probs", "values", "advantages", "returns", "token_weights"):

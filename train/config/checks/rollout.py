@@ -72,4 +72,15 @@ def _server(config: Config) -> Iterator[Problem]:
             )
 
 
-CHECKS = (_ignored, _file, _server)
+def _slots(config: Config) -> Iterator[Problem]:
+    slots, parts = config.rollout.slots, config.mesh.data * config.mesh.fsdp
+    if slots is not None and slots % parts:
+        yield problem(
+            f"got {slots}, expected a multiple of mesh.data x mesh.fsdp = {parts}, over which rows are split",
+            "rollout.slots",
+            "mesh.data",
+            "mesh.fsdp",
+        )
+
+
+CHECKS = (_ignored, _file, _server, _slots)

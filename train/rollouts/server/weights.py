@@ -108,7 +108,7 @@ class WeightSync:
 
     def load(self, policy: kljax.Policy, step: int) -> str:
         """The name of the base model, whose weights these are now."""
-        from train.models.folder import save_folder
+        from train.models.folder.save import save_folder
 
         path = self._folders.new(step)
         source = getattr(self._setting.config.model, "path", None)
