@@ -150,6 +150,8 @@ POLICY_LOSSES: Mapping[str, Callable[..., Array]] = {
 def make_preparation(config: Config) -> Preparation:
     """From a scored rollout batch to advantages, returns and the next state of the KL controller.
 
+    Without a policy loss nothing reads advantages, and there are none.
+
     Every mean is over the whole rollout batch. The reference KL that is logged is never the array that was scaled or
     shifted.
     """
@@ -164,6 +166,8 @@ def make_preparation(config: Config) -> Preparation:
             metrics["kl_reward"] = kljax.WeightedSum.of(kl, mask)
             metrics["kl_coef"] = kljax.WeightedSum(state.coef, jnp.ones_like(state.coef))
             next_state = controller.update(state, metrics["kl_reward"].value(), mask.any(-1).sum())
+        if config.loss.policy == "none":
+            return batch, next_state, metrics
         advantages, returns = estimate(token_rewards, batch)
         if config.advantage.whiten:
             advantages = kljax.masked_whiten(advantages, mask)
@@ -222,11 +226,16 @@ def make_objective(config: Config, model: Decoder) -> Objective:
             entropy=True,
             entropy_gradient=config.loss.entropy_coef > 0,
             reference=_exact_reference(config, batch, ref_head),
+            direction=config.kl.loss.direction,
             tile=tile(config),
             first=config.data.max_prompt_length,
         )
-        terms = {"policy": policy_loss(stats.log_prob, given(batch.old_log_probs), given(batch.advantages), mask)}
-        scale = {"policy": jnp.float32(1)}
+        terms: dict[str, Array] = {}
+        scale: dict[str, Array] = {}
+        if policy_loss is not None:
+            advantages = given(batch.advantages)
+            terms["policy"] = policy_loss(stats.log_prob, given(batch.old_log_probs), advantages, mask)
+            scale["policy"] = jnp.float32(1)
         if config.kl.loss.coef > 0:
             terms["kl"], scale["kl"] = _reference_kl(config, stats, batch), coefs["kl_loss"]
         if config.kl.rollout.coef > 0:
@@ -250,8 +259,11 @@ def make_objective(config: Config, model: Decoder) -> Objective:
     return objective
 
 
-def _policy_loss(config: Config) -> Callable[..., Array]:
+def _policy_loss(config: Config) -> Callable[..., Array] | None:
+    """The policy loss of the config; None for distillation, which has none."""
     section = config.loss
+    if section.policy == "none":
+        return None
     options: dict[str, Any] = {"clip_low": section.clip_low, "clip_high": section.clip_high}
     if section.policy == "ppo":
         options["dual_clip"] = section.dual_clip
@@ -296,7 +308,9 @@ def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Met
     metrics = {
         "entropy": kljax.WeightedSum.of(given(stats.entropy), mask),
         "ppo_kl": kljax.ppo_kl(stats.log_prob, given(batch.old_log_probs), mask),
-        "clip_fraction": kljax.clip_fraction(
+    }
+    if config.loss.policy != "none":
+        metrics["clip_fraction"] = kljax.clip_fraction(
             stats.log_prob,
             given(batch.old_log_probs),
             given(batch.advantages),
@@ -304,12 +318,12 @@ def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Met
             clip_low=config.loss.clip_low,
             clip_high=config.loss.clip_high,
             level="geometric" if config.loss.policy == "gspo" else "token",
-        ),
-    }
+        )
     if batch.ref_log_probs is not None:
         metrics["kl_reference"] = kljax.reference_kl(stats.log_prob, given(batch.ref_log_probs), mask)
     if stats.kl is not None:
-        metrics["kl_reference_exact"] = kljax.WeightedSum.of(stats.kl, mask)
+        forward = config.kl.loss.direction == "forward"
+        metrics["kl_reference_forward" if forward else "kl_reference_exact"] = kljax.WeightedSum.of(stats.kl, mask)
     if batch.rollout_log_probs is not None:
         metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, given(batch.rollout_log_probs), mask)
     return metrics

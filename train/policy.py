@@ -148,6 +148,7 @@ def token_stats(
     entropy: bool = False,
     entropy_gradient: bool = True,
     reference: Reference | None = None,
+    direction: str = "reverse",
     tile: kljax.Tile | None = None,
     first: int = 1,
 ) -> tuple[kljax.TokenStats, jax.Array]:
@@ -164,6 +165,7 @@ def token_stats(
       entropy_gradient: whether they will be differentiated.
       reference: `(hidden, head)` of the reference for the exact KL: its hidden states [B, T, D], as this function
         returns them, and its head as `stored_head` gives it; a head of None is the policy's own, as data.
+      direction: "reverse" for KL(policy || reference), "forward" for KL(reference || policy).
       tile: how much of the logits exists at a time; None takes the library's for this kind of device.
       first: first column that is wanted (the prompt length P where only completions are); those before cost nothing.
 
@@ -186,6 +188,7 @@ def token_stats(
         entropy=entropy,
         entropy_gradient=entropy_gradient,
         reference=None if reference is None else (reference[0][:, before], reference[1]),
+        direction=direction,
         head_layout=_head_layout(model),
         sharding=_head_sharding(model),
         tile=tile,

@@ -81,7 +81,7 @@ def test_every_problem_is_reported_at_once(write):
         ("model.qk_norm=yes", "model.qk_norm: got 'yes', expected true or false"),
         ("output=7", "output: got 7, expected text (quote it: '7')"),
         ("kl=3", "kl: got 3, expected a mapping with reward, loss, advantage, rollout"),
-        ("lora=3", "lora: got 3, expected a mapping with rank, alpha, targets or null"),
+        ("lora=3", "lora: got 3, expected a mapping with rank, alpha, rslora, targets, path or null"),
         ("mesh=", "mesh: got null, expected a mapping with data, fsdp, tensor"),
         (
             "rewards.weights={correct: yes}",
@@ -104,14 +104,14 @@ def test_every_problem_is_reported_at_once(write):
         ),
         (
             "reference.source=stp",
-            "reference.source: got 'stp', expected one of base, step, adapter, checkpoint; did you mean 'step'?",
+            "reference.source: got 'stp', expected one of base, step, adapter, checkpoint, ema; did you mean 'step'?",
         ),
         ("reference.source=step", "reference.step: missing, expected an integer >= 0 and <= 1_000_000_000"),
         ("reference={source: step, step: -1}", "reference.step: got -1, expected an integer >= 0 and <= 1_000_000_000"),
         (
             "reference.step=1",
             "reference.step: not a field when reference.source is base; change reference.source (base, step, adapter, "
-            "checkpoint), or replace the section with reference={source: base}",
+            "checkpoint, ema), or replace the section with reference={source: base}",
         ),
         (
             "kl.reward.controller.type=[adaptive]",

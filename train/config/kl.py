@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from train.config.types import (
     Count,
+    Direction,
     Estimator,
     EstimatorOrExact,
     KLGradient,
@@ -53,6 +54,8 @@ class LossKL(Section):
     """Coefficient of the reference KL term of the loss."""
     estimator: EstimatorOrExact = "k3"
     """Value of the term; `exact`: over the vocabulary; `system/name`, as `verl/low_var_kl`, sets all it implies."""
+    direction: Direction = "reverse"
+    """Exact: `reverse` is KL(policy || reference), `forward` KL(reference || policy), at the drawn prefixes."""
     gradient: KLGradient = "k2"
     """`value` differentiates it (`exact`: always), `k2` is straight-through with the gradient of KL(policy || ref)."""
     importance_corrected: bool = False

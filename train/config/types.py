@@ -15,7 +15,8 @@ Aggregation = Literal[
 ]
 EmptyRows = Literal["drop", "count"]
 AdvantageEstimator = Literal["grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
-PolicyLoss = Literal["ppo", "cispo", "gspo"]
+PolicyLoss = Literal["ppo", "cispo", "gspo", "none"]
+Direction = Literal["reverse", "forward"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Operations = Literal["+", "+-"]
 TaskName = Literal["arithmetic", "gsm8k", "math", "countdown", "jsonl"]
@@ -30,7 +31,7 @@ ADVANTAGE_ESTIMATORS: tuple[str, ...] = get_args(AdvantageEstimator)
 POLICY_LOSSES: tuple[str, ...] = get_args(PolicyLoss)
 
 
-def without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(set(values)) != len(values):
         raise ValueError("an entry is repeated")
     return values
@@ -57,7 +58,7 @@ RunName = Annotated[
 LoraTargets = Annotated[
     tuple[LoraTarget, ...],
     Field(min_length=1, strict=False),
-    AfterValidator(without_repeats),
+    AfterValidator(_without_repeats),
     "a list, without repeats, of " + ", ".join(get_args(LoraTarget)),
 ]
 

@@ -44,6 +44,17 @@ def _exact(config: Config) -> Iterator[Problem]:
         yield problem(f"got {got}, but {estimator} exact {reason}", f"kl.{name}", estimator)
 
 
+def _direction(config: Config) -> Iterator[Problem]:
+    loss = config.kl.loss
+    if loss.direction != "reverse" and loss.estimator != "exact":
+        yield problem(
+            f"got {loss.direction}, but kl.loss.estimator {loss.estimator} is of drawn tokens, which are the policy's "
+            "and not the reference's; expected reverse, or kl.loss.estimator=exact",
+            "kl.loss.direction",
+            "kl.loss.estimator",
+        )
+
+
 def _controller(config: Config) -> Iterator[Problem]:
     if config.kl.reward.controller.type == "adaptive" and config.kl.reward.coef == 0:
         yield problem(
@@ -53,4 +64,4 @@ def _controller(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_kl_loss, _exact, _controller)
+CHECKS = (_kl_loss, _exact, _direction, _controller)

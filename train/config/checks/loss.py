@@ -51,9 +51,39 @@ def _policy_loss(config: Config) -> Iterator[Problem]:
         )
 
 
+def _no_policy_loss(config: Config) -> Iterator[Problem]:
+    """Without a policy loss nothing reads advantages, nor what enters the loss by way of them."""
+    if config.loss.policy != "none":
+        return
+    kl = config.kl
+    if not (kl.loss.coef or kl.rollout.coef or config.loss.entropy_coef):
+        yield problem(
+            "got none, so that nothing is trained on; expected a policy loss, or a term of the loss such as "
+            "kl.loss.coef=1 (distillation: with kl.loss.estimator=exact)",
+            "loss.policy",
+            "kl.loss.coef",
+            "kl.rollout.coef",
+            "loss.entropy_coef",
+        )
+    for name, coef in (("reward", kl.reward.coef), ("advantage", kl.advantage.coef)):
+        if coef > 0:
+            yield problem(
+                f"got {coef}, which enters the loss by way of the advantages, but loss.policy none uses none; expected "
+                "0, or kl.loss.coef",
+                f"kl.{name}.coef",
+                "loss.policy",
+            )
+    if config.has_value_head():
+        yield problem(
+            "got gae, whose values and advantages loss.policy none does not use; expected another estimator",
+            "advantage.estimator",
+            "loss.policy",
+        )
+
+
 def _groups(config: Config) -> Iterator[Problem]:
     estimator, samples = config.advantage.estimator, config.rollout.samples_per_prompt
-    if estimator in GROUP_ESTIMATORS and samples < 2:
+    if estimator in GROUP_ESTIMATORS and samples < 2 and config.loss.policy != "none":
         yield problem(
             f"got {samples}, but advantage.estimator {estimator} compares the completions of a prompt; expected >= 2",
             "rollout.samples_per_prompt",
@@ -61,4 +91,4 @@ def _groups(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_value_head, _policy_loss, _groups)
+CHECKS = (_value_head, _policy_loss, _no_policy_loss, _groups)

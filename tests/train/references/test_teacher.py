@@ -1,0 +1,123 @@
+"""A reference with a decoder of its own: found, refused where its tokens are others, and distilled from."""
+
+import dataclasses
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests import tiny
+from tests.train.test_step import keep_gradient
+from train.checkpoint import save_base
+from train.config import dump_yaml
+from train.config.schema import Config
+from train.models import Decoder
+from train.objective import coefficients
+from train.policy import hidden_states, init_params
+from train.references import Reference, reference_head
+from train.references.sources import find, load_reference
+from train.references.teacher import check_vocabulary
+from train.step import make_prepare, make_score, make_update
+
+DISTIL = ("loss.policy=none", "rollout.samples_per_prompt=2")
+WIDER = tiny.config_of("model={layers: 2, width: 24, heads: 3, kv_heads: 1, head_dim: 8, mlp_width: 40}")
+UNTIED = "model.tie_embeddings=false"
+TEACHER = Decoder(dataclasses.replace(tiny.model_of(WIDER).config, tie_embeddings=False))
+
+
+def teacher_params() -> dict:
+    params = init_params(TEACHER, jax.random.key(3), tiny.mesh_of())
+    return jax.tree.map(lambda x: x * (3 if x.ndim > 1 else 1), params)
+
+
+def distil(*overrides: str) -> Config:
+    return tiny.config_of(*DISTIL, "kl.loss={coef: 1.0, estimator: exact}", *overrides)
+
+
+def log_probs(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
+    """Of the whole vocabulary, as the library never has them."""
+    tied = model.config.tie_embeddings
+    head = params["embed_tokens"]["embedding"].T if tied else params["lm_head"]["kernel"]
+    return jax.nn.log_softmax(hidden @ head)
+
+
+def divergence(params: dict, teacher: dict, direction: str) -> jax.Array:
+    """The mean over the completions, from the logits of all positions."""
+    batch, model = tiny.rollout_batch(), tiny.model_of(tiny.config_of())
+    ours, theirs = (
+        log_probs(one, weights, hidden_states(one, kljax.Policy(weights), batch.tokens, batch.token_mask))
+        for one, weights in ((model, params), (TEACHER, teacher))
+    )
+    p, q = (ours, theirs) if direction == "reverse" else (theirs, ours)
+    per_prefix = jnp.sum(jnp.exp(p) * (p - q), -1)
+    before = jnp.roll(per_prefix, 1, axis=1)  # the state of a token predicts the next
+    return jnp.where(batch.completion_mask, before, 0).sum() / batch.completion_mask.sum()
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_distillation_is_the_exact_kl_to_a_teacher_of_another_shape(direction):
+    """Value and gradient, against autodiff through the whole vocabulary."""
+    config, mesh = distil(f"kl.loss.direction={direction}"), tiny.mesh_of()
+    model, teacher = tiny.model_of(config), teacher_params()
+    reference = Reference(TEACHER, kljax.Policy(teacher))
+    state = tiny.state_of(config, keep_gradient())
+    batch = make_score(config, model, mesh)(state.trainable, None, reference, tiny.rollout_batch())
+    assert batch.ref_hidden.shape == (tiny.ROWS, tiny.LENGTH, 24)
+    assert batch.ref_log_probs is None, "nothing reads them"
+    batch, _, _ = make_prepare(config, mesh)(batch, state.controller)
+    assert batch.advantages is None
+    update, params = make_update(config, model, keep_gradient(), state, mesh), tiny.host_params()
+    head = reference_head(config, model, reference)
+    after, metrics = update(state, None, batch, jnp.arange(tiny.ROWS), coefficients(config), ref_head=head)
+    value, gradient = jax.jit(jax.value_and_grad(divergence), static_argnums=2)(params, teacher, direction)
+    values = {name: float(metric.value()) for name, metric in metrics.items()}
+    name = "kl_reference_exact" if direction == "reverse" else "kl_reference_forward"
+    np.testing.assert_allclose([values["loss"], values["kl_loss"], values[name]], float(value), rtol=2e-6)
+    assert "policy_loss" not in values
+    assert "clip_fraction" not in values
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient))
+    chex.assert_trees_all_close(after.opt_state["params"], gradient, rtol=0, atol=3e-6 * scale)
+
+
+@pytest.fixture
+def other_run(tmp_path) -> Path:
+    """A run of a decoder of another width that saved its weights."""
+    root = tmp_path / "teacher"
+    root.mkdir()
+    (root / "config.yaml").write_text(dump_yaml(WIDER))
+    save_base(root / "base", init_params(tiny.model_of(WIDER), jax.random.key(3), tiny.mesh_of()))
+    return root
+
+
+def test_a_reference_from_another_run_has_the_decoder_of_that_run(other_run):
+    config = distil(f"reference={{source: checkpoint, path: {other_run / 'base'}}}")
+    found = load_reference(
+        config, tiny.model_of(config), tiny.mesh_of(), base=None, read_base=lambda: None, checkpoints=None
+    )
+    assert found.model == tiny.model_of(WIDER)
+    expected = init_params(tiny.model_of(WIDER), jax.random.key(3), tiny.mesh_of())
+    chex.assert_trees_all_equal(found.policy, kljax.Policy(expected))
+
+
+def test_a_run_is_not_a_checkpoint_and_its_steps_are_listed(other_run):
+    for step in ("0", "10"):
+        (other_run / "checkpoints" / step / "state").mkdir(parents=True)
+    config = distil(f"reference={{source: checkpoint, path: {other_run}}}")
+    with pytest.raises(ValueError, match=r"teacher holds the checkpoints of a run; name one as .*, of steps 0, 10$"):
+        find(config, tiny.model_of(config))
+
+
+def test_a_vocabulary_of_other_tokens_is_refused(tmp_path):
+    config, model = distil(), tiny.model_of(tiny.config_of())
+    other = Decoder(dataclasses.replace(model.config, vocab_size=300))
+    with pytest.raises(ValueError, match="has a vocabulary of 300 tokens, expected 264 as the policy has"):
+        check_vocabulary(config, tmp_path, other, model)
+    capped = Decoder(dataclasses.replace(model.config, final_softcap=30.0))
+    with pytest.raises(ValueError, match=r"caps its logits at 30\.0, the policy at None; the exact KL has one cap"):
+        check_vocabulary(config, tmp_path, capped, model)
+    check_vocabulary(tiny.config_of("kl.loss.coef=0.1"), tmp_path, capped, model)
+    check_vocabulary(config, tmp_path, TEACHER, model)
