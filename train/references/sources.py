@@ -13,6 +13,7 @@ from train.checkpoint import Checkpoints, check_saved
 from train.config.schema import Config
 from train.errors import UserError
 from train.models import Decoder
+from train.models.folder import check_folder, load_params
 from train.models.peft import check_adapter, load_adapter, read_peft_config
 from train.policy import abstract_adapter, abstract_params
 from train.references.found import FORMS, Found, form_of, locate
@@ -46,6 +47,9 @@ def check_reference(config: Config, model: Decoder, mesh: Mesh, saved: Sequence[
             if found.form == "peft":
                 check_adapter(found.path, found.model)
                 check_base(config, found.path)
+            elif found.form == "folder":
+                abstract_params(found.model, mesh)  # which says what of it the mesh does not divide
+                check_folder(found.path, found.model)
             else:
                 abstract = abstract_params if section.source == "checkpoint" else abstract_adapter
                 kljax.check_tree(found.path, abstract(found.model, mesh), item=found.item)
@@ -133,6 +137,8 @@ def _load(found: Found, mesh: Mesh, base: Tree) -> Reference:
     """A saved reference; an adapter with the base that it belongs to."""
     if found.form == "peft":
         return Reference(found.model, kljax.Policy(base, load_adapter(found.path, found.model, mesh)))
+    if found.form == "folder":
+        return Reference(found.model, kljax.Policy(load_params(found.path, found.model, mesh)))
     if base is None:
         policy = kljax.checkpoint_reference(found.path, abstract_params(found.model, mesh), item=found.item)
     else:

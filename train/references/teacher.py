@@ -4,10 +4,13 @@ import dataclasses
 import hashlib
 import logging
 from pathlib import Path
+from typing import Any
 
-from train.config import load
+from train.config import parse
 from train.config.schema import Config
+from train.config.yaml_text import parse_yaml
 from train.models import Decoder
+from train.models.hf_config import decoder_config
 from train.models.peft import base_model
 from train.references.found import Form, run_of
 from train.tokenizer import load_tokenizer
@@ -16,15 +19,23 @@ TOKENIZER = "tokenizer.json"
 
 
 def teacher_model(form: Form, path: Path, policy: Decoder) -> Decoder:
-    """The decoder of whole weights: as the run that saved them says, else the policy's without its adapter."""
+    """The decoder of whole weights: of `config.json`, or of the run that saved them, else the policy's.
+
+    It has no adapter, and computes and holds its weights in the types of the policy.
+    """
+    types: dict[str, Any] = {"dtype": policy.config.dtype, "param_dtype": policy.config.param_dtype}
+    if form == "folder":
+        return Decoder(decoder_config(path, **types))
     run = run_of(path)
-    if form == "orbax" and run is not None:
+    if run is not None:
         # The module builds the decoder of a run and looks for saved weights, which this package finds.
         from train.setup import make_model
 
-        config = load(run / "config.yaml").config
-        return _alone(make_model(config, load_tokenizer(config)))
-    return _alone(policy)
+        # Of its config no more than the decoder: files that it names elsewhere may be gone.
+        raw, _ = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+        config, _ = parse({"steps": 1, "model": raw.get("model", {})})
+        policy = make_model(config, load_tokenizer(config))
+    return Decoder(dataclasses.replace(policy.config, lora=None, **types))
 
 
 def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decoder) -> None:
@@ -35,14 +46,14 @@ def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decod
             f"{path} has a vocabulary of {got} tokens, expected {expected} as the policy has: a KL compares the "
             "probabilities of the same tokens"
         )
-    folder = getattr(config.model, "path", None)
+    folder = config.model.path
     theirs, ours = path / TOKENIZER, Path(folder or "") / TOKENIZER
     if folder is not None and theirs.is_file() and ours.is_file() and _digest(theirs) != _digest(ours):
         raise ValueError(
             f"{theirs} differs from {ours}: the tokens of this reference are not those of the policy; expected the "
             "same file (if only its formatting differs, copy one over the other)"
         )
-    cap, own = (getattr(model.config, "final_softcap", None) for model in (teacher, policy))
+    cap, own = teacher.config.final_softcap, policy.config.final_softcap
     if cap != own and (config.exact_loss() or config.exact_reward()):
         raise ValueError(
             f"{path} caps its logits at {cap}, the policy at {own}; the exact KL has one cap for both (estimators from "
@@ -56,17 +67,13 @@ def check_base(config: Config, path: Path) -> None:
     Names alone are compared, by their last part: hubs and folders call the same weights differently. Shapes that do
     not fit are an error of their own.
     """
-    named, folder = base_model(path), getattr(config.model, "path", None)
+    named, folder = base_model(path), config.model.path
     if named is None or (folder is not None and _last(named) == _last(folder)):
         return
     ours = "a base that is no Hugging Face folder" if folder is None else folder
     logging.getLogger(__name__).warning(
         "reference.path: the adapter %s says that it was trained on %s; it will be attached to %s", path, named, ours
     )
-
-
-def _alone(model: Decoder) -> Decoder:
-    return Decoder(dataclasses.replace(model.config, lora=None))
 
 
 def _digest(path: Path) -> str:

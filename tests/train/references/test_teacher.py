@@ -85,22 +85,22 @@ def test_distillation_is_the_exact_kl_to_a_teacher_of_another_shape(direction):
 
 @pytest.fixture
 def other_run(tmp_path) -> Path:
-    """A run of a decoder of another width that saved its weights."""
+    """The directory of a run of a decoder of another width."""
     root = tmp_path / "teacher"
     root.mkdir()
     (root / "config.yaml").write_text(dump_yaml(WIDER))
-    save_base(root / "base", init_params(tiny.model_of(WIDER), jax.random.key(3), tiny.mesh_of()))
     return root
 
 
 def test_a_reference_from_another_run_has_the_decoder_of_that_run(other_run):
+    weights = init_params(tiny.model_of(WIDER), jax.random.key(3), tiny.mesh_of())
+    save_base(other_run / "base", weights)
     config = distil(f"reference={{source: checkpoint, path: {other_run / 'base'}}}")
     found = load_reference(
         config, tiny.model_of(config), tiny.mesh_of(), base=None, read_base=lambda: None, checkpoints=None
     )
     assert found.model == tiny.model_of(WIDER)
-    expected = init_params(tiny.model_of(WIDER), jax.random.key(3), tiny.mesh_of())
-    chex.assert_trees_all_equal(found.policy, kljax.Policy(expected))
+    chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
 
 
 def test_a_run_is_not_a_checkpoint_and_its_steps_are_listed(other_run):

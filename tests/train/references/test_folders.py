@@ -1,0 +1,123 @@
+"""References from folders of Hugging Face and of PEFT: told apart, loaded, and refused where they do not fit."""
+
+import dataclasses
+import logging
+import shutil
+from pathlib import Path
+
+import chex
+import jax
+import pytest
+
+from tests import tiny
+from train.config.schema import Config
+from train.errors import UserError
+from train.models import Decoder
+from train.models.folder import load_params
+from train.models.hf_config import decoder_config
+from train.models.lora import LoraConfig
+from train.models.peft import load_adapter, read_peft_config
+from train.references import Reference, check_reference, load_reference
+
+MODELS = Path(__file__).parents[2] / "goldens" / "models"
+QWEN2, QWEN3, LLAMA = (MODELS / name for name in ("qwen2", "qwen3", "llama3"))
+LORA = LoraConfig(2, 4.0, ("q_proj",))
+
+
+def config_of(policy: Path, reference: str, *overrides: str) -> Config:
+    return tiny.config_of(f"model={{path: {policy}}}", "kl.loss.coef=0.1", f"reference={reference}", *overrides)
+
+
+def model_of(policy: Path, lora: LoraConfig | None = None) -> Decoder:
+    return Decoder(decoder_config(policy, lora=lora))
+
+
+def check(config: Config, model: Decoder) -> None:
+    check_reference(config, model, tiny.mesh_of(), [])
+
+
+def load(config: Config, model: Decoder, base=None) -> Reference:
+    check(config, model)
+    path = config.model.path
+    return load_reference(
+        config,
+        model,
+        tiny.mesh_of(),
+        base=base,
+        read_base=lambda: load_params(path, Decoder(dataclasses.replace(model.config, lora=None)), tiny.mesh_of()),
+        checkpoints=None,
+    )
+
+
+def test_a_folder_of_another_family_is_run_by_a_decoder_of_its_own():
+    found = load(config_of(QWEN2, f"{{source: checkpoint, path: {LLAMA}}}"), model_of(QWEN2, LORA))
+    assert found.model == model_of(LLAMA)
+    assert found.policy.adapter is None
+    chex.assert_trees_all_equal(found.policy.params, load_params(LLAMA, model_of(LLAMA), tiny.mesh_of()))
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_an_adapter_of_peft_brings_its_rank_scale_and_targets(lora):
+    """With LoRA it shares the base of the policy; without, it has one, as the policy's own weights move."""
+    config, model = config_of(QWEN3, f"{{source: adapter, path: {QWEN3 / 'adapter'}}}"), model_of(QWEN3, lora)
+    plain = model_of(QWEN3)
+    base = load_params(QWEN3, plain, tiny.mesh_of())
+    found = load(config, model, base if lora else None)
+    expected = dataclasses.replace(plain.config, lora=read_peft_config(QWEN3 / "adapter"))
+    assert found.model == Decoder(expected)
+    assert expected.lora != lora
+    chex.assert_trees_all_equal(found.policy.adapter, load_adapter(QWEN3 / "adapter", found.model, tiny.mesh_of()))
+    chex.assert_trees_all_equal(found.policy.params, base)
+    shared = [a is b for a, b in zip(jax.tree.leaves(found.policy.params), jax.tree.leaves(base), strict=True)]
+    assert set(shared) == {lora is not None}
+
+
+@pytest.mark.parametrize(
+    ("policy", "reference", "message"),
+    [
+        (
+            QWEN2,
+            "{source: checkpoint, path: QWEN3}",
+            "QWEN3 has a vocabulary of 320 tokens, expected 160 as the policy",
+        ),
+        (
+            QWEN3,
+            "{source: checkpoint, path: QWEN3/adapter}",
+            "QWEN3/adapter is a PEFT folder of an adapter; expected a H",
+        ),
+        (
+            QWEN3,
+            "{source: adapter, path: QWEN3}",
+            "QWEN3 is a Hugging Face folder of whole weights; expected a PEFT fo",
+        ),
+        (QWEN3, "{source: adapter, path: GEMMA/adapter}", "adapter GEMMA/adapter does not fit the model: "),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(policy, reference, message):
+    names = {"QWEN3": str(QWEN3), "GEMMA": str(MODELS / "gemma3")}
+    for name, path in names.items():
+        reference, message = reference.replace(name, path), message.replace(name, path)
+    with pytest.raises(UserError) as caught:
+        check(config_of(policy, reference, "lora.rank=2"), model_of(policy, LORA))
+    assert str(caught.value).startswith(f"reference.path: {message}")
+
+
+def test_other_tokens_of_as_many_are_refused(tmp_path):
+    folders = [Path(shutil.copytree(QWEN3, tmp_path / name)) for name in ("policy", "teacher")]
+    for folder, text in zip(folders, ("one", "other"), strict=True):
+        (folder / "tokenizer.json").write_text(text)
+    config = config_of(folders[0], f"{{source: checkpoint, path: {folders[1]}}}")
+    with pytest.raises(UserError, match=r"^reference\.path: .*tokenizer.json differs from .*tokens of this reference"):
+        check(config, model_of(folders[0]))
+    shutil.copy(folders[0] / "tokenizer.json", folders[1] / "tokenizer.json")
+    check(config, model_of(folders[0]))
+
+
+def test_an_adapter_that_names_another_base_is_warned_of(tmp_path, caplog):
+    other = Path(shutil.copytree(QWEN3, tmp_path / "another"))
+    with caplog.at_level(logging.WARNING, "train.references.teacher"):
+        check(config_of(QWEN3, f"{{source: adapter, path: {QWEN3 / 'adapter'}}}"), model_of(QWEN3, LORA))
+        assert not caplog.messages
+        check(config_of(other, f"{{source: adapter, path: {QWEN3 / 'adapter'}}}"), model_of(other, LORA))
+    (message,) = caplog.messages
+    assert f"says that it was trained on tiny-random/qwen3; it will be attached to {other}" in message
