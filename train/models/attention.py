@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from train.models.kernels import choose_kernel, cudnn_attention, splash_attention
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -17,11 +19,13 @@ class Sight:
       sliding: [B, 1, T, S] bool, in sliding layers; None where the model has none.
       segments: [B, T] int32 where queries and keys are the same tokens: equal numbers see each other up to themselves,
         0 is padding. None elsewhere (decoding).
+      window: tokens that a sliding layer sees.
     """
 
     full: jax.Array
     sliding: jax.Array | None = None
     segments: jax.Array | None = None
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def token_ranks(token_mask: jax.Array) -> jax.Array:
@@ -62,7 +66,7 @@ def token_sight(token_mask: jax.Array, segment_ids: jax.Array | None, window: in
     if window is not None:
         ranks = token_ranks(token_mask)
         near = (seen & (ranks[:, :, None] - ranks[:, None, :] < window))[:, None]
-    return Sight(seen[:, None], near, jnp.where(token_mask, ids + 1, 0))
+    return Sight(seen[:, None], near, jnp.where(token_mask, ids + 1, 0), window)
 
 
 def cache_sight(
@@ -96,6 +100,10 @@ def attend(
 ) -> jax.Array:
     """Grouped-query attention, [B, T, N, H]; exactly 0, with zero gradient, for a query that sees no key.
 
+    Whole sequences go through splash attention on TPU and through cuDNN on NVIDIA GPUs where these take the shape and
+    the type (`choose_kernel`); everything else through XLA. On TPU a window counts columns, so padding inside of a
+    sequence, which nothing here makes, would use it up.
+
     Args:
       query: [B, T, N, H]; key, value: [B, S, K, H] with N a multiple of K, finite also where they are not seen.
       sight: what the queries see.
@@ -104,10 +112,18 @@ def attend(
       softcap: scores z become `softcap * tanh(z / softcap)`.
     """
     mask = mask_of(sight, sliding)
-    if softcap is None:
+    kernel = None if sight.segments is None else choose_kernel(query, key, softcap)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if kernel == "splash" and sight.segments is not None:
+        output = splash_attention(
+            query, key, value, sight.segments, window=sight.window, sliding=sliding, scale=scale, softcap=softcap
+        )
+        return jnp.where(sight.segments[..., None, None] > 0, output, 0)
+    if kernel == "cudnn":
+        output = cudnn_attention(query, key, value, mask, scale=scale)
+    elif softcap is None:
         output = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale)
     else:
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
         output = _capped(query, key, value, mask, scale=scale, softcap=softcap)
     # Softmax over nothing is uniform over the padding; dropping it keeps padding out of value and gradient.
     return jnp.where(jnp.any(mask, axis=-1)[:, 0, :, None, None], output, 0)

@@ -1,0 +1,140 @@
+"""Attention: kernels against XLA's own products, which one is taken, and that each can be lowered for its devices."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.models import attention, kernels
+from train.models.attention import attend, token_sight
+from train.models.kernels import choose_kernel, splash_attention
+from train.sharding import make_mesh
+
+ROWS, LENGTH, HEADS, KV_HEADS, WIDTH, WINDOW = 2, 40, 4, 2, 16, 5
+MASK = jnp.stack([jnp.arange(LENGTH) >= 7, jnp.arange(LENGTH) < 33])
+SEGMENTS = jnp.stack([jnp.zeros(LENGTH, jnp.int32), jnp.arange(LENGTH) // 12])
+SIGHT = token_sight(MASK, SEGMENTS, WINDOW)
+
+
+def inputs(dtype=jnp.float32, length=LENGTH):
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    return [jax.random.normal(key, (ROWS, length, count, WIDTH), dtype) for key, count in zip(keys, heads, strict=True)]
+
+
+def reference(query, key, value, *, sliding, scale, softcap):
+    """Float64, a query at a time."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    output = np.zeros_like(query)
+    ids, real = np.asarray(SEGMENTS), np.asarray(MASK)
+    for row, at, head in np.ndindex(ROWS, LENGTH, HEADS):
+        seen = [s for s in range(at + 1) if real[row, s] and real[row, at] and ids[row, s] == ids[row, at]]
+        seen = seen[-WINDOW:] if sliding else seen
+        if seen:
+            scores = scale * key[row, seen, head // (HEADS // KV_HEADS)] @ query[row, at, head]
+            scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+            weights = np.exp(scores - scores.max())
+            output[row, at, head] = weights @ value[row, seen, head // (HEADS // KV_HEADS)] / weights.sum()
+    return output
+
+
+@pytest.mark.parametrize(("sliding", "softcap"), [(False, None), (True, 2.0)])
+def test_attention_is_its_formula(sliding, softcap):
+    output = attend(*inputs(), SIGHT, sliding=sliding, scale=0.7, softcap=softcap)
+    expected = reference(*inputs(), sliding=sliding, scale=0.7, softcap=softcap)
+    np.testing.assert_allclose(output, expected, atol=2e-6)
+    assert not output[~MASK].any()
+
+
+@pytest.mark.parametrize(("sliding", "softcap"), [(False, None), (True, 2.0)])
+def test_splash_attention_is_the_same_with_its_gradient(sliding, softcap, monkeypatch):
+    """Interpreted: what the kernel computes, not how fast. Gradients with everything, the plain one forward."""
+
+    def interpreted(*args, **options):
+        return splash_attention(*args, **options, interpret=True)
+
+    def results():
+        run = functools.partial(attend, sight=SIGHT, sliding=sliding, scale=0.7, softcap=softcap)
+        if not sliding:
+            return (run(*inputs()),)
+        output, pull = jax.vjp(run, *inputs())
+        return output, *pull(jax.random.normal(jax.random.key(1), output.shape))
+
+    def computed():
+        # Most of the time goes into the compiler.
+        return jax.jit(lambda: results()).lower().compile({"xla_backend_optimization_level": 0})()  # noqa: PLW0108
+
+    expected = computed()
+    monkeypatch.setattr(attention, "splash_attention", interpreted)
+    monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
+    found = computed()
+    chex.assert_trees_all_close(found, expected, atol=5e-6)
+    for x in found:
+        assert not x[~MASK].any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "softcap", "expected"),
+    [
+        ("cpu", jnp.bfloat16, None, None),
+        ("TPU v5 lite", jnp.float32, None, "splash"),
+        ("TPU7x", jnp.bfloat16, 50.0, "splash"),
+        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, None, "cudnn"),
+        ("NVIDIA H100 80GB HBM3", jnp.float32, None, None),
+        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, 50.0, None),
+    ],
+)
+def test_the_kernel_follows_the_devices(kind, dtype, softcap, expected, monkeypatch):
+    monkeypatch.setattr(kernels, "device_kind", lambda: kind)
+    query, key, _ = inputs(dtype)
+    assert choose_kernel(query, key, softcap) == expected
+    with jax.set_mesh(make_mesh(2, 1, 2)):
+        assert choose_kernel(query, key, softcap) == expected
+    with jax.set_mesh(make_mesh(4)):
+        assert choose_kernel(query, key, softcap) is None
+
+
+def test_the_devices_are_those_of_the_mesh():
+    assert kernels.device_kind() == "cpu"
+    mesh = make_mesh(2)
+    other = jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu")
+    abstract = jax.sharding.AbstractMesh(
+        mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=other
+    )
+    with jax.sharding.use_abstract_mesh(abstract):
+        assert kernels.device_kind() == "TPU v6 lite"
+
+
+def lowered(kind, platform, monkeypatch):
+    """The text of a layer's attention and its gradient on four devices, for a platform that is not here."""
+    monkeypatch.setattr(kernels, "device_kind", lambda: kind)
+    query, key, value = inputs(jnp.bfloat16)
+
+    def loss(query, key, value, sliding):
+        return attend(query, key, value, SIGHT, sliding=sliding).astype(jnp.float32).sum()
+
+    with jax.set_mesh(make_mesh(2, 1, 2)):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(query, key, value, jnp.array(True))
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_a_tpu_gets_splash_attention(monkeypatch):
+    text = lowered("TPU v5 lite", "tpu", monkeypatch)
+    # Forward, and dq, dkv in the backward pass, for a layer of either kind.
+    assert len(re.findall("@tpu_custom_call", text)) == 6
+    assert f"{LENGTH}x{LENGTH}x" not in re.sub("i1>", "", text)
+
+
+def test_a_gpu_gets_cudnn(monkeypatch):
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    text = lowered("NVIDIA H100 80GB HBM3", "cuda", monkeypatch)
+    assert set(re.findall("__cudnn[$a-zA-Z]*", text)) == {
+        "__cudnn$fmhaScaleBiasSoftmax",
+        "__cudnn$fmhaScaleBiasSoftmaxBackward",
+    }
