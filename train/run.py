@@ -24,11 +24,11 @@ from train.report import Start, default_console, print_comparison, progress, wri
 from train.rollouts import Source, open_source
 from train.run_directory import RunDirectory, resume_run, saved_steps, start_run
 from train.setting import Setting
-from train.setup import config_mesh, first_state, make_model, new_base, restored_base
+from train.setup import check_start, config_mesh, first_state, has_base, make_model, new_base, restored_base
 from train.state import TrainState
 from train.step import make_optimizer
 from train.tasks import load_task
-from train.tokenizer import ByteTokenizer
+from train.tokenizer import load_tokenizer
 from train.tracing import forget_traces
 
 Tree = Any
@@ -56,6 +56,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     forget_traces()
     quiet_abandoned_reads()
     setting = _setting(config)
+    check_start(config, setting.model)
     check_reference(config, setting.model, setting.mesh, saved_steps(config) if resume else [])
     source = open_source(setting, continued=resume)
     directory = resume_run(config) if resume else start_run(config)
@@ -94,7 +95,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
 
 def _setting(config: Config) -> Setting:
     """What the run needs of the config and the machine; every mistake that can be found here is found before RL."""
-    tokenizer, task = ByteTokenizer(), load_task(config)
+    tokenizer, task = load_tokenizer(config), load_task(config)
     prompts = Prompts(
         task.train,
         tokenizer,
@@ -123,7 +124,7 @@ def _begin(
     The base is written once the warm start is complete; a run that was killed before begins anew.
     """
     config, model, mesh = setting.config, setting.model, setting.mesh
-    if continued and directory.base.is_dir():
+    if continued and has_base(directory):
         base = restored_base(directory, model, mesh)
         first = first_state(config, model, mesh, base, setting.optimizer)
         restored = checkpoints.restore_last(with_place(config, first))

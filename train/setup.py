@@ -8,6 +8,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
+from train.base import has_record, record_folder, recorded_base
 from train.checkpoint import restore_base, save_base
 from train.config.checks.layout import divisions
 from train.config.schema import Config
@@ -16,6 +17,7 @@ from train.errors import UserError
 from train.keys import purpose_key
 from train.metrics import MetricsWriter
 from train.models import Decoder, DecoderConfig, LoraConfig, Rope
+from train.models.folder import check_folder, load_params
 from train.models.hf_config import decoder_config
 from train.models.peft import check_adapter, load_adapter
 from train.objective import make_controller
@@ -65,12 +67,22 @@ def config_mesh(config: Config) -> Mesh:
 
 
 def restored_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
-    """The base of a run that is continued."""
+    """The base of a run that is continued: as it was saved, or from the folder that the run began with."""
+    if has_record(directory.root):
+        return recorded_base(directory.root, model, mesh)
     return restore_base(directory.base, abstract_params(model, mesh), "base")
 
 
+def has_base(directory: RunDirectory) -> bool:
+    """Whether the base of a run is complete, so that it can be continued."""
+    return directory.base.is_dir() or has_record(directory.root)
+
+
 def check_start(config: Config, model: Decoder) -> None:
-    """Raises `UserError`, from metadata alone, if the adapter that the config starts from is not there or another."""
+    """Raises `UserError`, from metadata alone, if weights that the config starts from are not there, or do not fit."""
+    if config.model.path is not None and config.warm_start.checkpoint is None:
+        with _named("model.path"):
+            check_folder(config.model.path, model)
     if config.lora is not None and config.lora.path is not None:
         with _named("lora.path"):
             check_adapter(config.lora.path, model)
@@ -78,10 +90,13 @@ def check_start(config: Config, model: Decoder) -> None:
 
 def saved_base(config: Config, model: Decoder, mesh: Mesh) -> Tree | None:
     """The weights that the config starts from, if they are saved ones and not newly drawn."""
-    if config.warm_start.checkpoint is None:
-        return None
-    path, item = locate(config.warm_start.checkpoint, "params")
-    return restore_base(path, abstract_params(model, mesh), "warm_start.checkpoint", item=item)
+    if config.warm_start.checkpoint is not None:
+        path, item = locate(config.warm_start.checkpoint, "params")
+        return restore_base(path, abstract_params(model, mesh), "warm_start.checkpoint", item=item)
+    if config.model.path is not None:
+        with _named("model.path"):
+            return load_params(config.model.path, model, mesh)
+    return None
 
 
 def first_adapter(config: Config, model: Decoder, mesh: Mesh) -> Tree:
@@ -101,29 +116,43 @@ def _named(field: str) -> Iterator[None]:
 
 
 def new_base(setting: Setting, directory: RunDirectory, *, bars: Start, writer: MetricsWriter) -> Tree:
-    """The base of a new run: a saved one, or newly drawn weights after the warm start. Saved once it is complete."""
+    """The base of a new run: saved weights, or newly drawn ones, after the warm start. Saved once it is complete.
+
+    Those of a folder of Hugging Face that are not trained first are not copied: the run remembers where they are.
+    """
     config, model, mesh = setting.config, setting.model, setting.mesh
     section = config.warm_start
     params = saved_base(config, model, mesh)
     if params is None:
         params = init_params(model, purpose_key(config.seed, "params"), mesh)
-        data = Supervised(
-            setting.prompts.examples,
-            setting.tokenizer,
-            prompt_length=config.data.max_prompt_length,
-            completion_length=config.data.max_completion_length,
-            batch_size=section.batch_size,
-            seed=config.seed,
-        )
-        advance = bars("warm start", section.steps, 0)
-
-        def report(step: int, values: dict[str, float]) -> None:
-            writer.write("warm_start", step, values)
-            advance(f"loss {values['loss']:.3f}")
-
-        params = warm_start(setting, params, data, report)
-    save_base(directory.base, params)
+    trained = section.steps > 0 and section.checkpoint is None
+    if trained:
+        params = _imitated(setting, params, bars=bars, writer=writer)
+    if config.model.path is not None and section.checkpoint is None and not trained:
+        record_folder(directory.root, config.model.path)
+    else:
+        save_base(directory.base, params)
     return params
+
+
+def _imitated(setting: Setting, params: Tree, *, bars: Start, writer: MetricsWriter) -> Tree:
+    """The weights after the warm start on the solutions of the task."""
+    config, section = setting.config, setting.config.warm_start
+    data = Supervised(
+        setting.prompts.examples,
+        setting.tokenizer,
+        prompt_length=config.data.max_prompt_length,
+        completion_length=config.data.max_completion_length,
+        batch_size=section.batch_size,
+        seed=config.seed,
+    )
+    advance = bars("warm start", section.steps, 0)
+
+    def report(step: int, values: dict[str, float]) -> None:
+        writer.write("warm_start", step, values)
+        advance(f"loss {values['loss']:.3f}")
+
+    return warm_start(setting, params, data, report)
 
 
 def first_state(
