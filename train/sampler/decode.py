@@ -42,16 +42,16 @@ class Decoding:
           room: columns after those of the prompt.
         """
 
-        def place(x: jax.Array) -> jax.Array:
-            taken = x if chosen is None else jnp.take(x, chosen, axis=1)
-            widened = jnp.pad(taken, [(0, room if axis == 2 else 0) for axis in range(x.ndim)])
-            return constrain(widened, "layers", "rows", None, "kv_heads", None)
+        taken = prompts if chosen is None else jax.tree.map(lambda x: jnp.take(x, chosen, axis=1), prompts)
 
-        whole = jax.tree.map(place, prompts)
+        def widened(x: jax.Array, axis: int, *axes: str | None) -> jax.Array:
+            return constrain(jnp.pad(x, [(0, room if axis == n else 0) for n in range(x.ndim)]), *axes)
+
         if self.layers is None:
-            return whole
-        split = [SlotCache.of(KeyValues(whole.key[n], whole.value[n])) for n in range(self.model.config.layers)]
-        return jax.tree.map(lambda x: constrain(x, "rows", "kv_heads", None, None), split)
+            return jax.tree.map(lambda x: widened(x, 2, "layers", "rows", None, "kv_heads", None), taken)
+        axes = ("rows", "kv_heads", None, None)
+        split = [SlotCache.of(jax.tree.map(lambda x, n=n: x[n], taken)) for n in range(len(self.layers))]
+        return [SlotCache(widened(one.key, 3, *axes), widened(one.value, 2, *axes)) for one in split]
 
     def load(self, cache: Cache, slot: jax.Array, prompts: KeyValues, prompt: jax.Array) -> Cache:
         """The cache with one prompt's columns copied into one slot; what is after them is in no mask."""

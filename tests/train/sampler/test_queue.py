@@ -1,0 +1,178 @@
+"""Continuous batching: fewer slots than rows, and what comes out is as if every row had been alone."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import kljax
+from train.models import Decoder, DecoderConfig
+from train.policy import init_params, token_stats
+from train.sampler import Samples, Sampling, sample, stop_table
+from train.sharding import make_mesh, shard_rows
+
+# A window shorter than the completions, two ropes and soft caps: columns out of order would show.
+MODEL = Decoder(
+    DecoderConfig(
+        vocab_size=24,
+        layers=2,
+        width=16,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        mlp_width=24,
+        sliding_window=4,
+        layer_kinds=("sliding", "full"),
+        attention_softcap=20.0,
+        final_softcap=5.0,
+        tie_embeddings=True,
+    )
+)
+WIDTH, ROOM, SLOTS, GROUP = 6, 9, 3, 4
+LENGTHS = (6, 2, 4)
+ROWS = GROUP * len(LENGTHS)
+PROMPT_IDS = np.repeat(np.arange(len(LENGTHS)), GROUP)
+WARM = Sampling(0.7)
+
+draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "slots", "unroll"))
+
+
+@functools.cache
+def policy_of(mesh=None) -> kljax.Policy:
+    params = init_params(MODEL, jax.random.key(0), mesh or make_mesh())
+    params["embed_tokens"]["embedding"] *= 20
+    return kljax.Policy(params)
+
+
+def prompts_of() -> tuple[np.ndarray, np.ndarray]:
+    mask = np.arange(WIDTH) >= WIDTH - np.array(LENGTHS)[:, None]
+    return np.where(mask, np.random.default_rng(0).integers(0, 24, mask.shape), 0).astype(np.int32), mask
+
+
+def run(policy=None, prompts=None, **changes) -> Samples:
+    arguments = {
+        "key": jax.random.key(5),
+        "max_new_tokens": ROOM,
+        "sampling": WARM,
+        "eos_ids": (5, 9),
+        "prompt_ids": PROMPT_IDS,
+        "slots": SLOTS,
+        "limits": np.full(ROWS, ROOM),
+        "row_ids": np.arange(ROWS),
+        **changes,
+    }
+    return jax.tree.map(np.asarray, draw(MODEL, policy or policy_of(), *(prompts or prompts_of()), **arguments))
+
+
+def check_same(got: Samples, expected: Samples) -> None:
+    for name in ("tokens", "token_mask", "completion_mask", "finished"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(got.log_probs, expected.log_probs, atol=3e-6)
+
+
+@pytest.fixture(scope="module")
+def queued() -> Samples:
+    return run()
+
+
+def test_rows_are_what_they_are_without_a_queue(queued):
+    tokens, mask = prompts_of()
+    lengths = queued.completion_mask.sum(-1)
+    assert len(set(lengths)) > 4, "rows of many lengths"
+    check_same(queued, run(slots=None))
+    # Each row with a prompt of its own, every one prefilled, and the layers in a loop.
+    check_same(queued, run(prompts=(tokens[PROMPT_IDS], mask[PROMPT_IDS]), prompt_ids=None, unroll=False))
+    np.testing.assert_array_equal(queued.tokens[:, :WIDTH], tokens[PROMPT_IDS])
+    np.testing.assert_array_equal(queued.token_mask[:, :WIDTH], mask[PROMPT_IDS])
+    stats, _ = jax.jit(token_stats, static_argnums=0)(
+        MODEL, policy_of(), queued.tokens, queued.token_mask, temperature=0.7
+    )
+    np.testing.assert_allclose(queued.log_probs, np.where(queued.completion_mask, stats.log_prob, 0), atol=1e-5)
+
+
+def test_a_slot_that_is_free_takes_the_next_row(queued):
+    lengths = queued.completion_mask.sum(-1)
+    free = np.zeros(SLOTS, int)
+    for length in lengths:
+        free[free.argmin()] += length
+    assert queued.steps == free.max() - 1
+    np.testing.assert_allclose(queued.occupancy, lengths.sum() / (free.max() * SLOTS), rtol=1e-6)
+    static = sum(lengths[first : first + SLOTS].max() for first in range(0, ROWS, SLOTS))
+    assert queued.steps + 1 < static, "a batch that waits for its longest row takes longer"
+
+
+def test_order_and_numbers_of_rows_are_free(queued):
+    order = np.random.default_rng(1).permutation(ROWS)
+    shuffled = run(prompt_ids=PROMPT_IDS[order], row_ids=order)
+    check_same(shuffled, jax.tree.map(lambda x: x[order] if np.ndim(x) else x, queued))
+
+
+def test_limits_and_rows_without_a_prompt(queued):
+    tokens, mask = prompts_of()
+    mask[1] = False
+    limits = np.arange(ROWS) % 5
+    samples = run(prompts=(tokens, mask), limits=limits)
+    whole = queued.completion_mask.sum(-1)
+    expected = np.where(PROMPT_IDS == 1, 0, np.minimum(limits, whole))
+    np.testing.assert_array_equal(samples.completion_mask.sum(-1), expected)
+    np.testing.assert_array_equal(samples.finished, queued.finished & (expected == whole))
+    own = samples.completion_mask
+    np.testing.assert_array_equal(samples.tokens[own], queued.tokens[own])
+    assert not samples.log_probs[~own].any()
+    nothing = run(prompts=(tokens, mask & False))
+    assert not nothing.token_mask.any()
+    assert not nothing.finished.any()
+    assert nothing.occupancy == 0
+
+
+def test_stop_strings_end_rows_and_belong_to_them(queued):
+    pieces = [b"", *(bytes((96 + token,)) for token in range(1, 24))]
+    words = [
+        b"".join(pieces[token] for token in row[own])
+        for row, own in zip(queued.tokens, queued.completion_mask, strict=True)
+    ]
+    stops = [words[0][1:3].decode(), words[4][:1].decode()]
+    samples = run(stop=stop_table(stops, pieces))
+    for row, word in enumerate(words):
+        ends = [word.find(stop.encode()) + len(stop) for stop in stops if stop.encode() in word]
+        own = samples.completion_mask[row]
+        got = b"".join(pieces[token] for token in samples.tokens[row, own])
+        assert got == (word[: min(ends)] if ends else word)
+        assert samples.finished[row] == (bool(ends) or queued.finished[row])
+    assert (samples.completion_mask.sum(-1) < queued.completion_mask.sum(-1)).any()
+
+
+@pytest.mark.parametrize("unroll", [True, False])
+def test_the_same_on_a_mesh_that_does_not_divide_the_prompts(queued, unroll):
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        policy = policy_of(mesh)
+        ids = shard_rows(PROMPT_IDS, mesh)
+        check_same(run(policy, prompt_ids=ids, slots=4, unroll=unroll), queued)
+
+
+def test_the_cache_is_updated_where_it_is():
+    """In no loop is an array made that has the shape of a layer's cache, but by writing a part of the one before."""
+    tokens, mask = prompts_of()
+    arguments = {"key": jax.random.key(5), "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (5,), "slots": SLOTS}
+    text = draw.lower(MODEL, policy_of(), tokens, mask, prompt_ids=PROMPT_IDS, **arguments).compile().as_text()
+    columns = WIDTH + ROOM
+    made = re.compile(rf"= f32\[{SLOTS},2,(?:4,{columns}|{columns},4)\]\S* ([\w-]+)\(")
+    loops, others = [], []
+    for computation in text.split("\n\n"):
+        found = [line for line in computation.splitlines() if (match := made.search(line)) and match[1] == "fusion"]
+        (loops if "region" in computation.partition("(")[0] else others).extend(found)
+    # Keys and values of two layers, in the loop over tokens and in the one over free slots.
+    assert len(loops) == 2 * 2 * 2
+    assert all("dynamic-update-slice" in line.partition("=")[0] for line in loops), loops
+    assert others, "the caches are made before the loops"
+
+
+def test_slots_that_cannot_be_are_named():
+    with pytest.raises(ValueError, match="slots: got 0, expected at least 1"):
+        run(slots=0)
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"slots: got 3, expected a multiple of .* = 4"):
+        run(policy_of(mesh), slots=3)
