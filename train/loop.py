@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import kljax
-from train.batch import require
+from train.batch import Batch, given, require
 from train.checkpoint import Checkpoints
 from train.evaluate import evaluate
 from train.interrupt import Interrupt
@@ -63,6 +64,7 @@ def rl_step(
     recorded = [name for name in required_fields(config) if name not in SCORED]
     require(rollout.batch, recorded, "the objective of this config")
     batch = programs.score(state.trainable, setting.base, reference, rollout.batch)
+    error = rollout_error(batch)
     batch, controller, totals = programs.prepare(batch, state.controller)
     coefs, ref_head = coefficients(config), reference_head(config, setting.model, reference)
     for rows in update_rows(config, purpose_key(config.seed, "rows", step)):
@@ -72,9 +74,22 @@ def rl_step(
     if programs.follow is not None:
         moving = programs.follow(moving, state.trainable[policy_part(state.trainable)], state.step)
         state = dataclasses.replace(state, reference=moving)
-    values = rollout.metrics | divide(totals)
+    values = rollout.metrics | divide(totals) | jax.device_get(error)
     seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}
     return state, values, seconds | rollout.timings
+
+
+@jax.jit
+def rollout_error(batch: Batch) -> dict[str, jax.Array]:
+    """The largest difference between a log-prob of the sampler and the trainer's, of the policy before the updates.
+
+    For completions of that very policy it is what sampler and trainer compute differently: rounding, or a mistake. With
+    `rollout.policy_lag`, or of recorded completions, it is how far the policy has moved. Nothing without log-probs.
+    """
+    if batch.rollout_log_probs is None:
+        return {}
+    difference = jnp.abs(given(batch.old_log_probs) - batch.rollout_log_probs)
+    return {"rollout_log_prob_error": jnp.max(jnp.where(batch.completion_mask, difference, 0))}
 
 
 def _updated_part(state: TrainState) -> TrainState:

@@ -9,8 +9,11 @@ from train.errors import UserError
 from train.files import write_text_atomic
 
 # What may differ between a run and its continuation. None of it changes an update, but for the reference, which a user
-# switches on purpose: to a step that the run has reached meanwhile, say.
-FREE = ("steps", "output", "eval", "checkpoint", "reference")
+# switches on purpose: to a step that the run has reached meanwhile, say. A server may have moved.
+SERVER = tuple(
+    f"rollout.source.{name}" for name in ("url", "folder", "api_key_env", "timeout", "retries", "concurrency")
+)
+FREE = ("steps", "output", "eval", "checkpoint", "reference", "rollout.record", *SERVER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +83,7 @@ def resume_run(config: Config) -> RunDirectory:
         raise UserError(f"--resume: there is no run at {run.root}; leave the flag out to start one")
     before, now = (_flat(c.model_dump(mode="json")) for c in (load(run.config).config, config))
     differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    wrong = [key for key in differing if key.split(".")[0] not in FREE]
+    wrong = [key for key in differing if not any(f"{key}.".startswith(f"{free}.") for free in FREE)]
     if wrong:
         listed = "; ".join(f"{key}: the run has {before.get(key)!r}, got {now.get(key)!r}" for key in wrong)
         raise UserError(f"--resume: the config differs from that of {run.root}: {listed}")

@@ -134,22 +134,21 @@ class WeightSync:
         self._folders.close()
 
 
-HINTS = {
-    "/v1/load_lora_adapter": "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true",
-    "/v1/unload_lora_adapter": "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true",
-    "/collective_rpc": "start vLLM with VLLM_SERVER_DEV_MODE=1",
-    "/pause": "start vLLM with VLLM_SERVER_DEV_MODE=1",
-    "/resume": "start vLLM with VLLM_SERVER_DEV_MODE=1",
-    "/reset_prefix_cache": "start vLLM with VLLM_SERVER_DEV_MODE=1",
-}
+LORA_HINT = "start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true"
+DEVELOPMENT_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1"
+FOLDER_HINT = "rollout.source.folder has to be a path that trainer and server both see"
 
 
 def _accepted(client: Client, path: str, body: Mapping[str, object]) -> None:
-    """Posts; a server that does not know the path is told how it would."""
+    """Posts; of a server that does not know the path, or does not see the folder, the error says what to do."""
     try:
         client.post(path, body)
     except SourceError as error:
-        hint = f"; {HINTS[path]}" if "status 404" in str(error) else ""
+        hint = ""
+        if "Not Found" in str(error):
+            hint = f"; {LORA_HINT if 'lora' in path else DEVELOPMENT_HINT}"
+        elif "No adapter found" in str(error):
+            hint = f"; {FOLDER_HINT}"
         raise SourceError(f"{error}{hint}") from error
 
 
