@@ -54,7 +54,9 @@ def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path |
     import jax
 
     from train.report import default_console, print_evaluation, write_summary
+    from train.run import make_setting
     from train.saved import SavedRun, fitting
+    from train.tracing import forget_traces
 
     if file is not None and not file.absolute().parent.is_dir():
         raise UserError(f"--json: there is no directory {file.parent}")
@@ -62,7 +64,8 @@ def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path |
     if saved is None and step is not None:
         raise UserError(f"--step: got {step}, but {what} is no directory of a run")
     config = fitting(saved.config if saved else _config(what, overrides))
-    setting = _setting(config)
+    forget_traces()
+    setting = make_setting(config)
     with jax.set_mesh(setting.mesh):
         if saved is None:
             policy, name = _start(setting), str(what)
@@ -100,14 +103,6 @@ def _config(path: Path, overrides: Sequence[str]) -> "Config":
     for warning in loaded.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return loaded.config
-
-
-def _setting(config: "Config") -> "Setting":
-    from train.run import _setting as make_setting
-    from train.tracing import forget_traces
-
-    forget_traces()
-    return make_setting(config)
 
 
 def _start(setting: "Setting") -> "kljax.Policy":

@@ -55,7 +55,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     config, began, console = loaded.config, time.perf_counter(), default_console()
     forget_traces()
     quiet_abandoned_reads()
-    setting = _setting(config)
+    setting = make_setting(config)
     check_start(config, setting.model)
     check_reference(config, setting.model, setting.mesh, saved_steps(config) if resume else [])
     source = open_source(setting, continued=resume)
@@ -93,7 +93,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     return 0
 
 
-def _setting(config: Config) -> Setting:
+def make_setting(config: Config) -> Setting:
     """What the run needs of the config and the machine; every mistake that can be found here is found before RL."""
     tokenizer, task = load_tokenizer(config), load_task(config)
     prompts = Prompts(

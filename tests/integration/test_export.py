@@ -1,5 +1,7 @@
 """`python -m train.export` on the run of a tiny config: what it writes is what the run has saved, bit by bit."""
 
+import dataclasses
+import functools
 import json
 
 import jax
@@ -10,7 +12,11 @@ from safetensors.numpy import load_file
 import kljax
 from tests.integration.command import LORA, PPO, files, saved_arrays, state_arrays
 from train.export import main
+from train.models import Decoder
+from train.models.folder import load_params
+from train.models.hf_config import decoder_config
 from train.models.peft import check_adapter, read_peft_config
+from train.policy import token_stats
 from train.saved import SavedRun, fitting
 from train.setup import config_mesh, make_model
 from train.tokenizer import load_tokenizer
@@ -86,6 +92,21 @@ def test_what_orbax_writes_is_a_reference_of_another_run(lora, full, export, tmp
     expected = state_arrays(full, saved.config.steps)
     for name, values in saved_arrays(folder).items():
         np.testing.assert_array_equal(values, expected[f"trainable.params.{name}"])
+
+
+def test_merged_weights_become_a_folder_of_hugging_face(lora, export):
+    """What is read back has the log-probs of base and adapter, whatever of the run is left by then."""
+    folder = export(lora, "--merge")
+    saved, model, mesh = built(lora)
+    whole = Decoder(decoder_config(folder))
+    assert whole.config == dataclasses.replace(model.config, lora=None)
+    tokens, mask = jax.random.randint(jax.random.key(0), (2, 9), 0, 256), np.ones((2, 9), bool)
+    stats = jax.jit(functools.partial(token_stats, temperature=1.0), static_argnums=0)
+    expected = stats(model, saved.policy(model, mesh, saved.config.steps), tokens, mask)[0].log_prob
+    got = stats(whole, kljax.Policy(load_params(folder, whole, mesh)), tokens, mask)[0].log_prob
+    base = stats(model, saved.policy(model, mesh, 0), tokens, mask)[0].log_prob
+    np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6)
+    assert np.abs(expected - base).max() > 1e-4
 
 
 @pytest.mark.parametrize(
