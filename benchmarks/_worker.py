@@ -12,7 +12,7 @@ import pathlib
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from benchmarks import _measure
 from benchmarks._inputs import QUICK, Inputs, Options, make_inputs
@@ -55,7 +55,14 @@ class Worker:
         return _torch_contenders.Contenders(inputs, self.options, pathlib.Path(self.releases))
 
 
-def serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
+class Answering(Protocol):
+    """What answers requests."""
+
+    def answer(self, request: Mapping[str, Any]) -> Any:
+        """The result of a request, as JSON has it."""
+
+
+def serve(worker: Answering, requests: TextIO, replies: TextIO) -> None:
     """Answers until there are no more requests."""
     for line in requests:
         try:
