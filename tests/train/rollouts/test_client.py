@@ -6,47 +6,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.train.rollouts.fake_server import Answer, serving
 from train.rollouts import SourceError
 from train.rollouts.server import Client
 from train.rollouts.server.client import wait_before
-
-Answer = tuple[int, str] | None
-
-
-@contextlib.contextmanager
-def serving(answer: Callable[[str, dict], Answer], **headers: str) -> Iterator[str]:
-    """A server on this machine; `answer` gives status and text, or None to close the connection without one."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            given = answer(self.path, json.loads(body) if body else {})
-            if given is None:
-                self.close_connection = True
-                self.connection.shutdown(socket.SHUT_RDWR)
-                return
-            self.send_response(given[0])
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.end_headers()
-            self.wfile.write(given[1].encode())
-
-        do_GET = do_POST
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @contextlib.contextmanager

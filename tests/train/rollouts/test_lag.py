@@ -10,11 +10,9 @@ import pytest
 from tests import tiny
 from train.checkpoint import Checkpoints, abstract
 from train.config.schema import Checkpoint
-from train.loop import Programs, rl_step, rollout_error
-from train.rollouts import JaxSource, first_past, next_past, sampling_policy
+from train.loop import rollout_error
+from train.rollouts import first_past, next_past, sampling_policy
 from train.state import TrainState
-
-OPTIONS = ("kl.rollout.coef=1e-3", "optim.learning_rate=3e-3", "temperature=0.8", "rollout.samples_per_prompt=8")
 
 
 def numbered(lag: int) -> TrainState:
@@ -43,36 +41,6 @@ def test_the_ring_leaves_the_value_head_out():
     config = tiny.config_of("advantage.estimator=gae", "loss.value_coef=0.5", "rollout.policy_lag=2")
     past = tiny.state_of(config, optax.identity()).past
     assert [set(weights) for weights in past] == [{"params"}] * 2
-
-
-class Steps:
-    """Steps of runs that differ in their lag alone, which no program depends on."""
-
-    def __init__(self) -> None:
-        self.config = tiny.config_of(*OPTIONS)
-        self.setting = tiny.setting_of(self.config)
-        with jax.set_mesh(self.setting.mesh):
-            self.programs = Programs.of(self.setting, tiny.state_of(self.config, self.setting.optimizer))
-            self.source = JaxSource(self.setting)
-
-    def first(self, lag: int) -> TrainState:
-        """The state of a run with this lag before its first step."""
-        state = tiny.state_of(self.config, self.setting.optimizer)
-        return dataclasses.replace(state, past=first_past(state.trainable, lag))
-
-    def run(self, state: TrainState, steps: int) -> tuple[TrainState, list[dict]]:
-        """So many steps from a state on."""
-        metrics = []
-        with jax.set_mesh(self.setting.mesh):
-            for step in range(int(state.step), int(state.step) + steps):
-                state, values, _ = rl_step(self.setting, self.programs, self.source, state, step)
-                metrics.append(values)
-        return state, metrics
-
-
-@pytest.fixture(scope="module")
-def steps():
-    return Steps()
 
 
 def test_rollout_kl_is_nothing_without_a_lag_and_grows_with_it(steps):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import kljax
+from train.errors import UserError
 from train.rollouts.server.client import Client
 from train.rollouts.source import SourceError
 from train.setting import Setting
@@ -97,8 +98,8 @@ class LoraSync:
 class WeightSync:
     """Writes all weights, merged with the adapter if there is one, and has the server load them in place.
 
-    vLLM: VLLM_SERVER_DEV_MODE=1, which opens `/collective_rpc`. The server is paused meanwhile, and forgets what it
-    cached of prompts: it belongs to the old weights.
+    vLLM: VLLM_SERVER_DEV_MODE=1, which opens `/collective_rpc`, and no `--enable-lora`. The server is paused meanwhile,
+    and forgets what it cached of prompts: it belongs to the old weights.
     """
 
     def __init__(self, client: Client, setting: Setting, *, model: str, folder: str | None) -> None:
@@ -108,7 +109,7 @@ class WeightSync:
 
     def load(self, policy: kljax.Policy, step: int) -> str:
         """The name of the base model, whose weights these are now."""
-        from train.models.folder.save import save_folder
+        from train.models.folder import save_folder
 
         path = self._folders.new(step)
         source = getattr(self._setting.config.model, "path", None)
@@ -158,6 +159,12 @@ def make_sync(client: Client, setting: Setting) -> Sync:
     if section.type != "openai":
         raise ValueError(f"rollout.source.type: got {section.type!r}, expected openai")
     kind = section.sync or ("lora" if setting.config.lora is not None else "weights")
+    if kind == "weights" and setting.model.config.tie_embeddings:
+        # Measured with vLLM 0.32: it warns "ParallelLMHead: Failed to load weights" and goes on with the old head.
+        raise UserError(
+            "rollout.source.sync: got weights, but the model ties its LM head to the embeddings, which vLLM does not load "
+            "again; train an adapter (sync=lora), or a model whose head is its own"
+        )
     if kind == "none":
         return NoSync(section.model)
     made = LoraSync if kind == "lora" else WeightSync

@@ -1,0 +1,78 @@
+"""Servers in a thread: one that answers as it is told, and answers that are good enough to train on."""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = tuple[int, str] | None
+
+
+@contextlib.contextmanager
+def serving(answer: Callable[[str, dict], Answer], **headers: str) -> Iterator[str]:
+    """The address of a server; `answer` gives status and text, or None to close the connection without one."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            given = answer(self.path, json.loads(body) if body else {})
+            if given is None:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            text = given[1].encode()
+            self.send_response(given[0])
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_GET = do_POST
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class Digits:
+    """Completes every prompt with a digit that its seed decides, and ends it. Dies after so many completions."""
+
+    def __init__(self, eos_id: int, lives: int = 10**9) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self._eos_id, self._lives, self._lock = eos_id, lives, threading.Lock()
+
+    def __call__(self, path: str, body: dict) -> Answer:
+        """One answer."""
+        if path == "/v1/models":
+            return 200, json.dumps({"data": [{"id": "m"}]})
+        with self._lock:
+            self.bodies.append(body)
+            self._lives -= 1
+        if self._lives < 0:
+            return None
+        choices = [self._choice(body, index) for index in range(body["n"])]
+        # Not in their order, as a server may answer.
+        return 200, json.dumps({"choices": choices[::-1]})
+
+    def _choice(self, body: dict, index: int) -> dict:
+        tokens = [ord("0") + (body["seed"] + index) % 10, self._eos_id][: body["max_tokens"]]
+        return {
+            "index": index,
+            "token_ids": tokens,
+            "logprobs": {"token_logprobs": [-2.0, -1.0][: len(tokens)]},
+            "finish_reason": "stop" if len(tokens) == 2 else "length",
+        }
