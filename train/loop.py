@@ -16,7 +16,7 @@ from train.interrupt import Interrupt
 from train.keys import purpose_key
 from train.metrics import MetricsWriter
 from train.objective import coefficients, required_fields
-from train.references import current_reference, make_follow, reference_head, with_place
+from train.references import current_reference, make_follow, reference_head, with_place, without_base
 from train.rollouts import Sampler, Source, SourceError, collect, make_sampler, next_past, sampling_policy
 from train.setting import Setting
 from train.state import TrainState, policy_of, policy_part
@@ -63,7 +63,7 @@ def rl_step(
     past, state = next_past(state), _updated_part(state)
     recorded = [name for name in required_fields(config) if name not in SCORED]
     require(rollout.batch, recorded, "the objective of this config")
-    batch = programs.score(state.trainable, setting.base, reference, rollout.batch)
+    batch = programs.score(state.trainable, setting.base, without_base(reference, setting.base), rollout.batch)
     error = rollout_error(batch)
     batch, controller, totals = programs.prepare(batch, state.controller)
     coefs, ref_head = coefficients(config), reference_head(config, setting.model, reference)

@@ -18,8 +18,8 @@ from train.batch import Batch, map_micro_batches, micro_batches, row_count, take
 from train.config.schema import Config, Optim
 from train.models import Decoder
 from train.policy import Reference as ExactReference
-from train.policy import token_stats, token_values
-from train.references import Reference, reference_head
+from train.policy import paired_hidden_states, token_stats, token_values
+from train.references import Reference, reference_head, with_base
 from train.sharding import batch_sharding, replicated
 from train.state import TrainState, policy_of
 from train.tracing import traced_once
@@ -50,6 +50,9 @@ def make_optimizer(section: Optim) -> optax.GradientTransformation:
 def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batch]:
     """`(trainable, base, reference, batch) -> batch` with the fields of `SCORED` that the config needs filled in.
 
+    A reference whose weights are `base` comes without them (`without_base`): they are one argument then, and on a mesh
+    that splits them both policies go over them in one pass.
+
     `reference` is None when no coefficient needs it: then nothing of it is computed; nor are its log-probs where only
     the exact KL is asked for, which reads its hidden states. All results are data. Old and
     reference log-probs are computed as the objective's are, at its micro-batch size, so that an unchanged policy has
@@ -59,9 +62,11 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
 
     def score(trainable: dict[str, Tree], base: Tree, reference: Reference | None, batch: Batch) -> Batch:
         policy = Reference(model, policy_of(trainable, base))
+        paired = _one_pass(mesh, policy, reference)
+        other = None if reference is None else with_base(reference, base)
 
         def stats_of(
-            one: Reference, part: Batch, against: ExactReference | None = None
+            one: Reference, part: Batch, hidden: jax.Array | None, against: ExactReference | None = None
         ) -> tuple[kljax.TokenStats, jax.Array]:
             return token_stats(
                 one.model,
@@ -73,19 +78,24 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
                 reference=against,
                 tile=objectives.tile(config),
                 first=config.data.max_prompt_length,
+                hidden=hidden,
             )
 
         def rows(part: Batch) -> Batch:
-            found, kept, against = {}, {}, None
-            if reference is not None:
-                ref_stats, ref_hidden = stats_of(reference, part)
+            found, kept, against, hidden, ref_hidden = {}, {}, None, None, None
+            if paired and other is not None:
+                hidden, ref_hidden = paired_hidden_states(
+                    model, policy.policy, other.policy.adapter, part.tokens, part.token_mask
+                )
+            if other is not None:
+                ref_stats, ref_hidden = stats_of(other, part, ref_hidden)
                 if config.needs_ref_log_probs():
                     found["ref_log_probs"] = ref_stats.log_prob
                 if config.exact_reward():
-                    against = (ref_hidden, reference_head(config, model, reference))
+                    against = (ref_hidden, reference_head(config, model, other))
                 if config.exact_loss():
                     kept["ref_hidden"] = ref_hidden
-            stats, hidden = stats_of(policy, part, against)
+            stats, hidden = stats_of(policy, part, hidden, against)
             found["old_log_probs"] = stats.log_prob
             if stats.kl is not None:
                 found["ref_exact_kl"] = stats.kl
@@ -97,6 +107,15 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
         return map_micro_batches(rows, batch, _score_parts(config))
 
     return jax.jit(traced_once(score), out_shardings=batch_sharding(mesh))
+
+
+def _one_pass(mesh: Mesh, policy: Reference, reference: Reference | None) -> bool:
+    """Whether policy and reference go over the layers together: one base, two adapters, and weights to be gathered.
+
+    On one device the weights are read no faster together, and twice the rows at a time are in the way of each other.
+    """
+    shared = reference is not None and reference.policy.params is None and reference.model == policy.model
+    return shared and policy.policy.adapter is not None and mesh.shape["fsdp"] > 1
 
 
 def make_prepare(config: Config, mesh: Mesh) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from train.references.record import (
     record_reference,
     reference_fingerprint,
 )
-from train.references.reference import Reference, reference_head
+from train.references.reference import Reference, reference_head, with_base, without_base
 from train.references.sources import check_reference, load_reference, pinned_steps
 
 __all__ = [
@@ -29,5 +29,7 @@ __all__ = [
     "reference_head",
     "start_moving",
     "staying",
+    "with_base",
     "with_place",
+    "without_base",
 ]

@@ -20,11 +20,26 @@ class Reference:
 
     Attributes:
       model: the decoder of the policy, or another one of the same vocabulary: that of a teacher.
-      policy: its weights, which may be those of the policy itself, and its adapter.
+      policy: its weights, which may be those of the policy itself, and its adapter. Weights of None are those of the
+        policy (`without_base`).
     """
 
     model: Decoder = dataclasses.field(metadata={"static": True})
     policy: kljax.Policy
+
+
+def without_base(reference: Reference | None, base: Tree) -> Reference | None:
+    """The reference without weights that are the policy's base: what is an argument twice is planned for twice."""
+    if reference is None or base is None or reference.policy.params is not base:
+        return reference
+    return dataclasses.replace(reference, policy=kljax.Policy(None, reference.policy.adapter))
+
+
+def with_base(reference: Reference, base: Tree) -> Reference:
+    """The inverse of `without_base`."""
+    if reference.policy.params is not None:
+        return reference
+    return dataclasses.replace(reference, policy=kljax.Policy(base, reference.policy.adapter))
 
 
 def reference_head(config: Config, model: Decoder, reference: Reference | None) -> jax.Array | None:
