@@ -6,6 +6,7 @@ import math
 import pytest
 
 from tests.integration.command import LORA, PPO, ROOT, TINY, records, state_arrays
+from tests.integration.test_recipes import RECIPES as PRETRAINED
 from train.config import load
 
 # The first update of a warm-up of the learning rate is at 0; two steps should show more than one.
@@ -29,6 +30,7 @@ LONG = "How many apples are in the basket if somebody asks about them at great l
 
 def test_every_config_is_run_here_or_in_the_smoke_run():
     assert {f"configs/{path.name}" for path in (ROOT / "configs").iterdir()} == {
+        *(f"configs/{name}.yaml" for name in PRETRAINED),
         *(recipe[0] for recipe, _ in RECIPES),
         "configs/gsm8k.yaml",
         "configs/smoke.yaml",

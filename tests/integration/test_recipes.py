@@ -1,0 +1,87 @@
+"""The recipes of pretrained models load as they are, and go to their end with a tiny model on data of the same form."""
+
+import json
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from tests.integration.command import ROOT, records
+from train.__main__ import main
+from train.config import load
+
+GSM8K = {"question": "What is 1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}
+MATH = {"problem": "What is $1+1$?", "solution": r"It is $\boxed{2}$.", "level": "Level 1", "type": "Algebra"}
+# With each recipe, its data and metrics of the terms that it is there to show.
+RECIPES = {
+    "gsm8k_qwen3_0_6b_lora": (GSM8K, {"kl_loss", "format", "overlong", "correct"}, ("lora.rank=2",)),
+    "gsm8k_qwen3_8b_v5p64": (GSM8K, {"kl_loss", "format", "overlong"}, ()),
+    "math_llama3_8b_h100x8": (MATH, {"kl_loss", "format", "overlong"}, ()),
+    "distill_qwen3": (GSM8K, {"kl_loss", "kl_reference_exact"}, ("reference={source: base}",)),
+}
+SMALL = (
+    "model=tiny",
+    "mesh={}",
+    "steps=1",
+    "data.max_prompt_length=40",
+    "data.max_completion_length=8",
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=2",
+    "rollout.slots=4",
+    "rewards.overlong_buffer=4",
+    "optim.updates_per_batch=1",
+    "optim.micro_batches=1",
+    "eval={every: 1, prompts: 2, batch_size: 2}",
+)
+
+
+@pytest.fixture(scope="module")
+def quick_compilations(tmp_path_factory):
+    """Programs are compiled once for all recipes, and not made fast: they run for milliseconds."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_disable_most_optimizations": True,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    compilation_cache.reset_cache()
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def config_file(name):
+    return ROOT / f"configs/{name}.yaml"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_loads_as_it_is(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints/Qwen3-8B").mkdir(parents=True)
+    loaded = load(config_file(name))
+    config = loaded.config
+    assert loaded.warnings == ()
+    assert config.name == name
+    assert config.warm_start.steps == 0
+    devices = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
+    assert devices == {"gsm8k_qwen3_0_6b_lora": 1, "gsm8k_qwen3_8b_v5p64": 64}.get(name, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilations")
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_goes_to_its_end_with_a_tiny_model(name, tmp_path, capsys):
+    record, metrics, more = RECIPES[name]
+    data = tmp_path / "data.jsonl"
+    data.write_text(f"{json.dumps(record)}\n" * 8, "utf-8")
+    files = (f"data.train={data}", f"data.eval={data}", f"output={tmp_path / 'runs'}")
+    assert main([str(config_file(name)), *SMALL, *files, *more]) == 0, capsys.readouterr().err
+    (run,) = (tmp_path / "runs").iterdir()
+    (step,) = records(run, "train")
+    assert metrics <= step.keys()
+    assert all(value is not None for value in step.values())
+    assert "accuracy" in json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
