@@ -169,6 +169,7 @@ def test_config_is_frozen():
 def test_every_field_is_documented_and_the_table_has_its_default():
     sources = ({"type": "jax"}, {"type": "openai", "url": "http://host", "model": "m"}, {"type": "file", "path": "."})
     configs = [parse({"steps": 1, "lora": {}, "rollout": {"source": source}})[0].model_dump() for source in sources]
+    configs.append(parse({"steps": 1, "reference": {"source": "ema"}})[0].model_dump())
 
     def lookup(config, path: str) -> list:
         """The value at a path, or nothing where another variant of a section is chosen."""

@@ -17,7 +17,7 @@ def load_tokenizer(config: "Config") -> Tokenizer:
     Raises:
         UserError: the folder has no usable tokenizer, or not the template that `data` asks for.
     """
-    path = getattr(config.model, "path", None)
+    path = config.model.path
     if path is None:
         return ByteTokenizer()
     from train.tokenizer.files import load_folder  # only here is the library needed

@@ -89,7 +89,7 @@ CHECKS = (_files, _arithmetic, _owned, _template, _rewards)
 
 def warnings(config: Config) -> Iterator[str]:
     """What a model without a folder does not read: it has bytes, no template."""
-    if getattr(config.model, "path", None) is None:
+    if config.model.path is None:
         for name in ("chat", "system", "chat_template", "template_arguments"):
             if getattr(config.data, name):
                 yield f"data.{name}: not read, because without model.path prompts are bytes and no conversation"
