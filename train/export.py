@@ -99,6 +99,8 @@ def export(
                 save_base(target, policy.params if policy.adapter is None else policy.adapter)
         except OSError as error:
             raise UserError(f"--to: cannot write {target}: {error.strerror or error}") from error
+        except ValueError as error:  # a shape that no family of Hugging Face has
+            raise UserError(f"--format: got {form}, but {error}") from error
     what = "adapter" if policy.adapter is not None and form != "hf" else "weights"
     print(f"{target}: the {what} of {root} after step {step}, {form}")
 

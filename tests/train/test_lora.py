@@ -10,6 +10,7 @@ import pytest
 
 import kljax
 from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models.layers import Linear
 from train.models.lora import PROJECTIONS, merge
 from train.policy import abstract_adapter, init_adapter, init_params
 from train.policy import hidden_states as eager_hidden_states
@@ -75,6 +76,24 @@ def test_what_cannot_be_merged_is_named():
     wide = {"layers": {"mlp": {"up_proj": adapter["layers"]["mlp"]["down_proj"]}}}
     with pytest.raises(ValueError, match=r"layers\.mlp\.up_proj: got lora_A \(2, 24, 3\) x lora_B \(2, 3, 16\), exp"):
         merge(MODEL, params, wide)
+
+
+def test_an_adapter_is_float32_on_a_bfloat16_base_and_their_sum_is_rounded_once():
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((2, 5, 16), (16, 24)))
+    lora_a, lora_b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((16, 3), (3, 24)))
+    linear = Linear(24, ("embed", "heads"), lora=LORA, param_dtype="bfloat16", name="q_proj")
+    drawn = linear.init({"params": jax.random.key(0), "lora": jax.random.key(0)}, x)["lora"]
+    assert {leaf.dtype for leaf in jax.tree.leaves(drawn)} == {jnp.dtype("float32")}
+    y = linear.apply({"params": {"kernel": kernel}, "lora": {"lora_A": lora_a, "lora_B": lora_b}}, x)
+    alone = linear.apply({"params": {"kernel": kernel}}, x)
+    a, b, rows = (np.asarray(value, np.float64) for value in (lora_a, lora_b, x))
+    expected = np.asarray(alone, np.float64) + 12 / 3 * rows @ a @ b
+    # Half a unit in the last of bfloat16's 8 digits, and what float32 leaves of terms near 50 that cancel.
+    assert np.all(np.abs(np.asarray(y, np.float64) - expected) <= 2.0**-8 * np.abs(expected) + 1e-5)
+    twice = np.asarray(alone + (12 / 3 * x @ lora_a @ lora_b).astype(jnp.bfloat16), np.float64)
+    assert np.any(np.abs(twice - expected) > 2.0**-8 * np.abs(expected) + 1e-5)
+    assert y.dtype == jnp.bfloat16
 
 
 def test_a_new_adapter_changes_nothing_and_leaves_the_base_parameters_as_they_are():
