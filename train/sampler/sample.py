@@ -58,8 +58,9 @@ def _check(rows: int, slots: int, max_new_tokens: int) -> None:
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected at least 1")
     if slots < 1:
         raise ValueError(f"slots: got {slots}, expected at least 1")
-    if slots < rows and slots % axis_size("rows"):
-        raise ValueError(f"slots: got {slots}, expected a multiple of mesh.data x mesh.fsdp = {axis_size('rows')}")
+    if slots % axis_size("rows"):
+        name = "slots" if slots < rows else "rows"
+        raise ValueError(f"{name}: got {slots}, expected a multiple of mesh.data x mesh.fsdp = {axis_size('rows')}")
 
 
 def _fill(rows: _Rows, decoding: Decoding, slots: int, room: int, *, same: bool) -> Slots:
@@ -265,6 +266,7 @@ def sample(
     slots = count if slots is None else min(slots, count)
     _check(count, slots, max_new_tokens)
     chosen = jnp.arange(count) if prompt_ids is None else jnp.asarray(prompt_ids)
+    prompts, prompt_mask = jnp.asarray(prompts), jnp.asarray(prompt_mask)
     params = variables(model, policy)
     lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)[chosen]
     filled, filled_mask, hidden, cache = _prefill(model, params, prompts, prompt_mask)
