@@ -117,6 +117,8 @@ ADAPTERS = {
     "qwen3": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"),
     "gemma3": LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", use_rslora=True, task_type="CAUSAL_LM"),
 }
+# So that the logits move by more than 0.1, and by rounding not more than those of the base.
+ADAPTER_STD = {"qwen3": 0.1, "gemma3": 0.02}
 # The weights whose gradients are recorded: one of each kind, and of the layers the first and the last.
 GRADIENTS = (
     "embed_tokens.weight",
@@ -168,7 +170,7 @@ def write(name: str, folder: pathlib.Path) -> None:
         with torch.no_grad():
             for key, weight in adapted.named_parameters():
                 if "lora_" in key:
-                    weight.copy_(torch.randn_like(weight) * 0.1)
+                    weight.copy_(torch.randn_like(weight) * ADAPTER_STD[name])
         adapted.peft_config["default"].base_model_name_or_path = f"tiny-random/{name}"
         adapted.save_pretrained(folder / "adapter")
         (folder / "adapter" / "README.md").unlink(missing_ok=True)

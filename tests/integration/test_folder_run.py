@@ -1,0 +1,120 @@
+"""A Hugging Face folder in, steps of RL on an adapter, a Hugging Face folder out: the same log-probs."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import kljax
+from train.config import load
+from train.errors import UserError
+from train.export import export
+from train.models import Decoder
+from train.models.folder import folder_digest, load_params, save_folder
+from train.models.hf_config import decoder_config
+from train.policy import init_params, token_stats
+from train.run import run
+from train.saved import SavedRun
+from train.setup import make_model
+from train.sharding import make_mesh
+from train.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.slow
+GOLDEN = Path(__file__).parents[1] / "goldens" / "models" / "qwen3"
+CONFIG = """
+steps: 2
+output: {output}
+model: {{path: {folder}}}
+lora: {{rank: 2, alpha: 8.0, targets: [q_proj, o_proj, up_proj]}}
+data: {{max_operand: 9, max_prompt_length: 64, max_completion_length: 6}}
+rollout: {{prompts_per_step: 2, samples_per_prompt: 2}}
+loss: {{entropy_coef: 1.0}}
+kl: {{loss: {{coef: 0.01, estimator: k2}}}}
+optim: {{learning_rate: 1e-2}}
+eval: {{every: 2, prompts: 4, batch_size: 4}}
+checkpoint: {{every: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, Path, Path]:
+    """The config file, the run directory and the folder that it started from, which a test may change and put back."""
+    directory = tmp_path_factory.mktemp("folder")
+    folder = directory / "tiny"
+    # One layer, as the programs of a sampler grow with them.
+    model = Decoder(dataclasses.replace(decoder_config(GOLDEN), layers=1))
+    policy = kljax.Policy(init_params(model, jax.random.key(0), make_mesh()))
+    save_folder(folder, model, policy, source=GOLDEN, max_file_bytes=50_000)
+    config = directory / "config.yaml"
+    config.write_text(CONFIG.format(output=directory / "runs", folder=folder))
+    assert run(load(config)) == 0
+    return config, directory / "runs" / "run", folder
+
+
+def log_probs(config_path: Path, overrides: list[str], policy_of) -> np.ndarray:
+    """Log-probs of one batch under a policy of the model that a config describes."""
+    config, mesh = load(config_path, overrides).config, make_mesh()
+    model = make_model(config, load_tokenizer(config))
+    tokens = np.random.default_rng(0).integers(0, 320, (2, 12)).astype(np.int32)
+    score = jax.jit(lambda policy: token_stats(model, policy, tokens, tokens >= 0, temperature=1.0)[0].log_prob)
+    return np.asarray(score(policy_of(model, mesh)))
+
+
+def test_what_was_trained_is_exported_and_gives_the_same_log_probs(trained, tmp_path):
+    config, root, folder = trained
+    export(root, tmp_path / "out", step=2, form="hf", merge=True)
+    adapted = log_probs(config, [], lambda model, mesh: SavedRun.at(root).policy(model, mesh, 2))
+    base = log_probs(config, [], lambda model, mesh: kljax.Policy(load_params(folder, model, mesh)))
+
+    def exported(model, mesh) -> kljax.Policy:
+        return kljax.Policy(load_params(tmp_path / "out", model, mesh))
+
+    merged = log_probs(config, [f"model.path={tmp_path / 'out'}", "lora=null"], exported)
+    assert np.abs(merged - adapted).max() < 5e-6
+    assert np.abs(base - adapted).max() > 1e-3
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_a_run_with_an_adapter_remembers_its_folder_instead_of_copying_it(trained):
+    _, root, folder = trained
+    assert json.loads((root / "base.json").read_text()) == {"folder": str(folder), "digest": folder_digest(folder)}
+    assert not (root / "base").exists()
+    assert sum(path.stat().st_size for path in (root / "checkpoints").rglob("*")) < 200_000
+
+
+def test_the_first_kl_to_the_base_is_zero(trained):
+    _, root, _ = trained
+    lines = map(json.loads, (root / "metrics.jsonl").read_text().splitlines())
+    kls = [line["kl_reference"] for line in lines if line["phase"] == "train"]
+    assert 0 <= kls[0] < 1e-12
+    assert kls[1] > 1e-9
+
+
+def test_it_is_continued_with_the_same_weights_only(trained):
+    config, root, folder = trained
+    assert run(load(config), resume=True) == 0
+    path = max(folder.glob("*.safetensors"))
+    whole = path.read_bytes()
+    try:
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(UserError, match=rf"model\.path: {folder} is not what {root} began with.*sha256:"):
+            run(load(config), resume=True)
+        path.unlink()
+        with pytest.raises(UserError, match=rf"model\.path: .*not there: {path.name}"):
+            run(load(config), resume=True)
+    finally:
+        path.write_bytes(whole)
+
+
+def test_a_folder_that_does_not_fit_its_config_is_an_error_before_a_run_directory_is_made(trained, tmp_path):
+    config, _, folder = trained
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    shape = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(shape | {"intermediate_size": 64}))
+    with pytest.raises(UserError, match=r"model\.path: .*mlp\.down_proj\.weight: got \[32, 48\], expected \[32, 64\]"):
+        run(load(config, [f"model.path={other}", f"output={tmp_path / 'runs'}"]))
+    assert not (tmp_path / "runs").exists()
