@@ -149,3 +149,43 @@ def test_nothing_left_says_which_length_to_raise():
         Supervised(examples(5), TOKENIZER, prompt_length=8, completion_length=1, batch_size=2, seed=0)
     with pytest.raises(UserError, match="none of the 0 prompts fit"):
         keep_prompts([], TOKENIZER, 2)
+
+
+class Counting(ByteTokenizer):
+    """Counts what is tokenized."""
+
+    prompts: list = []  # noqa: RUF012 (of the class, as the tokenizer is frozen)
+    solutions: list = []  # noqa: RUF012
+
+    def prompt_ids(self, example):
+        self.prompts.append(example.prompt)
+        return super().prompt_ids(example)
+
+    def solution_ids(self, example):
+        self.solutions.append(example.prompt)
+        return super().solution_ids(example)
+
+
+def test_no_text_is_tokenized_twice():
+    Counting.prompts.clear()
+    Counting.solutions.clear()
+    tokenizer = Counting()
+    source = Prompts(examples(6), tokenizer, length=8, batch_size=4, seed=3)
+    imitated = Supervised(source.examples, tokenizer, prompt_length=8, completion_length=4, batch_size=4, seed=3)
+    tokens, mask = encode_prompts(source.batch(0), tokenizer, 8)
+    rows = imitated.batch(0)
+    assert sorted(Counting.prompts) == sorted(Counting.solutions) == [f"{i}=" for i in range(6)]
+    # What is kept is what would be made again, and does not tell examples apart.
+    again, again_mask = encode_prompts([Example(e.prompt, "", "") for e in source.batch(0)], TOKENIZER, 8)
+    np.testing.assert_array_equal(tokens, again)
+    np.testing.assert_array_equal(mask, again_mask)
+    assert rows.tokens.shape == (4, 12)
+    assert sorted(source.examples, key=lambda e: e.prompt) == examples(6)
+
+
+def test_a_warm_start_without_solutions_is_named():
+    without = [Example("1=", "1", "")]
+    with pytest.raises(
+        UserError, match=r"warm_start\.steps: a warm start imitates solutions.*'1='.*warm_start\.steps=0"
+    ):
+        Supervised(without, TOKENIZER, prompt_length=8, completion_length=4, batch_size=1, seed=0)
