@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import logging
 from pathlib import Path
-from typing import Any
 
 from train.config import parse
 from train.config.schema import Config
@@ -21,12 +20,13 @@ TOKENIZER = "tokenizer.json"
 def teacher_model(form: Form, path: Path, policy: Decoder) -> Decoder:
     """The decoder of whole weights: of `config.json`, or of the run that saved them, else the policy's.
 
-    It has no adapter, and computes and holds its weights in the types of the policy.
+    It has no adapter and computes in the type that the policy computes in. That is what a folder's weights are held in
+    as well: they are never updated, and would be rounded to it where they are used.
     """
-    types: dict[str, Any] = {"dtype": policy.config.dtype, "param_dtype": policy.config.param_dtype}
+    dtype = policy.config.dtype
     if form == "folder":
-        return Decoder(decoder_config(path, **types))
-    run = run_of(path)
+        return Decoder(decoder_config(path, dtype=dtype, param_dtype=dtype))
+    run, held = run_of(path), policy.config.param_dtype
     if run is not None:
         # The module builds the decoder of a run and looks for saved weights, which this package finds.
         from train.setup import make_model
@@ -35,7 +35,7 @@ def teacher_model(form: Form, path: Path, policy: Decoder) -> Decoder:
         raw, _ = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
         config, _ = parse({"steps": 1, "model": raw.get("model", {})})
         policy = make_model(config, load_tokenizer(config))
-    return Decoder(dataclasses.replace(policy.config, lora=None, **types))
+    return Decoder(dataclasses.replace(policy.config, lora=None, dtype=dtype, param_dtype=held))
 
 
 def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decoder) -> None:
