@@ -86,7 +86,7 @@ def export(
             if form == "peft":
                 from train.models.peft import save_adapter
 
-                save_adapter(target, model, policy.adapter, base_name=base_name or source)
+                save_adapter(target, model, policy.adapter, base_name=base_name or source, source=source)
             elif form == "hf":
                 from train.models.folder import save_folder
 

@@ -92,6 +92,18 @@ def test_what_is_written_is_what_was_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_the_text_part_of_a_larger_model_keeps_its_names(tmp_path):
+    """As PEFT names them in Gemma 3 with images; and the same adapter is read from them."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}}))
+    adapter = load_adapter(ADAPTER, MODEL, make_mesh())
+    save_adapter(tmp_path / "out", MODEL, adapter, base_name=None, source=tmp_path)
+    renamed = {
+        k.replace("model.layers.", "model.language_model.layers."): v for k, v in load_file(ADAPTER / WEIGHTS).items()
+    }
+    chex.assert_trees_all_equal(load_file(tmp_path / "out" / WEIGHTS), renamed)
+    chex.assert_trees_all_equal(load_adapter(tmp_path / "out", MODEL, make_mesh()), adapter)
+
+
 def test_layers_that_are_left_out_add_nothing(edited):
     path = edited(lambda found: {k: v for k, v in found.items() if ".layers.1." in k}, layers_to_transform=[1])
     assert read_peft_config(path) == LORA

@@ -119,13 +119,16 @@ def load_adapter(path: str | Path, model: Decoder, mesh: Mesh) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
-def save_adapter(path: str | Path, model: Decoder, adapter: Tree, *, base_name: str | None) -> None:
+def save_adapter(
+    path: str | Path, model: Decoder, adapter: Tree, *, base_name: str | None, source: str | Path | None = None
+) -> None:
     """Writes an adapter as a PEFT folder, whole or not at all, which PEFT, transformers and vLLM load.
 
     Args:
       path: the folder, which is not there yet, or empty.
       model: its lora section gives rank, alpha and targets; adapter: as `load_adapter` returns it.
       base_name: `base_model_name_or_path`: the folder or the hub's name of the base model.
+      source: the Hugging Face folder of the base, which says whether the decoder is the text part of a larger model.
 
     Raises:
       FileExistsError: something is there already.
@@ -135,16 +138,24 @@ def save_adapter(path: str | Path, model: Decoder, adapter: Tree, *, base_name: 
     got, expected = {name: leaf.shape for name, leaf in leaves.items()}, _shapes(model)
     if lora is None or got != expected:
         raise ValueError(f"adapter does not fit the model: got {got}, expected {expected}")
+    prefix = f"base_model.model.{_prefix(source)}"
     with new_directory(Path(path)) as partial:
         tensors = {}
         for name, leaf in leaves.items():
             values = np.asarray(jax.device_get(leaf), np.float32)
             for layer, matrix in enumerate(values):
-                key = f"base_model.model.model.layers.{layer}.{name.removeprefix('layers.')}.weight"
+                key = f"{prefix}layers.{layer}.{name.removeprefix('layers.')}.weight"
                 tensors[key] = np.ascontiguousarray(matrix.T)
         save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         text = json.dumps(_peft_config(lora, base_name), indent=2, sort_keys=True)
         write_text_atomic(partial / CONFIG_FILE, f"{text}\n")
+
+
+def _prefix(source: str | Path | None) -> str:
+    """Where the layers are in the model that transformers makes of a folder: deeper in one that takes images too."""
+    file = None if source is None else Path(source) / "config.json"
+    nested = file is not None and file.is_file() and "text_config" in json.loads(file.read_text(encoding="utf-8"))
+    return "model.language_model." if nested else "model."
 
 
 def _peft_config(lora: LoraConfig, base_name: str | None) -> dict[str, Any]:
@@ -160,7 +171,7 @@ def _peft_config(lora: LoraConfig, base_name: str | None) -> dict[str, Any]:
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": list(lora.targets),
+        "target_modules": sorted(lora.targets),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": lora.rslora,
