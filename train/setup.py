@@ -43,13 +43,13 @@ def make_model(config: Config, tokenizer: Tokenizer) -> Decoder:
     """
     section = config.model
     lora = None if config.lora is None else LoraConfig(**config.lora.model_dump(exclude={"path"}))
-    dtypes: dict[str, Any] = {"dtype": section.dtype, "param_dtype": section.param_dtype}
+    how = section.model_dump(include={"dtype", "param_dtype", "attention"})
     if section.path is None:
         shape = section.shape()
         rope = Rope(shape.pop("rope_theta"))
-        return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **dtypes))
+        return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **how))
     with _named(f"model.path {section.path}"):
-        found = decoder_config(section.path, lora=lora, **dtypes)
+        found = decoder_config(section.path, lora=lora, **how)
     lines = [f"{name}: {line}" for name, line in divisions(dataclasses.asdict(found), config.mesh)]
     if tokenizer.vocab_size > found.vocab_size:
         lines.append(f"vocab_size: got {found.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens")

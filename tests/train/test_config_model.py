@@ -59,12 +59,13 @@ def test_tiny_replaces_the_section_and_brings_no_warm_start():
 
 
 def test_a_folder_decides_the_shape(folder):
-    config = build(f"model.path={folder()}", "model.dtype=bfloat16", "lora={rank: 2}")
+    config = build(f"model.path={folder()}", "model.dtype=bfloat16", "lora={rank: 2}", "model.attention=xla")
     assert config.warm_start.steps == 0
-    assert set(config.model.model_dump()) == {"path", "dtype", "param_dtype"}
+    assert set(config.model.model_dump()) == {"path", "dtype", "param_dtype", "attention"}
     assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
     decoder = make_model(config, ByteTokenizer()).config
     assert (decoder.layers, decoder.vocab_size, decoder.dtype, decoder.lora.rank) == (3, 300, "bfloat16", 2)
+    assert decoder.attention == "xla"
     assert problems(f"model.path={folder()}", "model.layers=3") == [
         "model.layers: got 3, but config.json of model.path decides it; leave one of them out"
     ]

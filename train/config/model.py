@@ -33,6 +33,8 @@ class Model(Section):
     """What the decoder computes in; norms, softmax, log-probs and the optimizer stay float32."""
     param_dtype: DType = "float32"
     """What base weights are held in; bfloat16 only where they are not trained (lora)."""
+    attention: Literal["auto", "xla"] = "auto"
+    """Whole sequences: auto takes splash attention on TPU, cuDNN on NVIDIA GPUs in bfloat16, else XLA; xla: neither."""
     layers: Count = 2
     """Decoder layers."""
     width: Count = 128
@@ -65,14 +67,14 @@ class Model(Section):
     def _without_shape(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """A folder decides the shape: what is written holds none, so that it loads again."""
         found: dict[str, Any] = dump(self)
-        return found if self.path is None else {key: found[key] for key in NOT_SHAPE}
+        return found if self.path is None else {key: value for key, value in found.items() if key in NOT_SHAPE}
 
     def shape(self) -> dict[str, Any]:
         """The fields that `config.json` decides where there is a folder."""
         return {key: getattr(self, key) for key in type(self).model_fields if key not in NOT_SHAPE}
 
 
-NOT_SHAPE = ("path", "dtype", "param_dtype")
+NOT_SHAPE = ("path", "dtype", "param_dtype", "attention")
 
 
 def expand_preset(raw: Any) -> Any:

@@ -18,7 +18,7 @@ class Sight:
       full: [B, 1, T, S] bool, in full layers.
       sliding: [B, 1, T, S] bool, in sliding layers; None where the model has none.
       segments: [B, T] int32 where queries and keys are the same tokens: equal numbers see each other up to themselves,
-        0 is padding. None elsewhere (decoding).
+        0 is padding. None elsewhere (decoding), and where no kernel is wanted.
       window: tokens that a sliding layer sees.
     """
 

@@ -8,6 +8,7 @@ from train.models.lora import LoraConfig
 LayerKind: TypeAlias = Literal["full", "sliding"]
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
+Kernels: TypeAlias = Literal["auto", "xla"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +102,7 @@ class DecoderConfig:
       attention_softcap, final_softcap: scores, logits z become `cap * tanh(z / cap)`; None: they stay.
       dtype: what is computed in; float32 keeps float64 parameters at float64. Norms and softmax are float32 at least.
       param_dtype: what parameters are drawn and stored in.
+      attention: "auto" takes the kernel that the devices have for whole sequences, "xla" none.
     """
 
     vocab_size: int
@@ -129,6 +131,7 @@ class DecoderConfig:
     final_softcap: float | None = None
     dtype: DType = "float32"
     param_dtype: DType = "float32"
+    attention: Kernels = "auto"
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
@@ -139,7 +142,12 @@ class DecoderConfig:
             raise ValueError(f"kv_heads: got {self.kv_heads}, expected a divisor of heads = {self.heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim: got {self.head_dim}, expected an even number (rotary pairs)")
-        for name, choices in (("activation", Activation), ("dtype", DType), ("param_dtype", DType)):
+        for name, choices in (
+            ("activation", Activation),
+            ("dtype", DType),
+            ("param_dtype", DType),
+            ("attention", Kernels),
+        ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(get_args(choices))}")
         for name in ("embed_scale", "attention_scale", "attention_softcap", "final_softcap"):

@@ -286,6 +286,8 @@ class Decoder(nn.Module):
     ) -> tuple[jax.Array, KeyValues | None]:
         config = self.config
         sight = token_sight(token_mask, segment_ids, config.sliding_window if "sliding" in config.kinds else None)
+        if config.attention == "xla":
+            sight = dataclasses.replace(sight, segments=None)
         if positions is None:
             positions = token_positions(token_mask, segment_ids)
         return self.run(tokens, token_mask, positions, sight, keep=keep)

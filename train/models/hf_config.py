@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.models.config import DecoderConfig, DType, LayerKind, Rope
+from train.models.config import DecoderConfig, DType, Kernels, LayerKind, Rope
 from train.models.hf_families import (
     ABOUT_IMAGES,
     ACTIVATIONS,
@@ -32,6 +32,7 @@ def decoder_config(
     lora: LoraConfig | None = None,
     dtype: DType = "float32",
     param_dtype: DType = "float32",
+    attention: Kernels = "auto",
 ) -> DecoderConfig:
     """The decoder that a `config.json` describes, as transformers would build it.
 
@@ -42,6 +43,7 @@ def decoder_config(
       lora: where an adapter may be attached.
       dtype: what is computed in; `dtype` and `torch_dtype` of the file say what its weights are stored in.
       param_dtype: what the parameters are held in.
+      attention: "auto" or "xla", as in `DecoderConfig`.
 
     Raises:
       FileNotFoundError: no such file.
@@ -79,13 +81,14 @@ def decoder_config(
         final_softcap=_optional(values, "final_logit_softcapping"),
         dtype=dtype,
         param_dtype=param_dtype,
+        attention=attention,
         lora=lora,
         **fields,
     )
 
 
 def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The `config.json` of a decoder; `decoder_config` gives back an equal one, but for `lora` and the dtypes.
+    """The `config.json` of a decoder; `decoder_config` gives back an equal one, but for `lora`, dtypes, `attention`.
 
     Args:
       config: the decoder.
@@ -95,7 +98,7 @@ def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -
     Raises:
       ValueError: no model of the family, or of any, has this shape.
     """
-    shape = dataclasses.replace(config, lora=None, dtype="float32", param_dtype="float32")
+    shape = dataclasses.replace(config, lora=None, dtype="float32", param_dtype="float32", attention="auto")
     if like is not None:
         text = text_part(like)
         family_of(text)

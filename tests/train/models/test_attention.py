@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.models import attention, kernels
+from train.models import Decoder, DecoderConfig, attention, kernels
 from train.models.attention import attend, token_sight
 from train.models.kernels import choose_kernel, splash_attention
 from train.sharding import make_mesh
@@ -127,6 +127,19 @@ def test_a_tpu_gets_splash_attention(monkeypatch):
     # Forward, and dq, dkv in the backward pass, for a layer of either kind.
     assert len(re.findall("@tpu_custom_call", text)) == 6
     assert f"{LENGTH}x{LENGTH}x" not in re.sub("i1>", "", text)
+
+
+def test_a_decoder_may_do_without_kernels(monkeypatch):
+    monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
+    tokens, mask = jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4), bool)
+
+    def traced(attention):
+        shape = {"layers": 1, "width": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp_width": 8}
+        model = Decoder(DecoderConfig(vocab_size=8, attention=attention, **shape))
+        return str(jax.make_jaxpr(lambda key: model.init(key, tokens, mask))(jax.random.key(0)))
+
+    assert "pallas_call" in traced("auto")
+    assert "pallas_call" not in traced("xla")
 
 
 def test_a_gpu_gets_cudnn(monkeypatch):
