@@ -45,9 +45,13 @@ class ServerSource:
             connections=section.concurrency,
             key=_key(section),
         )
-        self._sync: Sync = make_sync(self._client, setting)
         self._model, self._step = section.model, -1
-        self._check()
+        try:
+            self._sync: Sync = make_sync(self._client, setting)
+            self._check()
+        except UserError:
+            self._client.close()
+            raise
 
     def update(self, policy: kljax.Policy, step: int) -> None:
         """Gives the server these weights, unless it has them."""

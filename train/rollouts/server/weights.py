@@ -77,7 +77,8 @@ class LoraSync:
         from train.models.peft import save_adapter
 
         path = self._folders.new(step)
-        save_adapter(path, self._setting.model, policy.adapter, base_name=self._model)
+        source = self._setting.config.model.path
+        save_adapter(path, self._setting.model, policy.adapter, base_name=self._model, source=source)
         _accepted(self._client, "/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
         old, self._current = self._current, path
         self._unload(old)
@@ -162,8 +163,8 @@ def make_sync(client: Client, setting: Setting) -> Sync:
     if kind == "weights" and setting.model.config.tie_embeddings:
         # Measured with vLLM 0.32: it warns "ParallelLMHead: Failed to load weights" and goes on with the old head.
         raise UserError(
-            "rollout.source.sync: got weights, but the model ties its LM head to the embeddings, which vLLM does not load "
-            "again; train an adapter (sync=lora), or a model whose head is its own"
+            "rollout.source.sync: got weights, but the model ties its LM head to the embeddings, which vLLM does not "
+            "load again; train an adapter (sync=lora), or a model whose head is its own"
         )
     if kind == "none":
         return NoSync(section.model)
