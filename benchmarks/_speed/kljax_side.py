@@ -101,18 +101,13 @@ class Side:
         self._host = params_of(work, works.load(directory))
         self.reference = kljax.Policy(jax.tree.map(jax.device_put, self._host, shardings))
         self._draws, self._key = 0, jax.random.key(0)
-        self._sample = jax.jit(self._complete)
+        self._sample, self._score = jax.jit(self._complete), jax.jit(self._log_probs)
         self._train: Programs | None = None
 
     def score(self, policy: kljax.Policy | None = None) -> np.ndarray:
         """`[rows, completion]` log-probs of the sequences that all contenders score."""
-        tokens, first = jnp.asarray(works.make_sequences(self.work)), self.work.prompt_length
-
-        def log_probs(policy: kljax.Policy) -> jax.Array:
-            mask = jnp.ones(tokens.shape, bool)
-            return token_stats(self.model, policy, tokens, mask, temperature=1.0, first=first)[0].log_prob
-
-        return np.asarray(jax.jit(log_probs)(policy or self.reference))[:, first:]
+        tokens = jnp.asarray(works.make_sequences(self.work))
+        return np.asarray(self._score(policy or self.reference, tokens))[:, self.work.prompt_length :]
 
     def rollout(self) -> np.ndarray:
         """`[rows, completion]` tokens of a rollout of the reference."""
@@ -132,7 +127,7 @@ class Side:
         """Does the first update of another contender, and adds the log-probs of the sequences after it."""
         with np.load(path) as file:
             tokens, advantages, score = file["tokens"], file["advantages"], file["score"]
-        programs = self._programs()
+        self._train = programs = self._programs()
         programs.update(self._batch(tokens, np.zeros(tokens.shape, np.float32), advantages), advantages)
         np.savez(path, score=score, ours=self.score(kljax.Policy(programs.state.trainable["params"])))
 
@@ -142,6 +137,10 @@ class Side:
             "kljax": f"{importlib.metadata.version('kljax')} {_machine.commit() or ''}".strip(),
             "jax": jax.__version__,
         }
+
+    def _log_probs(self, policy: kljax.Policy, tokens: jax.Array) -> jax.Array:
+        mask, first = jnp.ones(tokens.shape, bool), self.work.prompt_length
+        return token_stats(self.model, policy, tokens, mask, temperature=1.0, first=first)[0].log_prob
 
     def _complete(self, policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array) -> Samples:
         return sample(
