@@ -85,8 +85,8 @@ def test_every_problem_is_reported_at_once(write):
         ("mesh=", "mesh: got null, expected a mapping with data, fsdp, tensor"),
         (
             "rewards.weights={correct: yes}",
-            "rewards.weights: got {'correct': 'yes'} (the entry 'correct': 'yes'), expected a mapping of names of rewards "
-            "to numbers or null",
+            "rewards.weights: got {'correct': 'yes'} (the entry 'correct': 'yes'), expected a mapping of names of "
+            "rewards to numbers or null",
         ),
         (
             "data.template_arguments={a: [1]}",

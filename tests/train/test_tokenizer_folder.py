@@ -238,3 +238,27 @@ def test_a_config_without_a_folder_has_bytes_and_says_what_it_does_not_read():
     config, warnings = parse({"steps": 1, "data": {"system": "Be brief."}})
     assert isinstance(load_tokenizer(config), ByteTokenizer)
     assert any(line.startswith("data.system: not read") for line in warnings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"data": {"chat": False, "system": "x"}},
+            r"data\.system: only a chat template reads it, and data\.chat is false",
+        ),
+        ({"data": {"chat_template": "no.jinja"}}, r"data\.chat_template: got 'no\.jinja', expected a jinja file"),
+        ({"data": {"judge": "strict"}}, r"data\.judge: task arithmetic does not read it, only gsm8k"),
+        (
+            {"task": "math", "data": {"train": "datasets:", "eval": "datasets:a/b"}},
+            r"data\.train: got 'datasets:', expected",
+        ),
+        (
+            {"task": "countdown", "data": {"train": "a.jsonl"}},
+            r"data\.train: got 'a\.jsonl', but task countdown makes its own",
+        ),
+    ],
+)
+def test_fields_that_would_not_be_read_are_errors(fields, message):
+    with pytest.raises(UserError, match=message):
+        parse({"steps": 1, **fields})
