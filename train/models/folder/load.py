@@ -51,16 +51,33 @@ def load_params(folder: str | Path, model: Decoder, mesh: Mesh, *, chunk_bytes: 
         _check_tied(Path(folder), contents, contents.second_head, chunk_bytes)
     by_path = {slot.path: slot for slot in slots(model)}
 
-    def fill(path: Any, leaf: jax.Array) -> jax.Array:
-        return _fill(contents, by_path[tuple(key.key for key in path)], leaf, chunk_bytes)
+    def fill(path: Any, target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
+        return _viewed(
+            _fill(contents, by_path[tuple(key.key for key in path)], leaf, target.dtype, chunk_bytes), target
+        )
 
-    return jax.tree_util.tree_map_with_path(fill, _zeros(targets))
+    return jax.tree_util.tree_map_with_path(fill, targets, _zeros(targets, mesh))
 
 
-def _zeros(targets: Tree) -> Tree:
+def _zeros(targets: Tree, mesh: Mesh) -> Tree:
     """One program makes them all: every leaf is needed in the end, and is the only copy."""
+
+    def make(target: jax.ShapeDtypeStruct) -> jax.Array:
+        # XLA on CPU computes an update of bfloat16 in float32, for which it converts the whole leaf each time; there
+        # the bits are written as integers.
+        as_bits = target.dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu"
+        return jnp.zeros(target.shape, jnp.uint16 if as_bits else target.dtype)
+
     shardings = jax.tree.map(lambda x: x.sharding, targets)
-    return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), targets), out_shardings=shardings)()
+    return jax.jit(lambda: jax.tree.map(make, targets), out_shardings=shardings)()
+
+
+def _viewed(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """The leaf as what its bits mean; the host's memory of a CPU device is shared, not copied."""
+    if leaf.dtype == target.dtype:
+        return leaf
+    shards = [jax.device_put(np.asarray(x.data).view(target.dtype), x.device) for x in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
 def _check_tied(folder: Path, contents: Contents, head: Tensor, chunk_bytes: int) -> None:
@@ -81,7 +98,7 @@ def _pieces(rows: int, row_bytes: int, chunk_bytes: int) -> list[tuple[int, int]
     return [(start, min(size, rows - start)) for start in range(0, rows, size)]
 
 
-def _fill(contents: Contents, slot: Slot, leaf: jax.Array, chunk_bytes: int) -> jax.Array:
+def _fill(contents: Contents, slot: Slot, leaf: jax.Array, dtype: np.dtype, chunk_bytes: int) -> jax.Array:
     """The leaf with every tensor in it; the array that is given is used up."""
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding)
@@ -92,7 +109,7 @@ def _fill(contents: Contents, slot: Slot, leaf: jax.Array, chunk_bytes: int) -> 
         raise ValueError(f"{'.'.join(slot.path)}: the axis of layers is split over {spec[0]}, expected it whole")
     rows = PartitionSpec(*(own[::-1] if slot.transposed else own))
     parts = math.prod(mesh.shape[name] for name in _names(rows[0]))
-    write = _writer(mesh, PartitionSpec(*spec), rows, slot.stacked, slot.transposed)
+    write = _writer(mesh, PartitionSpec(*spec), rows, stacked=slot.stacked, transposed=slot.transposed, dtype=dtype)
     for layer, name in enumerate(slot.names):
         tensor = contents.tensors[name]
         local = tensor.shape[0] // parts
@@ -126,12 +143,14 @@ def _read(tensor: Tensor, sharding: NamedSharding, parts: int, start: int, count
 
 @functools.cache
 def _writer(
-    mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec, stacked: bool, transposed: bool
+    mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec, *, stacked: bool, transposed: bool, dtype: np.dtype
 ) -> Callable[..., jax.Array]:
     """`(leaf, piece, layer, start) -> leaf`: every device writes its rows of a piece into its shard, in place."""
 
     def write(leaf: jax.Array, piece: jax.Array, layer: jax.Array, start: jax.Array) -> jax.Array:
-        block = (piece.T if transposed else piece).astype(leaf.dtype)
+        block = (piece.T if transposed else piece).astype(dtype)
+        if leaf.dtype != dtype:
+            block = lax.bitcast_convert_type(block, leaf.dtype)
         first = [jnp.zeros((), jnp.int32)] * block.ndim
         first[-1 if transposed else 0] = start
         if stacked:
