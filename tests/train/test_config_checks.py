@@ -246,3 +246,47 @@ def test_names_are_the_library_s():
     assert set(types.KL_GRADIENTS) == set(kl.GRADIENTS)
     assert set(types.AGGREGATIONS) == set(aggregation.MODES)
     assert set(types.EMPTY_ROWS) == set(aggregation.EMPTY_ROWS)
+
+
+OPENAI = "rollout.source={type: openai, url: 'http://host:1', model: m}"
+FILE = "rollout.source={type: file, path: tests}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        ((OPENAI, "rollout.slots=4"), "rollout.slots: got 4, but rollout.source.type openai does not use it"),
+        (
+            (FILE, "rollout.top_k=3"),
+            "rollout.top_k: got 3, but rollout.source.type file does not use it; leave it at 0",
+        ),
+        ((FILE, "rollout.stop=[a]"), "rollout.stop: got ['a'], but rollout.source.type file does not use it; leave it"),
+        ((FILE, "rollout.policy_lag=1"), "rollout.policy_lag: got 1, but rollout.source.type file does not use it"),
+        ((FILE, "rollout.record=x"), "rollout.record: got 'x', but rollout.source.type file does not use it; leave it"),
+        (("rollout.source={type: file, path: no}",), "rollout.source.path: got 'no', but there is no such file"),
+        (("rollout.slots=3", "mesh.data=2"), "rollout.slots: got 3, expected a multiple of mesh.data x mesh.fsdp = 2"),
+        ((OPENAI, "rollout.source.sync=lora"), "rollout.source.sync: got lora, but there is no lora section"),
+        (
+            (OPENAI, "rollout.source.sync=none", "rollout.source.folder=x"),
+            "rollout.source.folder: got 'x', but rollout.source.sync none writes nothing",
+        ),
+        (
+            (OPENAI, "rollout.top_p=0.9", "temperature=0.7"),
+            "rollout.top_p: got 0.9, but a server has log-probs of all tokens only at temperature 1, not at 0.7",
+        ),
+        (
+            ("rollout.source={type: openai, url: 'host:1', model: m}",),
+            "rollout.source.url: got 'host:1', expected text that starts with http:// or https://",
+        ),
+    ],
+)
+def test_what_a_source_of_completions_would_ignore_or_lack_is_a_problem(overrides, start):
+    (problem,) = problems(*overrides)
+    assert problem.startswith(start), problem
+
+
+def test_sources_of_completions_are_fine_with_what_they_use():
+    build(OPENAI, "rollout.top_p=0.9", "rollout.stop=['a', 'b']", "rollout.record=x", "rollout.policy_lag=2")
+    build(OPENAI, "rollout.top_p=0.9", "temperature=0.7", "rollout.record_log_probs=false")
+    build(FILE, "rollout.source.shuffle=false", "temperature=0.7")
+    build("rollout.slots=4", "rollout.top_k=5", "rollout.min_p=0.1", "mesh.data=2")

@@ -15,6 +15,7 @@ from train.sampler import Samples, Sampling, sample, samples_sharding, stop_tabl
 from train.setting import Setting
 from train.sharding import shard_rows
 from train.tasks import Example
+from train.tokenizer import vocabulary_bytes
 from train.tracing import traced_once
 
 Sampler = Callable[[kljax.Policy, jax.Array, jax.Array, jax.Array], Samples]
@@ -39,7 +40,9 @@ def make_sampler(setting: Setting, *, name: str, samples: int = 1, greedy: bool 
     """
     config, model, section = setting.config, setting.model, setting.config.rollout
     sampling = Sampling(config.temperature, section.top_k, section.top_p, section.min_p, greedy)
-    stop = stop_table(section.stop, setting.tokenizer.token_bytes()) if section.stop else None
+    # Checkpoints often have more rows than their tokenizer has tokens, and any of them may be drawn.
+    pieces = vocabulary_bytes(setting.tokenizer, model.config.vocab_size) if section.stop else []
+    stop = stop_table(section.stop, pieces)
 
     def draw(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
         return sample(
@@ -63,8 +66,9 @@ def complete(
     setting: Setting, sampler: Sampler, policy: kljax.Policy, examples: Sequence[Example], key: jax.Array
 ) -> Sampled:
     """The completions of each example, as many as the sampler was made for."""
-    prompts = encode_prompts(examples, setting.tokenizer, setting.config.data.max_prompt_length)
-    samples = sampler(policy, *shard_rows(prompts, setting.mesh), key)
+    encoded = encode_prompts(examples, setting.tokenizer, setting.config.data.max_prompt_length)
+    prompts, prompt_mask = shard_rows(encoded, setting.mesh)
+    samples = sampler(policy, prompts, prompt_mask, key)
     tokens, mask, finished = jax.device_get((samples.tokens, samples.completion_mask, samples.finished))
     return Sampled(samples, decode_completions(tokens, mask, setting.tokenizer), finished)
 
