@@ -10,6 +10,8 @@ from train.config.schema import Config
 
 SAMPLING = ("top_k", "top_p", "min_p", "stop")
 CUTS = ("top_k", "top_p", "min_p")
+MOST_STOPS = 4
+"""What the API of OpenAI allows, and vLLM too."""
 
 
 def _changed(section: Rollout, names: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
@@ -59,6 +61,12 @@ def _server(config: Config) -> Iterator[Problem]:
             f"got {source.folder!r}, but rollout.source.sync none writes nothing; set it to null",
             "rollout.source.folder",
             "rollout.source.sync",
+        )
+    if len(section.stop) > MOST_STOPS:
+        yield problem(
+            f"got {len(section.stop)} texts, but servers take at most {MOST_STOPS}",
+            "rollout.stop",
+            "rollout.source.type",
         )
     for name, value, _ in _changed(section, CUTS):
         if section.record_log_probs and config.temperature != 1:
