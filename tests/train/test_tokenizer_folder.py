@@ -9,8 +9,9 @@ import pytest
 from train.config.load import parse
 from train.data import keep_prompts
 from train.errors import UserError
+from train.sampler import stop_table
 from train.tasks.task import Example
-from train.tokenizer import UNKNOWN, ByteTokenizer, load_tokenizer
+from train.tokenizer import UNKNOWN, ByteTokenizer, load_tokenizer, vocabulary_bytes
 from train.tokenizer.chat import ChatTemplate
 from train.tokenizer.files import load_folder
 
@@ -223,6 +224,15 @@ def test_an_unknown_decoder_is_named_when_bytes_are_asked_for(tmp_path):
 def test_a_prompt_without_a_token_is_named():
     with pytest.raises(UserError, match="a prompt without a single token"):
         keep_prompts([Example("", "", "")], load_folder(FOLDERS / "chatml", chat=False), 8)
+
+
+def test_rows_beyond_the_tokenizer_stop_no_search_of_theirs():
+    tokenizer = load_folder(FOLDERS / "chatml")
+    size = tokenizer.vocab_size + 5
+    table = stop_table(["</think>"], vocabulary_bytes(tokenizer, size))
+    assert table.next.shape[1] == size
+    # The last token of this tokenizer is the stop; a row beyond it must not be read as it.
+    assert (table.next[0, tokenizer.encode("</think>")[0]], table.next[0, size - 1]) == (len(table.next) - 1, 0)
 
 
 def test_bytes_of_the_byte_tokenizer_join_to_its_text():

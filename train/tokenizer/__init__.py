@@ -8,7 +8,7 @@ from train.tokenizer.protocol import UNKNOWN, Tokenizer
 if TYPE_CHECKING:
     from train.config.schema import Config
 
-__all__ = ["UNKNOWN", "ByteTokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = ["UNKNOWN", "ByteTokenizer", "Tokenizer", "load_tokenizer", "vocabulary_bytes"]
 
 
 def load_tokenizer(config: "Config") -> Tokenizer:
@@ -26,3 +26,14 @@ def load_tokenizer(config: "Config") -> Tokenizer:
     return load_folder(
         path, chat=data.chat, system=data.system, template=data.chat_template, arguments=data.template_arguments
     )
+
+
+def vocabulary_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
+    """`token_bytes` for a model whose vocabulary has `size` rows: those beyond the tokenizer show as U+FFFD.
+
+    Example:
+        >>> vocabulary_bytes(ByteTokenizer(), 300)[-1].decode() == UNKNOWN
+        True
+    """
+    known = tokenizer.token_bytes()
+    return known + [UNKNOWN.encode()] * (size - len(known))
