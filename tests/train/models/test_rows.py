@@ -152,3 +152,19 @@ def test_what_is_computed_in_is_apart_from_what_is_held(dtype, param_dtype, para
     assert hidden.dtype == dtype
     error = jnp.sqrt(jnp.mean((hidden - alone) ** 2) / jnp.mean(alone**2))
     assert 1e-4 < error < 0.05
+
+
+def test_gradients_of_trained_weights_stay_float32_when_bfloat16_is_computed_in(params):
+    text, mask = jnp.asarray(TEXTS, jnp.int32), jnp.ones(TEXTS.shape, bool)
+    towards = jnp.asarray(np.random.default_rng(2).standard_normal((*TEXTS.shape, CONFIG.width)), jnp.float32)
+
+    def gradient(dtype):
+        model = Decoder(dataclasses.replace(CONFIG, dtype=dtype))
+        run = jit(jax.grad(lambda params: jnp.sum(model.apply({"params": params}, text, mask) * towards)))
+        return run({name: tree for name, tree in params.items() if name != "lm_head"})
+
+    exact, found = gradient("float32"), gradient("bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (exact, found)]
+    cosine = flat[0] @ flat[1] / np.linalg.norm(flat[0]) / np.linalg.norm(flat[1])
+    assert 0.99 < cosine < 1 - 1e-9
