@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 NEWEST_VENV := .venv-newest
 AOT_VENV := .venv-aot
 VLLM_VENV := .venv-vllm
+TRANSFORMERS_VENV := .venv-transformers
 UV_VERSION := 0.13.8
 WORKERS ?= 2
 ARGS ?=
@@ -18,7 +19,7 @@ define make-environment
 	touch $(2)/.ready
 endef
 
-.PHONY: train test test-library test-newest test-aot test-vllm find-newest-python check lint format types docs lock clean
+.PHONY: train test test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
 
 $(VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(VENV))
@@ -86,5 +87,14 @@ $(VLLM_VENV)/.ready:
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready ## the client of servers against a live vLLM, on Python 3.11
 	$(BIN)/python -m tests.goldens.vllm.record --vllm $(VLLM_VENV)/bin/vllm $(ARGS)
 
+# The CPU builds of torch for Python 3.11; the same that made the goldens.
+$(TRANSFORMERS_VENV)/.ready:
+	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
+	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0 tokenizers==0.23.3
+	touch $(TRANSFORMERS_VENV)/.ready
+
+test-transformers: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
+	$(BIN)/python -m tests.round_trip --torch-env $(TRANSFORMERS_VENV) $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

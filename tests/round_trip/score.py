@@ -1,0 +1,35 @@
+"""Scores every export below a directory with transformers and PEFT: `python score.py DIRECTORY FOLDER`."""
+
+import os
+import pathlib
+import sys
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import numpy as np
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+ROOT, BASE = map(pathlib.Path, sys.argv[1:])
+
+
+def log_probs(model: torch.nn.Module) -> np.ndarray:
+    """Log-prob of every token given those before it, 0 at the first."""
+    tokens = torch.from_numpy(np.load(ROOT / "tokens.npy")).long()
+    with torch.no_grad():
+        logits = model.eval()(tokens).logits.float()
+    scored = torch.log_softmax(logits[:, :-1], -1).gather(-1, tokens[:, 1:, None])[..., 0]
+    return np.pad(scored.numpy(), ((0, 0), (1, 0)))
+
+
+def load(path: pathlib.Path) -> torch.nn.Module:
+    """A causal language model in float32."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+np.save(ROOT / "before.npy", log_probs(load(BASE)))
+for folder in sorted(ROOT.glob("*/hf")):
+    np.save(folder.with_name("hf.npy"), log_probs(load(folder)))
+for folder in sorted(ROOT.glob("*/peft")):
+    np.save(folder.with_name("peft.npy"), log_probs(PeftModel.from_pretrained(load(BASE), folder)))
