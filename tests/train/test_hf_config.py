@@ -139,6 +139,7 @@ def test_windows_follow_the_keys_of_the_family():
         ({"parallel_residual": True}, "parallel_residual: not understood in a config of llama"),
         ({"sliding_window": 4096}, "sliding_window: not understood in a config of llama"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: got .* not supported"),
+        ({"rope_interleaved": True}, "rope_interleaved: got True, expected False"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5"),
         (
             {"model_type": "mixtral"},
@@ -159,6 +160,11 @@ def test_windows_follow_the_keys_of_the_family():
 def test_what_is_not_understood_is_an_error_that_names_it(change, message):
     with pytest.raises(ValueError, match=message):
         decoder_config({**tiny("llama"), **change})
+
+
+def test_keys_that_decide_nothing_are_passed_over():
+    more = {"rope_interleaved": False, "is_llama_config": True, "unsloth_fixed": True, "pad_token_id": 3}
+    assert decoder_config(tiny("llama", **more)) == decoder_config(tiny("llama"))
 
 
 def test_a_folder_without_a_config_is_an_error(tmp_path):

@@ -111,6 +111,9 @@ IRRELEVANT: Mapping[str, frozenset[str]] = {
             "torch_dtype",
             "dtype",
             "tokenizer_class",
+            "unsloth_fixed",
+            "unsloth_version",
+            "transformers.js_config",
         }
     ),
     "about tokens and sampling; the tokenizer and the run decide these": frozenset(
@@ -183,6 +186,8 @@ INERT: Mapping[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
     "quantization_config": (None,),
     "use_mrope": (False,),
+    "rope_interleaved": (False,),
+    "is_llama_config": (True,),
 }
 
 ACTIVATIONS: Mapping[str, str] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
