@@ -8,9 +8,18 @@ fails if they differ. Then each, in a process of its own and while the others wa
 round. A missed target is said, and is no failure of the command.
 """
 
+import argparse
+import json
+import os
+import pathlib
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from benchmarks._report import _table as table
+from benchmarks._sides import ROOT
 from benchmarks._speed import command
 
 
@@ -19,7 +28,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     assert __doc__ is not None
     names = ("kljax", "tunix", "transformers")
     found = command.parser("python -m benchmarks.rollout", __doc__, names)
-    return command.main(found.parse_args(arguments), found, "rollout")
+    found.add_argument("--no-long-tail", action="store_true", help="leave out the completions of all lengths")
+    options = found.parse_args(arguments)
+    return command.main(options, found, "rollout", None if options.quick or options.no_long_tail else _long_tail)
+
+
+def _long_tail(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Continuous batching against batches that wait, in a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory) / "found.json"
+        run = [
+            sys.executable,
+            "-m",
+            "benchmarks._speed.long_tail",
+            "--rounds",
+            str(options.rounds),
+            "--json",
+            str(path),
+        ]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        subprocess.run(run, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        found = json.loads(path.read_text())
+    return {"long_tail": found}, long_tail_lines(found)
+
+
+def long_tail_lines(found: Mapping[str, Any]) -> list[str]:
+    """The long tail as Markdown."""
+    names = {"continuous": "slots that are refilled", "static": "batches that wait"}
+    rows = [
+        [
+            title,
+            *(f"{found[name][key]:,.0f}" for key in ("tokens_per_second", "tokens_per_cpu_second", "steps")),
+            f"{found[name]['occupancy']:.0%}",
+        ]
+        for name, title in names.items()
+    ]
+    clock, cpu = (found["gain"][f"tokens_per_{unit}"] for unit in ("second", "cpu_second"))
+    verdict = "met" if cpu >= found["target"] else "missed"
+    return [
+        "",
+        "### A long tail of lengths",
+        "",
+        *table(["kljax, 8 slots", "tokens/s", "tokens/CPU s", "decode steps", "busy slots"], rows),
+        "",
+        f"Refilled slots are faster by {cpu:.2f} in CPU seconds and {clock:.2f} by the clock; at least "
+        f"{found['target']:g} is wanted: {verdict}.",
+    ]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import _machine
@@ -14,6 +14,7 @@ from benchmarks._speed import environments, race, table
 from benchmarks._speed.work import QUICK, Work
 
 VOCABS = (4096, 32_768)
+Further = Callable[[argparse.Namespace], tuple[dict[str, Any], list[str]]]
 
 
 def parser(prog: str, description: str, names: Sequence[str]) -> argparse.ArgumentParser:
@@ -38,8 +39,13 @@ def parser(prog: str, description: str, names: Sequence[str]) -> argparse.Argume
     return found
 
 
-def main(options: argparse.Namespace, found: argparse.ArgumentParser, part: str) -> int:
-    """Measures, prints, writes; the status is 1 if a contender failed or computes something else."""
+def main(options: argparse.Namespace, found: argparse.ArgumentParser, part: str, further: Further | None = None) -> int:
+    """Measures, prints, writes; the status is 1 if a contender failed or computes something else.
+
+    Args:
+      options: of the command line; found: what parsed them; part: of a run.
+      further: measures something else after it, and returns it as plain data and as lines of Markdown.
+    """
     if options.make_envs is not None:
         environments.make(options.make_envs, python312=options.python312, torch_index=options.torch_index)
         print(f"made; now: {found.prog} --envs {options.make_envs}")
@@ -51,9 +57,12 @@ def main(options: argparse.Namespace, found: argparse.ArgumentParser, part: str)
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     report, sizes = _measure(options, part)
     text = table.markdown(report, sizes, part)
+    more, lines = further(options) if further is not None else ({}, [])
+    text += "".join(f"{line}\n" for line in lines)
     print(text, end="")
     found_json = {
         **report,
+        **more,
         "sizes": [
             {**race.as_json(one), "targets": [dataclasses.asdict(check) for check in table.check(one, part)]}
             for one in sizes

@@ -68,13 +68,19 @@ def test_a_wrong_rollout_or_request_is_an_error(worker, monkeypatch):
         held.answer({"do": "fly"})
 
 
-def test_a_part_within_another_is_counted_once():
+def test_a_part_within_another_is_counted_once(monkeypatch):
+    now = iter(range(100))
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: float(next(now)))
+    monkeypatch.setattr(clock.time, "process_time", lambda: 10.0)
     laps = clock.Laps()
-    with laps.part("update"):
-        with laps.part("rollout"):
-            sum(range(200_000))
-        inside = laps.seconds["rollout"][0]
-    assert 0 <= laps.seconds["update"][0] < inside
+    with laps.part("update"), laps.part("rollout"):
+        pass
+    monkeypatch.undo()
+    # The clock is read at 0, 1, 2 and 3.
+    assert laps.seconds == {"rollout": (1.0, 0.0), "update": (2.0, 0.0)}
+
+
+def test_memory_of_a_part_within_another_is_that_parts():
     grown = memory.Laps()
     with grown.part("update"):
         with grown.part("rollout"):
@@ -183,6 +189,14 @@ def test_processes_race_and_what_is_missing_says_so(tmp_path, monkeypatch):
     assert transformers["problem"].endswith(f"make it with --make-envs {tmp_path}")
     assert [one["verdict"] for one in size["targets"]] == ["not measured", "not measured"]
     assert "| kljax | 1 | 20 |" in files[1].read_text()
+
+
+def test_the_long_tail_is_a_section_of_its_own():
+    one = {"tokens_per_second": 100.0, "tokens_per_cpu_second": 90.0, "steps": 12, "occupancy": 0.5}
+    found = {"continuous": one, "static": one, "target": 1.5}
+    lines = rollout.long_tail_lines(found | {"gain": {"tokens_per_second": 1.4, "tokens_per_cpu_second": 1.6}})
+    assert "| slots that are refilled | 100 | 90 | 12 | 50% |" in lines
+    assert lines[-1].endswith("faster by 1.60 in CPU seconds and 1.40 by the clock; at least 1.5 is wanted: met.")
 
 
 @pytest.mark.parametrize("main", [rollout.main, train_step.main])
