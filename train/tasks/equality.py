@@ -4,8 +4,9 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import queue
-import select
+import selectors
 import subprocess
 import sys
 import time
@@ -41,13 +42,15 @@ class _Worker:
     def _line(self, seconds: float) -> bytes:
         pipe, until = self._process.stdout, time.monotonic() + seconds
         assert pipe is not None
-        while b"\n" not in self._rest:
-            ready, _, _ = select.select([pipe], [], [], max(0.0, until - time.monotonic()))
-            more = pipe.raw.read(65536) if ready else b""  # type: ignore[attr-defined]
-            if not more:
-                self.close()
-                raise _Busy
-            self._rest += more
+        with selectors.DefaultSelector() as answers:
+            answers.register(pipe, selectors.EVENT_READ)
+            while b"\n" not in self._rest:
+                ready = answers.select(max(0.0, until - time.monotonic()))
+                more = os.read(pipe.fileno(), 65536) if ready else b""
+                if not more:
+                    self.close()
+                    raise _Busy
+                self._rest += more
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
