@@ -64,6 +64,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 def qwen2() -> Any:
@@ -91,16 +92,23 @@ def mistral() -> Any:
     return transformers.MistralForCausalLM(transformers.MistralConfig(**config))
 
 
-def gemma3(layers: int = 6, **changes: Any) -> Any:
+def gemma3() -> Any:
     """Sliding and full layers with a rotary embedding each, 1 + w norms around both blocks, scaled embeddings."""
-    config = COMMON | {"num_hidden_layers": layers, "sliding_window": 6, "query_pre_attn_scalar": 24} | changes
+    config = COMMON | {"num_hidden_layers": 6, "sliding_window": 6, "query_pre_attn_scalar": 24}
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**config))
 
 
-def gemma3_softcap() -> Any:
-    """Gemma 3 in two layers with both soft caps, low enough to matter."""
-    kinds = ["sliding_attention", "full_attention"]
-    return gemma3(2, layer_types=kinds, attn_logit_softcapping=1.5, final_logit_softcapping=2.0)
+def gemma2() -> Any:
+    """A sliding and a full layer, norms around both blocks, and soft caps that are low enough to matter."""
+    config = COMMON | {"num_hidden_layers": 2, "sliding_window": 6, "query_pre_attn_scalar": 24}
+    config |= {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**config))
+
+
+def qwen3_yarn() -> Any:
+    """The rotary embedding of YaRN, of an original length shorter than the text."""
+    config = COMMON | {"num_hidden_layers": 2, "tie_word_embeddings": True, "rope_parameters": YARN_ROPE}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config))
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -109,7 +117,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama3": llama3,
     "mistral": mistral,
     "gemma3": gemma3,
-    "gemma3_softcap": gemma3_softcap,
+    "gemma2": gemma2,
+    "qwen3_yarn": qwen3_yarn,
 }
 STORED = {"mistral": torch.bfloat16}
 SHARDS = {"qwen3": "60KB"}
@@ -206,10 +215,7 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 def forward(model: Any, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    # transformers 5.23 has the soft cap of Gemma 3's attention, but does not pass the one of the config on to it.
-    cap = getattr(model.config, "attn_logit_softcapping", None)
-    own = {} if cap is None else {"softcap": cap}
-    return model(tokens, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False, **own).logits
+    return model(tokens, attention_mask=mask.long(), position_ids=positions(mask), use_cache=False).logits
 
 
 def log_probs(logits: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from train.sharding import make_mesh
 
 pytestmark = pytest.mark.one_jax
 GOLDENS = Path(__file__).parents[2] / "goldens" / "models"
-FAMILIES = ("qwen2", "qwen3", "llama3", "mistral", "gemma3", "gemma3_softcap")
+FAMILIES = ("qwen2", "qwen3", "llama3", "mistral", "gemma3", "gemma2", "qwen3_yarn")
 ADAPTED = ("qwen3", "gemma3")
 TOLERANCE = 5e-6
 # Half the time to compile, for a program that runs once and whose result is no float.

@@ -41,7 +41,7 @@ def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None
         np.testing.assert_array_equal(got[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize(("family", "shape"), [("qwen3", (2, 2, 2)), ("gemma3_softcap", (1, 1, 1))])
+@pytest.mark.parametrize(("family", "shape"), [("qwen3", (2, 2, 2)), ("gemma2", (1, 1, 1))])
 def test_what_was_loaded_is_saved_to_the_bit_with_its_config_and_tokenizer(tmp_path, family, shape):
     model, policy = loaded(family, shape)
     save_folder(tmp_path / "out", model, policy, source=GOLDENS / family)
@@ -111,10 +111,10 @@ def test_a_model_that_came_from_no_folder_gets_a_config_with_the_tokens_that_end
 
 
 def test_nothing_is_left_of_a_folder_that_could_not_be_written_and_nothing_is_overwritten(tmp_path, monkeypatch):
-    model, policy = loaded("gemma3_softcap")
+    model, policy = loaded("gemma2")
     monkeypatch.setattr(save, "write_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
-        save_folder(tmp_path / "out", model, policy, source=GOLDENS / "gemma3_softcap")
+        save_folder(tmp_path / "out", model, policy, source=GOLDENS / "gemma2")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").touch()
