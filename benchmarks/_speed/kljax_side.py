@@ -152,7 +152,7 @@ class Side:
             max_new_tokens=self.work.completion_length,
             sampling=Sampling(),
             eos_ids=(self.work.end,),
-            prompt_ids=jnp.repeat(jnp.arange(self.work.prompts, dtype=jnp.int32), self.work.samples),
+            group=self.work.samples,
         )
 
     def _draw(self, policy: kljax.Policy) -> Samples:
