@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import kljax
@@ -56,7 +55,7 @@ def make_sampler(setting: Setting, *, name: str, samples: int = 1, greedy: bool 
             eos_ids=setting.tokenizer.eos_ids,
             stop=stop,
             slots=section.slots,
-            prompt_ids=None if samples == 1 else jnp.repeat(jnp.arange(len(prompts)), samples),
+            group=samples,
         )
 
     return jax.jit(traced_once(draw, name), out_shardings=samples_sharding(setting.mesh))

@@ -34,28 +34,22 @@ class Decoding:
         """With layers apart if `unroll`; their weights are copied out of the stack once, before the loop."""
         return cls(model, variables, layer_variables(variables, model.config.layers) if unroll else None)
 
-    def first(self, prompts: KeyValues, chosen: jax.Array | None, room: int) -> Cache:
-        """The cache of slots that begin with the prompts `chosen` [slots]; None: slot i with prompt i.
-
-        Args:
-          prompts: [L, N, P, K, H].
-          room: columns after those of the prompt.
-        """
-
-        taken = prompts if chosen is None else jax.tree.map(lambda x: jnp.take(x, chosen, axis=1), prompts)
+    def first(self, prompts: KeyValues, room: int) -> Cache:
+        """The cache of slots that begin with `prompts` [L, S, P, K, H], with `room` columns after them."""
 
         def widened(x: jax.Array, axis: int, *axes: str | None) -> jax.Array:
             return constrain(jnp.pad(x, [(0, room if axis == n else 0) for n in range(x.ndim)]), *axes)
 
         if self.layers is None:
-            return jax.tree.map(lambda x: widened(x, 2, "layers", "rows", None, "kv_heads", None), taken)
+            return jax.tree.map(lambda x: widened(x, 2, "layers", "rows", None, "kv_heads", None), prompts)
         axes = ("rows", "kv_heads", None, None)
-        split = [SlotCache.of(jax.tree.map(lambda x, n=n: x[n], taken)) for n in range(len(self.layers))]
+        split = [SlotCache.of(jax.tree.map(lambda x, n=n: x[n], prompts)) for n in range(len(self.layers))]
         return [SlotCache(widened(one.key, 3, *axes), widened(one.value, 2, *axes)) for one in split]
 
     def load(self, cache: Cache, slot: jax.Array, prompts: KeyValues, prompt: jax.Array) -> Cache:
         """The cache with one prompt's columns copied into one slot; what is after them is in no mask."""
-        one = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, prompt, 1, axis=1), prompts)
+        # Gathered and not sliced: where prompts are spread over devices, this one is sent and not all of them.
+        one = jax.tree.map(lambda x: jnp.take(x, prompt[None], axis=1, mode="clip"), prompts)
         if isinstance(cache, KeyValues):
             return jax.tree.map(lambda into, x: lax.dynamic_update_slice(into, x, (0, slot, 0, 0, 0)), cache, one)
         return [old.write(KeyValues(one.key[n], one.value[n]), 0, slot) for n, old in enumerate(cache)]

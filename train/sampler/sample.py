@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ from train.sampler.samples import Samples
 from train.sampler.slots import Done, Slots
 from train.sampler.stops import StopTable
 from train.sharding import axis_size, constrain
+
+# The prompt of each row, along an axis that has the prompts.
+Pick: TypeAlias = Callable[[jax.Array, int], jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +57,18 @@ def _prefill(
     return prompts, prompt_mask, hidden[:, -1], cache
 
 
+def _picker(prompts: int, group: int, prompt_ids: jax.Array | None) -> Pick:
+    """What gives each row its prompt. Repeated prompts stay on the devices where they are; chosen ones may be sent."""
+    if prompt_ids is None:
+        if group < 1:
+            raise ValueError(f"group: got {group}, expected at least 1")
+        return lambda x, axis: jnp.repeat(lax.slice_in_dim(x, 0, prompts, axis=axis), group, axis=axis)
+    if group != 1:
+        raise ValueError(f"prompt_ids: got some and group = {group}, expected one of them")
+    ids = jnp.asarray(prompt_ids)
+    return lambda x, axis: jnp.take(x, ids, axis=axis)
+
+
 def _check(rows: int, slots: int, max_new_tokens: int) -> None:
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected at least 1")
@@ -63,28 +79,53 @@ def _check(rows: int, slots: int, max_new_tokens: int) -> None:
         raise ValueError(f"{name}: got {slots}, expected a multiple of mesh.data x mesh.fsdp = {axis_size('rows')}")
 
 
-def _fill(rows: _Rows, decoding: Decoding, slots: int, room: int, *, same: bool) -> Slots:
-    """The slots before the first draw, with the first rows of the queue; `same`: slot i has prompt i."""
-    taken = jnp.arange(slots) if slots == len(rows.order) else rows.order[:slots]
-    prompt = rows.prompt[taken]
-
-    def widened(x: jax.Array) -> jax.Array:
-        return jnp.pad(x if same else x[prompt], ((0, 0), (0, room)))
-
-    zero = jnp.zeros(slots, jnp.int32)
+def _start(
+    row: jax.Array, live: jax.Array, room: int, *, tokens: jax.Array, token_mask: jax.Array, **state: Any
+) -> Slots:
+    """Slots before their first draw, of prompts [S, P]; `state` is their last hidden states and their cache."""
+    zero = jnp.zeros(len(row), jnp.int32)
     return Slots(
         round=jnp.int32(0),
-        row=taken,
+        row=row.astype(jnp.int32),
         began=zero,
         drawn=zero,
-        live=rows.length[taken] > 0,
+        live=live,
         ended=zero > 0,
         search=zero,
-        tokens=widened(rows.prompts),
-        token_mask=widened(rows.prompt_mask),
-        log_probs=jnp.zeros((slots, room), jnp.promote_types(rows.hidden.dtype, jnp.float32)),
-        hidden=constrain(rows.hidden if same else rows.hidden[prompt], "rows", None),
-        cache=decoding.first(rows.cache, None if same else prompt, room),
+        tokens=jnp.pad(tokens, ((0, 0), (0, room))),
+        token_mask=jnp.pad(token_mask, ((0, 0), (0, room))),
+        log_probs=jnp.zeros((len(row), room), jnp.promote_types(state["hidden"].dtype, jnp.float32)),
+        **state,
+    )
+
+
+def _whole(rows: _Rows, decoding: Decoding, pick: Pick, room: int) -> Slots:
+    """A slot for every row."""
+    return _start(
+        jnp.arange(len(rows.order)),
+        rows.limit > 0,
+        room,
+        tokens=pick(rows.prompts, 0),
+        token_mask=pick(rows.prompt_mask, 0),
+        hidden=constrain(pick(rows.hidden, 0), "rows", None),
+        cache=decoding.first(jax.tree.map(lambda x: pick(x, 1), rows.cache), room),
+    )
+
+
+def _empty(rows: _Rows, decoding: Decoding, slots: int, room: int) -> Slots:
+    """Slots without a row yet."""
+
+    def zeros(x: jax.Array, axis: int = 0) -> jax.Array:
+        return jnp.zeros((*x.shape[:axis], slots, *x.shape[axis + 1 :]), x.dtype)
+
+    return _start(
+        jnp.full(slots, len(rows.order)),
+        jnp.zeros(slots, bool),
+        room,
+        tokens=zeros(rows.prompts),
+        token_mask=zeros(rows.prompt_mask),
+        hidden=constrain(zeros(rows.hidden), "rows", None),
+        cache=decoding.first(jax.tree.map(lambda x: zeros(x, 1), rows.cache), room),
     )
 
 
@@ -124,7 +165,6 @@ def _run(
     rows: _Rows, decoding: Decoding, first: Slots, draw_all: Callable[[Slots], Slots]
 ) -> tuple[Slots, Done | None]:
     """All rows to their ends. Without a queue the slots are the rows."""
-    slots = len(first.row)
 
     def decode(state: Slots) -> Slots:
         column = state.last_column()
@@ -140,7 +180,7 @@ def _run(
         )
         return dataclasses.replace(state, hidden=hidden, cache=cache)
 
-    if slots == len(rows.order):
+    if len(first.row) == len(rows.order):
         last = lax.while_loop(lambda state: jnp.any(state.live), lambda state: draw_all(decode(state)), draw_all(first))
         return last, None
 
@@ -153,8 +193,8 @@ def _run(
         state, done, taken = _refill(rows, decoding, decode(carry[0]), *carry[1:])
         return draw_all(state), done, taken
 
-    start = (draw_all(first), Done.none(len(rows.order), first), jnp.int32(slots))
-    last, done, _ = lax.while_loop(unfinished, advance, start)
+    state, done, taken = _refill(rows, decoding, first, Done.none(len(rows.order), first), jnp.int32(0))
+    last, done, _ = lax.while_loop(unfinished, advance, (draw_all(state), done, taken))
     return last, done.put_all(last)
 
 
@@ -227,12 +267,13 @@ def sample(
     eos_ids: Sequence[int] | jax.Array,
     stop: StopTable | None = None,
     slots: int | None = None,
+    group: int = 1,
     prompt_ids: jax.Array | None = None,
     row_ids: jax.Array | None = None,
     limits: jax.Array | None = None,
     unroll: bool | None = None,
 ) -> Samples:
-    """Complete left-padded prompts; jittable with `model`, `max_new_tokens`, `sampling` and `slots` static.
+    """Complete left-padded prompts; jittable with `model` and all numbers and `sampling` static.
 
     Every prompt goes through the model once, whatever the number of its completions, and its keys and values are kept
     until the end; every slot has P + C columns of them. Where there are fewer slots than rows, a slot whose row is done
@@ -249,7 +290,8 @@ def sample(
       eos_ids: [E], each of which ends a row.
       stop: strings that end a row, of `stop_table`.
       slots: rows decoded at once; None: all of them.
-      prompt_ids: [B] int32, the prompt that each row completes; None: B = N, each its own.
+      group: rows of each prompt, one after the other: B = N * group.
+      prompt_ids: [B] int32, the prompt that each row completes, in place of `group`.
       row_ids: [B] int32, the rows' numbers for the keys (0 .. B-1 unless given), so that a split or permuted batch
         draws the same tokens.
       limits: [B] int32, the most tokens of each row where that is less than `max_new_tokens`.
@@ -260,21 +302,22 @@ def sample(
       `Samples` of the B rows.
 
     Raises:
-      ValueError: no room for a token, or slots that are not positive or that the mesh does not divide.
+      ValueError: no room for a token; slots or rows that the mesh does not divide; `group` and `prompt_ids` at once.
     """
-    count = len(prompts) if prompt_ids is None else len(prompt_ids)
+    prompts, prompt_mask = jnp.asarray(prompts, jnp.int32), jnp.asarray(prompt_mask)
+    pick = _picker(len(prompts), group, prompt_ids)
+    chosen = pick(jnp.arange(len(prompts)), 0)
+    count = len(chosen)
     slots = count if slots is None else min(slots, count)
     _check(count, slots, max_new_tokens)
-    chosen = jnp.arange(count) if prompt_ids is None else jnp.asarray(prompt_ids)
-    prompts, prompt_mask = jnp.asarray(prompts), jnp.asarray(prompt_mask)
     params = variables(model, policy)
-    lengths = jnp.sum(prompt_mask, axis=1, dtype=jnp.int32)[chosen]
-    filled, filled_mask, hidden, cache = _prefill(model, params, prompts, prompt_mask)
+    lengths = pick(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), 0)
     limit = jnp.full(count, max_new_tokens) if limits is None else jnp.minimum(limits, max_new_tokens)
-    asked = (lengths > 0) & (limit > 0)
+    limit = jnp.where(lengths > 0, limit, 0)
+    filled, filled_mask, hidden, cache = _prefill(model, params, prompts, prompt_mask)
     rows = _Rows(
-        order=jnp.argsort(~asked, stable=True).astype(jnp.int32),
-        count=jnp.sum(asked, dtype=jnp.int32),
+        order=jnp.argsort(limit <= 0, stable=True).astype(jnp.int32),
+        count=jnp.sum(limit > 0, dtype=jnp.int32),
         prompt=chosen,
         length=lengths,
         limit=limit,
@@ -286,9 +329,10 @@ def sample(
     )
     ends = jnp.asarray(eos_ids, jnp.int32).reshape(-1)
     decoding = Decoding.of(model, params, unroll=jax.default_backend() == "cpu" if unroll is None else unroll)
-    same = prompt_ids is None and len(filled) == slots == count
-    first = _fill(rows, decoding, slots, max_new_tokens, same=same)
+    if slots == count:
+        start = _whole(rows, decoding, pick, max_new_tokens)
+    else:
+        start = _empty(rows, decoding, slots, max_new_tokens)
     draw_all = _drawer(model, policy, rows, key=key, sampling=sampling, ends=ends, stop=stop)
-    last, done = _run(rows, decoding, first, draw_all)
-    given = (prompts, prompt_mask) if prompt_ids is None else (prompts[chosen], prompt_mask[chosen])
-    return _samples(rows, last, done, ends, (given[0].astype(jnp.int32), given[1]))
+    last, done = _run(rows, decoding, start, draw_all)
+    return _samples(rows, last, done, ends, (pick(prompts, 0), pick(prompt_mask, 0)))

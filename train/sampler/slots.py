@@ -129,12 +129,16 @@ class Done:
     def put(self, slots: Slots, slot: jax.Array) -> "Done":
         """With what one slot holds."""
 
+        chosen = jnp.arange(len(slots.row)) == slot
+
         def one(x: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(x, slot, keepdims=False)
+            # A sum and no index: where slots are spread over devices, what is sent is this slot and not all of them.
+            mine = chosen.reshape(-1, *[1] * (x.ndim - 1))
+            return jnp.sum(jnp.where(mine, x, 0), axis=0, dtype=x.dtype)
 
         def turned(x: jax.Array) -> jax.Array:
             return jnp.roll(one(x), -one(slots.began) % slots.room)
 
         tokens = turned(slots.tokens[:, slots.width :])
-        new = Done(tokens, turned(slots.log_probs), one(slots.drawn), one(slots.ended))
+        new = Done(tokens, turned(slots.log_probs), one(slots.drawn), jnp.any(chosen & slots.ended))
         return jax.tree.map(lambda old, x: old.at[one(slots.row)].set(x, mode="drop"), self, new)

@@ -1,6 +1,7 @@
 """Continuous batching: fewer slots than rows, and what comes out is as if every row had been alone."""
 
 import functools
+import math
 import re
 
 import jax
@@ -36,7 +37,7 @@ ROWS = GROUP * len(LENGTHS)
 PROMPT_IDS = np.repeat(np.arange(len(LENGTHS)), GROUP)
 WARM = Sampling(0.7)
 
-draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "slots", "unroll"))
+draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "slots", "group", "unroll"))
 
 
 @functools.cache
@@ -81,7 +82,7 @@ def test_rows_are_what_they_are_without_a_queue(queued):
     tokens, mask = prompts_of()
     lengths = queued.completion_mask.sum(-1)
     assert len(set(lengths)) > 4, "rows of many lengths"
-    check_same(queued, run(slots=None))
+    check_same(queued, run(slots=None, prompt_ids=None, group=GROUP))
     # Each row with a prompt of its own, every one prefilled, and the layers in a loop.
     check_same(queued, run(prompts=(tokens[PROMPT_IDS], mask[PROMPT_IDS]), prompt_ids=None, unroll=False))
     np.testing.assert_array_equal(queued.tokens[:, :WIDTH], tokens[PROMPT_IDS])
@@ -144,13 +145,35 @@ def test_stop_strings_end_rows_and_belong_to_them(queued):
     assert (samples.completion_mask.sum(-1) < queued.completion_mask.sum(-1)).any()
 
 
+def sent(text: str) -> list[int]:
+    """Elements of every floating-point array that the compiled loops over tokens and over free slots send."""
+    found = []
+    for computation in text.split("\n\n"):
+        lines = computation.splitlines() if "region" in computation.partition("(")[0] else []
+        moved = [line for line in lines if re.search(r" (all-gather|all-reduce|all-to-all|collective-permute)\(", line)]
+        for line in (line for line in moved if "prefill" not in line):
+            arrays = re.findall(r"f32\[([0-9,]+)\]", line.partition(" = ")[2].partition("(%")[0])
+            found += [math.prod(map(int, dims.split(","))) for dims in arrays if dims]
+    return found
+
+
 @pytest.mark.parametrize("unroll", [True, False])
 def test_the_same_on_a_mesh_that_does_not_divide_the_prompts(queued, unroll):
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
-        policy = policy_of(mesh)
-        ids = shard_rows(PROMPT_IDS, mesh)
-        check_same(run(policy, prompt_ids=ids, slots=4, unroll=unroll), queued)
+        check_same(run(policy_of(mesh), slots=4, unroll=unroll), queued)
+
+
+def test_on_a_mesh_a_prompt_is_sent_when_it_is_taken_and_all_of_them_never():
+    """Nor are caches, or the logits of a step; what the loops send are activations, and one prompt."""
+    mesh, prompts, config = make_mesh(2, 2, 2), 16, MODEL.config
+    tokens, mask = np.zeros((prompts, 32), np.int32), np.ones((prompts, 32), bool)
+    arguments = {"key": jax.random.key(5), "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (5,), "slots": 8}
+    with jax.set_mesh(mesh):
+        placed = shard_rows((tokens, mask), mesh)
+        text = draw.lower(MODEL, policy_of(mesh), *placed, group=2, **arguments).compile().as_text()
+    one = config.layers * 32 * config.kv_heads // 2 * config.head_dim
+    assert max(sent(text)) == one, "keys or values of one prompt, on one device"
 
 
 def test_the_cache_is_updated_where_it_is():
@@ -164,8 +187,8 @@ def test_the_cache_is_updated_where_it_is():
     for computation in text.split("\n\n"):
         found = [line for line in computation.splitlines() if (match := made.search(line)) and match[1] == "fusion"]
         (loops if "region" in computation.partition("(")[0] else others).extend(found)
-    # Keys and values of two layers, in the loop over tokens and in the one over free slots.
-    assert len(loops) == 2 * 2 * 2
+    # Keys and values of two layers, in the loop over tokens and in the two over free slots: at the start, and later.
+    assert len(loops) == 2 * 2 * 3
     assert all("dynamic-update-slice" in line.partition("=")[0] for line in loops), loops
     assert others, "the caches are made before the loops"
 
@@ -173,6 +196,10 @@ def test_the_cache_is_updated_where_it_is():
 def test_slots_that_cannot_be_are_named():
     with pytest.raises(ValueError, match="slots: got 0, expected at least 1"):
         run(slots=0)
+    with pytest.raises(ValueError, match="prompt_ids: got some and group = 2, expected one of them"):
+        run(group=2)
+    with pytest.raises(ValueError, match="group: got 0, expected at least 1"):
+        run(prompt_ids=None, group=0)
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"slots: got 3, expected a multiple of .* = 4"):
         run(policy_of(mesh), slots=3)
