@@ -113,7 +113,7 @@ def test_the_exact_kl_is_that_of_whole_distributions(tie):
     reference = (hidden_states(model, other, TOKENS, MASK), stored_head(model, other.params))
     options = {"temperature": 0.7, "entropy": True, "tile": kljax.Tile(4, 7)}
     stats, _ = stats_of(model, policy, TOKENS, MASK, reference=reference, **options)
-    assert expected.min() > 1e-3
+    assert expected[MASK[:, :-1]].min() > 1e-3  # the states of padding are alike in both
     np.testing.assert_allclose(stats.kl[:, 1:], np.where(MASK[:, 1:], expected, 0), rtol=1e-4, atol=1e-6)
     # Of the policy to itself, with the head that it shares: two programs differ in the last bits of a hidden state.
     itself = (hidden_states(model, policy, TOKENS, MASK), None)
