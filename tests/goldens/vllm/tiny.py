@@ -1,0 +1,97 @@
+"""The model, prompts and policies of the recorded exchanges: the same numbers on every release of JAX."""
+
+import dataclasses
+import json
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kljax
+from tests import tiny
+from train.config.schema import Config
+from train.policy import abstract_adapter, abstract_params
+from train.rollouts import Request
+from train.setting import Setting
+from train.tasks import Example
+from train.trees import named_leaves
+
+NAME = "tiny"
+PROMPTS = ("1+2=", "8", "")
+SAMPLES = 2
+MODEL = "model={layers: 2, width: 64, heads: 2, kv_heads: 1, head_dim: 32, mlp_width: 64}"
+SHAPE = (MODEL, "data={max_prompt_length: 5, max_completion_length: 6}", "rollout.prompts_per_step=3")
+LORA = "lora={rank: 4, alpha: 8.0, targets: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]}"
+
+
+def config_of(url: str, *overrides: str) -> Config:
+    """A config whose completions come from a server."""
+    source = f"rollout.source={{type: openai, url: '{url}', model: {NAME}, retries: 2, timeout: 60.0}}"
+    return tiny.config_of(*SHAPE, source, *overrides)
+
+
+class Fixed:
+    """The same prompts at every step."""
+
+    def batch(self, step: int) -> list[Example]:
+        """`PROMPTS`."""
+        return [Example(prompt, "3", "3") for prompt in PROMPTS]
+
+
+def setting_of(config: Config) -> Setting:
+    """The setting of a config, with the prompts of the recording."""
+    return dataclasses.replace(tiny.setting_of(config), prompts=Fixed())
+
+
+def _drawn(name: str, shape: tuple[int, ...], seed: int) -> jax.Array:
+    rng = np.random.default_rng([zlib.crc32(name.encode()), seed])
+    values = rng.normal(size=shape).astype(np.float32)
+    # Norms near 1, everything else large enough for opinions.
+    return jnp.asarray(1 + values / 10 if name.endswith("scale") else values / 4)
+
+
+def drawn(abstract: dict, seed: int) -> dict:
+    """A tree of weights that depend on their names alone."""
+    leaves = [_drawn(name, leaf.shape, seed) for name, leaf in named_leaves(abstract).items()]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def policy_of(setting: Setting, step: int) -> kljax.Policy:
+    """The policy after some steps: of its own adapter, or of its own weights where there is none."""
+    params = abstract_params(setting.model, setting.mesh)
+    if setting.config.lora is None:
+        return kljax.Policy(drawn(params, step))
+    return kljax.Policy(drawn(params, 0), drawn(abstract_adapter(setting.model, setting.mesh), step))
+
+
+def request_of(setting: Setting, step: int) -> Request:
+    """What a step asks for."""
+    return Request(setting.prompts.batch(step), SAMPLES, step, jax.random.key(step))
+
+
+def byte_symbols() -> list[str]:
+    """The symbol of each byte in a byte-level tokenizer: printable ones stand for themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """`tokenizer.json` of the byte tokenizer, so that a server speaks of the same ids."""
+    extra = ["<bos>", "<eos>", "<pad>", *(f"<unused{n}>" for n in range(vocab_size - 259))]
+    symbols = [*byte_symbols(), *extra]
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": 256 + index, "content": text, **special} for index, text in enumerate(extra)]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content = {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {symbol: index for index, symbol in enumerate(symbols)}, "merges": []},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"pad_token": "<pad>"}))

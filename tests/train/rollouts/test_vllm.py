@@ -1,0 +1,204 @@
+"""The client against what a real vLLM said: what is asked has not changed, and its log-probs are the trainer's.
+
+`tests/goldens/vllm/record.py` made the exchanges; the weights are drawn again here, so that vLLM's log-probs are held
+to the trainer's without a vLLM.
+"""
+
+import copy
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from tests.goldens.vllm import record, tiny
+from tests.train.rollouts.fake_server import Answer, serving
+from train.errors import UserError
+from train.rollouts import SourceError
+from train.rollouts.server import Client, ServerSource
+from train.rollouts.server.answers import read_answers
+
+EXCHANGES = json.loads(record.FIXTURE.read_text())
+
+
+def without_paths(body: dict | None) -> dict:
+    """A request without what differs from run to run: names of adapters and folders."""
+    body = copy.deepcopy(body) or {}
+    for name in ("lora_name", "lora_path", "kwargs"):
+        body.pop(name, None)
+    if body.get("model") != tiny.NAME:
+        body.pop("model", None)
+    return body
+
+
+class Replay:
+    """Answers each request as vLLM did; one that was not recorded is refused, and each is answered once."""
+
+    def __init__(self, exchanges: list[dict]) -> None:
+        self.left, self._lock = list(exchanges), threading.Lock()
+
+    def __call__(self, path: str, body: dict) -> Answer:
+        with self._lock:
+            for said in self.left:
+                if said["path"] == path and without_paths(said["request"]) == without_paths(body):
+                    self.left.remove(said)
+                    return said["status"], said["response"]
+        return 418, f"not recorded: {path} {without_paths(body)}"
+
+
+CLIENTS: list[Client] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_clients():
+    yield
+    while CLIENTS:
+        CLIENTS.pop().close()
+
+
+def client_of(url: str) -> Client:
+    """A client that is closed after the test."""
+    CLIENTS.append(Client(url, timeout=20, retries=0))
+    return CLIENTS[-1]
+
+
+@pytest.mark.parametrize("name", record.SCENARIOS)
+def test_log_probs_of_vllm_are_the_trainers(name):
+    replay = Replay(EXCHANGES[name])
+    with serving(replay) as url:
+        played = record.play(name, client_of(url), url)
+    assert not replay.left, "something that was asked is not asked any more"
+    for step, (setting, policy, completions) in enumerate(played):
+        assert record.log_prob_error(setting, completions, policy) < record.ALLOWED
+        other = played[1 - step][1]
+        assert record.log_prob_error(setting, completions, other) > 1
+        assert not completions.finished.all()
+        assert completions.log_probs[~completions.completion_mask].max() == 0
+
+
+def test_stop_texts_end_a_completion_and_belong_to_it():
+    replay = Replay(EXCHANGES["sampling"])
+    with serving(replay) as url:
+        (setting, _, completions), _ = record.play("sampling", client_of(url), url)
+    stops, eos = setting.config.rollout.stop, setting.tokenizer.eos_ids
+    assert completions.finished.any()
+    for row, text in enumerate(completions.texts):
+        ids = completions.tokens[row][completions.completion_mask[row]]
+        ended = text.endswith(stops) or ids[-1] in eos
+        assert completions.finished[row] == ended
+        assert ended or len(ids) == setting.config.data.max_completion_length
+
+
+def test_the_id_that_ends_a_completion_is_among_its_ids():
+    first = EXCHANGES["others"][0]
+    answers = read_answers(json.loads(first["response"]), prompt=[1], samples=1, room=4, vocab_size=264, log_probs=True)
+    assert [(len(answer.tokens), len(answer.log_probs), answer.finished) for answer in answers] == [(1, 1, True)]
+
+
+def opened(answers: list[dict], *overrides: str) -> ServerSource:
+    """A source on a server that says these things."""
+    with serving(Replay(answers)) as url:
+        setting = tiny.setting_of(tiny.config_of(url, *record.SCENARIOS["lora"], *overrides))
+        return ServerSource(setting, setting.config.rollout.source, client_of(url))
+
+
+def changed(**changes: object) -> list[dict]:
+    """The first exchanges of a recording, with fields of the completion replaced, or removed by None."""
+    said = copy.deepcopy(EXCHANGES["lora"])
+    probe = next(exchange for exchange in said if exchange["path"] == "/v1/completions")
+    answer = json.loads(probe["response"])
+    (choice,) = answer["choices"]
+    for name, value in changes.items():
+        choice[name] = value
+        if value is None:
+            del choice[name]
+    probe["response"] = json.dumps(answer)
+    return said
+
+
+WRONG = {
+    "token_ids": (None, r"the answer has no token_ids \(got None\); training needs the ids that were sampled"),
+    "logprobs": (None, r"the answer has no logprobs.token_logprobs \(got None\), which are recorded as"),
+    "prompt_token_ids": ([9], r"prompt_token_ids of the answer: got \[9\], expected the prompt that was sent, \[0\]"),
+    "finish_reason": ("abort", "finish_reason of the answer: got 'abort', expected stop or length"),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_an_answer_without_what_training_needs_is_an_error_before_the_run(field):
+    value, message = WRONG[field]
+    with pytest.raises(SourceError, match=message):
+        opened(changed(**{field: value}))
+
+
+def test_ids_outside_of_the_vocabulary_and_too_many_of_them_are_errors():
+    with pytest.raises(SourceError, match="token_ids of the answer: got 264, expected an id below 264"):
+        opened(changed(token_ids=[264]))
+    with pytest.raises(SourceError, match="token_ids of the answer: got 2 tokens, expected at most max_tokens = 1"):
+        opened(changed(token_ids=[1, 2]))
+    both = changed(token_ids=[1], logprobs={"token_logprobs": [-1.0, -2.0]})
+    with pytest.raises(SourceError, match=r"token_logprobs of the answer: got \[-1.0, -2.0\], expected 1 numbers"):
+        opened(both)
+
+
+def test_a_model_that_the_server_does_not_have_is_named():
+    with pytest.raises(UserError, match=r"rollout\.source\.model: got 'other', but http.* serves: tiny"):
+        opened(EXCHANGES["lora"], "rollout.source.model=other")
+
+
+def test_log_probs_of_another_kind_than_the_trainers_are_refused():
+    """vLLM's are those at temperature 1 unless it is told otherwise; its others are those after the cuts."""
+    with pytest.raises(UserError, match=r"temperature: got 0.6, but .*--logprobs-mode processed_logprobs"):
+        opened(EXCHANGES["lora"], "temperature=0.6")
+    processed = changed(logprobs={"token_logprobs": [0.0]})
+    with pytest.raises(UserError, match=r"top_k, top_p, min_p: .* those after the cut.*raw_logprobs"):
+        opened(processed, "rollout.top_k=3")
+    opened(processed, "temperature=0.6")
+
+
+def test_what_vllm_refuses_is_passed_on_with_what_to_do():
+    from train.rollouts.server.weights import _accepted
+
+    with serving(Replay(EXCHANGES["others"])) as url:
+        client = client_of(url)
+        with pytest.raises(SourceError, match="refused with status 404: The model `nobody` does not exist"):
+            client.post("/v1/completions", {"model": "nobody", "prompt": [1], "max_tokens": 1})
+        with pytest.raises(SourceError, match=r"No adapter found for .*rollout.source.folder has to be a path that"):
+            _accepted(client, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"})
+    missing = '{"detail":"Not Found"}'
+    with serving(lambda path, body: (404, missing)) as url:
+        with pytest.raises(SourceError, match="start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME"):
+            _accepted(client_of(url), "/v1/load_lora_adapter", {})
+        with pytest.raises(SourceError, match="start vLLM with VLLM_SERVER_DEV_MODE=1"):
+            _accepted(client_of(url), "/pause", {})
+
+
+def test_weights_of_a_tied_head_are_refused():
+    setting = tiny.setting_of(tiny.config_of("http://unused"))
+    with pytest.raises(UserError, match=r"rollout\.source\.sync: got weights, but the model ties its LM head"):
+        ServerSource(setting, setting.config.rollout.source, client_of("http://unused"))
+
+
+def test_rows_are_prompts_and_completions_with_their_log_probs():
+    """Against the recorded text itself, taken apart in another way."""
+    said = [exchange for exchange in EXCHANGES["lora"] if exchange["path"] == "/v1/completions"][1:]
+    step, part = 1, said[len(said) // 2 :]
+    rows = {}
+    for exchange in part:
+        for choice in json.loads(exchange["response"])["choices"]:
+            ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            rows.setdefault(tuple(exchange["request"]["prompt"]), []).append((ids, log_probs))
+    replay = Replay(EXCHANGES["lora"])
+    with serving(replay) as url:
+        setting, _, completions = record.play("lora", client_of(url), url)[step]
+    expected = [
+        (list(ids), *row)
+        for example in setting.prompts.batch(step)
+        for ids in [setting.tokenizer.prompt_ids(example)]
+        for row in rows[tuple(ids)]
+    ]
+    for row, (prompt, ids, log_probs) in enumerate(expected):
+        real, own = completions.token_mask[row], completions.completion_mask[row]
+        assert completions.tokens[row][real].tolist() == [*prompt, *ids]
+        assert completions.tokens[row][own].tolist() == ids
+        np.testing.assert_allclose(completions.log_probs[row][own], log_probs, rtol=1e-6)
