@@ -158,5 +158,10 @@ def train(
 
 
 def _note(values: dict[str, float]) -> str:
-    shown = {"reward": "reward {:.3f}", "kl_reference": "KL {:.4f}", "entropy": "entropy {:.3f}"}
+    shown = {
+        "reward": "reward {:.3f}",
+        "kl_reference": "KL {:.4f}",
+        "kl_reference_exact": "exact KL {:.4f}",
+        "entropy": "entropy {:.3f}",
+    }
     return "  ".join(text.format(values[name]) for name, text in shown.items() if name in values)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 import kljax
 from train.models import Decoder
 from train.sharding import constrain, mesh_is_set, param_shardings, partition_spec
+from train.trees import named_leaves
 
 Tree = Any
 Reference = tuple[jax.Array, jax.Array | None]
@@ -87,8 +88,7 @@ def _adapter_layout(model: Decoder) -> dict[str, tuple[int, ...]]:
 
 
 def _layout(tree: Tree) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in leaves}
+    return {name: leaf.shape for name, leaf in named_leaves(tree).items()}
 
 
 def variables(model: Decoder, policy: kljax.Policy) -> dict[str, Tree]:

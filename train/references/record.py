@@ -50,7 +50,9 @@ def assert_unchanged(reference: Reference | None, before: np.ndarray | None) -> 
 def entry_of(config: Config, fingerprint: np.ndarray | None, step: int) -> Entry:
     """What goes on record of the reference of this config, found with this fingerprint after so many steps."""
     section = config.reference
-    named = {name: getattr(section, name) for name in ("step", "path") if hasattr(section, name)}
+    named: dict[str, Any] = {name: getattr(section, name) for name in ("step", "path") if hasattr(section, name)}
+    if "path" in named:
+        named["path"] = str(Path(named["path"]).absolute())
     identity = {"source": section.source, **named, "moves": moves(config)}
     digest = None if fingerprint is None else hashlib.sha256(fingerprint.astype("<u4").tobytes()).hexdigest()[:16]
     return Entry(step, identity, digest)
