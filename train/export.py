@@ -79,7 +79,7 @@ def export(
         raise UserError(f"--to: {error}") from error
     tokenizer, mesh = load_tokenizer(config), config_mesh(config)
     model = make_model(config, tokenizer)
-    source = getattr(config.model, "path", None)
+    source = config.model.path
     with jax.set_mesh(mesh):
         policy = saved.policy(model, mesh, step)
         try:

@@ -18,9 +18,14 @@ def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path):
 
 def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
     path = tmp_path / "deep" / "made"
-    with pytest.raises(ZeroDivisionError), new_directory(path) as partial:
-        (partial / "one").write_text("1")
-        raise ZeroDivisionError
+
+    def interrupted() -> None:
+        with new_directory(path) as partial:
+            (partial / "one").write_text("1")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
     assert list(path.parent.iterdir()) == []
     path.mkdir()
     with new_directory(path) as partial:

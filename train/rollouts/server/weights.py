@@ -113,7 +113,7 @@ class WeightSync:
         from train.models.folder import save_folder
 
         path = self._folders.new(step)
-        source = getattr(self._setting.config.model, "path", None)
+        source = self._setting.config.model.path
         save_folder(path, self._setting.model, policy, source=source)
         _accepted(self._client, "/pause", {})
         try:
