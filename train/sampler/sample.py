@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,37 +12,11 @@ from train.models import Decoder, KeyValues
 from train.policy import head, variables
 from train.sampler.decode import Decoding
 from train.sampler.draw import Sampling, draw
+from train.sampler.queue import Pick, Rows, empty, refill, whole
 from train.sampler.samples import Samples
 from train.sampler.slots import Done, Slots
 from train.sampler.stops import StopTable
-from train.sharding import axis_size, constrain
-
-# The prompt of each row, along an axis that has the prompts.
-Pick: TypeAlias = Callable[[jax.Array, int], jax.Array]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """What is asked for: B rows, of N prompts.
-
-    Attributes:
-      order: [B], the rows in the order they are taken, those without a prompt last; count: how many have one.
-      prompt: [B], the prompt of each row; length: [B], its tokens; limit: [B], the most tokens of its completion.
-      ids: [B], the number of each row for its keys.
-      prompts, prompt_mask: [N, P]; hidden: [N, D], what the first token is drawn from; cache: keys and values.
-    """
-
-    order: jax.Array
-    count: jax.Array
-    prompt: jax.Array
-    length: jax.Array
-    limit: jax.Array
-    ids: jax.Array
-    prompts: jax.Array
-    prompt_mask: jax.Array
-    hidden: jax.Array
-    cache: KeyValues
+from train.sharding import axis_size
 
 
 def _prefill(
@@ -79,91 +52,7 @@ def _check(rows: int, slots: int, max_new_tokens: int) -> None:
         raise ValueError(f"{name}: got {slots}, expected a multiple of mesh.data x mesh.fsdp = {axis_size('rows')}")
 
 
-def _start(
-    row: jax.Array, live: jax.Array, room: int, *, tokens: jax.Array, token_mask: jax.Array, **state: Any
-) -> Slots:
-    """Slots before their first draw, of prompts [S, P]; `state` is their last hidden states and their cache."""
-    zero = jnp.zeros(len(row), jnp.int32)
-    return Slots(
-        round=jnp.int32(0),
-        row=row.astype(jnp.int32),
-        began=zero,
-        drawn=zero,
-        live=live,
-        ended=zero > 0,
-        search=zero,
-        tokens=jnp.pad(tokens, ((0, 0), (0, room))),
-        token_mask=jnp.pad(token_mask, ((0, 0), (0, room))),
-        log_probs=jnp.zeros((len(row), room), jnp.promote_types(state["hidden"].dtype, jnp.float32)),
-        **state,
-    )
-
-
-def _whole(rows: _Rows, decoding: Decoding, pick: Pick, room: int) -> Slots:
-    """A slot for every row."""
-    return _start(
-        jnp.arange(len(rows.order)),
-        rows.limit > 0,
-        room,
-        tokens=pick(rows.prompts, 0),
-        token_mask=pick(rows.prompt_mask, 0),
-        hidden=constrain(pick(rows.hidden, 0), "rows", None),
-        cache=decoding.first(jax.tree.map(lambda x: pick(x, 1), rows.cache), room),
-    )
-
-
-def _empty(rows: _Rows, decoding: Decoding, slots: int, room: int) -> Slots:
-    """Slots without a row yet."""
-
-    def zeros(x: jax.Array, axis: int = 0) -> jax.Array:
-        return jnp.zeros((*x.shape[:axis], slots, *x.shape[axis + 1 :]), x.dtype)
-
-    return _start(
-        jnp.full(slots, len(rows.order)),
-        jnp.zeros(slots, bool),
-        room,
-        tokens=zeros(rows.prompts),
-        token_mask=zeros(rows.prompt_mask),
-        hidden=constrain(zeros(rows.hidden), "rows", None),
-        cache=decoding.first(jax.tree.map(lambda x: zeros(x, 1), rows.cache), room),
-    )
-
-
-def _refill(
-    rows: _Rows, decoding: Decoding, slots: Slots, done: Done, taken: jax.Array
-) -> tuple[Slots, Done, jax.Array]:
-    """Hands over the rows that are done and puts others in their slots, one after the other, while there are any."""
-
-    def waiting(carry: tuple[Slots, Done, jax.Array]) -> jax.Array:
-        return (carry[2] < rows.count) & ~jnp.all(carry[0].live)
-
-    def swap(carry: tuple[Slots, Done, jax.Array]) -> tuple[Slots, Done, jax.Array]:
-        slots, done, taken = carry
-        slot = jnp.argmin(slots.live)
-        done = done.put(slots, slot)
-        row = rows.order[taken]
-        prompt = rows.prompt[row]
-        changes = {
-            "row": row,
-            "began": slots.round,
-            "drawn": 0,
-            "live": True,
-            "ended": False,
-            "search": 0,
-            "tokens": jnp.pad(rows.prompts[prompt], (0, slots.room)),
-            "token_mask": jnp.pad(rows.prompt_mask[prompt], (0, slots.room)),
-            "hidden": rows.hidden[prompt],
-        }
-        new = {name: getattr(slots, name).at[slot].set(value) for name, value in changes.items()}
-        cache = decoding.load(slots.cache, slot, rows.cache, prompt)
-        return dataclasses.replace(slots, **new, cache=cache), done, taken + 1
-
-    return lax.while_loop(waiting, swap, (slots, done, taken))
-
-
-def _run(
-    rows: _Rows, decoding: Decoding, first: Slots, draw_all: Callable[[Slots], Slots]
-) -> tuple[Slots, Done | None]:
+def _run(rows: Rows, decoding: Decoding, first: Slots, draw_all: Callable[[Slots], Slots]) -> tuple[Slots, Done | None]:
     """All rows to their ends. Without a queue the slots are the rows."""
 
     def decode(state: Slots) -> Slots:
@@ -190,10 +79,10 @@ def _run(
         return jnp.any(carry[0].live) | (carry[2] < rows.count)
 
     def advance(carry: Carry) -> Carry:
-        state, done, taken = _refill(rows, decoding, decode(carry[0]), *carry[1:])
+        state, done, taken = refill(rows, decoding, decode(carry[0]), *carry[1:])
         return draw_all(state), done, taken
 
-    state, done, taken = _refill(rows, decoding, first, Done.none(len(rows.order), first), jnp.int32(0))
+    state, done, taken = refill(rows, decoding, first, Done.none(len(rows.order), first), jnp.int32(0))
     last, done, _ = lax.while_loop(unfinished, advance, (draw_all(state), done, taken))
     return last, done.put_all(last)
 
@@ -201,7 +90,7 @@ def _run(
 def _drawer(
     model: Decoder,
     policy: kljax.Policy,
-    rows: _Rows,
+    rows: Rows,
     *,
     key: jax.Array,
     sampling: Sampling,
@@ -231,7 +120,7 @@ def _drawer(
 
 
 def _samples(
-    rows: _Rows, last: Slots, done: Done | None, ends: jax.Array, prompts: tuple[jax.Array, jax.Array]
+    rows: Rows, last: Slots, done: Done | None, ends: jax.Array, prompts: tuple[jax.Array, jax.Array]
 ) -> Samples:
     if done is None:
         tokens, log_probs = last.tokens[:, last.width :], last.log_probs
@@ -315,7 +204,7 @@ def sample(
     limit = jnp.full(count, max_new_tokens) if limits is None else jnp.minimum(limits, max_new_tokens)
     limit = jnp.where(lengths > 0, limit, 0)
     filled, filled_mask, hidden, cache = _prefill(model, params, prompts, prompt_mask)
-    rows = _Rows(
+    rows = Rows(
         order=jnp.argsort(limit <= 0, stable=True).astype(jnp.int32),
         count=jnp.sum(limit > 0, dtype=jnp.int32),
         prompt=chosen,
@@ -330,9 +219,9 @@ def sample(
     ends = jnp.asarray(eos_ids, jnp.int32).reshape(-1)
     decoding = Decoding.of(model, params, unroll=jax.default_backend() == "cpu" if unroll is None else unroll)
     if slots == count:
-        start = _whole(rows, decoding, pick, max_new_tokens)
+        start = whole(rows, decoding, pick, max_new_tokens)
     else:
-        start = _empty(rows, decoding, slots, max_new_tokens)
+        start = empty(rows, decoding, slots, max_new_tokens)
     draw_all = _drawer(model, policy, rows, key=key, sampling=sampling, ends=ends, stop=stop)
     last, done = _run(rows, decoding, start, draw_all)
     return _samples(rows, last, done, ends, (pick(prompts, 0), pick(prompt_mask, 0)))
