@@ -131,7 +131,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, required=True, help="the program `vllm` of its environment")
     parser.add_argument("--write", action="store_true", help=f"write {FIXTURE.name}")
-    parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="where the server writes")
+    parser.add_argument(
+        "--log", type=Path, default=Path(tempfile.gettempdir()) / "kljax-vllm.log", help="of the server"
+    )
     parser.add_argument("--only", choices=SCENARIOS, help="only the server of this; the others stay as recorded")
     options = parser.parse_args()
     recorded: dict[str, list[dict[str, Any]]] = json.loads(FIXTURE.read_text()) if FIXTURE.exists() else {}
