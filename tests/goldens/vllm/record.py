@@ -1,4 +1,4 @@
-"""Runs the client against a live vLLM, holds its log-probs to the trainer's, and records what was said.
+r"""Runs the client against a live vLLM, holds its log-probs to the trainer's, and records what was said.
 
     .venv/bin/python -m tests.goldens.vllm.record --vllm ENVIRONMENT/bin/vllm            # the opt-in test
     .venv/bin/python -m tests.goldens.vllm.record --vllm ENVIRONMENT/bin/vllm --write    # and the fixture
