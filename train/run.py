@@ -1,17 +1,16 @@
 """One run from beginning to end: the base, the state, RL, the summary."""
 
 import dataclasses
-import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import jax
 
 from train.abandoned_reads import quiet_abandoned_reads
 from train.checkpoint import Checkpoints
+from train.command import quiet_orbax
 from train.config.load import LoadedConfig
 from train.config.schema import Config
 from train.data import Prompts, keep_prompts
@@ -37,19 +36,7 @@ ACCURACIES = ("accuracy", "accuracy_greedy")
 KLS = ("kl_reference", "kl_reference_exact", "rollout_kl")
 
 
-@contextmanager
-def _orbax_at_errors() -> Iterator[None]:
-    """Keeps back what orbax logs below an error; this program says it better itself. Then the level is as it was."""
-    logger = logging.getLogger("absl")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-@_orbax_at_errors()
+@quiet_orbax()
 def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     """Runs a config; returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
     config, began, console = loaded.config, time.perf_counter(), default_console()

@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from train.command import quiet_orbax
 from train.config import load
 from train.export import export
 from train.policy import token_stats
@@ -60,6 +61,7 @@ def tokens_to_score() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 300, (4, 24)).astype(np.int32)
 
 
+@quiet_orbax()
 def train_and_export(name: str, directory: Path) -> np.ndarray:
     """Trains against one reference and exports; returns the log-probs that kljax gives the trained policy."""
     config, root = directory / "config.yaml", directory / "run"
