@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import yaml
 
 from tests import tiny
 from tests.integration.command import assert_same_arrays, records, saved_arrays, state_arrays
@@ -21,7 +20,8 @@ LORA = (
     "reference.monitor=true",
     "optim.learning_rate=1e-2",
     "eval={every: 100, prompts: 2, batch_size: 2}",
-    "warm_start.steps=2",
+    # The weights of the seed are the base of all.
+    "warm_start.steps=0",
     # Rewards are all 0 here: this moves the policy.
     "loss.entropy_coef=1.0",
 )
@@ -56,20 +56,15 @@ def first(tmp_path_factory) -> Path:
     return start(tmp_path_factory.mktemp("first"), "steps=2")
 
 
-def from_base(first: Path, output: Path, *overrides: str, **options) -> Path:
-    return start(output, f"warm_start={{steps: 2, checkpoint: {first / 'base'}}}", *overrides, **options)
-
-
 @pytest.fixture(scope="module")
 def sources(first, tmp_path_factory) -> dict[str, Path]:
-    """A run of each source from the base of the first; without coefficients a reference is measured and no more."""
+    """A run of each source; without coefficients a reference is measured and no more."""
     output = tmp_path_factory.mktemp("sources")
     options = {
         "adapter": f"reference={{source: adapter, path: {first / 'checkpoints' / '2'}, monitor: true}}",
         "ema": EMA,
-        "refreshed": "reference={source: base, refresh_every: 1, monitor: true}",
     }
-    return {name: from_base(first, output, option, "steps=2", name=name) for name, option in options.items()}
+    return {name: start(output, option, "steps=2", name=name) for name, option in options.items()}
 
 
 def test_switching_the_source_changes_the_kl_and_nothing_else(first, sources):
@@ -80,12 +75,11 @@ def test_switching_the_source_changes_the_kl_and_nothing_else(first, sources):
         kl[name] = [step.pop("kl_reference") for step in steps]
         for step, other in zip(steps, records(first, "train"), strict=True):
             assert step == {key: value for key, value in other.items() if key != "kl_reference"}
-    assert max(kl["base"][0], kl["ema"][0], kl["refreshed"][0]) < 1e-12, "all of them are the policy before RL"
+    assert max(kl["base"][0], kl["ema"][0]) < 1e-12, "both are the policy before RL"
     assert kl["adapter"][0] > 1e-6
-    # The average has gone half of the way, the copy all of it.
+    # The average has gone half of the way.
     assert kl["base"][1] > 1e-6
     assert kl["base"][1] / 10 < kl["ema"][1] < kl["base"][1] / 2
-    assert kl["refreshed"][1] < 1e-12
 
 
 def test_a_moving_reference_is_saved_with_each_step(sources):
@@ -100,8 +94,7 @@ def test_a_continued_run_goes_on_with_the_average_it_had(sources, tmp_path):
     """Bit by bit, as if it had never stopped."""
     root = shutil.copytree(sources["ema"], tmp_path / "ema")
     shutil.rmtree(root / "checkpoints" / "2")
-    warm = f"warm_start={json.dumps(warm_start_of(root))}"
-    start(tmp_path, warm, EMA, "steps=2", name="ema", resume=True)
+    start(tmp_path, EMA, "steps=2", name="ema", resume=True)
     for item in ("state", "reference"):
         got, expected = (saved_arrays(run / "checkpoints" / "2" / item) for run in (root, sources["ema"]))
         assert_same_arrays(got, expected)
@@ -111,7 +104,7 @@ def test_a_continued_run_goes_on_with_the_average_it_had(sources, tmp_path):
 
 def test_other_weights_at_the_same_path_are_refused_by_name(first, sources, tmp_path):
     root = shutil.copytree(sources["adapter"], tmp_path / "adapter")
-    path, warm = tmp_path / "other", f"warm_start={json.dumps(warm_start_of(root))}"
+    path = tmp_path / "other"
     shutil.copytree(first / "checkpoints" / "1", path)
     option = f"reference={{source: adapter, path: {path}, monitor: true}}"
     entries = json.loads((root / "reference.json").read_text())
@@ -121,15 +114,10 @@ def test_other_weights_at_the_same_path_are_refused_by_name(first, sources, tmp_
     (root / "reference.json").write_text(json.dumps(entries))
     before = (root / "metrics.jsonl").read_text()
     with pytest.raises(UserError, match=rf"^reference\.path: got {path}, whose weights are not those .* since step 0"):
-        start(tmp_path, warm, option, "steps=3", name="adapter", resume=True)
+        start(tmp_path, option, "steps=3", name="adapter", resume=True)
     assert (root / "metrics.jsonl").read_text() == before
     entries[0]["identity"]["path"] = "elsewhere"
     (root / "reference.json").write_text(json.dumps(entries))
-    start(tmp_path, warm, option, "steps=2", name="adapter", resume=True)
+    start(tmp_path, option, "steps=2", name="adapter", resume=True)
     entries = json.loads((root / "reference.json").read_text())
     assert [(entry["from_step"], entry["identity"]["path"]) for entry in entries] == [(0, "elsewhere"), (2, str(path))]
-
-
-def warm_start_of(root: Path) -> dict:
-    """As the run was started: that may not differ when it is continued."""
-    return yaml.safe_load((root / "config.yaml").read_text())["warm_start"]
