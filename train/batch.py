@@ -36,7 +36,8 @@ class Batch:
       rewards: [B] scalar reward of each row.
       group_ids: [B] int32, number of the row's prompt in the rollout batch; -1 on rows of padding.
       rollout_log_probs: [B, T] log-probs that the sampler recorded.
-      old_log_probs: [B, T] log-probs of the policy before its first update on this batch.
+      old_log_probs: [B, T] log-probs of the policy before its first update on this batch; None where that is the only
+        one, which computes them itself.
       ref_log_probs: [B, T] log-probs of the reference.
       ref_hidden: [B, T, D] hidden states of the reference after each token, in the type that the model computes in.
       ref_exact_kl: [B, T] exact KL to the reference where each token was drawn, before the first update.

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-import kljax
-from train.batch import Batch, given, require
+from train.batch import require
 from train.checkpoint import Checkpoints
 from train.evaluate import evaluate
 from train.interrupt import Interrupt
 from train.keys import purpose_key
 from train.metrics import MetricsWriter
-from train.objective import coefficients, required_fields
+from train.objective import Metrics, coefficients, required_fields
 from train.references import current_reference, make_follow, reference_head, with_place, without_base
 from train.rollouts import Sampler, Source, SourceError, collect, make_sampler, next_past, sampling_policy
 from train.setting import Setting
@@ -64,7 +62,6 @@ def rl_step(
     recorded = [name for name in required_fields(config) if name not in SCORED]
     require(rollout.batch, recorded, "the objective of this config")
     batch = programs.score(state.trainable, setting.base, without_base(reference, setting.base), rollout.batch)
-    error = rollout_error(batch)
     batch, controller, totals = programs.prepare(batch, state.controller)
     coefs, ref_head = coefficients(config), reference_head(config, setting.model, reference)
     for rows in update_rows(config, purpose_key(config.seed, "rows", step)):
@@ -74,22 +71,9 @@ def rl_step(
     if programs.follow is not None:
         moving = programs.follow(moving, state.trainable[policy_part(state.trainable)], state.step)
         state = dataclasses.replace(state, reference=moving)
-    values = rollout.metrics | divide(totals) | jax.device_get(error)
+    values = rollout.metrics | divide(totals)
     seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}
     return state, values, seconds | rollout.timings
-
-
-@jax.jit
-def rollout_error(batch: Batch) -> dict[str, jax.Array]:
-    """The largest difference between a log-prob of the sampler and the trainer's, of the policy before the updates.
-
-    For completions of that very policy it is what sampler and trainer compute differently: rounding, or a mistake. With
-    `rollout.policy_lag`, or of recorded completions, it is how far the policy has moved. Nothing without log-probs.
-    """
-    if batch.rollout_log_probs is None:
-        return {}
-    difference = jnp.abs(given(batch.old_log_probs) - batch.rollout_log_probs)
-    return {"rollout_log_prob_error": jnp.max(jnp.where(batch.completion_mask, difference, 0))}
 
 
 def _updated_part(state: TrainState) -> TrainState:
@@ -97,8 +81,8 @@ def _updated_part(state: TrainState) -> TrainState:
     return dataclasses.replace(state, past=None, reference=None)
 
 
-def divide(weighted: dict[str, kljax.WeightedSum]) -> dict[str, float]:
-    """Divides weighted sums once, on the host."""
+def divide(weighted: Metrics) -> dict[str, float]:
+    """Means are divided once, on the host."""
     return {name: float(total.value()) for name, total in jax.device_get(weighted).items()}
 
 

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import kljax
 from train.batch import Batch, given
 from train.config.schema import Config
+from train.largest import Largest
 from train.models import Decoder
 from train.policy import Reference, token_stats, token_values
 from train.state import policy_of
 
 Array = jax.Array
 Tree = Any
-Metrics = dict[str, kljax.WeightedSum]
+Metrics = dict[str, kljax.WeightedSum | Largest]
 Coefficients = dict[str, Array]
 Advantages = tuple[Array, Array | None]
 Preparation = Callable[[Batch, kljax.ControllerState], tuple[Batch, kljax.ControllerState, Metrics]]
@@ -74,7 +75,7 @@ def required_fields(config: Config) -> list[str]:
     needs = {
         "rewards": True,
         "group_ids": True,
-        "old_log_probs": True,
+        "old_log_probs": config.needs_old_log_probs(),
         "rollout_log_probs": config.needs_rollout_log_probs(),
         "ref_log_probs": config.needs_ref_log_probs(),
         "ref_hidden": config.exact_loss(),
@@ -159,7 +160,8 @@ def make_preparation(config: Config) -> Preparation:
     controller, section = make_controller(config), config.kl
 
     def prepare(batch: Batch, state: kljax.ControllerState) -> tuple[Batch, kljax.ControllerState, Metrics]:
-        mask, metrics = batch.completion_mask, {}
+        metrics: Metrics = {}
+        mask = batch.completion_mask
         token_rewards, next_state = kljax.place_rewards(given(batch.rewards), mask), state
         if section.reward.coef > 0:
             token_rewards, kl = _kl_shaped(config, batch, state.coef)
@@ -230,6 +232,7 @@ def make_objective(config: Config, model: Decoder) -> Objective:
             tile=tile(config),
             first=config.data.max_prompt_length,
         )
+        batch = _with_old_log_probs(batch, stats)
         terms: dict[str, Array] = {}
         scale: dict[str, Array] = {}
         if policy_loss is not None:
@@ -257,6 +260,13 @@ def make_objective(config: Config, model: Decoder) -> Objective:
         return loss, metrics
 
     return objective
+
+
+def _with_old_log_probs(batch: Batch, stats: kljax.TokenStats) -> Batch:
+    """The batch with the log-probs of the policy before its updates: where they were not scored, this is the one."""
+    if batch.old_log_probs is not None:
+        return batch
+    return dataclasses.replace(batch, old_log_probs=jax.lax.stop_gradient(stats.log_prob))
 
 
 def _policy_loss(config: Config) -> Callable[..., Array] | None:
@@ -305,7 +315,7 @@ def _loss_metrics(config: Config, loss: Array, reduced: Mapping[str, Array]) -> 
 
 def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Metrics:
     mask = batch.completion_mask
-    metrics = {
+    metrics: Metrics = {
         "entropy": kljax.WeightedSum.of(given(stats.entropy), mask),
         "ppo_kl": kljax.ppo_kl(stats.log_prob, given(batch.old_log_probs), mask),
     }
@@ -326,4 +336,7 @@ def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Met
         metrics["kl_reference_forward" if forward else "kl_reference_exact"] = kljax.WeightedSum.of(stats.kl, mask)
     if batch.rollout_log_probs is not None:
         metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, given(batch.rollout_log_probs), mask)
+        # For completions of that very policy: what sampler and trainer compute differently, rounding or a mistake.
+        error = jnp.abs(given(batch.old_log_probs) - batch.rollout_log_probs)
+        metrics["rollout_log_prob_error"] = Largest.of(error, mask)
     return metrics

@@ -16,6 +16,7 @@ import kljax
 from train import objective as objectives
 from train.batch import Batch, map_micro_batches, micro_batches, row_count, take_rows
 from train.config.schema import Config, Optim
+from train.largest import Largest
 from train.models import Decoder
 from train.policy import Reference as ExactReference
 from train.policy import paired_hidden_states, token_stats, token_values
@@ -54,7 +55,8 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
     that splits them both policies go over them in one pass.
 
     `reference` is None when no coefficient needs it: then nothing of it is computed; nor are its log-probs where only
-    the exact KL is asked for, which reads its hidden states. All results are data. Old and
+    the exact KL is asked for, which reads its hidden states. The policy is not scored where a batch gets one update,
+    whose own log-probs are the old ones, and nothing reads them before. All results are data. Old and
     reference log-probs are computed as the objective's are, at its micro-batch size, so that an unchanged policy has
     ratio 1 up to the last bit of a log-prob. The exact KL of the reward comes from the pass that gives the old
     log-probs; for that of the loss the hidden states of the reference are kept, `D` numbers a token.
@@ -62,7 +64,8 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
 
     def score(trainable: dict[str, Tree], base: Tree, reference: Reference | None, batch: Batch) -> Batch:
         policy = Reference(model, policy_of(trainable, base))
-        paired = _one_pass(mesh, policy, reference)
+        reads_policy = config.needs_old_log_probs() or config.exact_reward() or "value_head" in trainable
+        paired = reads_policy and _one_pass(mesh, policy, reference)
         other = None if reference is None else with_base(reference, base)
 
         def stats_of(
@@ -95,12 +98,13 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
                     against = (ref_hidden, reference_head(config, model, other))
                 if config.exact_loss():
                     kept["ref_hidden"] = ref_hidden
-            stats, hidden = stats_of(policy, part, hidden, against)
-            found["old_log_probs"] = stats.log_prob
-            if stats.kl is not None:
-                found["ref_exact_kl"] = stats.kl
-            if "value_head" in trainable:
-                found["values"] = token_values(trainable["value_head"], hidden)
+            if reads_policy:
+                stats, hidden = stats_of(policy, part, hidden, against)
+                found["old_log_probs"] = stats.log_prob
+                if stats.kl is not None:
+                    found["ref_exact_kl"] = stats.kl
+                if "value_head" in trainable:
+                    found["values"] = token_values(trainable["value_head"], hidden)
             masked = {name: kljax.masked(value, part.completion_mask) for name, value in found.items()}
             return dataclasses.replace(part, **jax.lax.stop_gradient(masked | kept))
 
@@ -157,7 +161,7 @@ def make_update(
 
         zeros = jax.tree.map(jnp.zeros_like, state.trainable)
         grads, metrics = jax.lax.scan(accumulate, zeros, parts)
-        metrics = jax.tree.map(lambda x: x.sum(0), metrics)
+        metrics = {name: _over_parts(metric) for name, metric in metrics.items()}
         norm = optax.tree.norm(grads)
         metrics["grad_norm"] = kljax.WeightedSum(norm, jnp.ones_like(norm))
         changes, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
@@ -166,6 +170,13 @@ def make_update(
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(traced_once(update), donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+
+
+def _over_parts(metric: kljax.WeightedSum | Largest) -> kljax.WeightedSum | Largest:
+    """A metric of all micro-batches, from theirs on a leading axis."""
+    if isinstance(metric, Largest):
+        return Largest(metric.amount.max(0))
+    return jax.tree.map(lambda x: x.sum(0), metric)
 
 
 def update_rows(config: Config, key: jax.Array) -> list[jax.Array]:

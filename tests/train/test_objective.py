@@ -124,7 +124,21 @@ def test_the_loss_is_the_sum_of_its_terms():
     clipped = np.where(x["advantages"] > 0, ratio > 1.28, ratio < 0.8)
     assert 0 < total(batch, clipped) < 1
     np.testing.assert_allclose(values["clip_fraction"], total(batch, clipped), rtol=1e-6)
-    assert values.keys() == {*terms, "loss", "entropy", "kl_reference", "rollout_kl", "ppo_kl", "clip_fraction"}
+    error = np.abs(x["old_log_probs"] - x["rollout_log_probs"])
+    assert values["rollout_log_prob_error"] == np.float32(error.max()) > 0.2
+    means = {"loss", "entropy", "kl_reference", "rollout_kl", "ppo_kl", "clip_fraction"}
+    assert values.keys() == {*terms, *means, "rollout_log_prob_error"}
+
+
+@pytest.mark.parametrize("term", ["kl.loss={coef: 0.2, importance_corrected: true}", "loss.policy=gspo"])
+def test_the_only_update_on_a_batch_needs_no_old_log_probs(term):
+    """They are its own: scored before, they change neither the gradient nor what is reported."""
+    config = tiny.config_of(term, "kl.rollout.coef=0.2")
+    batch = dataclasses.replace(batch_of(), old_log_probs=jnp.asarray(measured()["log_prob"], jnp.float32))
+    scored = loss_of(config, batch, with_gradient=True)
+    alone = loss_of(config, dataclasses.replace(batch, old_log_probs=None), with_gradient=True)
+    chex.assert_trees_all_close(alone, scored, rtol=2e-5, atol=2e-6)
+    assert float(alone[0][1]["rollout_log_prob_error"].value()) > 0.2
 
 
 def test_the_gradient_is_that_of_the_policy_loss_and_of_k2():
@@ -202,7 +216,7 @@ def test_the_exact_kl_of_the_loss():
         make_objective(config, MODEL)(*arguments)
 
 
-@pytest.mark.parametrize("name", get_args(types.PolicyLoss))
+@pytest.mark.parametrize("name", sorted({*get_args(types.PolicyLoss)} - {"none"}))
 def test_every_policy_loss(name):
     options = {"ppo": ["loss.dual_clip=1.1"], "cispo": [], "gspo": ["loss.clip_low=0.01", "loss.clip_high=0.02"]}[name]
     config, batch = tiny.config_of(f"loss.policy={name}", *options), batch_of()
@@ -374,14 +388,18 @@ def test_the_centred_adjustment_sums_to_zero_over_the_rollout_batch():
 
 
 def test_a_batch_needs_what_the_config_reads():
-    always = ["rewards", "group_ids", "old_log_probs"]
+    always = ["rewards", "group_ids"]
+    early = [*always, "old_log_probs"]
     assert required_fields(tiny.config_of()) == always
     assert required_fields(tiny.config_of("kl.rollout.coef=0.1")) == [*always, "rollout_log_probs"]
     assert required_fields(tiny.config_of("reference.monitor=true")) == [*always, "ref_log_probs"]
     exact = ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}")
     assert required_fields(tiny.config_of(*exact)) == [*always, "ref_hidden", "ref_exact_kl"]
     both = required_fields(tiny.config_of(*exact, "kl.advantage.coef=0.1"))
-    assert both == [*always, "ref_log_probs", "ref_hidden", "ref_exact_kl"]
+    assert both == [*early, "ref_log_probs", "ref_hidden", "ref_exact_kl"]
+    assert required_fields(tiny.config_of("optim.epochs=2")) == early
+    assert required_fields(tiny.config_of("optim.updates_per_batch=2")) == early
+    assert required_fields(tiny.config_of("kl.reward.coef=0.1")) == [*early, "ref_log_probs"]
     assert required_fields(tiny.config_of(*EVERYTHING)) == [*always, "rollout_log_probs", "ref_log_probs", "values"]
 
 

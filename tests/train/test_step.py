@@ -222,16 +222,18 @@ def model_applications(jaxpr: jax.extend.core.Jaxpr) -> int:
     return found
 
 
-@pytest.mark.parametrize(("needed", "passes"), [(False, 1), (True, 2)])
-def test_a_reference_that_nothing_needs_is_not_computed(needed, passes):
-    config = tiny.config_of("kl.loss.coef=0.1" if needed else "kl.loss.coef=0.0")
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("needed", [False, True])
+def test_what_nothing_needs_is_not_computed(needed, updates):
+    """The log-probs of a reference without a term; those of a policy whose only update computes them itself."""
+    config = tiny.config_of(f"kl.loss.coef={0.1 if needed else 0.0}", f"optim.updates_per_batch={updates}")
     score = make_score(config, tiny.model_of(config), tiny.mesh_of())
     reference = REFERENCE if needed else None
     arguments = ({"params": tiny.host_params()}, None, reference, tiny.rollout_batch())
-    assert model_applications(jax.make_jaxpr(score)(*arguments).jaxpr) == passes
+    assert model_applications(jax.make_jaxpr(score)(*arguments).jaxpr) == needed + (updates > 1)
     shapes = jax.eval_shape(score, *arguments)
     assert (shapes.ref_log_probs is not None) == needed
-    assert shapes.old_log_probs.shape == (tiny.ROWS, tiny.LENGTH)
+    assert (shapes.old_log_probs is not None) == (updates > 1)
     assert shapes.values is None
 
 

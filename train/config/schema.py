@@ -215,6 +215,15 @@ class Config(Section):
         """Whether policy and reference have one LM head, which is then not trained."""
         return self.lora is not None and self.reference.source != "checkpoint"
 
+    def needs_old_log_probs(self) -> bool:
+        """Whether the log-probs of the policy before its updates take a pass of their own.
+
+        With one update on a batch they are the log-probs of that update, unless something reads them before it.
+        """
+        sampled_reward = self.kl.reward.coef > 0 and self.kl.reward.estimator != "exact"
+        several = self.optim.updates_per_batch * self.optim.epochs > 1
+        return several or sampled_reward or self.kl.advantage.coef > 0
+
     def needs_rollout_log_probs(self) -> bool:
         """Whether the objective reads the sampler's log-probs."""
         return self.kl.rollout.coef > 0

@@ -10,7 +10,6 @@ import pytest
 from tests import tiny
 from train.checkpoint import Checkpoints, abstract
 from train.config.schema import Checkpoint
-from train.loop import rollout_error
 from train.rollouts import first_past, next_past, sampling_policy
 from train.state import TrainState
 
@@ -70,14 +69,3 @@ def test_the_ring_is_saved_and_restored(steps, tmp_path):
     continued, rest = steps.run(restored, 2)
     assert rest == metrics[2:]
     jax.tree.map(np.testing.assert_array_equal, (continued.trainable, continued.past), (whole.trainable, whole.past))
-
-
-def test_the_error_is_that_of_completions_alone():
-    batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -3.0))
-    error = rollout_error(batch)["rollout_log_prob_error"]
-    mask = np.asarray(batch.completion_mask)
-    difference = np.abs(np.asarray(batch.old_log_probs) - np.asarray(batch.rollout_log_probs))
-    assert error == difference[mask].max() < difference.max() + 1
-    spoiled = dataclasses.replace(batch, rollout_log_probs=batch.rollout_log_probs.at[~mask].set(np.nan))
-    assert rollout_error(spoiled)["rollout_log_prob_error"] == error
-    assert rollout_error(dataclasses.replace(batch, rollout_log_probs=None)) == {}
