@@ -20,7 +20,7 @@ from train.models import Decoder
 from train.objective import coefficients
 from train.policy import init_params
 from train.references import Reference, reference_head
-from train.rollouts import make_sampler
+from train.rollouts import sampling_program
 from train.setup import first_state
 from train.sharding import batch_sharding
 
@@ -137,7 +137,7 @@ def test_the_warm_start_and_the_samplers_hold_no_logits(shape):
         imitate = compiled(warm_start.make_step(config, model, optimizer, start, mesh).lower(*start, batch))
         assert largest(imitate) < logits(mesh, ROWS)
         # Those of one decode step are what a token is drawn from.
-        sampler = make_sampler(tiny.setting_of(config, model=model, mesh=mesh), name="held_out")
+        sampler = sampling_program(tiny.setting_of(config, model=model, mesh=mesh), "held_out", tiny.PROMPT)
         prompts = jax.device_put(batch.tokens[:, : tiny.PROMPT], batch_sharding(mesh))
         drawn = compiled(sampler.lower(kljax.Policy(params), prompts, prompts > -1, jax.random.key(0)))
         assert largest(drawn) < logits(mesh, ROWS)

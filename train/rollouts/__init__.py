@@ -1,7 +1,7 @@
 """Where completions come from: one protocol, `Source`, and how a batch is made of what any source answers."""
 
 from train.rollouts.collect import Rollout, collect
-from train.rollouts.jax_source import JaxSource, Sampled, Sampler, complete, make_sampler
+from train.rollouts.jax_source import JaxSource, Sampled, Sampler, complete, make_sampler, sampling_program
 from train.rollouts.lag import first_past, next_past, sampling_policy
 from train.rollouts.open import open_source
 from train.rollouts.source import Completions, Request, Source, SourceError
@@ -22,4 +22,5 @@ __all__ = [
     "next_past",
     "open_source",
     "sampling_policy",
+    "sampling_program",
 ]

@@ -1,10 +1,12 @@
-"""Completions sampled in this process, by one compiled program."""
+"""Completions sampled in this process, by one compiled program for each width of prompts."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import kljax
@@ -18,6 +20,8 @@ from train.tokenizer import vocabulary_bytes
 from train.tracing import traced_once
 
 Sampler = Callable[[kljax.Policy, jax.Array, jax.Array, jax.Array], Samples]
+# Fewer columns are not worth a program of their own.
+NARROWEST = 32
 
 
 class Sampled(NamedTuple):
@@ -28,23 +32,53 @@ class Sampled(NamedTuple):
     finished: np.ndarray
 
 
+def prompt_widths(longest: int) -> list[int]:
+    """Columns of prompts that there is a program for: all, half and a quarter of them, but none for a few.
+
+    Example:
+        >>> prompt_widths(256), prompt_widths(7)
+        ([64, 128, 256], [7])
+    """
+    shorter = {-(-longest // parts) for parts in (2, 4)}
+    return sorted({longest, *(width for width in shorter if width >= NARROWEST)})
+
+
 def make_sampler(setting: Setting, *, name: str, samples: int = 1, greedy: bool = False) -> Sampler:
-    """`(policy, prompts, prompt_mask, key) -> Samples`, compiled once, for one number of rows.
+    """`(policy, prompts, prompt_mask, key) -> Samples`, compiled once for each width of prompts that is met.
 
     Args:
       setting: the model, and the lengths, cuts, stops and slots of its config.
       name: of the program.
       samples: rows of each prompt, one after the other; they share what the model computes of it.
       greedy: the most probable tokens instead of a draw.
+
+    Returns:
+      A function for one number of rows and prompts of as many columns as one of `prompt_widths`; its result has
+      `data.max_prompt_length` of them in any case.
     """
+    widths = prompt_widths(setting.config.data.max_prompt_length)
+    programs = {width: sampling_program(setting, f"{name}_{width}", width, samples, greedy=greedy) for width in widths}
+
+    def draw(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
+        return programs[prompts.shape[1]](policy, prompts, prompt_mask, key)
+
+    return draw
+
+
+def sampling_program(setting: Setting, name: str, width: int, samples: int = 1, *, greedy: bool = False) -> Any:
+    """What `make_sampler` runs for prompts of `width` columns, not yet compiled."""
     config, model, section = setting.config, setting.model, setting.config.rollout
     sampling = Sampling(config.temperature, section.top_k, section.top_p, section.min_p, greedy)
     # Checkpoints often have more rows than their tokenizer has tokens, and any of them may be drawn.
     pieces = vocabulary_bytes(setting.tokenizer, model.config.vocab_size) if section.stop else []
     stop = stop_table(section.stop, pieces)
+    missing = config.data.max_prompt_length - width
+
+    def widen(x: jax.Array, fill: int = 0) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (missing, 0)), constant_values=fill)
 
     def draw(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
-        return sample(
+        drawn = sample(
             model,
             policy,
             prompts,
@@ -57,6 +91,13 @@ def make_sampler(setting: Setting, *, name: str, samples: int = 1, greedy: bool 
             slots=section.slots,
             group=samples,
         )
+        return dataclasses.replace(
+            drawn,
+            tokens=widen(drawn.tokens, setting.tokenizer.pad_id),
+            token_mask=widen(drawn.token_mask),
+            completion_mask=widen(drawn.completion_mask),
+            log_probs=widen(drawn.log_probs),
+        )
 
     return jax.jit(traced_once(draw, name), out_shardings=samples_sharding(setting.mesh))
 
@@ -65,8 +106,11 @@ def complete(
     setting: Setting, sampler: Sampler, policy: kljax.Policy, examples: Sequence[Example], key: jax.Array
 ) -> Sampled:
     """The completions of each example, as many as the sampler was made for."""
-    encoded = encode_prompts(examples, setting.tokenizer, setting.config.data.max_prompt_length)
-    prompts, prompt_mask = shard_rows(encoded, setting.mesh)
+    longest = setting.config.data.max_prompt_length
+    tokens, mask = encode_prompts(examples, setting.tokenizer, longest)
+    # Prompts are padded on the left: what no row of them has is cut off.
+    width = next(width for width in prompt_widths(longest) if width >= mask.sum(axis=1).max())
+    prompts, prompt_mask = shard_rows((tokens[:, -width:], mask[:, -width:]), setting.mesh)
     samples = sampler(policy, prompts, prompt_mask, key)
     tokens, mask, finished = jax.device_get((samples.tokens, samples.completion_mask, samples.finished))
     return Sampled(samples, decode_completions(tokens, mask, setting.tokenizer), finished)

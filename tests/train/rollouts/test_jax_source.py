@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -119,6 +120,30 @@ def test_one_temperature_for_the_sampler_and_the_log_probs():
     np.testing.assert_array_equal(samples.tokens, again.tokens)
     other, _, _ = complete(setting, sampler, policy, examples, jax.random.key(2))
     assert (np.asarray(samples.tokens) != np.asarray(other.tokens)).any()
+
+
+def test_short_prompts_go_through_a_narrower_program():
+    """Which says the same: the columns that are left out hold nothing."""
+    config = tiny.config_of("data.max_prompt_length=64")
+    state = tiny.state_of(config, optax.identity())
+    setting, policy = tiny.setting_of(config), policy_of(state.trainable, None)
+    sampler, widths = make_sampler(setting, name="widths"), []
+
+    def watched(policy, prompts, prompt_mask, key) -> Samples:
+        widths.append(prompts.shape[1])
+        return sampler(policy, prompts, prompt_mask, key)
+
+    short, key = EXAMPLES * 2, jax.random.key(1)
+    narrow, texts, _ = complete(setting, watched, policy, short, key)
+    whole = sampler(policy, *shard_rows(encode_prompts(short, TOKENIZER, 64), setting.mesh), key)
+    long = [Example("1" * 40, "1", "1"), *short[1:]]
+    complete(setting, watched, policy, long, key)
+    assert widths == [32, 64]
+    assert len(texts) == 8
+    chex.assert_trees_all_equal_shapes_and_dtypes(narrow, whole)
+    for name in ("tokens", "token_mask", "completion_mask", "finished"):
+        np.testing.assert_array_equal(getattr(narrow, name), getattr(whole, name), err_msg=name)
+    np.testing.assert_allclose(narrow.log_probs, whole.log_probs, atol=2e-6)
 
 
 def test_a_mesh_that_does_not_divide_the_rows_is_named():
