@@ -19,7 +19,7 @@ define make-environment
 	touch $(2)/.ready
 endef
 
-.PHONY: train test test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
+.PHONY: train test test-thorough test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
 
 $(VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(VENV))
@@ -27,8 +27,11 @@ $(VENV)/.ready: pyproject.toml uv.lock
 train: $(VENV)/.ready ## the main job: warm start, RL, before and after
 	$(BIN)/python -m train configs/quickstart.yaml $(ARGS)
 
-test: $(VENV)/.ready ## all tests
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml), which are counted as deselected
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not thorough" $(ARGS)
+
+test-thorough: $(VENV)/.ready ## the others: the same statements in more settings
+	$(BIN)/python -m pytest -n $(WORKERS) -m thorough $(ARGS)
 
 test-library: $(VENV)/.ready ## the tests of kljax alone
 	$(BIN)/python -m pytest -n $(WORKERS) tests/kljax kljax $(ARGS)
@@ -65,15 +68,15 @@ $(NEWEST_VENV)/.ready: pyproject.toml uv.lock
 
 test-newest: $(NEWEST_VENV)/.ready ## the library on Python 3.12 and the newest JAX
 	$(NEWEST_VENV)/bin/python -c "import jax, flax, sys; print(sys.version.split()[0], 'jax', jax.__version__, 'flax', flax.__version__)"
-	@echo "left out here, as one release of JAX is enough for them: the tests marked one_jax (pyproject.toml), counted as deselected"
-	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) -m "not one_jax" tests/kljax kljax $(ARGS)
+	@echo "left out here, as one release of JAX is enough for them: the tests marked one_jax or thorough (pyproject.toml), counted as deselected"
+	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) -m "not one_jax and not thorough" tests/kljax kljax $(ARGS)
 
 # The compiler of TPUs runs in processes of an environment of its own: libtpu changes what JAX finds at its start.
 $(AOT_VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(AOT_VENV),--no-default-groups --group aot)
 
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compiler of TPUs plans
-	$(BIN)/python -m pytest -n $(WORKERS) tests/benchmarks/test_head_aot_plans.py $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not thorough" tests/benchmarks/test_head_aot_plans.py $(ARGS)
 
 # vLLM on a CPU: a build by a third party, 3.5 GB with its torch; why each step is there is in tests/goldens/vllm/record.py.
 $(VLLM_VENV)/.ready:

@@ -180,6 +180,7 @@ def test_resuming_a_finished_run_changes_nothing_and_says_the_same(uninterrupted
     assert changed == {"config.yaml"}
 
 
+@pytest.mark.thorough
 def test_more_steps_may_be_asked_for_and_are_the_same_as_all_at_once(uninterrupted, train, resume, tmp_path):
     train(*RECIPE, f"output={tmp_path}", "steps=2", "eval.every=3").succeeded()
     root = resume().succeeded().root

@@ -71,7 +71,7 @@ def word_problems(path, count, *, too_long):
     return path
 
 
-@pytest.mark.parametrize("coef", [0.05, 0.0])
+@pytest.mark.parametrize("coef", [0.05, pytest.param(0.0, marks=pytest.mark.thorough)])
 def test_word_problems(train, tmp_path, coef):
     """With the KL in the loss and without, as the recipe invites to compare; one question is too long for it."""
     done = train(

@@ -24,6 +24,7 @@ STEPS = 2
 TRAIN_METRICS = {
     *("reward", "correct", "kl_reference", "rollout_kl", "entropy", "loss", "policy_loss", "kl_loss"),
     *("rollout_kl_loss", "clip_fraction", "ppo_kl", "grad_norm", "completion_length", "finished"),
+    *("rollout_log_prob_error", "rollout_occupancy"),
 }
 EVAL_METRICS = {"accuracy", "correct", "reward", "accuracy_greedy"}
 
@@ -128,7 +129,7 @@ def test_tensorboard_has_the_same_values_and_the_times(smoke):
             if name not in ("phase", "step")
         }
         assert found == expected
-        names = {"time/rollout", "time/update"} if phase == "train" else set()
+        names = {"time/rollout", "time/update", "time/rollout_tokens_per_second"} if phase == "train" else set()
         assert set(timed) == {(name, step) for name in names for step in (1, 2)}
         assert all(seconds > 0 for seconds in timed.values())
 

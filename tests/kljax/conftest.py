@@ -13,6 +13,7 @@ STRICT = {"jax_enable_x64": True, "jax_numpy_dtype_promotion": "strict", "jax_nu
 ONE_JAX = (
     *("audit", "goldens", "test_costs", "test_devices", "test_every_metric", "test_grid", "test_masks", "test_narrow"),
     *("test_precision", "test_split_invariance", "test_system"),
+    *("advantages", "diagnostics", "losses", "ratios"),
 )
 
 

@@ -212,12 +212,20 @@ TRANSFORMATIONS: dict[str, Callable[[str], None]] = {
 
 # What a new release of JAX may change is how programs are compiled and spread over devices.
 ON_EVERY_JAX = ("jit", "rows and columns", "shard_map")
+# What vmap does to a function, scan and remat hardly do worse.
+THOROUGH = ("scan", "remat")
+
+
+def marks_of(transformation: str) -> list[pytest.MarkDecorator]:
+    """Where it need not run."""
+    rare = [] if transformation in ON_EVERY_JAX else [pytest.mark.one_jax]
+    return [*rare, pytest.mark.thorough] if transformation in THOROUGH else rare
 
 
 # All transformations of a function one after the other: they share its eager results.
 @pytest.mark.parametrize(
     "transformation",
-    [pytest.param(t, marks=() if t in ON_EVERY_JAX else pytest.mark.one_jax) for t in TRANSFORMATIONS],
+    [pytest.param(name, marks=marks_of(name)) for name in TRANSFORMATIONS],
 )
 @pytest.mark.parametrize("name", callable_functions())
 def test_value_and_gradients_are_the_eager_ones(name: str, transformation: str) -> None:

@@ -373,6 +373,7 @@ def _quick() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_quick")
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", differentiated())
 def test_derivatives_of_first_and_second_order(name: str) -> None:
     # The draws are ordinary numbers, none of them on a bound or another kink.

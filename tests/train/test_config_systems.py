@@ -85,6 +85,7 @@ def test_what_is_saved_is_the_meaning() -> None:
     assert raw["kl"]["loss"] | {"coef": 0.1} == {
         "coef": 0.1,
         "estimator": "k3",
+        "direction": "reverse",
         "gradient": "value",
         "importance_corrected": False,
         "max_ratio": None,

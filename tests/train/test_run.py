@@ -19,7 +19,7 @@ def test_loggers_are_at_their_levels_again_after_a_run(monkeypatch):
         raise UserError("stopped")
 
     before = {name: logging.getLogger(name).level for name in LOGGERS}
-    monkeypatch.setattr(run_module, "_setting", setting)
+    monkeypatch.setattr(run_module, "make_setting", setting)
     with pytest.raises(UserError, match="stopped"):
         run_module.run(load("configs/smoke.yaml"))
     assert during["absl"] == logging.ERROR

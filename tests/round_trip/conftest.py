@@ -1,0 +1,3 @@
+"""What only an environment with torch can import."""
+
+collect_ignore = ["score.py"]
