@@ -37,7 +37,7 @@ def setting(shape: tuple[int, int, int], *overrides: str):
 
 def test_the_base_is_one_argument_of_scoring():
     """The compiler plans for the weights once: with the adapter off they are policy and reference."""
-    score, model, trainable, base, batch = setting((1, 1, 1), "kl.loss.coef=0.1")
+    score, model, trainable, base, batch = setting((1, 1, 1), "kl.loss.coef=0.1", "optim.epochs=2")
     reference = without_base(Reference(model, kljax.Policy(base)), base)
     compiled = score.lower(trainable, base, reference, batch).compile()
     given = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, base, batch)))
