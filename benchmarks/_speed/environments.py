@@ -53,10 +53,17 @@ def make(directory: pathlib.Path, *, python312: str | None, torch_index: str | N
 def _python312(given: str | None) -> str:
     if given is not None:
         return given
-    found = sys.executable if sys.version_info[:2] == (3, 12) else shutil.which("python3.12")
-    if found is None:
-        raise FileNotFoundError("Tunix needs Python 3.12, and there is no python3.12 here; say where with --python312")
-    return found
+    installed = sorted(pathlib.Path.home().glob(".pyenv/versions/3.12*/bin/python"))
+    for candidate in (sys.executable, shutil.which("python3.12"), *map(str, installed)):
+        if candidate is not None and _is_python312(candidate):
+            return candidate
+    raise FileNotFoundError("Tunix needs Python 3.12, and there is no python3.12 here; say where with --python312")
+
+
+def _is_python312(python: str) -> bool:
+    """Whether it starts and is one: a shim of pyenv is found on PATH also where its version is not active."""
+    check = "import sys; sys.exit(sys.version_info[:2] != (3, 12))"
+    return subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0
 
 
 def _pip(python: pathlib.Path, *arguments: str) -> None:

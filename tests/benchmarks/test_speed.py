@@ -213,7 +213,7 @@ def test_wrong_arguments(main, capsys):
 
 def test_without_python_3_12_the_environments_are_not_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(environments.sys, "version_info", (3, 11, 0))
-    monkeypatch.setattr(environments.shutil, "which", lambda name: None)
+    monkeypatch.setattr(environments, "_is_python312", lambda python: False)
     with pytest.raises(FileNotFoundError, match="--python312"):
         environments.make(tmp_path, python312=None, torch_index=None)
     assert list(tmp_path.iterdir()) == []
