@@ -103,15 +103,20 @@ def peak(contenders: Contenders, name: str, small: Contenders) -> int | None:
         return contenders.device_peak(name)
     if not (STATUS.exists() and CLEAR.exists()):
         return None
+    before = begin_peak()
+    outputs = contenders.run(name)
+    return resident("VmHWM") - before - contenders.nbytes(outputs)
+
+
+def begin_peak() -> int:
+    """Frees what can be freed, and counts the peak ("VmHWM") from here on; returns what is resident, in bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    CLEAR.write_text("5")  # the peak is from here on
-    before = _resident("VmRSS")
-    outputs = contenders.run(name)
-    return _resident("VmHWM") - before - contenders.nbytes(outputs)
+    CLEAR.write_text("5")
+    return resident("VmRSS")
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
     """A size of the process's memory, in bytes."""
     (line,) = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:")]
     return int(line.split()[1]) * 1024

@@ -4,10 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from train.config import load
+from train.command import load_config, run_command
 from train.config.fields import known_fields
 from train.config.messages import show
-from train.errors import UserError
 
 EXAMPLES = """\
 examples:
@@ -46,20 +45,15 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit code is 0, 2 for what the user can put right, 130 for Ctrl-C."""
     options = parser().parse_intermixed_args(arguments)
-    try:
-        loaded = load(options.config, options.overrides)
-        for warning in loaded.warnings:
-            print(f"warning: {warning}", file=sys.stderr)
+
+    def command() -> int:
+        loaded = load_config(options.config, options.overrides)
         # Only now, so that a mistake in the config shows before JAX starts.
         from train.run import run
 
         return run(loaded, resume=options.resume)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+
+    return run_command(command)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""What the commands beside `python -m train` share: exit codes, messages without a traceback, and a quiet orbax."""
+"""What the commands share: exit codes, messages without a traceback, and a quiet orbax."""
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
+from train.config import load
+from train.config.load import LoadedConfig
 from train.errors import UserError
 
 
@@ -20,15 +23,22 @@ def quiet_orbax() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def run_command(command: Callable[[], None]) -> int:
-    """Runs a command; the exit code is 0, 2 for what the user can put right, 130 for Ctrl-C."""
+def load_config(path: str | Path, overrides: Sequence[str]) -> LoadedConfig:
+    """The config of a file with overrides on top; what the user should be told about it is."""
+    loaded = load(path, overrides)
+    for warning in loaded.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return loaded
+
+
+def run_command(command: Callable[[], int | None]) -> int:
+    """Runs a command; the exit code is its own or 0, 2 for what the user can put right, 130 for Ctrl-C."""
     try:
         with quiet_orbax():
-            command()
+            return command() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.command import run_command
+from train.command import load_config, run_command
 from train.errors import UserError
 
 if TYPE_CHECKING:
     import kljax
-    from train.config.schema import Config
     from train.setting import Setting
 
 EXAMPLES = """\
@@ -63,7 +62,7 @@ def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path |
     saved = SavedRun.at(what, overrides) if what.is_dir() else None
     if saved is None and step is not None:
         raise UserError(f"--step: got {step}, but {what} is no directory of a run")
-    config = fitting(saved.config if saved else _config(what, overrides))
+    config = fitting(saved.config if saved else load_config(what, overrides).config)
     forget_traces()
     setting = make_setting(config)
     with jax.set_mesh(setting.mesh):
@@ -94,15 +93,6 @@ def measure(setting: "Setting", policy: "kljax.Policy") -> dict[str, Any]:
     sampled = evaluate(setting, make_sampler(setting, name="held_out"), policy, key)
     greedy = evaluate(setting, make_sampler(setting, name="greedy", greedy=True), policy, key)
     return {"sampled": sampled.metrics, "greedy": greedy.metrics, "samples": sampled.samples}
-
-
-def _config(path: Path, overrides: Sequence[str]) -> "Config":
-    from train.config import load
-
-    loaded = load(path, overrides)
-    for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    return loaded.config
 
 
 def _start(setting: "Setting") -> "kljax.Policy":

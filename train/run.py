@@ -21,7 +21,7 @@ from train.plots import write_curves
 from train.references import assert_unchanged, begin_reference, check_reference, pinned_steps, with_place
 from train.report import Start, default_console, print_comparison, progress, write_summary
 from train.rollouts import Source, open_source
-from train.run_directory import RunDirectory, resume_run, saved_steps, start_run
+from train.run_directory import RunDirectory, resume_run, start_run
 from train.setting import Setting
 from train.setup import check_start, config_mesh, first_state, has_base, make_model, new_base, restored_base
 from train.state import TrainState
@@ -44,7 +44,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     quiet_abandoned_reads()
     setting = make_setting(config)
     check_start(config, setting.model)
-    check_reference(config, setting.model, setting.mesh, saved_steps(config) if resume else [])
+    check_reference(config, setting.model, setting.mesh, RunDirectory.of(config).steps() if resume else [])
     source = open_source(setting, continued=resume)
     directory = resume_run(config) if resume else start_run(config)
     console.print(f"run directory: {directory.root}", markup=False, highlight=False)

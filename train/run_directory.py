@@ -53,6 +53,10 @@ class RunDirectory:
     def summary(self) -> Path:
         return self.root / "summary.json"
 
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, in order, without opening any."""
+        return sorted(int(path.name) for path in self.checkpoints.glob("*") if path.name.isdigit())
+
 
 def start_run(config: Config) -> RunDirectory:
     """A new directory `<output>/<name>`, or `<name>-2`, `<name>-3`, ... if something of that name is there already.
@@ -89,12 +93,6 @@ def resume_run(config: Config) -> RunDirectory:
         raise UserError(f"--resume: the config differs from that of {run.root}: {listed}")
     write_text_atomic(run.config, dump_yaml(config))
     return run
-
-
-def saved_steps(config: Config) -> list[int]:
-    """The steps of which the run of this name has a checkpoint, without opening any."""
-    directory = RunDirectory.of(config).checkpoints
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
 
 
 def _flat(value: object, prefix: str = "") -> dict[str, object]:

@@ -37,13 +37,9 @@ class SavedRun:
             raise UserError(f"{path} is not the directory of a run: it has no {directory.config.name}")
         return cls(directory, load(directory.config, overrides).config)
 
-    def steps(self) -> list[int]:
-        """The steps that have a checkpoint, in order."""
-        return sorted(int(path.name) for path in self.directory.checkpoints.glob("*") if path.name.isdigit())
-
     def step(self, wanted: int | None) -> int:
         """The step that was asked for, or the last one; raises `UserError` listing the steps that exist."""
-        steps = self.steps()
+        steps = self.directory.steps()
         if not steps:
             raise UserError(f"--step: the run {self.directory.root} has no checkpoint yet")
         if wanted is not None and wanted not in steps:

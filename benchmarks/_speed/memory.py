@@ -1,13 +1,10 @@
 """Peak memory of the parts of a run, as the growth of the resident set of this process."""
 
 import contextlib
-import ctypes
 import dataclasses
-import gc
-import pathlib
 from collections.abc import Iterator
 
-from benchmarks._measure import CLEAR, STATUS
+from benchmarks._measure import CLEAR, STATUS, begin_peak, resident
 
 
 @dataclasses.dataclass
@@ -29,20 +26,7 @@ class Laps:
         if not (STATUS.exists() and CLEAR.exists()):
             yield
             return
-        self._last = _begin()
+        self._last = begin_peak()
         yield
-        self.peaks[name] = _resident("VmHWM") - self._last
-        self._last = _begin()
-
-
-def _begin() -> int:
-    """Frees what can be freed, and counts from here on."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    pathlib.Path(CLEAR).write_text("5")
-    return _resident("VmRSS")
-
-
-def _resident(field: str) -> int:
-    (line,) = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{field}:")]
-    return int(line.split()[1]) * 1024
+        self.peaks[name] = resident("VmHWM") - self._last
+        self._last = begin_peak()

@@ -12,7 +12,7 @@ import numpy as np
 import kljax
 from train.data import decode_completions, encode_prompts
 from train.rollouts.source import Completions, Request
-from train.sampler import Samples, Sampling, sample, samples_sharding, stop_table
+from train.sampler import Samples, Sampling, StopTable, sample, samples_sharding, stop_table
 from train.setting import Setting
 from train.sharding import shard_rows
 from train.tasks import Example
@@ -57,7 +57,13 @@ def make_sampler(setting: Setting, *, name: str, samples: int = 1, greedy: bool 
       `data.max_prompt_length` of them in any case.
     """
     widths = prompt_widths(setting.config.data.max_prompt_length)
-    programs = {width: sampling_program(setting, f"{name}_{width}", width, samples, greedy=greedy) for width in widths}
+    config, size = setting.config.rollout, setting.model.config.vocab_size
+    # Checkpoints often have more rows than their tokenizer has tokens, and any of them may be drawn.
+    stop = stop_table(config.stop, vocabulary_bytes(setting.tokenizer, size) if config.stop else [])
+    programs = {
+        width: sampling_program(setting, f"{name}_{width}", width, samples, greedy=greedy, stop=stop)
+        for width in widths
+    }
 
     def draw(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
         return programs[prompts.shape[1]](policy, prompts, prompt_mask, key)
@@ -65,13 +71,12 @@ def make_sampler(setting: Setting, *, name: str, samples: int = 1, greedy: bool 
     return draw
 
 
-def sampling_program(setting: Setting, name: str, width: int, samples: int = 1, *, greedy: bool = False) -> Any:
+def sampling_program(
+    setting: Setting, name: str, width: int, samples: int, *, greedy: bool, stop: StopTable | None
+) -> Any:
     """What `make_sampler` runs for prompts of `width` columns, not yet compiled."""
     config, model, section = setting.config, setting.model, setting.config.rollout
     sampling = Sampling(config.temperature, section.top_k, section.top_p, section.min_p, greedy)
-    # Checkpoints often have more rows than their tokenizer has tokens, and any of them may be drawn.
-    pieces = vocabulary_bytes(setting.tokenizer, model.config.vocab_size) if section.stop else []
-    stop = stop_table(section.stop, pieces)
     missing = config.data.max_prompt_length - width
 
     def widen(x: jax.Array, fill: int = 0) -> jax.Array:

@@ -61,16 +61,20 @@ class _Folders:
             shutil.rmtree(self._made, ignore_errors=True)
 
 
-class LoraSync:
-    """Loads each adapter under a new name before the old one is unloaded; requests name the adapter as their model.
-
-    vLLM: `--enable-lora`, `--max-lora-rank` at least that of the adapter, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true.
-    """
+class _Written:
+    """What a server is given by way of folders: where they are, and the one that it has now."""
 
     def __init__(self, client: Client, setting: Setting, *, model: str, folder: str | None) -> None:
         self._client, self._setting, self._model = client, setting, model
         self._folders = _Folders(folder, setting.config.name)
         self._current: Path | None = None
+
+
+class LoraSync(_Written):
+    """Loads each adapter under a new name before the old one is unloaded; requests name the adapter as their model.
+
+    vLLM: `--enable-lora`, `--max-lora-rank` at least that of the adapter, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=true.
+    """
 
     def load(self, policy: kljax.Policy, step: int) -> str:
         """The name of the adapter."""
@@ -96,17 +100,12 @@ class LoraSync:
         self._folders.close()
 
 
-class WeightSync:
+class WeightSync(_Written):
     """Writes all weights, merged with the adapter if there is one, and has the server load them in place.
 
     vLLM: VLLM_SERVER_DEV_MODE=1, which opens `/collective_rpc`, and no `--enable-lora`. The server is paused meanwhile,
     and forgets what it cached of prompts: it belongs to the old weights.
     """
-
-    def __init__(self, client: Client, setting: Setting, *, model: str, folder: str | None) -> None:
-        self._client, self._setting, self._model = client, setting, model
-        self._folders = _Folders(folder, setting.config.name)
-        self._current: Path | None = None
 
     def load(self, policy: kljax.Policy, step: int) -> str:
         """The name of the base model, whose weights these are now."""
