@@ -26,18 +26,19 @@ from train.tasks import load_task
 from train.tokenizer import ByteTokenizer
 
 PROMPT, ROOM = 5, 4
+SAMPLES = 2
 LAYERS = 3
 RAW = {
     "steps": 3,
     "data": {"max_prompt_length": PROMPT, "max_completion_length": ROOM, "max_operand": 9},
     "model": {"layers": LAYERS, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 24},
     "warm_start": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3},
-    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2},
+    "rollout": {"prompts_per_step": 4, "samples_per_prompt": SAMPLES},
     "eval": {"prompts": 5, "batch_size": 4},
     "checkpoint": {"every": 1, "keep": 2},
 }
 ROWS, LENGTH = 8, PROMPT + ROOM
-PROMPT_LENGTHS = (5, 3, 1, 4, 5, 2, 5, 3)
+PROMPT_LENGTHS = (5, 5, 3, 3, 1, 1, 4, 4)
 COMPLETION_LENGTHS = (4, 1, 2, 4, 0, 3, 2, 4)
 
 
@@ -91,12 +92,14 @@ def rollout_batch(seed: int = 0) -> Batch:
     column = np.arange(LENGTH)
     prompts, completions = (np.array(lengths)[:, None] for lengths in (PROMPT_LENGTHS, COMPLETION_LENGTHS))
     completion_mask = (column >= PROMPT) & (column < PROMPT + completions)
+    tokens = rng.integers(0, 256, (ROWS, LENGTH))
+    tokens[:, :PROMPT] = tokens[::SAMPLES, :PROMPT].repeat(SAMPLES, axis=0)
     return Batch(
-        tokens=jnp.asarray(rng.integers(0, 256, (ROWS, LENGTH)), jnp.int32),
+        tokens=jnp.asarray(tokens, jnp.int32),
         token_mask=jnp.asarray(((column >= PROMPT - prompts) & (column < PROMPT)) | completion_mask),
         completion_mask=jnp.asarray(completion_mask),
         rewards=jnp.asarray(rng.integers(0, 2, ROWS) + rng.normal(size=ROWS) / 4, jnp.float32),
-        group_ids=jnp.asarray(np.repeat(np.arange(4), 2), jnp.int32),
+        group_ids=jnp.asarray(np.repeat(np.arange(ROWS // SAMPLES), SAMPLES), jnp.int32),
         rollout_log_probs=jnp.asarray(np.where(completion_mask, -5 + rng.normal(size=completion_mask.shape), 0), "f4"),
     )
 

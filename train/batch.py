@@ -130,27 +130,43 @@ def concatenate(batches: Sequence[AnyBatch]) -> AnyBatch:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *(pad_columns(batch, length) for batch in batches))
 
 
-def micro_batches(batch: AnyBatch, count: int) -> AnyBatch:
+def micro_batches(batch: AnyBatch, count: int, *, together: int = 1) -> AnyBatch:
     """Splits the rows into `count` micro-batches on a new leading axis: `[B, ...]` becomes `[count, B / count, ...]`.
 
-    Row `r` goes to micro-batch `r % count`, so that each device keeps the rows it already holds.
+    Row `r` goes to micro-batch `(r // together) % count`, so that each device keeps the rows it already holds.
+
+    Args:
+      together: consecutive rows that are not parted.
 
     Raises:
-      ValueError: if `count` does not divide the number of rows.
+      ValueError: if `count` micro-batches of whole runs of `together` rows are not the batch.
     """
-    if row_count(batch) % count:
-        raise ValueError(f"micro_batches: got {count}, which does not divide the {row_count(batch)} rows of the batch")
-    return _map(lambda x, _: jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1), batch)
+    rows = row_count(batch)
+    if rows % (count * together):
+        whole = f" of {together} rows together" if together > 1 else ""
+        raise ValueError(f"micro_batches: got {count}, which does not divide the {rows} rows of the batch{whole}")
+
+    def split(x: Array) -> Array:
+        runs = x.reshape(-1, count, together, *x.shape[1:])
+        return jnp.swapaxes(runs, 0, 1).reshape(count, -1, *x.shape[1:])
+
+    return _map(lambda x, _: split(x), batch)
 
 
-def merge_micro_batches(tree: Any) -> Any:
+def merge_micro_batches(tree: Any, *, together: int = 1) -> Any:
     """The inverse of `micro_batches` for any tree of `[count, rows, ...]` arrays."""
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), tree)
+
+    def merge(x: Array) -> Array:
+        runs = x.reshape(len(x), -1, together, *x.shape[2:])
+        return jnp.swapaxes(runs, 0, 1).reshape(-1, *x.shape[2:])
+
+    return jax.tree.map(merge, tree)
 
 
-def map_micro_batches(function: Callable[[Any], Any], batch: Batch, count: int) -> Any:
+def map_micro_batches(function: Callable[[Any], Any], batch: Batch, count: int, *, together: int = 1) -> Any:
     """Applies a function of rows to one micro-batch after another, and puts its per-row results back in order."""
-    return merge_micro_batches(jax.lax.map(function, micro_batches(batch, count)))
+    done = jax.lax.map(function, micro_batches(batch, count, together=together))
+    return merge_micro_batches(done, together=together)
 
 
 def _present(batch: Batch) -> list[str]:

@@ -231,6 +231,7 @@ def make_objective(config: Config, model: Decoder) -> Objective:
             direction=config.kl.loss.direction,
             tile=tile(config),
             first=config.data.max_prompt_length,
+            group=config.shared_rows(),
         )
         batch = _with_old_log_probs(batch, stats)
         terms: dict[str, Array] = {}

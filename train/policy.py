@@ -109,13 +109,37 @@ def variables(model: Decoder, policy: kljax.Policy) -> dict[str, Tree]:
     return {"params": policy.params, "lora": policy.adapter}
 
 
-def hidden_states(model: Decoder, policy: kljax.Policy, tokens: jax.Array, token_mask: jax.Array) -> jax.Array:
-    """Hidden states [B, T, D]; finite but meaningless at padding."""
-    return model.apply(variables(model, policy), tokens, token_mask)
+def hidden_states(
+    model: Decoder,
+    policy: kljax.Policy,
+    tokens: jax.Array,
+    token_mask: jax.Array,
+    *,
+    prompt: int | None = None,
+    group: int = 1,
+) -> jax.Array:
+    """Hidden states [B, T, D]; finite but meaningless at padding.
+
+    Args:
+      prompt: columns that `group` consecutive rows have in common, which go through the layers once.
+    """
+    if group > 1 and prompt is None:
+        raise ValueError(f"prompt: got None, expected the columns that a group of {group} rows has in common")
+    given = variables(model, policy)
+    if group == 1:
+        return model.apply(given, tokens, token_mask)
+    return model.apply(given, tokens, token_mask, prompt=prompt, group=group, method="grouped")
 
 
 def paired_hidden_states(
-    model: Decoder, policy: kljax.Policy, adapter: Tree, tokens: jax.Array, token_mask: jax.Array
+    model: Decoder,
+    policy: kljax.Policy,
+    adapter: Tree,
+    tokens: jax.Array,
+    token_mask: jax.Array,
+    *,
+    prompt: int | None = None,
+    group: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Hidden states [B, T, D] of a policy, and of the same base with another adapter, in one pass over the layers.
 
@@ -124,12 +148,13 @@ def paired_hidden_states(
     Args:
       policy: has an adapter.
       adapter: the other one, of the same layout; None: off.
+      prompt, group: as `hidden_states` has them.
     """
     other = jax.tree.map(jnp.zeros_like, policy.adapter) if adapter is None else adapter
     pair = jax.tree.map(lambda *halves: jnp.stack(halves), policy.adapter, other)
 
     def run(one: Tree) -> jax.Array:
-        return hidden_states(model, kljax.Policy(policy.params, one), tokens, token_mask)
+        return hidden_states(model, kljax.Policy(policy.params, one), tokens, token_mask, prompt=prompt, group=group)
 
     # Rows stay the leading axis, which the mesh splits.
     both = jax.vmap(run, out_axes=1)(pair)
@@ -173,6 +198,7 @@ def token_stats(
     direction: str = "reverse",
     tile: kljax.Tile | None = None,
     first: int = 1,
+    group: int = 1,
     hidden: jax.Array | None = None,
 ) -> tuple[kljax.TokenStats, jax.Array]:
     """Statistics of every token given the ones before it, and the hidden states they came from.
@@ -191,6 +217,7 @@ def token_stats(
       direction: "reverse" for KL(policy || reference), "forward" for KL(reference || policy).
       tile: how much of the logits exists at a time; None takes the library's for this kind of device.
       first: first column that is wanted (the prompt length P where only completions are); those before cost nothing.
+      group: consecutive rows that are alike in the columns before `first`, which go through the layers once for them.
       hidden: the hidden states [B, T, D] of the policy, where they are there already.
 
     Returns:
@@ -200,7 +227,7 @@ def token_stats(
     if not 1 <= first <= tokens.shape[1]:
         raise ValueError(f"first: got {first}, expected 1 to {tokens.shape[1]} (column 0 has no prediction)")
     if hidden is None:
-        hidden = hidden_states(model, policy, tokens, token_mask)
+        hidden = hidden_states(model, policy, tokens, token_mask, prompt=first, group=group)
     # The state of a token predicts the next one.
     before = slice(first - 1, tokens.shape[1] - 1)
     stats = kljax.log_probs_from_hidden(

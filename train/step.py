@@ -4,6 +4,7 @@ Each compiles once, which chex asserts, and none of them talks to the host.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
                 reference=against,
                 tile=objectives.tile(config),
                 first=config.data.max_prompt_length,
+                group=config.shared_rows(),
                 hidden=hidden,
             )
 
@@ -88,7 +90,13 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
             found, kept, against, hidden, ref_hidden = {}, {}, None, None, None
             if paired and other is not None:
                 hidden, ref_hidden = paired_hidden_states(
-                    model, policy.policy, other.policy.adapter, part.tokens, part.token_mask
+                    model,
+                    policy.policy,
+                    other.policy.adapter,
+                    part.tokens,
+                    part.token_mask,
+                    prompt=config.data.max_prompt_length,
+                    group=config.shared_rows(),
                 )
             if other is not None:
                 ref_stats, ref_hidden = stats_of(other, part, ref_hidden)
@@ -108,7 +116,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
             masked = {name: kljax.masked(value, part.completion_mask) for name, value in found.items()}
             return dataclasses.replace(part, **jax.lax.stop_gradient(masked | kept))
 
-        return map_micro_batches(rows, batch, _score_parts(config))
+        return map_micro_batches(rows, batch, _score_parts(config), together=config.shared_rows())
 
     return jax.jit(traced_once(score), out_shardings=batch_sharding(mesh))
 
@@ -152,7 +160,7 @@ def make_update(
         chosen = batch if len(rows) == row_count(batch) else take_rows(batch, rows)
         weighted = dataclasses.replace(chosen, token_weights=objectives.token_weights(config, chosen))
         parts = jax.lax.with_sharding_constraint(
-            micro_batches(weighted, config.optim.micro_batches), _micro_sharding(mesh)
+            micro_batches(weighted, config.optim.micro_batches, together=config.shared_rows()), _micro_sharding(mesh)
         )
 
         def accumulate(total: Tree, part: Batch) -> tuple[Tree, Metrics]:
@@ -180,13 +188,17 @@ def _over_parts(metric: kljax.WeightedSum | Largest) -> kljax.WeightedSum | Larg
 
 
 def update_rows(config: Config, key: jax.Array) -> list[jax.Array]:
-    """The rows of each update on a rollout batch: for every epoch a new permutation, cut into equal parts."""
+    """The rows of each update on a rollout batch: for every epoch a new permutation, cut into equal parts.
+
+    Completions of one prompt stay together, all of them or, where an update has fewer rows, as many as divide them.
+    """
     rows, parts = config.rows_per_batch(), config.optim.updates_per_batch
+    together = math.gcd(config.rollout.samples_per_prompt, rows // parts)
     chosen: list[jax.Array] = []
     for epoch in range(config.optim.epochs):
-        order = jnp.arange(rows)
+        order = jnp.arange(rows).reshape(-1, together)
         if parts > 1:
-            order = jax.random.permutation(jax.random.fold_in(key, epoch), rows)
+            order = jax.random.permutation(jax.random.fold_in(key, epoch), order)
         chosen.extend(order.reshape(parts, -1))
     return chosen
 

@@ -158,6 +158,17 @@ def test_splitting_and_merging_is_the_identity(names, count):
     chex.assert_trees_all_equal(map_micro_batches(lambda part: part, batch, count), batch)
 
 
+def test_rows_that_belong_together_are_not_parted():
+    batch = concatenate([batch_of(["rewards"])] * 2)
+    split = micro_batches(batch, 2, together=3)
+    chex.assert_trees_all_equal(merge_micro_batches(split, together=3), batch)
+    chex.assert_trees_all_equal(map_micro_batches(lambda part: part, batch, 2, together=3), batch)
+    runs = np.asarray(batch.rewards).reshape(4, 3)
+    np.testing.assert_array_equal(split.rewards, [np.concatenate(runs[::2]), np.concatenate(runs[1::2])])
+    with pytest.raises(ValueError, match=f"got 3, which does not divide the {2 * ROWS} rows of the batch of 3 rows"):
+        micro_batches(batch, 3, together=3)
+
+
 def test_micro_batches_leave_each_device_its_rows():
     # Two devices hold rows 0-2 and 3-5: each micro-batch has to take its share from both.
     rows = micro_batches(batch_of(["rewards"]), 3).rewards
@@ -206,7 +217,7 @@ def test_loss_gradient_and_metrics_do_not_see_padding():
         weighted = dataclasses.replace(batch, token_weights=token_weights(CONFIG, batch))
         return gradient({"params": params}, None, weighted, coefficients(CONFIG))
 
-    whole, padded = results(batch), results(pad_columns(pad_rows(batch, 11), tiny.LENGTH + 3))
+    whole, padded = results(batch), results(pad_columns(pad_rows(batch, 12), tiny.LENGTH + 3))
     chex.assert_trees_all_close(padded, whole, rtol=1e-5, atol=1e-7)
     assert float(whole[0][0]) != 0
 

@@ -257,6 +257,53 @@ def test_scores_do_not_depend_on_how_many_rows_are_scored_at_once():
     np.testing.assert_array_equal(batch.tokens, tiny.rollout_batch().tokens)
 
 
+def test_sharing_prompts_changes_speed_alone():
+    """Gradients, metrics and scores with and without; and that the model goes over fewer tokens."""
+    results, flops = {}, {}
+    options = (*TERMS, *VALUE, "optim.micro_batches=2", "kl.reward.coef=0.1")
+    for share in ("true", "false"):
+        forget_traces()
+        config = tiny.config_of(*options, f"optim.share_prompts={share}")
+        assert config.shared_rows() == (tiny.SAMPLES if share == "true" else 1)
+        state = tiny.state_of(config, keep_gradient())
+        model, mesh = tiny.model_of(config), tiny.mesh_of()
+        batch = make_score(config, model, mesh)(state.trainable, None, REFERENCE, tiny.rollout_batch())
+        batch, _, _ = make_prepare(config, mesh)(batch, state.controller)
+        update = make_update(config, model, keep_gradient(), state, mesh)
+        program = update.lower(state, None, batch, ALL_ROWS, coefficients(config)).compile()
+        flops[share] = program.cost_analysis()["flops"]
+        after, metrics = program(state, None, batch, ALL_ROWS, coefficients(config))
+        results[share] = batch, after.opt_state, {name: metric.value() for name, metric in metrics.items()}
+    chex.assert_trees_all_close(results["true"], results["false"], rtol=2e-5, atol=2e-6)
+    assert float(results["true"][2]["grad_norm"]) > 0.01
+    # Of 9 columns, 5 are the prompt, which two rows share: 6.5 are left; the head's share of the work stays.
+    assert flops["true"] < 0.9 * flops["false"]
+
+
+def test_as_many_completions_share_a_prompt_as_a_device_has_of_it():
+    def shared(*options: str) -> int:
+        base = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=6")
+        return tiny.config_of(*base, *options).shared_rows()
+
+    assert shared() == 6
+    assert shared("optim.share_prompts=false") == 1
+    assert shared("optim.micro_batches=4") == 6
+    assert shared("optim.micro_batches=8") == 3
+    assert shared("optim.micro_batches=2", "optim.updates_per_batch=2", "mesh.data=2") == 3
+    assert shared("mesh.tensor=2", "model.kv_heads=2") == 6
+    assert shared("optim.micro_batches=3") == 2
+    assert shared("optim.micro_batches=24") == 1
+
+
+@pytest.mark.parametrize(("updates", "together"), [(2, 2), (4, 2), (8, 1)])
+def test_an_update_has_whole_prompts_where_the_numbers_allow_it(updates, together):
+    config = tiny.config_of(f"optim.updates_per_batch={updates}", "optim.share_prompts=false")
+    for part in update_rows(config, purpose_key(5, "rows", 7)):
+        runs = np.asarray(part).reshape(-1, together)
+        np.testing.assert_array_equal(runs, runs[:, :1] + np.arange(together))
+        np.testing.assert_array_equal(runs // tiny.SAMPLES, runs[:, :1] // tiny.SAMPLES + np.zeros(together, int))
+
+
 @pytest.mark.parametrize("updates", [1, 2, 4])
 def test_every_epoch_goes_once_over_all_rows(updates):
     config = tiny.config_of(f"optim.updates_per_batch={updates}", "optim.epochs=3")

@@ -1,5 +1,6 @@
 """Every field of a run, its default and its range. Under each field: what it means."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
@@ -114,11 +115,13 @@ class Optim(Section):
     max_grad_norm: Positive = 1.0
     """Global norm to which gradients are clipped."""
     updates_per_batch: Count = 1
-    """Optimizer updates into which a rollout batch is split."""
+    """Optimizer updates into which a rollout batch is split, prompts whole where the numbers allow it."""
     epochs: Count = 1
     """Passes over each rollout batch."""
     micro_batches: Count = 1
     """Micro-batches of an update; changes memory, never the result."""
+    share_prompts: bool = True
+    """A prompt goes through the model once for all of its completions; changes speed and memory, never the result."""
 
 
 class Eval(Section):
@@ -235,3 +238,10 @@ class Config(Section):
     def rows_per_batch(self) -> int:
         """Completions of one rollout batch."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    def shared_rows(self) -> int:
+        """Consecutive rows whose one prompt goes through the model once: as many of it as a device has at a time."""
+        if not self.optim.share_prompts:
+            return 1
+        parts = self.optim.updates_per_batch * self.optim.micro_batches * self.mesh.data * self.mesh.fsdp
+        return math.gcd(self.rollout.samples_per_prompt, self.rows_per_batch() // parts)

@@ -17,8 +17,8 @@ class Sight:
     Attributes:
       full: [B, 1, T, S] bool, in full layers.
       sliding: [B, 1, T, S] bool, in sliding layers; None where the model has none.
-      segments: [B, T] int32 where queries and keys are the same tokens: equal numbers see each other up to themselves,
-        0 is padding. None elsewhere (decoding), and where no kernel is wanted.
+      segments: [B, S] int32 where the queries are the last T of the tokens that the keys are: equal numbers see each
+        other up to themselves, 0 is padding. None elsewhere (decoding), and where no kernel is wanted.
       window: tokens that a sliding layer sees.
     """
 
@@ -50,22 +50,23 @@ def token_positions(token_mask: jax.Array, segment_ids: jax.Array | None = None)
     return ranks - lax.cummax(jnp.where(begins, ranks, 0), axis=1)
 
 
-def token_sight(token_mask: jax.Array, segment_ids: jax.Array | None, window: int | None) -> Sight:
-    """What tokens [B, T] see of each other: real ones of their segment, up to themselves; padding sees nothing.
+def token_sight(token_mask: jax.Array, segment_ids: jax.Array | None, window: int | None, *, first: int = 0) -> Sight:
+    """What tokens [B, S] see of each other: real ones of their segment, up to themselves; padding sees nothing.
 
     Args:
-      token_mask: [B, T] bool; segment_ids: [B, T] int32, any numbers >= 0, or None.
+      token_mask: [B, S] bool; segment_ids: [B, S] int32, any numbers >= 0, or None.
       window: real tokens that a sliding layer sees, the query's own included; None: the model has no such layer.
+      first: the first column that asks; there are T = S - first queries.
     """
     ids = jnp.zeros(token_mask.shape, jnp.int32) if segment_ids is None else segment_ids
-    length = token_mask.shape[-1]
-    seen = jnp.tril(jnp.ones((length, length), bool))[None] & token_mask[:, None, :] & token_mask[:, :, None]
+    columns = jnp.arange(token_mask.shape[-1])
+    seen = (columns <= columns[first:, None])[None] & token_mask[:, None, :] & token_mask[:, first:, None]
     if segment_ids is not None:
-        seen = seen & (ids[:, None, :] == ids[:, :, None])
+        seen = seen & (ids[:, None, :] == ids[:, first:, None])
     near = None
     if window is not None:
         ranks = token_ranks(token_mask)
-        near = (seen & (ranks[:, :, None] - ranks[:, None, :] < window))[:, None]
+        near = (seen & (ranks[:, first:, None] - ranks[:, None, :] < window))[:, None]
     return Sight(seen[:, None], near, jnp.where(token_mask, ids + 1, 0), window)
 
 
@@ -118,7 +119,7 @@ def attend(
         output = splash_attention(
             query, key, value, sight.segments, window=sight.window, sliding=sliding, scale=scale, softcap=softcap
         )
-        return jnp.where(sight.segments[..., None, None] > 0, output, 0)
+        return jnp.where(sight.segments[:, -query.shape[1] :, None, None] > 0, output, 0)
     if kernel == "cudnn":
         output = cudnn_attention(query, key, value, mask, scale=scale)
     elif softcap is None:

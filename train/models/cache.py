@@ -1,12 +1,14 @@
 """Keys and values: as a forward pass leaves them, and as decoding one token at a time reads them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from train.models.attention import Sight, attend, mask_of
+from train.models.shared import SharedSight, attend_shared
 
 
 @jax.tree_util.register_dataclass
@@ -39,14 +41,17 @@ class KeyValues:
     def attend(
         self,
         query: jax.Array,
-        sight: Sight,
+        sight: Sight | SharedSight,
         *,
         sliding: bool | jax.Array,
         scale: float | None,
         softcap: float | None,
     ) -> jax.Array:
         """What queries [B, T, N, H] read from one layer's keys and values."""
-        return attend(query, self.key, self.value, sight, sliding=sliding, scale=scale, softcap=softcap)
+        options: Any = {"sliding": sliding, "scale": scale, "softcap": softcap}
+        if isinstance(sight, SharedSight):
+            return attend_shared(query, self.key, self.value, sight, **options)
+        return attend(query, self.key, self.value, sight, **options)
 
 
 @jax.tree_util.register_dataclass
@@ -73,13 +78,14 @@ class SlotCache:
     def attend(
         self,
         query: jax.Array,
-        sight: Sight,
+        sight: Sight | SharedSight,
         *,
         sliding: bool | jax.Array,
         scale: float | None,
         softcap: float | None,
     ) -> jax.Array:
         """What one query per row [B, 1, N, H] reads; the formula of `train.models.attention.attend`."""
+        assert isinstance(sight, Sight)
         mask = mask_of(sight, sliding)
         rows, _, heads, width = query.shape
         wide = jnp.promote_types(query.dtype, jnp.float32)

@@ -176,6 +176,11 @@ class DecoderConfig:
             return self.layer_kinds
         return ("full" if self.sliding_window is None else "sliding",) * self.layers
 
+    @property
+    def window(self) -> int | None:
+        """Tokens that a sliding layer sees; None where there is no such layer."""
+        return self.sliding_window if "sliding" in self.kinds else None
+
 
 def _check_factor(factor: float) -> None:
     if not factor >= 1:

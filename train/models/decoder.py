@@ -13,6 +13,7 @@ from train.models.cache import KeyValues, SlotCache
 from train.models.config import DecoderConfig
 from train.models.layers import Embed, Linear, RMSNorm
 from train.models.rope import Rotation, rotate, rotation
+from train.models.shared import SharedSight, pack, shared_sight, unpack
 from train.sharding import constrain
 
 Variables: TypeAlias = Mapping[str, Any]
@@ -31,7 +32,7 @@ class Context:
       column: the queries' cache column, a scalar or [B].
     """
 
-    sight: Sight
+    sight: Sight | SharedSight
     turn: Rotation
     local_turn: Rotation | None = None
     column: int | jax.Array = 0
@@ -153,7 +154,7 @@ class Decoder(nn.Module):
         tokens: jax.Array,
         real: jax.Array,
         positions: jax.Array,
-        sight: Sight,
+        sight: Sight | SharedSight,
         *,
         past: Cache | None = None,
         column: int | jax.Array = 0,
@@ -227,6 +228,23 @@ class Decoder(nn.Module):
         """
         return self._whole(tokens, token_mask, positions, segment_ids, keep=False)[0]
 
+    def grouped(self, tokens: jax.Array, token_mask: jax.Array, *, prompt: int, group: int) -> jax.Array:
+        """Hidden states of completions of shared prompts, each of which goes through the layers once.
+
+        Args:
+          tokens: [B, P + C] int32; token_mask: [B, P + C] bool, as `__call__` has them. The first P columns of each
+            `group` consecutive rows are alike in both; those of the first of them are what is read.
+          prompt: P.
+          group: a divisor of B.
+
+        Returns:
+          [B, P + C, D], what `__call__` gives for the same rows, up to rounding.
+        """
+        sight = shared_sight(token_mask, prompt, group, self.config.window)
+        sight = SharedSight(self._kernels(sight.prompt), self._kernels(sight.completion))
+        packed = [pack(x, prompt, group) for x in (tokens, token_mask, token_positions(token_mask))]
+        return unpack(self.run(*packed, sight)[0], prompt, group)
+
     def prefill(
         self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None
     ) -> tuple[jax.Array, KeyValues]:
@@ -263,9 +281,7 @@ class Decoder(nn.Module):
         Returns:
           Hidden states [B, D], and the cache with `column` filled.
         """
-        config = self.config
-        window = config.sliding_window if "sliding" in config.kinds else None
-        sight = cache_sight(token_mask, window, positions, key_positions)
+        sight = cache_sight(token_mask, self.config.window, positions, key_positions)
         real = jnp.any(token_mask, axis=-1, keepdims=True)
         hidden, new = self.run(
             tokens[:, None], real, positions[:, None], sight, past=cache, column=column, keep=True, layers=layers
@@ -284,10 +300,11 @@ class Decoder(nn.Module):
         *,
         keep: bool,
     ) -> tuple[jax.Array, KeyValues | None]:
-        config = self.config
-        sight = token_sight(token_mask, segment_ids, config.sliding_window if "sliding" in config.kinds else None)
-        if config.attention == "xla":
-            sight = dataclasses.replace(sight, segments=None)
+        sight = self._kernels(token_sight(token_mask, segment_ids, self.config.window))
         if positions is None:
             positions = token_positions(token_mask, segment_ids)
         return self.run(tokens, token_mask, positions, sight, keep=keep)
+
+    def _kernels(self, sight: Sight) -> Sight:
+        """What queries see, for kernels too if the config wants any."""
+        return dataclasses.replace(sight, segments=None) if self.config.attention == "xla" else sight

@@ -1,6 +1,7 @@
 """Attention without scores in memory: splash attention on TPU, cuDNN on NVIDIA GPUs.
 
-Shapes: B rows, T tokens, N query heads, K key-value heads, H head width.
+Shapes: B rows, T queries, S keys, N query heads, K key-value heads, H head width. Queries are of the last T of the
+tokens that the keys are of.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def choose_kernel(query: jax.Array, key: jax.Array, softcap: float | None) -> Ke
     """The kernel that these devices have for whole sequences of this shape and type; None: XLA's own products.
 
     Args:
-      query: [B, T, N, H]; key: [B, T, K, H].
+      query: [B, T, N, H]; key: [B, S, K, H].
       softcap: of the scores; cuDNN has none.
     """
     kind = device_kind()
@@ -44,8 +45,9 @@ def choose_kernel(query: jax.Array, key: jax.Array, softcap: float | None) -> Ke
     if kind.startswith("TPU"):
         return "splash" if query.dtype in (jnp.float32, jnp.bfloat16) else None
     # Wider heads run on Hopper and later alone, and lengths that are odd not in the backward pass.
-    small = query.shape[3] <= 128 and query.shape[3] % 8 == 0 and query.shape[1] % 2 == 0
-    return "cudnn" if query.dtype in (jnp.bfloat16, jnp.float16) and small and softcap is None else None
+    small = query.shape[3] <= 128 and query.shape[3] % 8 == 0
+    even = query.shape[1] % 2 == 0 and key.shape[1] % 2 == 0
+    return "cudnn" if query.dtype in (jnp.bfloat16, jnp.float16) and small and even and softcap is None else None
 
 
 def _divides(size: int, axis: str) -> bool:
@@ -72,50 +74,51 @@ def splash_attention(
     """[B, T, N, H] by splash attention: blocks of scores that nothing sees are not computed.
 
     Args:
-      query: [B, T, N, H]; key, value: [B, T, K, H].
-      segments: [B, T] int32, equal numbers see each other up to themselves, in a sliding layer within `window` columns.
+      query: [B, T, N, H]; key, value: [B, S, K, H].
+      segments: [B, S] int32, equal numbers see each other up to themselves, in a sliding layer within `window` columns.
       window: columns that a sliding layer sees, the query's own included.
       sliding: whether this is a sliding layer, also as a traced scalar.
       scale: of the scores.
       softcap: of the scores after that.
       interpret: run without a TPU, slowly.
     """
-    length, width = query.shape[1], [(0, 0), (0, -query.shape[1] % LANES)]
+    length, first = query.shape[1], key.shape[1] - query.shape[1]
 
     def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, width + [(0, 0)] * (x.ndim - 2))
+        return jnp.pad(x, [(0, 0), (0, -x.shape[1] % LANES)] + [(0, 0)] * (x.ndim - 2))
 
     scaled = (query.astype(jnp.float32) * scale).astype(query.dtype)
-    operands = tuple(padded(x) for x in (scaled, key, value, segments))
+    operands = tuple(padded(x) for x in (scaled, key, value, segments[:, first:], segments))
 
     def run(local: int | None) -> Callable[..., jax.Array]:
-        return _over_mesh(_splash(local, softcap, interpret), (_QUERIES, _KEYS, _KEYS, _ROWS))
+        return _over_mesh(_splash(local, first, softcap, interpret), (_QUERIES, _KEYS, _KEYS, _ROWS, _ROWS))
 
     if isinstance(sliding, bool):
         return run(window if sliding else None)(*operands)[:, :length]
     return lax.cond(sliding, run(window), run(None), *operands)[:, :length]
 
 
-def _splash(window: int | None, softcap: float | None, interpret: bool) -> Callable[..., jax.Array]:
-    """Splash attention on the rows and heads of one device."""
+def _splash(window: int | None, first: int, softcap: float | None, interpret: bool) -> Callable[..., jax.Array]:
+    """Splash attention on the rows and heads of one device; the first query is of the token of column `first`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    def local(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
-        length, heads = query.shape[1:3]
-        block = next(size for size in BLOCKS if length % size == 0)
-        shape = (length, length)
-        one = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window - 1, 0), 0)
+    def local(
+        query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array, key_segments: jax.Array
+    ) -> jax.Array:
+        shape = (query.shape[1], key.shape[1])
+        queries, keys = (next(size for size in BLOCKS if length % size == 0) for length in shape)
+        one = masks.CausalMask(shape, first) if window is None else masks.LocalMask(shape, (window - 1, 0), first)
         sizes = kernels.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_q_dkv=block,
-            block_kv_dkv=block,
-            block_q_dq=block,
-            block_kv_dq=block,
+            block_q=queries,
+            block_kv=keys,
+            block_q_dkv=queries,
+            block_kv_dkv=keys,
+            block_q_dq=queries,
+            block_kv_dq=keys,
         )
         kernel = kernels.make_splash_mha(
-            masks.MultiHeadMask([one] * heads),
+            masks.MultiHeadMask([one] * query.shape[2]),
             block_sizes=sizes,
             attn_logits_soft_cap=softcap,
             head_shards=1,
@@ -123,17 +126,17 @@ def _splash(window: int | None, softcap: float | None, interpret: bool) -> Calla
             interpret=interpret,
         )
 
-        def row(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array) -> jax.Array:
-            return kernel(query, key, value, segment_ids=kernels.SegmentIds(ids, ids))
+        def row(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array, key_ids: jax.Array) -> jax.Array:
+            return kernel(query, key, value, segment_ids=kernels.SegmentIds(ids, key_ids))
 
-        queries, keys, values = (x.swapaxes(1, 2) for x in (query, key, value))
-        return jax.vmap(row)(queries, keys, values, segments).swapaxes(1, 2)
+        query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+        return jax.vmap(row)(query, key, value, segments, key_segments).swapaxes(1, 2)
 
     return local
 
 
 def cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, scale: float) -> jax.Array:
-    """[B, T, N, H] by cuDNN's fused attention under a mask [B, 1, T, T]; bfloat16 or float16."""
+    """[B, T, N, H] by cuDNN's fused attention under a mask [B, 1, T, S]; bfloat16 or float16."""
 
     def local(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale, implementation="cudnn")

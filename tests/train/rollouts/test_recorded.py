@@ -147,6 +147,11 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
             json.dumps(row(0, 0)) + "\n",
             "line 1: ends a group of 1 completions of one prompt, expected a multiple",
         ),
+        # One group of two prompts: the second would be trained behind the first one.
+        "g.jsonl": (
+            "".join(json.dumps(row(prompt, 0, group=7)) + "\n" for prompt in range(2)),
+            "line 1: ends a group of 1 completions of one prompt, expected a multiple",
+        ),
     }
     for name, (text, problem) in cases.items():
         (tmp_path / name).write_text(text)

@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grain
 import numpy as np
@@ -31,6 +32,11 @@ class _Found:
     too_long: int = 0
     log_probs: bool | None = None
     rewards: frozenset[str] | None = None
+
+
+def _prompt_of(pair: tuple[Place, Recorded]) -> tuple[Any, list[int]]:
+    """What the completions of a group share; the ids too, as only the first row's go through the model."""
+    return pair[1].group, pair[1].prompt_ids
 
 
 class FileSource:
@@ -94,7 +100,7 @@ class FileSource:
         found, samples = _Found(), self._setting.config.rollout.samples_per_prompt
         data = self._setting.config.data
         for file, rows in enumerate(self._rows):
-            for _, group in itertools.groupby(self._checked(file, rows, found), key=lambda pair: pair[1].group):
+            for _, group in itertools.groupby(self._checked(file, rows, found), key=_prompt_of):
                 pairs = list(group)
                 if len(pairs) % samples:
                     last = pairs[-1][0].line

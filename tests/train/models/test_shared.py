@@ -1,0 +1,178 @@
+"""A prompt that goes through the layers once gives its completions what each row alone gives them."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.train.models.test_rows import CONFIG, jit
+from train.models import Decoder, attention, kernels
+from train.models.attention import attend, token_sight
+from train.models.kernels import choose_kernel, splash_attention
+from train.models.shared import attend_shared, pack, shared_sight, unpack
+from train.policy import abstract_params, hidden_states
+from train.sharding import make_mesh
+
+PROMPTS, GROUP, PROMPT, ROOM = 2, 3, 7, 5
+HEADS, KV_HEADS, WIDTH, WINDOW = 4, 2, 16, 3
+PAD = 0
+
+
+def batch(seed=0):
+    """Prompts padded on the left, completions of 0 to all columns, and tokens [B, P + C] of which 0 is the padding."""
+    rng = np.random.default_rng(seed)
+    column, lengths = np.arange(PROMPT + ROOM), np.array([5, 0, 3, 1, 5, 2])[:, None]
+    begins = np.array([2, 0]).repeat(GROUP)[:, None]
+    mask = (column >= begins) & (column < PROMPT + lengths)
+    tokens = rng.integers(1, CONFIG.vocab_size, mask.shape)
+    tokens[:, :PROMPT] = tokens[::GROUP, :PROMPT].repeat(GROUP, axis=0)
+    return jnp.asarray(np.where(mask, tokens, PAD), jnp.int32), jnp.asarray(mask)
+
+
+TOKENS, MASK = batch()
+
+
+@functools.cache
+def weights():
+    random = np.random.default_rng(0)
+
+    def draw(x):
+        size = 0.3 if x.ndim < 3 else x.shape[-2] ** -0.5 + 0.2
+        return jnp.asarray(size * random.standard_normal(x.shape, np.float32))
+
+    params = jax.tree.map(draw, abstract_params(Decoder(CONFIG), make_mesh()))
+    # It may reach no real token, and no gradient.
+    poisoned = params["embed_tokens"]["embedding"].at[PAD].set(jnp.nan)
+    return params | {"embed_tokens": {"embedding": poisoned}}
+
+
+def heads(rows, length):
+    keys = jax.random.split(jax.random.key(0), 3)
+    counts = (HEADS, KV_HEADS, KV_HEADS)
+    return [jax.random.normal(key, (rows, length, count, WIDTH)) for key, count in zip(keys, counts, strict=True)]
+
+
+def test_packing_keeps_one_prompt_and_every_completion():
+    packed = pack(TOKENS, PROMPT, GROUP)
+    assert packed.shape == (PROMPTS, PROMPT + GROUP * ROOM)
+    np.testing.assert_array_equal(packed[1, :PROMPT], TOKENS[GROUP, :PROMPT])
+    np.testing.assert_array_equal(packed[1, PROMPT + ROOM : PROMPT + 2 * ROOM], TOKENS[GROUP + 1, PROMPT:])
+    np.testing.assert_array_equal(unpack(packed, PROMPT, GROUP), TOKENS)
+
+
+def test_hidden_states_and_gradients_are_those_of_whole_rows():
+    model = Decoder(CONFIG)
+    weight = jnp.asarray(np.random.default_rng(2).standard_normal((*TOKENS.shape, CONFIG.width), np.float32))
+
+    def run(params, **options):
+        hidden = model.apply({"params": params}, TOKENS, MASK, **options)
+        return jnp.where(MASK[..., None], hidden * weight, 0).sum(), hidden
+
+    def both(**options):
+        return jit(jax.value_and_grad(functools.partial(run, **options), has_aux=True))(weights())
+
+    (_, whole), whole_gradient = both()
+    (_, shared), gradient = both(prompt=PROMPT, group=GROUP, method="grouped")
+    chex.assert_trees_all_close(shared[MASK], whole[MASK], atol=5e-6)
+    chex.assert_tree_all_finite((shared, gradient))
+    size = jax.tree.map(lambda x: jnp.abs(x).max() + 1e-30, whole_gradient)
+    relative = jax.tree.map(lambda a, b, s: jnp.abs(a - b).max() / s, gradient, whole_gradient, size)
+    assert max(jax.tree.leaves(relative)) < 5e-6
+
+
+def test_a_completion_sees_its_own_tokens_and_its_prompt_alone():
+    model, params = Decoder(CONFIG), weights()
+    run = jit(
+        lambda tokens: model.apply({"params": params}, tokens, MASK, prompt=PROMPT, group=GROUP, method="grouped")
+    )
+    before, at = run(TOKENS), (0, PROMPT + 2)
+    after = run(TOKENS.at[at].set(1 + TOKENS[at] % 23))
+    changed = np.abs(np.asarray(after - before)).max(-1) > 0
+    assert changed[at]
+    assert not changed[1:].any()
+    assert not changed[0, : PROMPT + 2].any()
+
+
+@pytest.mark.parametrize(("sliding", "softcap"), [(False, None), (True, 2.0)])
+def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(sliding, softcap, monkeypatch):
+    """Interpreted: what the kernel computes, not how fast. Lengths that pad queries and keys by different amounts."""
+
+    def interpreted(*args, **options):
+        return splash_attention(*args, **options, interpret=True)
+
+    rows, prompt, room = 2, 100, 70
+    column = jnp.arange(prompt + 2 * room)
+    mask = jnp.stack([column[: prompt + room] >= 7, column[: prompt + room] < 150]).at[1, 150:].set(False)
+    both = jnp.concatenate([mask, mask.at[1, prompt:].set(False)])[jnp.array([0, 2, 1, 3])]
+    both = both.at[:, :prompt].set(both[::2, :prompt].repeat(2, axis=0))
+    sight = shared_sight(both, prompt, 2, WINDOW)
+
+    def computed():
+        run = functools.partial(attend_shared, sight=sight, sliding=sliding, scale=0.7, softcap=softcap)
+
+        def results():
+            output, pull = jax.vjp(run, *heads(rows, prompt + 2 * room))
+            return output, *pull(jax.random.normal(jax.random.key(1), output.shape))
+
+        return jax.jit(lambda: results()).lower().compile({"xla_backend_optimization_level": 0})()  # noqa: PLW0108
+
+    expected = computed()
+    monkeypatch.setattr(attention, "splash_attention", interpreted)
+    monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
+    chex.assert_trees_all_close(computed(), expected, atol=1e-5)
+
+
+def test_every_query_sees_what_it_sees_in_a_whole_row():
+    whole, last = (token_sight(MASK, None, WINDOW, first=first) for first in (0, PROMPT))
+    assert last.sliding is not None
+    np.testing.assert_array_equal(last.full, whole.full[:, :, PROMPT:])
+    np.testing.assert_array_equal(last.sliding, whole.sliding[:, :, PROMPT:])
+
+
+def test_cudnn_takes_no_odd_number_of_keys(monkeypatch):
+    monkeypatch.setattr(kernels, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    query, key = (jnp.zeros((2, length, 4, 64), jnp.bfloat16) for length in (6, 11))
+    assert choose_kernel(query, key, None) is None
+    assert choose_kernel(query, key[:, 1:], None) == "cudnn"
+
+
+@pytest.mark.parametrize(("kind", "platform", "call"), [("TPU v5 lite", "tpu", "@tpu_custom_call")])
+def test_both_parts_can_be_lowered_on_a_mesh(kind, platform, call, monkeypatch):
+    monkeypatch.setattr(kernels, "device_kind", lambda: kind)
+    sight = shared_sight(jnp.ones((4, 40), bool), 24, 2, None)
+
+    def loss(*operands):
+        return attend_shared(*operands, sight, sliding=False, scale=1.0, softcap=None).astype(jnp.float32).sum()
+
+    operands = [x.astype(jnp.bfloat16) for x in heads(2, 24 + 2 * 16)]
+    with jax.set_mesh(make_mesh(2, 1, 2)):
+        text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+    # Forward, and dq, dkv in the backward pass, of prompts and of completions.
+    assert len(re.findall(call, text)) == 6
+
+
+def test_a_group_without_its_prompt_is_refused():
+    with pytest.raises(ValueError, match="prompt: got None"):
+        hidden_states(Decoder(CONFIG), None, TOKENS, MASK, group=GROUP)
+
+
+def test_attention_without_a_shared_prompt_is_untouched():
+    """The sum over groups of the gradient of a prompt's keys is what separate rows add up to."""
+    whole = token_sight(MASK, None, None)
+    query, key, value = heads(PROMPTS, PROMPT + GROUP * ROOM)
+
+    def separate(key, value):
+        rows = (unpack(x, PROMPT, GROUP) for x in (query, key, value))
+        return jnp.where(MASK[..., None, None], attend(*rows, whole), 0)[:, PROMPT:].sum()
+
+    def shared(key, value):
+        sight = shared_sight(MASK, PROMPT, GROUP, None)
+        output = attend_shared(query, key, value, sight, sliding=False, scale=None, softcap=None)
+        return jnp.where(MASK[..., None, None], unpack(output, PROMPT, GROUP), 0)[:, PROMPT:].sum()
+
+    found, expected = (jax.value_and_grad(f, (0, 1))(key, value) for f in (shared, separate))
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
