@@ -43,7 +43,7 @@ def make_model(config: Config, tokenizer: Tokenizer) -> Decoder:
     """
     section = config.model
     lora = None if config.lora is None else LoraConfig(**config.lora.model_dump(exclude={"path"}))
-    how = section.model_dump(include={"dtype", "param_dtype", "attention"})
+    how = section.model_dump(include={"dtype", "param_dtype", "attention", "remat"})
     if section.path is None:
         shape = section.shape()
         rope = Rope(shape.pop("rope_theta"))

@@ -70,6 +70,8 @@ def model_of(work: Work) -> Decoder:
             norm_eps=works.NORM_EPS,
             tie_embeddings=True,
             qk_norm=True,
+            # Tunix keeps all activations: what there is room for need not be computed again.
+            remat="dots",
         )
     )
 

@@ -35,6 +35,8 @@ class Model(Section):
     """What base weights are held in; bfloat16 only where they are not trained (lora)."""
     attention: Literal["auto", "xla"] = "auto"
     """Whole sequences: auto takes splash attention on TPU, cuDNN on NVIDIA GPUs in bfloat16, else XLA; xla: neither."""
+    remat: Literal["full", "dots"] = "full"
+    """What the backward pass computes again: full: all of a layer; dots: not its projections, which are kept."""
     layers: Count = 2
     """Decoder layers."""
     width: Count = 128
@@ -74,7 +76,7 @@ class Model(Section):
         return {key: getattr(self, key) for key in type(self).model_fields if key not in NOT_SHAPE}
 
 
-NOT_SHAPE = ("path", "dtype", "param_dtype", "attention")
+NOT_SHAPE = ("path", "dtype", "param_dtype", "attention", "remat")
 
 
 def expand_preset(raw: Any) -> Any:

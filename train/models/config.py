@@ -9,6 +9,7 @@ LayerKind: TypeAlias = Literal["full", "sliding"]
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
 Kernels: TypeAlias = Literal["auto", "xla"]
+Remat: TypeAlias = Literal["full", "dots"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,7 @@ class DecoderConfig:
       dtype: what is computed in; float32 keeps float64 parameters at float64. Norms and softmax are float32 at least.
       param_dtype: what parameters are drawn and stored in.
       attention: "auto" takes the kernel that the devices have for whole sequences, "xla" none.
+      remat: what the backward pass computes again: "full": all of a layer; "dots": all but the outputs of projections.
     """
 
     vocab_size: int
@@ -132,6 +134,7 @@ class DecoderConfig:
     dtype: DType = "float32"
     param_dtype: DType = "float32"
     attention: Kernels = "auto"
+    remat: Remat = "full"
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
@@ -147,6 +150,7 @@ class DecoderConfig:
             ("dtype", DType),
             ("param_dtype", DType),
             ("attention", Kernels),
+            ("remat", Remat),
         ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(get_args(choices))}")

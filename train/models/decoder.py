@@ -195,10 +195,11 @@ class Decoder(nn.Module):
 
     def _scanned(self, keep: bool) -> Any:
         """All layers as one."""
-        # Activations inside a layer are recomputed in the backward pass: memory grows by one [B, T, D] a layer.
-        # Inside a scan nothing can be shared between the two passes anyway, so CSE needs no barrier.
+        # With "full", memory grows by one [B, T, D] a layer. Inside a scan nothing can be shared between the two passes
+        # anyway, so CSE needs no barrier.
+        kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.config.remat == "dots" else None
         scanned: Any = nn.scan(
-            nn.remat(DecoderLayer, prevent_cse=False),
+            nn.remat(DecoderLayer, prevent_cse=False, policy=kept),
             variable_axes={"params": 0, "lora": 0},
             split_rngs={"params": True, "lora": True},
             in_axes=(0, 0, nn.broadcast),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.models.config import DecoderConfig, DType, Kernels, LayerKind, Rope
+from train.models.config import DecoderConfig, DType, Kernels, LayerKind, Remat, Rope
 from train.models.hf_families import (
     ABOUT_IMAGES,
     ACTIVATIONS,
@@ -33,6 +33,7 @@ def decoder_config(
     dtype: DType = "float32",
     param_dtype: DType = "float32",
     attention: Kernels = "auto",
+    remat: Remat = "full",
 ) -> DecoderConfig:
     """The decoder that a `config.json` describes, as transformers would build it.
 
@@ -43,7 +44,7 @@ def decoder_config(
       lora: where an adapter may be attached.
       dtype: what is computed in; `dtype` and `torch_dtype` of the file say what its weights are stored in.
       param_dtype: what the parameters are held in.
-      attention: "auto" or "xla", as in `DecoderConfig`.
+      attention, remat: as in `DecoderConfig`.
 
     Raises:
       FileNotFoundError: no such file.
@@ -82,13 +83,14 @@ def decoder_config(
         dtype=dtype,
         param_dtype=param_dtype,
         attention=attention,
+        remat=remat,
         lora=lora,
         **fields,
     )
 
 
 def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The `config.json` of a decoder; `decoder_config` gives back an equal one, but for `lora`, dtypes, `attention`.
+    """The `config.json` of a decoder; `decoder_config` gives back an equal one, but for what is no shape.
 
     Args:
       config: the decoder.
@@ -98,7 +100,8 @@ def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -
     Raises:
       ValueError: no model of the family, or of any, has this shape.
     """
-    shape = dataclasses.replace(config, lora=None, dtype="float32", param_dtype="float32", attention="auto")
+    plain: Any = {"dtype": "float32", "param_dtype": "float32", "attention": "auto", "remat": "full"}
+    shape = dataclasses.replace(config, lora=None, **plain)
     if like is not None:
         text = text_part(like)
         family_of(text)
