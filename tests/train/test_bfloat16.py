@@ -21,6 +21,7 @@ from train.state import policy_of
 from train.step import make_optimizer, make_prepare, make_score, make_update
 from train.tracing import forget_traces
 
+pytestmark = pytest.mark.slow
 # Every term of the loss. No clip is near: at one, rounding moves a whole token from one side to the other.
 COMMON = (
     "model={layers: 2, width: 32, heads: 4, kv_heads: 2, head_dim: 8, mlp_width: 48, tie_embeddings: false}",
