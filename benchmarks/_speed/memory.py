@@ -1,4 +1,4 @@
-"""Peak memory of the parts of a run, as the growth of the resident set of this process."""
+"""Peak memory of the parts of a run, as the growth of the resident set of this process, which has run them before."""
 
 import contextlib
 import dataclasses

@@ -8,7 +8,8 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -21,6 +22,12 @@ TITLES = {"kljax": "kljax", "tunix": "Tunix", "transformers": "transformers `gen
 TOLERANCE = 1e-3
 # Of what one update changes, relative: AdamW's first step is the sign of a gradient, also of one that is rounding.
 LEARNED_TOLERANCE = 0.05
+NOTHING: Mapping[str, str] = MappingProxyType({})
+# What glibc's malloc keeps of freed buffers for the next ones is resident: a second run would seem to need none. Where
+# each buffer is mapped by itself, what is resident is what is held; it costs time, so that no clock runs then.
+RETURNED_AT_ONCE: Mapping[str, str] = MappingProxyType(
+    {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+)
 
 
 @dataclasses.dataclass
@@ -100,16 +107,23 @@ def measure(work: Work, plan: Plan) -> tuple[Measured, dict[str, str]]:
         if plan.part == "step":
             _learn(results, sides, directory)
         _race(results, sides, plan)
-        if plan.peak:
-            for name, result in _possible(results):
-                with _noted(result):
-                    result.peaks = sides[name].ask(do="peak", part=plan.part)
+        for name, result in _possible(results) if plan.peak else ():
+            with _noted(result), process(name, work, directory, plan, RETURNED_AT_ONCE) as side:
+                _log(f"{name}: measures memory")
+                side.ask(do="run", part=plan.part)
+                result.peaks = side.ask(do="peak", part=plan.part)
     return Measured(work, results), versions
 
 
 @contextlib.contextmanager
-def process(name: str, work: Work, directory: pathlib.Path, plan: Plan) -> Iterator[Remote]:
-    """A process of a contender that has loaded the weights of the directory; ended on the way out."""
+def process(
+    name: str, work: Work, directory: pathlib.Path, plan: Plan, settings: Mapping[str, str] = NOTHING
+) -> Iterator[Remote]:
+    """A process of a contender that has loaded the weights of the directory; ended on the way out.
+
+    Args:
+      settings: environment variables.
+    """
     python = pathlib.Path(sys.executable)
     if name != "kljax":
         why = environments.why_not(plan.envs, name)
@@ -117,7 +131,7 @@ def process(name: str, work: Work, directory: pathlib.Path, plan: Plan) -> Itera
             raise MissingError(why)
         assert plan.envs is not None
         python = environments.interpreter(plan.envs, name)
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu", **settings}
     command = [str(python), "-m", "benchmarks._speed.worker", name]
     _log(f"{name}: starts")
     with subprocess.Popen(
