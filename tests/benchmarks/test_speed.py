@@ -173,13 +173,17 @@ def test_processes_race_and_what_is_missing_says_so(tmp_path, monkeypatch):
     real = race.process
 
     def process(name, *arguments):
-        return real(name, *arguments) if name != "kljax" else race.contextlib.nullcontext(Remote())
+        if name != "kljax":
+            return real(name, *arguments)
+        asked.append("start" if arguments[-1] is not race.RETURNED_AT_ONCE else "start for memory")
+        return race.contextlib.nullcontext(Remote())
 
     monkeypatch.setattr(race, "process", process)
     files = tmp_path / "found.json", tmp_path / "found.md"
     arguments = ["--quick", "--threads", "0", "--envs", str(tmp_path), "--json", str(files[0])]
     assert rollout.main([*arguments, "--markdown", str(files[1])]) == 0
-    assert asked == ["versions", "score", "run", "run", "run", "peak"]
+    # The race, and then memory in a process of its own: its first run compiles, the second is measured.
+    assert asked == ["start", "versions", "score", "run", "run", "run", "start for memory", "run", "peak"]
     (size,) = json.loads(files[0].read_text())["sizes"]
     ours, tunix, transformers = size["results"]
     assert ours["seconds"] == {"rollout": [[1, 2], [1, 2]]}
