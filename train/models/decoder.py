@@ -11,13 +11,16 @@ import jax.numpy as jnp
 from train.models.attention import Sight, cache_sight, token_positions, token_sight
 from train.models.cache import KeyValues, SlotCache
 from train.models.config import DecoderConfig
+from train.models.group_cache import GroupCache
 from train.models.layers import Embed, Linear, RMSNorm
 from train.models.rope import Rotation, rotate, rotation
 from train.models.shared import SharedSight, pack, shared_sight, unpack
 from train.sharding import constrain
 
 Variables: TypeAlias = Mapping[str, Any]
-Cache: TypeAlias = KeyValues | Sequence[SlotCache]
+LayerCache: TypeAlias = SlotCache | GroupCache
+Cache: TypeAlias = KeyValues | Sequence[LayerCache]
+Turns: TypeAlias = tuple[Rotation, Rotation | None]
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +65,12 @@ def layer_variables(variables: Variables, layers: int) -> list[Variables]:
     return [jax.tree.map(lambda x, layer=layer: x[layer], stacked) for layer in range(layers)]
 
 
+def rotations(config: DecoderConfig, positions: jax.Array, dtype: jnp.dtype) -> Turns:
+    """Of tokens at `positions` [B, T]: in full layers, and in sliding ones where these have a rope of their own."""
+    local = None if config.local_rope is None else rotation(config.local_rope, config.head_dim, positions, dtype)
+    return rotation(config.rope, config.head_dim, positions, dtype), local
+
+
 def depth_scale(config: DecoderConfig) -> float:
     """What adds to the residual stream is drawn this much smaller, so that its size does not grow with the depth."""
     return float((2 * config.layers) ** -0.5)
@@ -74,7 +83,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, past: KeyValues | SlotCache | None, sliding: bool | jax.Array, context: Context
+        self, x: jax.Array, past: KeyValues | LayerCache | None, sliding: bool | jax.Array, context: Context
     ) -> tuple[jax.Array, KeyValues]:
         config = self.config
 
@@ -128,7 +137,7 @@ class DecoderLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, past: KeyValues | SlotCache | None, flag: bool | jax.Array | None, context: Context
+        self, x: jax.Array, past: KeyValues | LayerCache | None, flag: bool | jax.Array | None, context: Context
     ) -> tuple[jax.Array, KeyValues | None]:
         config = self.config
         sliding = config.kinds[0] == "sliding" if flag is None else flag
@@ -160,10 +169,12 @@ class Decoder(nn.Module):
         column: int | jax.Array = 0,
         keep: bool = False,
         layers: Sequence[Variables] | None = None,
+        turns: Turns | None = None,
     ) -> tuple[jax.Array, KeyValues | list[KeyValues] | None]:
         """Hidden states [B, T, D] after the last norm, and the new keys and values if `keep`.
 
-        With `layers`, the variables of each layer, these run one after the other in place of a scan.
+        With `layers`, the variables of each layer, these run one after the other in place of a scan. `turns` are the
+        rotations of the tokens where they are known already.
         """
         config = self.config
         x = Embed(config.vocab_size, config.width, config.dtype, config.param_dtype, name="embed_tokens")(tokens)
@@ -171,8 +182,7 @@ class Decoder(nn.Module):
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         # What a padded token holds, NaN included, ends here: a weight of 0 on a value that is NaN would be NaN.
         x = constrain(jnp.where(real[..., None], x, 0), "rows", None, None)
-        turn = rotation(config.rope, config.head_dim, positions, x.dtype)
-        local = None if config.local_rope is None else rotation(config.local_rope, config.head_dim, positions, x.dtype)
+        turn, local = rotations(config, positions, x.dtype) if turns is None else turns
         context = Context(sight, turn, local, column)
         if layers is None:
             x, new = self._scanned(keep)(x, past, self._flags(), context)
@@ -264,20 +274,22 @@ class Decoder(nn.Module):
         *,
         key_positions: jax.Array | None = None,
         layers: Sequence[Variables] | None = None,
+        turns: Turns | None = None,
     ) -> tuple[jax.Array, Cache]:
         """One more token per row.
 
         Args:
           tokens: [B] int32, in column `column` of the sequences; positions: [B] int32, their positions in their rows.
-          cache: filled where `token_mask` is True but for `column`: [layers, B, S, K, H], or a `SlotCache` of each of
-            `layers`.
+          cache: filled where `token_mask` is True but for `column`: [layers, B, S, K, H], or a `SlotCache` or a
+            `GroupCache` of each of `layers`.
           token_mask: [B, S] bool, the columns that the token sees, itself included; a sliding layer sees the last ones
             of these.
           column: int32, a scalar or [B], each row its own. A row whose column is S or more, and whose `token_mask` is
-            False throughout, leaves the cache as it is; its hidden state means nothing. A scalar for a `SlotCache`.
+            False throughout, leaves the cache as it is; its hidden state means nothing. A scalar with `layers`.
           key_positions: [B, S] int32, the positions of the columns in their rows; None: columns are in order.
           layers: the variables of each layer, as `layer_variables` gives them, in place of the stacked ones: one loop
             less, and no copy of a layer's weights out of the stack. What is compiled then grows with the depth.
+          turns: what `rotations` gives for these tokens, where it is known already.
 
         Returns:
           Hidden states [B, D], and the cache with `column` filled.
@@ -285,7 +297,15 @@ class Decoder(nn.Module):
         sight = cache_sight(token_mask, self.config.window, positions, key_positions)
         real = jnp.any(token_mask, axis=-1, keepdims=True)
         hidden, new = self.run(
-            tokens[:, None], real, positions[:, None], sight, past=cache, column=column, keep=True, layers=layers
+            tokens[:, None],
+            real,
+            positions[:, None],
+            sight,
+            past=cache,
+            column=column,
+            keep=True,
+            layers=layers,
+            turns=turns,
         )
         assert new is not None
         if isinstance(cache, KeyValues):

@@ -111,12 +111,27 @@ def draw_index(masses: jax.Array, uniforms: jax.Array) -> jax.Array:
     return which * chunk + _first_above(inside, uniforms[:, 1])
 
 
-def draw(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+def token_uniforms(key: jax.Array, ids: jax.Array, count: int, dtype: jnp.dtype) -> jax.Array:
+    """[B, C, 2] in [0, 1): token n of row r is drawn with the two numbers of `fold_in(fold_in(key, ids[r]), n)`.
+
+    All at once, as a loop of one hash at a time takes longer than the rest of a draw.
+
+    Args:
+      ids: [B]; count: C.
+    """
+
+    def one(row: jax.Array, token: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, row), token), (2,), dtype)
+
+    return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(ids, jnp.arange(count))
+
+
+def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
     """The next tokens and their log-probs.
 
     Args:
       logits: [B, V], float32 at least, already divided by the temperature.
-      keys: [B], one for each row.
+      uniforms: [B, 2] in [0, 1); greedy tokens need none.
       sampling: the cuts; its temperature is not applied again.
 
     Returns:
@@ -128,7 +143,6 @@ def draw(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> tuple[jax.Ar
     if sampling.greedy:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
-        uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,), logits.dtype))(keys)
         tokens = draw_index(kept_weights(weights, sampling), uniforms)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
     return tokens, (chosen - jnp.log(jnp.sum(weights, axis=-1, keepdims=True)))[:, 0]

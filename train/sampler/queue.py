@@ -1,20 +1,16 @@
 """The rows that are asked for, and how they come into slots."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from train.models import KeyValues
-from train.sampler.decode import Decoding
+from train.sampler.decode import Decoding, Pick
 from train.sampler.slots import Done, Slots
 from train.sharding import constrain
-
-# The prompt of each row, along an axis that has the prompts.
-Pick: TypeAlias = Callable[[jax.Array, int], jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +57,7 @@ def _start(
     )
 
 
-def whole(rows: Rows, decoding: Decoding, pick: Pick, room: int) -> Slots:
+def whole(rows: Rows, decoding: Decoding, pick: Pick, group: int, room: int) -> Slots:
     """A slot for every row."""
     return _start(
         jnp.arange(len(rows.order)),
@@ -70,7 +66,7 @@ def whole(rows: Rows, decoding: Decoding, pick: Pick, room: int) -> Slots:
         tokens=pick(rows.prompts, 0),
         token_mask=pick(rows.prompt_mask, 0),
         hidden=constrain(pick(rows.hidden, 0), "rows", None),
-        cache=decoding.first(jax.tree.map(lambda x: pick(x, 1), rows.cache), room),
+        cache=decoding.whole(rows.cache, pick, group, room),
     )
 
 

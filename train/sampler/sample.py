@@ -10,9 +10,9 @@ from jax import lax
 import kljax
 from train.models import Decoder, KeyValues
 from train.policy import head, variables
-from train.sampler.decode import Decoding
-from train.sampler.draw import Sampling, draw
-from train.sampler.queue import Pick, Rows, empty, refill, whole
+from train.sampler.decode import Decoding, Pick
+from train.sampler.draw import Sampling, draw, token_uniforms
+from train.sampler.queue import Rows, empty, refill, whole
 from train.sampler.samples import Samples
 from train.sampler.slots import Done, Slots
 from train.sampler.stops import StopTable
@@ -92,12 +92,12 @@ def _drawer(
     policy: kljax.Policy,
     rows: Rows,
     *,
-    key: jax.Array,
+    uniforms: jax.Array,
     sampling: Sampling,
     ends: jax.Array,
     stop: StopTable | None,
 ) -> Callable[[Slots], Slots]:
-    """The function that draws a token for every live slot."""
+    """The function that draws a token for every live slot; `uniforms` [B, C, 2]."""
     weights, softcap = head(model, policy.params), model.config.final_softcap
 
     def draw_all(state: Slots) -> Slots:
@@ -105,9 +105,8 @@ def _drawer(
         logits = jnp.dot(state.hidden, weights, preferred_element_type=wide).astype(wide)
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
-        row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows.ids[state.row])
-        keys = jax.vmap(jax.random.fold_in)(row_keys, state.drawn)
-        tokens, log_probs = draw(logits / sampling.temperature, keys, sampling)
+        chosen = uniforms[state.row, state.drawn]
+        tokens, log_probs = draw(logits / sampling.temperature, chosen, sampling)
         finished = jnp.any(tokens[:, None] == ends, axis=1)
         search = state.search
         if stop is not None:
@@ -217,11 +216,13 @@ def sample(
         cache=cache,
     )
     ends = jnp.asarray(eos_ids, jnp.int32).reshape(-1)
-    decoding = Decoding.of(model, params, unroll=jax.default_backend() == "cpu" if unroll is None else unroll)
+    unroll = jax.default_backend() == "cpu" if unroll is None else unroll
+    decoding = Decoding.of(model, params, prompts.shape[1] + max_new_tokens, hidden.dtype, unroll=unroll)
     if slots == count:
-        start = whole(rows, decoding, pick, max_new_tokens)
+        start = whole(rows, decoding, pick, group, max_new_tokens)
     else:
         start = empty(rows, decoding, slots, max_new_tokens)
-    draw_all = _drawer(model, policy, rows, key=key, sampling=sampling, ends=ends, stop=stop)
+    uniforms = token_uniforms(key, rows.ids, max_new_tokens, start.log_probs.dtype)
+    draw_all = _drawer(model, policy, rows, uniforms=uniforms, sampling=sampling, ends=ends, stop=stop)
     last, done = _run(rows, decoding, start, draw_all)
     return _samples(rows, last, done, ends, (pick(prompts, 0), pick(prompt_mask, 0)))

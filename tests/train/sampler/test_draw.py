@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.sampler.draw import CHUNK, Sampling, draw, draw_index, kept_weights
+from train.sampler.draw import CHUNK, Sampling, draw, draw_index, kept_weights, token_uniforms
 
 drawn = jax.jit(draw, static_argnums=2)
 kept = jax.jit(kept_weights, static_argnums=1)
@@ -37,19 +37,28 @@ def test_every_token_gets_its_share_of_the_uniform_numbers():
     np.testing.assert_array_equal(draw_index(one, np.full((3, 2), last)), [0, CHUNK, size - 1])
 
 
-def test_draws_pass_a_chi_square_test_and_keys_decide_alone():
+def test_draws_pass_a_chi_square_test_and_uniforms_decide_alone():
     rows, size = 20000, 300
     logits = (2 * np.random.default_rng(1).normal(size=size)).astype(np.float32)
-    keys = jax.random.split(jax.random.key(3), rows)
-    tokens, log_probs = drawn(jnp.broadcast_to(logits, (rows, size)), keys, Sampling(1.0))
+    uniforms = jax.random.uniform(jax.random.key(3), (rows, 2))
+    tokens, log_probs = drawn(jnp.broadcast_to(logits, (rows, size)), uniforms, Sampling(1.0))
     exact = np.exp(logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64)))
     often = exact > 5 / rows
     seen, expected = np.bincount(tokens, minlength=size)[often], exact[often] * rows
     statistic, freedom = ((seen - expected) ** 2 / expected).sum(), often.sum()
     assert abs(statistic - freedom) < 4 * np.sqrt(2 * freedom)
     np.testing.assert_allclose(log_probs, np.log(exact)[tokens], atol=2e-6)
-    back = drawn(jnp.broadcast_to(logits, (rows, size)), keys[::-1], Sampling(1.0))[0]
+    back = drawn(jnp.broadcast_to(logits, (rows, size)), uniforms[::-1], Sampling(1.0))[0]
     np.testing.assert_array_equal(back[::-1], tokens)
+
+
+def test_the_numbers_of_a_token_are_those_of_its_row_and_its_place():
+    key, ids = jax.random.key(7), jnp.array([4, 0, 9])
+    found = token_uniforms(key, ids, 5, jnp.float32)
+    for row, number in enumerate(ids):
+        for token in range(5):
+            own = jax.random.fold_in(jax.random.fold_in(key, number), token)
+            np.testing.assert_array_equal(found[row, token], jax.random.uniform(own, (2,)))
 
 
 def by_sorting(weights: np.ndarray, sampling: Sampling) -> np.ndarray:
@@ -86,7 +95,7 @@ def test_cuts_keep_what_sorting_keeps(sampling):
     got = np.asarray(kept(weights, sampling))
     expected = np.stack([by_sorting(row, sampling) for row in weights])
     np.testing.assert_array_equal(got, np.where(expected, weights, 0))
-    tokens, log_probs = drawn(logits, jax.random.split(jax.random.key(0), 12), sampling)
+    tokens, log_probs = drawn(logits, jax.random.uniform(jax.random.key(0), (12, 2)), sampling)
     assert expected[np.arange(12), tokens].all()
     full = logits - np.logaddexp.reduce(logits.astype(np.float64), axis=-1, keepdims=True)
     np.testing.assert_allclose(log_probs, full[np.arange(12), tokens], atol=2e-6)

@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 import kljax
 from train.models import Decoder, DecoderConfig
@@ -191,6 +192,41 @@ def test_the_cache_is_updated_where_it_is():
     assert len(loops) == 2 * 2 * 3
     assert all("dynamic-update-slice" in line.partition("=")[0] for line in loops), loops
     assert others, "the caches are made before the loops"
+
+
+def test_rows_of_a_prompt_read_one_copy_of_it():
+    """Without a queue no array holds a prompt's keys or values for every row; those of the rows begin after it."""
+    tokens, mask = prompts_of()
+    arguments = {"key": jax.random.key(5), "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (5,), "group": GROUP}
+    text = draw.lower(MODEL, policy_of(), tokens, mask, **arguments).compile().as_text()
+
+    def arrays(rows: int, columns: int) -> set[str]:
+        return set(re.findall(rf"f32\[{rows},2,(?:4,{columns}|{columns},4)\]", text))
+
+    assert not arrays(ROWS, WIDTH + ROOM) | arrays(ROWS, WIDTH)
+    assert len(arrays(ROWS, ROOM)) == len(arrays(len(LENGTHS), WIDTH)) == 2
+    made = re.findall(rf"%(\S+) = f32\[{ROWS},2,(?:4,{ROOM}|{ROOM},4)\]\S* fusion", text)
+    assert sum("dynamic-update-slice" in name for name in made) == 2 * MODEL.config.layers, made
+
+
+@pytest.mark.parametrize("slots", [None, SLOTS])
+def test_the_loop_computes_nothing_that_is_known_before_it(slots):
+    """Neither rotations nor random numbers."""
+
+    def inside(jaxpr, found: set, within: bool) -> set:
+        for equation in jaxpr.eqns:
+            found |= {equation.primitive.name} if within else set()
+            for inner in jaxprs_in_params(equation.params):
+                inside(inner, found, within or equation.primitive.name == "while")
+        return found
+
+    tokens, mask = prompts_of()
+    chosen = {"slots": slots, "group": GROUP, "max_new_tokens": ROOM, "unroll": True}
+    rest = {"key": jax.random.key(5), "sampling": WARM, "eos_ids": (5,)}
+    traced = jax.make_jaxpr(lambda policy: sample(MODEL, policy, tokens, mask, **rest, **chosen))(policy_of())
+    found = inside(traced.jaxpr, set(), False)
+    assert "exp" in found
+    assert not found & {"cos", "sin", "random_bits", "random_fold_in", "threefry2x32"}
 
 
 def test_slots_that_cannot_be_are_named():

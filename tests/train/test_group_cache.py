@@ -1,0 +1,50 @@
+"""The cache of rows that share prompts, against one that holds every row's prompt."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.models import GroupCache, KeyValues
+from train.models.attention import cache_sight
+
+PROMPTS, GROUP, WIDTH, ROOM, KV_HEADS, HEADS, SIZE = 2, 3, 5, 4, 2, 4, 8
+ROWS = PROMPTS * GROUP
+
+
+def softmax_of_seen(query, key, value, seen, softcap):
+    """[B, N, H] in float64, one row and head at a time over what is seen alone."""
+    found = np.zeros(query.shape)
+    for row, head in np.ndindex(*query.shape[:2]):
+        columns = np.flatnonzero(seen[row])
+        shared = head // (HEADS // KV_HEADS)
+        if len(columns):
+            scores = key[row, columns, shared].astype(np.float64) @ query[row, head] * SIZE**-0.5
+            scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+            weights = np.exp(scores - scores.max())
+            found[row, head] = weights / weights.sum() @ value[row, columns, shared]
+    return found
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("filled", [1, 3])
+def test_it_reads_what_every_row_has_and_sees(softcap, filled):
+    rng = np.random.default_rng(0)
+    prompt = rng.normal(size=(2, PROMPTS, WIDTH, KV_HEADS, SIZE)).astype(np.float32)
+    own = rng.normal(size=(2, ROWS, filled, KV_HEADS, SIZE)).astype(np.float32)
+    query = 4 * rng.normal(size=(ROWS, HEADS, SIZE)).astype(np.float32)
+    # Prompts of two lengths; a row whose completion is longer than that of others, and one that sees nothing.
+    seen = np.zeros((ROWS, WIDTH + ROOM), bool)
+    seen[:GROUP, 2:WIDTH] = seen[GROUP:, :WIDTH] = True
+    seen[:, WIDTH : WIDTH + filled] = True
+    seen[1, WIDTH] = False
+    seen[4] = False
+    cache = GroupCache.of(KeyValues(*prompt), GROUP, ROOM)
+    for column in range(filled):
+        cache = cache.write(KeyValues(*own[:, :, column : column + 1]), jnp.int32(WIDTH + column))
+    sight = cache_sight(jnp.asarray(seen), None)
+    found = jax.jit(lambda c, q: c.attend(q, sight, sliding=False, scale=None, softcap=softcap))(cache, query[:, None])
+    key, value = np.concatenate([np.repeat(prompt, GROUP, axis=1), own], axis=2)
+    expected = softmax_of_seen(query, key, value, seen[:, : WIDTH + filled], softcap)
+    np.testing.assert_allclose(found[:, 0], expected, atol=2e-6)
+    assert not np.any(found[4])
