@@ -165,6 +165,13 @@ def test_the_same_on_a_mesh_that_does_not_divide_the_prompts(queued, unroll):
         check_same(run(policy_of(mesh), slots=4, unroll=unroll), queued)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 1)])
+def test_rows_of_a_prompt_are_the_same_where_heads_or_rows_are_split(queued, shape):
+    mesh = make_mesh(*shape)
+    with jax.set_mesh(mesh):
+        check_same(run(policy_of(mesh), slots=None, prompt_ids=None, group=GROUP), queued)
+
+
 def test_on_a_mesh_a_prompt_is_sent_when_it_is_taken_and_all_of_them_never():
     """Nor are caches, or the logits of a step; what the loops send are activations, and one prompt."""
     mesh, prompts, config = make_mesh(2, 2, 2), 16, MODEL.config
