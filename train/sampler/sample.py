@@ -164,8 +164,8 @@ def sample(
     """Complete left-padded prompts; jittable with `model` and all numbers and `sampling` static.
 
     Every prompt goes through the model once, whatever the number of its completions, and its keys and values are kept
-    until the end; every slot has P + C columns of them. Where there are fewer slots than rows, a slot whose row is done
-    takes the next one within the program.
+    until the end; every slot has P + C columns of them, or C where the rows of a prompt share its (`Decoding.whole`).
+    Where there are fewer slots than rows, a slot whose row is done takes the next one within the program.
 
     Args:
       model: the decoder.
