@@ -88,12 +88,17 @@ class SlotCache:
         assert isinstance(sight, Sight)
         mask = mask_of(sight, sliding)
         rows, _, heads, width = query.shape
-        wide = jnp.promote_types(query.dtype, jnp.float32)
         grouped = query.reshape(rows, self.key.shape[1], -1, width)
-        scores = jnp.einsum("bkgh,bkhs->bkgs", grouped, self.key, preferred_element_type=wide)
-        scores = scores * (width**-0.5 if scale is None else scale)
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(wide).min / 2), axis=-1).astype(query.dtype)
+        scores = self.scores(grouped, mask, scale=scale, softcap=softcap)
+        weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
         output = jnp.einsum("bkgs,bksh->bkgh", weights, self.value).reshape(rows, 1, heads, width)
         return jnp.where(jnp.any(mask, axis=-1, keepdims=True), output, 0)
+
+    def scores(self, query: jax.Array, seen: jax.Array, *, scale: float | None, softcap: float | None) -> jax.Array:
+        """[B, K, G, S] of queries [B, K, G, H], float32 at least, very low where not `seen` (which broadcasts)."""
+        wide = jnp.promote_types(query.dtype, jnp.float32)
+        found = jnp.einsum("bkgh,bkhs->bkgs", query, self.key, preferred_element_type=wide)
+        found = found * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if softcap is not None:
+            found = softcap * jnp.tanh(found / softcap)
+        return jnp.where(seen, found, jnp.finfo(wide).min / 2)

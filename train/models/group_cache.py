@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from train.models.attention import Sight, mask_of
 from train.models.cache import KeyValues, SlotCache
+from train.models.shared import SharedSight
 from train.sharding import constrain
 
 
@@ -39,7 +40,7 @@ class GroupCache:
     def attend(
         self,
         query: jax.Array,
-        sight: Sight,
+        sight: Sight | SharedSight,
         *,
         sliding: bool | jax.Array,
         scale: float | None,
@@ -49,6 +50,7 @@ class GroupCache:
 
         The softmax goes over two arrays of scores: sums of exponentials of what exceeds the larger of their maxima.
         """
+        assert isinstance(sight, Sight)
         rows, _, heads, width = query.shape
         wide = jnp.promote_types(query.dtype, jnp.float32)
         columns = self.prompts.key.shape[-1]
@@ -56,18 +58,11 @@ class GroupCache:
         mask = mask_of(sight, sliding)
         spread = jnp.broadcast_to(mask[..., :columns], (*grouped.shape[:1], 1, grouped.shape[2], columns))
 
-        def scores(queries: jax.Array, cache: SlotCache, seen: jax.Array) -> jax.Array:
-            found = jnp.einsum("bkgh,bkhs->bkgs", queries, cache.key, preferred_element_type=wide)
-            found = found * (width**-0.5 if scale is None else scale)
-            if softcap is not None:
-                found = softcap * jnp.tanh(found / softcap)
-            return jnp.where(seen, found, jnp.finfo(wide).min / 2)
-
         def values(weights: jax.Array, cache: SlotCache) -> jax.Array:
             return jnp.einsum("bkgs,bksh->bkgh", weights.astype(query.dtype), cache.value, preferred_element_type=wide)
 
-        near = scores(grouped, self.own, mask[..., columns:])
-        far = scores(self._by_prompt(grouped), self.prompts, self._by_prompt(spread))
+        near = self.own.scores(grouped, mask[..., columns:], scale=scale, softcap=softcap)
+        far = self.prompts.scores(self._by_prompt(grouped), self._by_prompt(spread), scale=scale, softcap=softcap)
         top = jnp.maximum(_max(near), self._by_row(_max(far)))
         near, far = jnp.exp(near - top), jnp.exp(far - self._by_prompt(top))
         output = values(near, self.own) + self._by_row(values(far, self.prompts))
