@@ -27,8 +27,13 @@ def load_config(path: str | Path, overrides: Sequence[str]) -> LoadedConfig:
     """The config of a file with overrides on top; what the user should be told about it is."""
     loaded = load(path, overrides)
     for warning in loaded.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        warn(warning)
     return loaded
+
+
+def warn(text: str) -> None:
+    """Tells the user something that does not stop the command."""
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def run_command(command: Callable[[], int | None]) -> int:

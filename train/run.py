@@ -22,6 +22,7 @@ from train.references import assert_unchanged, begin_reference, check_reference,
 from train.report import Start, default_console, print_comparison, progress, write_summary
 from train.rollouts import Source, open_source
 from train.run_directory import RunDirectory, resume_run, start_run
+from train.same_base import check_same_base
 from train.setting import Setting
 from train.setup import check_start, config_mesh, first_state, has_base, make_model, new_base, restored_base
 from train.state import TrainState
@@ -45,6 +46,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     setting = make_setting(config)
     check_start(config, setting.model)
     check_reference(config, setting.model, setting.mesh, RunDirectory.of(config).steps() if resume else [])
+    expected = check_same_base(config, RunDirectory.of(config) if resume else None)
     source = open_source(setting, continued=resume)
     directory = resume_run(config) if resume else start_run(config)
     console.print(f"run directory: {directory.root}", markup=False, highlight=False)
@@ -57,6 +59,8 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
         setting, state, writer = _begin(setting, directory, checkpoints, bars, continued=resume)
         first = int(state.step)
         with closing(writer), listening() as interrupt:
+            if expected is not None:
+                expected.check_run(directory.root)
             state = _reinforce(
                 setting,
                 source,

@@ -22,7 +22,7 @@ from train.models.hf_config import decoder_config
 from train.models.peft import check_adapter, load_adapter
 from train.objective import make_controller
 from train.policy import abstract_params, init_adapter, init_params, init_value_head
-from train.references import locate
+from train.references import check_base, locate
 from train.report import Start
 from train.rollouts.lag import first_past
 from train.run_directory import RunDirectory
@@ -86,6 +86,7 @@ def check_start(config: Config, model: Decoder) -> None:
     if config.lora is not None and config.lora.path is not None:
         with _named("lora.path"):
             check_adapter(config.lora.path, model)
+            check_base(config, config.lora.path, "lora.path")
 
 
 def saved_base(config: Config, model: Decoder, mesh: Mesh) -> Tree | None:

@@ -46,7 +46,7 @@ def check_reference(config: Config, model: Decoder, mesh: Mesh, saved: Sequence[
             found = find(config, model)
             if found.form == "peft":
                 check_adapter(found.path, found.model)
-                check_base(config, found.path)
+                check_base(config, found.path, "reference.path")
             elif found.form == "folder":
                 abstract_params(found.model, mesh)  # which says what of it the mesh does not divide
                 check_folder(found.path, found.model)

@@ -2,9 +2,9 @@
 
 import dataclasses
 import hashlib
-import logging
 from pathlib import Path
 
+from train.command import warn
 from train.config import parse
 from train.config.schema import Config
 from train.config.yaml_text import parse_yaml
@@ -61,8 +61,8 @@ def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decod
         )
 
 
-def check_base(config: Config, path: Path) -> None:
-    """Warns if the adapter names another base model than the one that it will be attached to.
+def check_base(config: Config, path: str | Path, field: str) -> None:
+    """Warns if the PEFT folder that `field` of the config says names another base model than it will be attached to.
 
     Names alone are compared, by their last part: hubs and folders call the same weights differently. Shapes that do
     not fit are an error of their own.
@@ -71,9 +71,7 @@ def check_base(config: Config, path: Path) -> None:
     if named is None or (folder is not None and _last(named) == _last(folder)):
         return
     ours = "a base that is no Hugging Face folder" if folder is None else folder
-    logging.getLogger(__name__).warning(
-        "reference.path: the adapter %s says that it was trained on %s; it will be attached to %s", path, named, ours
-    )
+    warn(f"{field}: the adapter {path} says that it was trained on {named}; it will be attached to {ours}")
 
 
 def _digest(path: Path) -> str:

@@ -1,7 +1,6 @@
 """References from folders of Hugging Face and of PEFT: told apart, loaded, and refused where they do not fit."""
 
 import dataclasses
-import logging
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import jax
 import pytest
 
 from tests import tiny
-from train.config.schema import Config
+from train.config.schema import Config, Lora, WarmStart
 from train.errors import UserError
 from train.models import Decoder
 from train.models.folder import load_params
@@ -18,6 +17,7 @@ from train.models.hf_config import decoder_config
 from train.models.lora import LoraConfig
 from train.models.peft import load_adapter, read_peft_config
 from train.references import Reference, check_reference, load_reference
+from train.setup import check_start
 
 MODELS = Path(__file__).parents[2] / "goldens" / "models"
 QWEN2, QWEN3, LLAMA = (MODELS / name for name in ("qwen2", "qwen3", "llama3"))
@@ -113,11 +113,20 @@ def test_other_tokens_of_as_many_are_refused(tmp_path):
     check(config, model_of(folders[0]))
 
 
-def test_an_adapter_that_names_another_base_is_warned_of(tmp_path, caplog):
-    other = Path(shutil.copytree(QWEN3, tmp_path / "another"))
-    with caplog.at_level(logging.WARNING, "train.references.teacher"):
-        check(config_of(QWEN3, f"{{source: adapter, path: {QWEN3 / 'adapter'}}}"), model_of(QWEN3, LORA))
-        assert not caplog.messages
-        check(config_of(other, f"{{source: adapter, path: {QWEN3 / 'adapter'}}}"), model_of(other, LORA))
-    (message,) = caplog.messages
-    assert f"says that it was trained on tiny-random/qwen3; it will be attached to {other}" in message
+def test_an_adapter_that_names_another_base_is_warned_of(tmp_path, capsys):
+    """As a reference and as what a run starts from; as the warnings of a config are shown, not as a line of a log."""
+    other, adapter = Path(shutil.copytree(QWEN3, tmp_path / "another")), QWEN3 / "adapter"
+    lora = read_peft_config(adapter)
+    for field in ("reference.path", "lora.path"):
+        for policy in (QWEN3, other):
+            config = config_of(policy, f"{{source: adapter, path: {adapter}}}")
+            if field == "reference.path":
+                check(config, model_of(policy, LORA))
+            else:
+                start = config.model_copy(update={"lora": Lora(path=str(adapter)), "warm_start": WarmStart(steps=0)})
+                check_start(start, model_of(policy, lora))
+            expected = (
+                f"warning: {field}: the adapter {adapter} says that it was trained on tiny-random/qwen3; it will be "
+                f"attached to {other}\n"
+            )
+            assert capsys.readouterr().err == (expected if policy == other else "")

@@ -8,13 +8,22 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests import tiny
 from tests.integration.command import assert_same_arrays, records, saved_arrays, state_arrays
+from train.base import record_folder
+from train.checkpoint import save_base
 from train.config.load import LoadedConfig
 from train.errors import UserError
+from train.models import Decoder
+from train.models.folder import folder_digest, load_params
+from train.models.folder.contents import INDEX
+from train.models.hf_config import decoder_config
 from train.run import run
+from train.same_base import Base, Expected, check_same_base
 
+QWEN3 = Path(__file__).parents[2] / "goldens" / "models" / "qwen3"
 LORA = (
     "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj]}",
     "reference.monitor=true",
@@ -121,3 +130,91 @@ def test_other_weights_at_the_same_path_are_refused_by_name(first, sources, tmp_
     start(tmp_path, option, "steps=2", name="adapter", resume=True)
     entries = json.loads((root / "reference.json").read_text())
     assert [(entry["from_step"], entry["identity"]["path"]) for entry in entries] == [(0, "elsewhere"), (2, str(path))]
+
+
+def adapter_of(root: Path) -> str:
+    return f"reference={{source: adapter, path: {root / 'checkpoints' / '1'}, monitor: true}}"
+
+
+def test_an_adapter_of_a_run_with_another_base_is_refused(first, tmp_path):
+    """As soon as the base is there, which the warm start makes; no step is trained against it."""
+    options = ("seed=5", "warm_start.steps=2", "steps=1")
+    with pytest.raises(UserError) as caught:
+        start(tmp_path, adapter_of(first), *options)
+    root, message = tmp_path / "run", str(caught.value)
+    assert message.startswith(f"reference.path: got {first}/checkpoints/1, an adapter of the run {first}, whose base ")
+    assert f"is {first}/base (digest " in message
+    assert f"but the base of this run is {root}/base (digest " in message
+    assert f"warm_start.checkpoint={first}/base" in message
+    assert {record["phase"] for record in map(json.loads, (root / "metrics.jsonl").read_text().splitlines())} == {
+        "warm_start"
+    }
+    with pytest.raises(UserError, match=r"^reference\.path: .*but the base of this run is"):
+        start(tmp_path, adapter_of(first), *options, resume=True)
+    start(tmp_path, *options, resume=True)
+    assert len(records(root, "train")) == 1
+
+
+def test_a_base_that_is_on_disk_is_compared_before_anything_is_written(first, tmp_path):
+    other, copied = tmp_path / "saved", Path(shutil.copytree(first / "base", tmp_path / "copied"))
+    save_base(other, tiny.host_params())
+    with pytest.raises(UserError, match=rf"^reference\.path: .*{first}/base .*the base of this run is {other} "):
+        start(tmp_path, adapter_of(first), f"warm_start={{checkpoint: {other}}}")
+    assert not (tmp_path / "run").exists()
+    config = tiny.config_of(*LORA, adapter_of(first), f"warm_start={{checkpoint: {copied}}}", "seed=5")
+    assert check_same_base(config, None) is None
+
+
+def test_an_adapter_of_no_run_says_nothing_of_its_base(first, tmp_path, capsys):
+    """What is known of it is its shape."""
+    alone = Path(shutil.copytree(first / "checkpoints" / "1", tmp_path / "alone"))
+    option = f"reference={{source: adapter, path: {alone}, monitor: true}}"
+    config = tiny.config_of(*LORA, f"output={tmp_path}", "seed=5", option)
+    assert check_same_base(config, None) is None
+    # Nor does that of a run whose base was removed, which is said.
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(first / "config.yaml", run)
+    moved = shutil.move(alone, run / "1")
+    config = tiny.config_of(*LORA, f"output={tmp_path}", "seed=5", option.replace(str(alone), str(moved)))
+    assert check_same_base(config, None) is None
+    assert capsys.readouterr().err.startswith(f"warning: reference.path: the run {run} has no base any more")
+
+
+def test_folders_are_the_same_base_by_their_weights(tmp_path):
+    """Other metadata, or another split into files, is another digest of the same weights."""
+    folders = [Path(shutil.copytree(QWEN3, tmp_path / name)) for name in ("one", "two")]
+    text = (folders[1] / "config.json").read_text()
+    (folders[1] / "config.json").write_text(text.replace("{", '{"transformers_version": "9",', 1))
+    run = tmp_path / "run"
+    (run / "1").mkdir(parents=True)
+    (run / "config.yaml").write_text("steps: 1\n")
+    record_folder(run, folders[0])
+
+    def compared(policy: Path, *more: str) -> Expected | None:
+        options = (f"model={{path: {policy}}}", "warm_start={steps: 0}", "lora.rank=2", *more)
+        return check_same_base(
+            tiny.config_of(*options, f"reference={{source: adapter, path: {run}/1, monitor: true}}"), None
+        )
+
+    for folder in folders:
+        assert compared(folder) is None
+    assert compared(folders[0], "warm_start.steps=1") is not None, "there is no such base yet"
+    file = folders[1] / json.loads((QWEN3 / INDEX).read_text())["weight_map"]["model.norm.weight"]
+    weights = load_file(file)
+    save_file(weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"base is {folders[0]} .*base of this run is {folders[1]} .*model\.path="):
+        compared(folders[1])
+
+
+def test_a_folder_and_what_orbax_saved_of_it_are_the_same_base(tmp_path):
+    """Value by value, rounded to bfloat16 where one of them is."""
+    params = load_params(QWEN3, Decoder(decoder_config(QWEN3)), tiny.mesh_of())
+    for dtype in ("float32", "bfloat16"):
+        path = tmp_path / dtype
+        save_base(path, jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), params))
+        expected = Expected("adapter", tmp_path, Base(QWEN3, digest=folder_digest(QWEN3)))
+        expected.check(Base(path))
+        save_base(tmp_path / f"{dtype}-other", jax.tree.map(lambda x, dtype=dtype: (x * 2).astype(dtype), params))
+        with pytest.raises(UserError, match=r"^reference\.path: got adapter"):
+            expected.check(Base(tmp_path / f"{dtype}-other"))
