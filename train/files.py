@@ -24,6 +24,13 @@ def check_free(path: Path) -> None:
         raise FileExistsError(f"{path} is there already, and nothing is overwritten")
 
 
+def usable_directory(path: Path) -> None:
+    """Makes a directory where there is none, and raises OSError unless something can be made in it."""
+    path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=path):
+        pass
+
+
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """A directory to write into that becomes `path`, by one rename, when the block ends; nothing of it after an error.

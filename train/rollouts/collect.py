@@ -39,7 +39,7 @@ def collect(setting: Setting, source: Source, step: int) -> Rollout:
     """The rollout batch of one step: `samples_per_prompt` completions of each prompt, judged, and recorded if asked.
 
     Raises:
-      SourceError: the source is gone.
+      SourceError: the source is gone, or what it answered cannot be recorded.
     """
     config = setting.config
     request = Request(

@@ -15,7 +15,10 @@ Array = jax.Array | np.ndarray
 
 
 class SourceError(UserError):
-    """A source stopped answering. The run saves its state before it ends, so that it can be continued."""
+    """A source stopped answering, or what passes between it and the run cannot be written.
+
+    The run saves its state before it ends, so that it can be continued.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,16 @@ import jax
 import numpy as np
 import pytest
 
+import kljax
 from tests import tiny
 from tests.train.rollouts.conftest import OPTIONS
-from tests.train.rollouts.fake_server import Digits, serving
+from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.checkpoint import Checkpoints
 from train.config.schema import Checkpoint
+from train.errors import UserError
 from train.interrupt import Interrupt
 from train.loop import train
+from train.policy import init_adapter, init_params
 from train.rollouts import SourceError, open_source
 from train.tokenizer import ByteTokenizer
 
@@ -34,13 +37,13 @@ class Records:
         assert values["rollout_tokens_per_second"] > 0
 
 
-def go_on(steps, server: Digits, directory, count: int):
+def go_on(steps, server: Digits, directory, count: int, *options: str):
     """Trains until `count` steps are done, from the last checkpoint if there is one; saves only where it has to."""
     source = "rollout.source={{type: openai, url: '{}', model: m, sync: none, retries: 0, timeout: 20.0}}"
     rare = ("temperature=1.0", "eval.every=1000", "checkpoint.every=1000", f"steps={count}")
     writer = Records()
     with serving(server) as url, jax.set_mesh(steps.setting.mesh):
-        config = tiny.config_of(*OPTIONS, *rare, source.format(url))
+        config = tiny.config_of(*OPTIONS, *rare, source.format(url), *options)
         setting = dataclasses.replace(steps.setting, config=config)
         checkpoints = Checkpoints(directory, config.checkpoint)
         first = steps.first(0)
@@ -90,3 +93,55 @@ def test_what_is_asked_of_a_server(steps, tmp_path, monkeypatch):
         assert body["return_token_ids"] is True
         assert body["logprobs"] == 0
         assert "stop" not in body
+
+
+class Loads(Digits):
+    """Also takes adapters and weights."""
+
+    def __call__(self, path: str, body: dict) -> Answer:
+        return super().__call__(path, body) if path.startswith("/v1/completions") or path == "/v1/models" else (200, "")
+
+
+@pytest.mark.parametrize("kind", ["lora", "weights"])
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_a_folder_that_cannot_be_written_to_is_an_error_of_its_field(tmp_path, kind, when):
+    """Found before a run starts; a disk that fills later stops the run like a server that is gone."""
+    folder = tmp_path / "shared"
+    source = "rollout.source={{type: openai, url: '{}', model: m, sync: {}, retries: 0, folder: {}}}"
+    lora = ("lora={rank: 2, targets: [q_proj]}",) if kind == "lora" else ("model.tie_embeddings=false",)
+    if when == "before":
+        folder.write_text("a file")
+    with serving(Loads(EOS)) as url:
+        setting = tiny.setting_of(tiny.config_of(*lora, source.format(url, kind, folder)))
+        if when == "before":
+            with pytest.raises(UserError, match=rf"^rollout\.source\.folder: cannot write to {folder}: "):
+                open_source(setting)
+            return
+        with closing(open_source(setting)) as answers:
+            assert not list(folder.iterdir())
+            folder.rmdir()
+            folder.write_text("a file")
+            params = init_params(setting.model, jax.random.key(0), setting.mesh)
+            adapter = init_adapter(setting.model, jax.random.key(1), setting.mesh) if kind == "lora" else None
+            with pytest.raises(SourceError, match=rf"^rollout\.source\.folder: cannot write {folder}/run-0-"):
+                answers.update(kljax.Policy(params, adapter), 0)
+
+
+def test_a_recording_that_cannot_be_written_leaves_a_run_to_continue(steps, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.loop.write_evaluation", lambda *arguments: None)
+    record = tmp_path / "recorded"
+
+    class Full(Digits):
+        """The disk fills while it answers."""
+
+        def __call__(self, path: str, body: dict) -> Answer:
+            # Where the file of the second step is written first.
+            (record / "00000001.jsonl.partial").mkdir(exist_ok=True)
+            return super().__call__(path, body)
+
+    with pytest.raises(SourceError) as caught:
+        go_on(steps, Full(EOS), tmp_path / "run", 3, f"rollout.record={record}")
+    first, last = str(caught.value).split("\n")
+    assert first == f"rollout.record: cannot write {record / '00000001.jsonl'}: Is a directory"
+    assert last == "The run is saved after step 1; continue it with --resume"
+    assert Checkpoints(tmp_path / "run", Checkpoint()).steps() == [1]

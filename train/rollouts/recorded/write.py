@@ -9,21 +9,21 @@ import jax
 import numpy as np
 
 from train.errors import UserError
-from train.files import write_text_atomic
-from train.rollouts.source import Completions
+from train.files import usable_directory, write_text_atomic
+from train.rollouts.source import Completions, SourceError
 
 
 def open_recording(path: str, *, continued: bool) -> Path:
     """The directory to record to; a new run does not write where there are recordings.
 
     Raises:
-      UserError: it is no directory, cannot be made, or holds recordings of another run.
+      UserError: it is no directory, cannot be made or written to, or holds recordings of another run.
     """
     directory = Path(path)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        usable_directory(directory)
     except OSError as error:
-        raise UserError(f"rollout.record: cannot make the directory {path!r}: {error.strerror}") from error
+        raise UserError(f"rollout.record: cannot write to the directory {path!r}: {error.strerror}") from error
     if not continued and any(directory.glob("*.jsonl")):
         raise UserError(f"rollout.record: got {path!r}, which holds recordings already; name a directory of this run")
     return directory
@@ -53,6 +53,14 @@ def record_rows(completions: Completions, scores: Mapping[str, np.ndarray], samp
 
 
 def write_rows(directory: Path, step: int, rows: list[dict[str, Any]]) -> None:
-    """The file of a step, whole or not at all; a step that is run again after a resume writes it again."""
+    """The file of a step, whole or not at all; a step that is run again after a resume writes it again.
+
+    Raises:
+      SourceError: it cannot be written.
+    """
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_text_atomic(directory / f"{step:08d}.jsonl", lines)
+    file = directory / f"{step:08d}.jsonl"
+    try:
+        write_text_atomic(file, lines)
+    except OSError as error:
+        raise SourceError(f"rollout.record: cannot write {file}: {error.strerror}") from error

@@ -8,12 +8,15 @@ import contextlib
 import shutil
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from safetensors import SafetensorError
+
 import kljax
 from train.errors import UserError
+from train.files import usable_directory
 from train.rollouts.server.client import Client
 from train.rollouts.source import SourceError
 from train.setting import Setting
@@ -23,7 +26,7 @@ class Sync(Protocol):
     """Gives a server the weights of a policy."""
 
     def load(self, policy: kljax.Policy, step: int) -> str:
-        """Returns the name of the model to ask for, once the server has the weights."""
+        """Returns the name of the model to ask for, once the server has the weights; raises `SourceError`."""
 
     def close(self) -> None:
         """Removes what was written, and what the server holds because of it."""
@@ -47,13 +50,28 @@ class _Folders:
     """Where versions are written."""
 
     def __init__(self, folder: str | None, name: str) -> None:
-        self._made = None if folder else tempfile.mkdtemp(prefix="kljax-served-")
-        self._root, self._name = Path(folder or self._made or "").absolute(), name
+        """Raises `UserError` unless something can be written there."""
+        try:
+            self._made = None if folder else tempfile.mkdtemp(prefix="kljax-served-")
+            self._root, self._name = Path(folder or self._made or "").absolute(), name
+            usable_directory(self._root)
+        except OSError as error:
+            where = folder or tempfile.gettempdir()
+            raise UserError(f"rollout.source.folder: cannot write to {where}: {error.strerror}") from error
 
-    def new(self, step: int) -> Path:
-        """A path that nothing has: a server may hold what an earlier run of this name gave it at the same step."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        return self._root / f"{self._name}-{step}-{uuid.uuid4().hex[:8]}"
+    @contextlib.contextmanager
+    def new(self, step: int) -> Iterator[Path]:
+        """A path to write to that nothing has: a server may hold what an earlier run of this name gave it at this step.
+
+        Raises:
+          SourceError: writing fails, as on a disk that is full.
+        """
+        path = self._root / f"{self._name}-{step}-{uuid.uuid4().hex[:8]}"
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            yield path
+        except (OSError, SafetensorError) as error:
+            raise SourceError(f"rollout.source.folder: cannot write {path}: {error}") from error
 
     def close(self) -> None:
         """Removes the temporary folder."""
@@ -80,9 +98,9 @@ class LoraSync(_Written):
         """The name of the adapter."""
         from train.models.peft import save_adapter
 
-        path = self._folders.new(step)
         source = self._setting.config.model.path
-        save_adapter(path, self._setting.model, policy.adapter, base_name=self._model, source=source)
+        with self._folders.new(step) as path:
+            save_adapter(path, self._setting.model, policy.adapter, base_name=self._model, source=source)
         _accepted(self._client, "/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
         old, self._current = self._current, path
         self._unload(old)
@@ -111,9 +129,9 @@ class WeightSync(_Written):
         """The name of the base model, whose weights these are now."""
         from train.models.folder import save_folder
 
-        path = self._folders.new(step)
         source = self._setting.config.model.path
-        save_folder(path, self._setting.model, policy, source=source)
+        with self._folders.new(step) as path:
+            save_folder(path, self._setting.model, policy, source=source)
         _accepted(self._client, "/pause", {})
         try:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
@@ -154,7 +172,7 @@ def _accepted(client: Client, path: str, body: Mapping[str, object]) -> None:
 
 
 def make_sync(client: Client, setting: Setting) -> Sync:
-    """What `rollout.source.sync` of the config asks for."""
+    """What `rollout.source.sync` of the config asks for; raises `UserError` if it cannot be done."""
     section = setting.config.rollout.source
     if section.type != "openai":
         raise ValueError(f"rollout.source.type: got {section.type!r}, expected openai")
