@@ -146,7 +146,17 @@ def test_windows_follow_the_keys_of_the_family():
             "model_type: got 'mixtral', expected one of qwen3, qwen2, llama, mistral, .*gemma3",
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: got .*'LlamaForCausalLM'"),
+        ({"architectures": True}, r"architectures: got True, expected \['LlamaForCausalLM'\]"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected one of silu"),
+        ({"hidden_act": ["silu"]}, r"hidden_act: got \['silu'\], expected one of silu"),
+        (
+            {"rope_scaling": {"type": ["linear"], "factor": 2.0}},
+            r"rope_type: got \['linear'\], expected one of",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": "64"}},
+            "original_max_position_embeddings: got '64', expected a number of tokens",
+        ),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_scaling\.rope_type: got 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor: missing"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "speed": 1}}, "'linear' is not known to read speed"),
@@ -160,6 +170,22 @@ def test_windows_follow_the_keys_of_the_family():
 def test_what_is_not_understood_is_an_error_that_names_it(change, message):
     with pytest.raises(ValueError, match=message):
         decoder_config({**tiny("llama"), **change})
+
+
+@pytest.mark.parametrize("wrong", ["x", ["full_attention"], -1, 1.5, None, True])
+@pytest.mark.parametrize("sliding", [True, False])
+def test_layers_that_slide_are_told_by_an_integer(wrong, sliding):
+    """Whether or not it is read; all layers slide from layer 0 on."""
+    qwen = tiny("qwen2", sliding_window=8, use_sliding_window=sliding)
+    with pytest.raises(ValueError, match=r"^max_window_layers: got .*, expected an integer >= 0$"):
+        decoder_config({**qwen, "max_window_layers": wrong})
+    assert set(decoder_config({**qwen, "max_window_layers": 0}).kinds) == {"sliding" if sliding else "full"}
+
+
+@pytest.mark.parametrize("wrong", [[["x"]], [{}] * 4, "full_attention", 4])
+def test_kinds_of_layers_are_names(wrong):
+    with pytest.raises(ValueError, match=r"^layer_types: got .*, expected 4 of "):
+        decoder_config(tiny("qwen3", layer_types=wrong))
 
 
 def test_keys_that_decide_nothing_are_passed_over():

@@ -148,8 +148,8 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type: got {kind!r}, expected one of {', '.join([*FAMILIES, *NESTED])}")
     family = FAMILIES[kind]
-    if named and family.architecture not in named:
-        raise ValueError(f"architectures: got {named!r}, expected {family.architecture!r} as model_type is {kind!r}")
+    if named and (not isinstance(named, list | tuple) or family.architecture not in named):
+        raise ValueError(f"architectures: got {named!r}, expected [{family.architecture!r}] as model_type is {kind!r}")
     return family
 
 
@@ -221,17 +221,18 @@ def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[LayerKind, ...]
     window = None if values.get("sliding_window") is None else _count(values, "sliding_window")
     if not values.get("use_sliding_window", True):
         window = None
+    first = _integer(values, "max_window_layers", least=0) if "max_window_layers" in values else count
     named, kinds = values.get("layer_types"), ["full"] * count
     if named is not None:
-        wrong = [name for name in named if name not in KINDS] if isinstance(named, list | tuple) else [named]
-        if wrong or len(named) != count:
+        known = isinstance(named, list | tuple) and all(isinstance(name, str) and name in KINDS for name in named)
+        if not known or len(named) != count:
             raise ValueError(f"layer_types: got {named!r}, expected {count} of {', '.join(KINDS)}")
         kinds = [KINDS[name] for name in named]
     elif "sliding_window_pattern" in values:
-        pattern = values.get("_sliding_window_pattern") or _count(values, "sliding_window_pattern")
+        old = "_sliding_window_pattern"
+        pattern = _count(values, "sliding_window_pattern" if values.get(old) is None else old)
         kinds = ["sliding" if (layer + 1) % pattern else "full" for layer in range(count)]
     elif "max_window_layers" in values and window is not None:
-        first = values["max_window_layers"]
         kinds = ["sliding" if layer >= first else "full" for layer in range(count)]
     elif kind == "mistral" and window is not None:
         kinds = ["sliding"] * count
@@ -297,11 +298,15 @@ def _describes(found: Mapping[str, Any], shape: DecoderConfig) -> bool:
         return False
 
 
-def _count(values: Mapping[str, Any], key: str) -> int:
+def _integer(values: Mapping[str, Any], key: str, *, least: int) -> int:
     value = values[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key}: got {value!r}, expected an integer >= 1")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{key}: got {value!r}, expected an integer >= {least}")
     return value
+
+
+def _count(values: Mapping[str, Any], key: str) -> int:
+    return _integer(values, key, least=1)
 
 
 def _number(values: Mapping[str, Any], key: str) -> float:
@@ -323,6 +328,7 @@ def _flag(values: Mapping[str, Any], key: str) -> bool:
 
 
 def _choice(values: Mapping[str, Any], key: str, choices: Mapping[str, str]) -> Any:
-    if values[key] not in choices:
+    # A list or a mapping is no key of one.
+    if not isinstance(values[key], str) or values[key] not in choices:
         raise ValueError(f"{key}: got {values[key]!r}, expected one of {', '.join(choices)}")
     return choices[values[key]]

@@ -43,7 +43,7 @@ def read_rope(parameters: Mapping[str, Any], *, where: str, theta: float, length
     if kind is not None and old_kind is not None and kind != old_kind:
         raise ValueError(f"{where}: got rope_type {kind!r} and type {old_kind!r}, expected one of them")
     kind = kind or old_kind or "default"
-    if kind not in TYPES:
+    if not isinstance(kind, str) or kind not in TYPES:
         raise ValueError(f"{where}.rope_type: got {kind!r}, expected one of {', '.join(TYPES)}")
     base = _number(found.pop("rope_theta", theta), f"{where}.rope_theta")
     if found.pop("partial_rotary_factor", 1) != 1:
@@ -55,7 +55,10 @@ def read_rope(parameters: Mapping[str, Any], *, where: str, theta: float, length
         return Rope(base)
     if "factor" not in found:
         raise ValueError(f"{where}.factor: missing, expected a number as rope_type is {kind!r}")
-    original = found.pop("original_max_position_embeddings", length)
+    name = "original_max_position_embeddings"
+    original = found.pop(name, length)
+    if original is not None and (isinstance(original, bool) or not isinstance(original, int) or original < 1):
+        raise ValueError(f"{where}.{name}: got {original!r}, expected a number of tokens (of max_position_embeddings)")
     return Rope(base, _scaling(kind, found, original, where))
 
 
