@@ -92,6 +92,12 @@ def test_what_is_written_is_what_was_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_an_adapter_can_be_read_by_whoever_may_read_its_config(tmp_path):
+    """A server is often another user; `save_file` of safetensors would leave the weights to their owner."""
+    save_adapter(tmp_path / "out", MODEL, load_adapter(ADAPTER, MODEL, make_mesh()), base_name=None)
+    assert len({(tmp_path / "out" / name).stat().st_mode & 0o777 for name in (CONFIG, WEIGHTS)}) == 1
+
+
 def test_the_text_part_of_a_larger_model_keeps_its_names(tmp_path):
     """As PEFT names them in Gemma 3 with images; and the same adapter is read from them."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}}))

@@ -1,5 +1,7 @@
 """Projections, norms and embeddings of the decoder."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,16 @@ def compute(x: jax.Array, dtype: str) -> jax.Array:
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """`x @ kernel` over the last axis; on flattened rows, where XLA's CPU backend takes two thirds of the time."""
     return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+def over_all_tokens(function: Callable[..., jax.Array], x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`function(x, weight)`, rounded once to the type of x, of tokens [..., D] and one weight [D] for all of them.
+
+    The result is that of the narrow type. The gradient of the weight is a sum over the tokens, which some compilers add
+    up in the type of its terms: in bfloat16 a sum of ones stops at 256.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return function(x.astype(wide), weight.astype(wide)).astype(x.dtype)
 
 
 class RMSNorm(nn.Module):
@@ -41,7 +53,7 @@ class RMSNorm(nn.Module):
         normed = wide * jax.lax.rsqrt(variance + self.eps)
         if self.offset:
             return (normed * (1 + scale.astype(wide.dtype))).astype(x.dtype)
-        return normed.astype(x.dtype) * scale.astype(x.dtype)
+        return over_all_tokens(jnp.multiply, normed.astype(x.dtype), scale.astype(x.dtype))
 
 
 class Linear(nn.Module):
@@ -62,7 +74,7 @@ class Linear(nn.Module):
         y = matmul(x, self.param("kernel", init, (x.shape[-1], self.features), dtype).astype(x.dtype))
         if self.use_bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.axes[1:])
-            y = y + self.param("bias", zeros, (self.features,), dtype).astype(x.dtype)
+            y = over_all_tokens(jnp.add, y, self.param("bias", zeros, (self.features,), dtype).astype(x.dtype))
         if self.lora is not None and self.name in self.lora.targets:
             y = add_update(self, x, y, self.axes, self.lora)
         return y

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from train.files import new_directory, write_text_atomic
 from train.models import Decoder, LoraConfig
@@ -146,7 +146,8 @@ def save_adapter(
             for layer, matrix in enumerate(values):
                 key = f"{prefix}layers.{layer}.{name.removeprefix('layers.')}.weight"
                 tensors[key] = np.ascontiguousarray(matrix.T)
-        save_file(tensors, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+        # `save_file` would leave it to its owner alone, and a server often is somebody else.
+        (partial / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         text = json.dumps(_peft_config(lora, base_name), indent=2, sort_keys=True)
         write_text_atomic(partial / CONFIG_FILE, f"{text}\n")
 
