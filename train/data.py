@@ -130,15 +130,26 @@ def keep_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: in
     Raises:
         UserError: none is left, or an example has no solution.
     """
+    _check_solved(examples)
+    ids = [np.asarray(_solution_ids(example, tokenizer), np.int32) for example in examples]
+    tokenized = [replace(example, solution_ids=row) for example, row in zip(examples, ids, strict=True)]
+    return _keep(tokenized, [len(row) for row in ids], length, "solutions", "data.max_completion_length")
+
+
+def check_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> None:
+    """Raises what `keep_solutions` would, but tokenizes no more than until one solution fits."""
+    _check_solved(examples)
+    if not any(len(_solution_ids(example, tokenizer)) <= length for example in examples):
+        keep_solutions(examples, tokenizer, length)
+
+
+def _check_solved(examples: Sequence[Example]) -> None:
     for example in examples:
         if not example.solution:
             raise UserError(
                 f"warm_start.steps: a warm start imitates solutions, but there is none for {example.prompt[:80]!r}; "
                 "warm_start.steps=0 starts without"
             )
-    ids = [np.asarray(_solution_ids(example, tokenizer), np.int32) for example in examples]
-    tokenized = [replace(example, solution_ids=row) for example, row in zip(examples, ids, strict=True)]
-    return _keep(tokenized, [len(row) for row in ids], length, "solutions", "data.max_completion_length")
 
 
 def _epochs(

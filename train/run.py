@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from train.abandoned_reads import quiet_abandoned_reads
+from train.check_examples import check_examples
 from train.checkpoint import Checkpoints
 from train.command import quiet_orbax
 from train.config.load import LoadedConfig
@@ -44,6 +45,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     forget_traces()
     quiet_abandoned_reads()
     setting = make_setting(config)
+    check_examples(setting, imitates=not (resume and has_base(RunDirectory.of(config))))
     check_start(config, setting.model)
     check_reference(config, setting.model, setting.mesh, RunDirectory.of(config).steps() if resume else [])
     expected = check_same_base(config, RunDirectory.of(config) if resume else None)
