@@ -69,6 +69,13 @@ def test_a_folder_decides_the_shape(folder):
     assert problems(f"model.path={folder()}", "model.layers=3") == [
         "model.layers: got 3, but config.json of model.path decides it; leave one of them out"
     ]
+    assert problems("model=tiny", f"model.path={folder()}") == [
+        f"model.path: got '{folder()}' and model=tiny, which is a shape in place of a folder; leave one of them out"
+    ]
+    assert problems(f"model={{path: {folder()}, layers: 3, heads: 2}}") == [
+        f"model.path: got '{folder()}', whose config.json decides the shape, and layers=3, heads=2; leave the one or "
+        "the other out"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from train.config.checks.problem import Problem, problem
+from train.config.model import PRESETS
 from train.config.schema import Config, Mesh
 from train.tokenizer import ByteTokenizer
 
@@ -64,11 +65,22 @@ def _divisions(config: Config) -> Iterator[Problem]:
 
 def _folder(config: Config) -> Iterator[Problem]:
     model = config.model
-    if model.path is not None:
-        for name in model.shape():
-            if name in model.model_fields_set:
-                line = f"got {getattr(model, name)}, but config.json of model.path decides it; leave one of them out"
-                yield problem(line, f"model.{name}", "model.path")
+    given = [name for name in model.shape() if name in model.model_fields_set]
+    if model.path is None or not given:
+        return
+    fields = [f"model.{name}" for name in given]
+    set_to = {name: getattr(model, name) for name in given}
+    preset = next((name for name, shape in PRESETS.items() if shape.items() <= set_to.items()), None)
+    if preset is not None:
+        line = f"got {model.path!r} and model={preset}, which is a shape in place of a folder; leave one of them out"
+        yield problem(line, "model.path", *fields)
+    elif len(given) == 1:
+        line = f"got {set_to[given[0]]}, but config.json of model.path decides it; leave one of them out"
+        yield problem(line, *fields, "model.path")
+    else:
+        shown = ", ".join(f"{name}={value}" for name, value in set_to.items())
+        line = f"got {model.path!r}, whose config.json decides the shape, and {shown}; leave the one or the other out"
+        yield problem(line, "model.path", *fields)
 
 
 def _trained_dtype(config: Config) -> Iterator[Problem]:
