@@ -103,6 +103,9 @@ def export(
             raise UserError(f"--format: got {form}, but {error}") from error
     what = "adapter" if policy.adapter is not None and form != "hf" else "weights"
     print(f"{target}: the {what} of {root} after step {step}, {form}")
+    if merge and config.model.quantization is not None:
+        held = config.model.quantization
+        print(f"The base was held in {held}: these are the weights that it stands for, which the adapter was trained on.")
 
 
 def _format(form: str | None, *, lora: bool, merge: bool) -> str:

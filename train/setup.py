@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import optax
@@ -19,6 +20,7 @@ from train.metrics import MetricsWriter
 from train.models import Decoder, DecoderConfig, LoraConfig, Rope
 from train.models.folder import check_folder, load_params
 from train.models.hf_config import decoder_config
+from train.models.int8 import quantise_params
 from train.models.peft import check_adapter, load_adapter
 from train.objective import make_controller
 from train.policy import abstract_params, init_adapter, init_params, init_value_head
@@ -43,7 +45,7 @@ def make_model(config: Config, tokenizer: Tokenizer) -> Decoder:
     """
     section = config.model
     lora = None if config.lora is None else LoraConfig(**config.lora.model_dump(exclude={"path"}))
-    how = section.model_dump(include={"dtype", "param_dtype", "attention", "remat"})
+    how = section.model_dump(include={"dtype", "param_dtype", "attention", "remat", "quantization"})
     if section.path is None:
         shape = section.shape()
         rope = Rope(shape.pop("rope_theta"))
@@ -70,7 +72,23 @@ def restored_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
     """The base of a run that is continued: as it was saved, or from the folder that the run began with."""
     if has_record(directory.root):
         return recorded_base(directory.root, model, mesh)
-    return restore_base(directory.base, abstract_params(model, mesh), "base")
+    return _restored(directory.base, model, mesh, "base")
+
+
+def before_quantisation(model: Decoder) -> Decoder:
+    """The decoder whose weights are trained, saved and read: the very model where it quantises nothing."""
+    return Decoder(dataclasses.replace(model.config, quantization=None))
+
+
+def _held(model: Decoder, params: Tree) -> Tree:
+    """Weights as the model holds them; what is given is used up where that is another type."""
+    return params if model.config.quantization is None else quantise_params(params)
+
+
+def _restored(path: Path, model: Decoder, mesh: Mesh, field: str, *, item: str | None = None) -> Tree:
+    """Weights that orbax saved, which are those before quantisation."""
+    saved = restore_base(path, abstract_params(before_quantisation(model), mesh), field, item=item)
+    return _held(model, saved)
 
 
 def has_base(directory: RunDirectory) -> bool:
@@ -90,10 +108,10 @@ def check_start(config: Config, model: Decoder) -> None:
 
 
 def saved_base(config: Config, model: Decoder, mesh: Mesh) -> Tree | None:
-    """The weights that the config starts from, if they are saved ones and not newly drawn."""
+    """The weights that the config starts from, as the model holds them, if they are saved ones and not newly drawn."""
     if config.warm_start.checkpoint is not None:
         path, item = locate(config.warm_start.checkpoint, "params")
-        return restore_base(path, abstract_params(model, mesh), "warm_start.checkpoint", item=item)
+        return _restored(path, model, mesh, "warm_start.checkpoint", item=item)
     if config.model.path is not None:
         with _named("model.path"):
             return load_params(config.model.path, model, mesh)
@@ -119,21 +137,23 @@ def _named(field: str) -> Iterator[None]:
 def new_base(setting: Setting, directory: RunDirectory, *, bars: Start, writer: MetricsWriter) -> Tree:
     """The base of a new run: saved weights, or newly drawn ones, after the warm start. Saved once it is complete.
 
-    Those of a folder of Hugging Face that are not trained first are not copied: the run remembers where they are.
+    Those of a folder of Hugging Face that are not trained first are not copied: the run remembers where they are. What
+    is saved is what the weights were before they were quantised.
     """
-    config, model, mesh = setting.config, setting.model, setting.mesh
-    section = config.warm_start
+    config, mesh, section = setting.config, setting.mesh, setting.config.warm_start
+    trained = section.steps > 0 and section.checkpoint is None
+    if config.model.path is not None and section.checkpoint is None and not trained:
+        params = saved_base(config, setting.model, mesh)
+        record_folder(directory.root, config.model.path)
+        return params
+    model = before_quantisation(setting.model)
     params = saved_base(config, model, mesh)
     if params is None:
         params = init_params(model, purpose_key(config.seed, "params"), mesh)
-    trained = section.steps > 0 and section.checkpoint is None
     if trained:
-        params = _imitated(setting, params, bars=bars, writer=writer)
-    if config.model.path is not None and section.checkpoint is None and not trained:
-        record_folder(directory.root, config.model.path)
-    else:
-        save_base(directory.base, params)
-    return params
+        params = _imitated(dataclasses.replace(setting, model=model), params, bars=bars, writer=writer)
+    save_base(directory.base, params)
+    return _held(setting.model, params)
 
 
 def _imitated(setting: Setting, params: Tree, *, bars: Start, writer: MetricsWriter) -> Tree:

@@ -1,13 +1,16 @@
 """The decoder and its adapter."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from train.config.types import Count, EvenCount, LoraTargets, Positive, Section, Text
 
 DType = Literal["float32", "bfloat16"]
+Quantization = Annotated[
+    Literal["int8"] | None, "int8 or null (nf4 is not there: its logits moved too far, and XLA unpacks it to bytes)"
+]
 
 # `model=tiny` in place of the section: a random Qwen 3 that a laptop trains, so that any recipe can be tried.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -33,6 +36,8 @@ class Model(Section):
     """What the decoder computes in; norms, softmax, log-probs and the optimizer stay float32."""
     param_dtype: DType = "float32"
     """What base weights are held in; bfloat16 only where they are not trained (lora)."""
+    quantization: Quantization = None
+    """Kernels of the layers in int8 with a scale per output channel, only with lora; null: as param_dtype says."""
     attention: Literal["auto", "xla"] = "auto"
     """Whole sequences: auto takes splash attention on TPU, cuDNN on NVIDIA GPUs in bfloat16, else XLA; xla: neither."""
     remat: Literal["full", "dots"] = "full"
@@ -76,7 +81,7 @@ class Model(Section):
         return {key: getattr(self, key) for key in type(self).model_fields if key not in NOT_SHAPE}
 
 
-NOT_SHAPE = ("path", "dtype", "param_dtype", "attention", "remat")
+NOT_SHAPE = ("path", "dtype", "param_dtype", "quantization", "attention", "remat")
 
 
 def expand_preset(raw: Any) -> Any:

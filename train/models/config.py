@@ -10,6 +10,7 @@ Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
 Kernels: TypeAlias = Literal["auto", "xla"]
 Remat: TypeAlias = Literal["full", "dots"]
+Quantization: TypeAlias = Literal["int8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,7 @@ class DecoderConfig:
       param_dtype: what parameters are drawn and stored in.
       attention: "auto" takes the kernel that the devices have for whole sequences, "xla" none.
       remat: what the backward pass computes again: "full": all of a layer; "dots": all but the outputs of projections.
+      quantization: what the kernels of the layers are held in instead, for a base that is not trained.
     """
 
     vocab_size: int
@@ -135,6 +137,7 @@ class DecoderConfig:
     param_dtype: DType = "float32"
     attention: Kernels = "auto"
     remat: Remat = "full"
+    quantization: Quantization | None = None
     lora: LoraConfig | None = None
 
     def __post_init__(self) -> None:
@@ -154,6 +157,8 @@ class DecoderConfig:
         ):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(get_args(choices))}")
+        if self.quantization not in (None, *get_args(Quantization)):
+            raise ValueError(f"quantization: got {self.quantization!r}, expected {get_args(Quantization)[0]} or None")
         for name in ("embed_scale", "attention_scale", "attention_softcap", "final_softcap"):
             value = getattr(self, name)
             if value is not None and not value > 0:

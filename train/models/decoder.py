@@ -56,7 +56,7 @@ def linear(
     config: DecoderConfig, name: str, features: int, axes: tuple[str, str], *, bias: bool, scale: float = 1.0
 ) -> Linear:
     """A projection of this decoder."""
-    return Linear(features, axes, bias, scale, config.lora, config.param_dtype, name=name)
+    return Linear(features, axes, bias, scale, config.lora, config.param_dtype, config.quantization, name=name)
 
 
 def layer_variables(variables: Variables, layers: int) -> list[Variables]:

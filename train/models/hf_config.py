@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.models.config import DecoderConfig, DType, Kernels, LayerKind, Remat, Rope
+from train.models.config import DecoderConfig, DType, Kernels, LayerKind, Quantization, Remat, Rope
 from train.models.hf_families import (
     ABOUT_IMAGES,
     ACTIVATIONS,
@@ -34,6 +34,7 @@ def decoder_config(
     param_dtype: DType = "float32",
     attention: Kernels = "auto",
     remat: Remat = "full",
+    quantization: Quantization | None = None,
 ) -> DecoderConfig:
     """The decoder that a `config.json` describes, as transformers would build it.
 
@@ -44,7 +45,7 @@ def decoder_config(
       lora: where an adapter may be attached.
       dtype: what is computed in; `dtype` and `torch_dtype` of the file say what its weights are stored in.
       param_dtype: what the parameters are held in.
-      attention, remat: as in `DecoderConfig`.
+      attention, remat, quantization: as in `DecoderConfig`.
 
     Raises:
       FileNotFoundError: no such file.
@@ -84,6 +85,7 @@ def decoder_config(
         param_dtype=param_dtype,
         attention=attention,
         remat=remat,
+        quantization=quantization,
         lora=lora,
         **fields,
     )
@@ -101,7 +103,7 @@ def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -
       ValueError: no model of the family, or of any, has this shape.
     """
     plain: Any = {"dtype": "float32", "param_dtype": "float32", "attention": "auto", "remat": "full"}
-    shape = dataclasses.replace(config, lora=None, **plain)
+    shape = dataclasses.replace(config, lora=None, quantization=None, **plain)
     if like is not None:
         text = text_part(like)
         family_of(text)

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from train.models.int8 import Int8Kernel, int8_init, is_int8, scaled
 from train.models.lora import LoraConfig, add_update
 from train.sharding import constrain
 
@@ -30,6 +31,19 @@ def over_all_tokens(function: Callable[..., jax.Array], x: jax.Array, weight: ja
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return function(x.astype(wide), weight.astype(wide)).astype(x.dtype)
+
+
+def product(x: jax.Array, kernel: jax.Array | Int8Kernel, axes: tuple[str, str]) -> jax.Array:
+    """`x @ kernel` over the last axis, in the type of x.
+
+    Every whole number of an int8 kernel is one of bfloat16 too: the product is scaled after it, in float32, so that no
+    weight is rounded.
+    """
+    if not is_int8(kernel):
+        return matmul(x, kernel.astype(x.dtype))
+    # Rows and the embedding axis share mesh axis fsdp: the kernel is gathered, and as int8, not as what it becomes.
+    qvalue = constrain(kernel["qvalue"], *(None if axis == "embed" else axis for axis in axes))
+    return scaled(matmul(x, qvalue.astype(x.dtype)), kernel)
 
 
 class RMSNorm(nn.Module):
@@ -57,7 +71,10 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """`x @ kernel (+ bias)`, plus the low-rank update when `lora` names this projection and an adapter is given."""
+    """`x @ kernel (+ bias)`, plus the low-rank update when `lora` names this projection and an adapter is given.
+
+    With `quantization` "int8" the kernel is one in int8.
+    """
 
     features: int
     axes: tuple[str, str]
@@ -65,13 +82,14 @@ class Linear(nn.Module):
     init_scale: float = 1.0
     lora: LoraConfig | None = None
     param_dtype: str = "float32"
+    quantization: str | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        std = self.init_scale * x.shape[-1] ** -0.5
-        init = nn.with_logical_partitioning(nn.initializers.normal(std), self.axes)
+        normal = nn.initializers.normal(self.init_scale * x.shape[-1] ** -0.5)
+        init = nn.with_logical_partitioning if self.quantization is None else int8_init
         dtype = jnp.dtype(self.param_dtype)
-        y = matmul(x, self.param("kernel", init, (x.shape[-1], self.features), dtype).astype(x.dtype))
+        y = product(x, self.param("kernel", init(normal, self.axes), (x.shape[-1], self.features), dtype), self.axes)
         if self.use_bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.axes[1:])
             y = over_all_tokens(jnp.add, y, self.param("bias", zeros, (self.features,), dtype).astype(x.dtype))

@@ -9,6 +9,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from train.models.int8 import dequantise, dequantise_params, is_int8
+
 Tree = Any
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -80,41 +82,46 @@ def merge(model: nn.Module, params: Tree, adapter: Tree) -> Tree:
 
     Returns:
       Parameters of the same structure, dtypes and shardings; what has no adapter is the array that was given. The sum
-      is rounded once where kernels are bfloat16, which an adapter that runs beside them is not.
+      is rounded once where kernels are bfloat16, which an adapter that runs beside them is not. Kernels in int8 become
+      the weights that they stand for, in the model's `param_dtype`.
 
     Raises:
       ValueError: an adapter for what is not a kernel of the parameters, or of another shape; a model without lora.
     """
     if model.config.lora is None:
         raise ValueError("adapter: the model has no lora section, so there is no scale to merge it with")
-    return _merged(params, adapter, model.config.lora.scale, ())
+    dtype = jnp.dtype(model.config.param_dtype)
+    return dequantise_params(_merged(params, adapter, model.config.lora.scale, dtype, ()), dtype)
 
 
-def _add_products(kernels: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: float) -> jax.Array:
+def _add_products(kernels: Tree, lora_a: jax.Array, lora_b: jax.Array, scale: float, dtype: Any) -> jax.Array:
     """One layer at a time, so that there is never a second copy of all of them in float32."""
 
-    def add(layer: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def add(layer: tuple[Tree, jax.Array, jax.Array]) -> jax.Array:
         kernel, a, b = layer
         product = jnp.matmul(a, b, precision="highest")
-        return (kernel.astype(product.dtype) + scale * product).astype(kernel.dtype)
+        wide = dequantise(kernel, product.dtype) if is_int8(kernel) else kernel.astype(product.dtype)
+        return (wide + scale * product).astype(dtype)
 
     return jax.lax.map(add, (kernels, lora_a, lora_b))
 
 
-def _merged(params: Tree, adapter: Tree, scale: float, path: tuple[str, ...]) -> Tree:
+def _merged(params: Tree, adapter: Tree, scale: float, dtype: Any, path: tuple[str, ...]) -> Tree:
     """`params` with the subtree `adapter` added; parts of it that have none stay the same objects."""
     if "lora_A" in adapter:
         kernel = params["kernel"]
+        like = kernel["qvalue"] if is_int8(kernel) else kernel
         shapes = adapter["lora_A"].shape[:-1], adapter["lora_B"].shape[-1:]
-        if (*shapes[0], *shapes[1]) != kernel.shape:
+        if (*shapes[0], *shapes[1]) != like.shape:
             got = f"lora_A {adapter['lora_A'].shape} x lora_B {adapter['lora_B'].shape}"
-            raise ValueError(f"adapter: {'.'.join(path)}: got {got}, expected the product to be {kernel.shape}")
-        add = jax.jit(_add_products, out_shardings=kernel.sharding)
-        return {**params, "kernel": add(kernel, adapter["lora_A"], adapter["lora_B"], scale)}
+            raise ValueError(f"adapter: {'.'.join(path)}: got {got}, expected the product to be {like.shape}")
+        add = jax.jit(_add_products, static_argnums=4, out_shardings=like.sharding)
+        own = dtype if is_int8(kernel) else kernel.dtype
+        return {**params, "kernel": add(kernel, adapter["lora_A"], adapter["lora_B"], scale, own)}
     unknown = sorted(name for name in adapter if not isinstance(params.get(name), Mapping))
     if unknown:
         raise ValueError(f"adapter: {'.'.join((*path, unknown[0]))} is no part of the parameters")
     return {
-        name: _merged(value, adapter[name], scale, (*path, name)) if name in adapter else value
+        name: _merged(value, adapter[name], scale, dtype, (*path, name)) if name in adapter else value
         for name, value in params.items()
     }

@@ -15,13 +15,15 @@ from train.references.found import Form, run_of
 from train.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
+# How a run holds its base, which its config allows with an adapter alone.
+HELD = ("param_dtype", "quantization")
 
 
 def teacher_model(form: Form, path: Path, policy: Decoder) -> Decoder:
     """The decoder of whole weights: of `config.json`, or of the run that saved them, else the policy's.
 
     It has no adapter and computes in the type that the policy computes in. That is what a folder's weights are held in
-    as well: they are never updated, and would be rounded to it where they are used.
+    as well: they are never updated, and would be rounded to it where they are used. They are never quantised.
     """
     dtype = policy.config.dtype
     if form == "folder":
@@ -33,9 +35,11 @@ def teacher_model(form: Form, path: Path, policy: Decoder) -> Decoder:
 
         # Of its config no more than the decoder: files that it names elsewhere may be gone.
         raw, _ = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
-        config, _ = parse({"steps": 1, "model": raw.get("model", {})})
+        section = raw.get("model", {})
+        shape = {key: section[key] for key in section if key not in HELD} if isinstance(section, dict) else section
+        config, _ = parse({"steps": 1, "model": shape})
         policy = make_model(config, load_tokenizer(config))
-    return Decoder(dataclasses.replace(policy.config, lora=None, dtype=dtype, param_dtype=held))
+    return Decoder(dataclasses.replace(policy.config, lora=None, dtype=dtype, param_dtype=held, quantization=None))
 
 
 def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decoder) -> None:

@@ -102,4 +102,14 @@ def _trained_dtype(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_rows, _divisions, _folder, _trained_dtype)
+def _quantization(config: Config) -> Iterator[Problem]:
+    if config.model.quantization is not None and config.lora is None:
+        yield problem(
+            f"got {config.model.quantization}, but there is no lora section, so the weights are trained, which whole "
+            "numbers cannot be; expected null, or a lora section",
+            "model.quantization",
+            "lora",
+        )
+
+
+CHECKS = (_rows, _divisions, _folder, _trained_dtype, _quantization)

@@ -21,6 +21,7 @@ from train.models.decoder import Decoder
 from train.models.folder.contents import CONFIG, Contents, read_contents
 from train.models.folder.names import EMBEDDINGS, Slot, slots
 from train.models.folder.safetensors import DTYPES, Tensor
+from train.models.int8 import is_int8, quantise
 from train.policy import abstract_params
 
 Tree = Any
@@ -33,7 +34,8 @@ def load_params(folder: str | Path, model: Decoder, mesh: Mesh, *, chunk_bytes: 
     Args:
       folder: a directory as `save_pretrained` writes it: one file or several with an index, float32, float16 or
         bfloat16.
-      model: the decoder that its `config.json` describes; `param_dtype` is what the weights are rounded to.
+      model: the decoder that its `config.json` describes; `param_dtype` is what the weights are rounded to, but for
+        those that it quantises, which are quantised as they are read.
       mesh: the devices, over which the weights are laid out by the rules of `train.sharding`.
       chunk_bytes: how much is read at a time.
 
@@ -51,12 +53,13 @@ def load_params(folder: str | Path, model: Decoder, mesh: Mesh, *, chunk_bytes: 
         _check_tied(Path(folder), contents, contents.second_head, chunk_bytes)
     by_path = {slot.path: slot for slot in slots(model)}
 
-    def fill(path: Any, target: jax.ShapeDtypeStruct, leaf: jax.Array) -> jax.Array:
-        return _viewed(
-            _fill(contents, by_path[tuple(key.key for key in path)], leaf, target.dtype, chunk_bytes), target
-        )
+    def fill(path: Any, target: Tree, leaf: Tree) -> Tree:
+        slot = by_path[tuple(key.key for key in path)]
+        if is_int8(target):
+            return _fill(contents, slot, leaf, None, chunk_bytes)
+        return _viewed(_fill(contents, slot, leaf, target.dtype, chunk_bytes), target)
 
-    return jax.tree_util.tree_map_with_path(fill, targets, _zeros(targets, mesh))
+    return jax.tree_util.tree_map_with_path(fill, targets, _zeros(targets, mesh), is_leaf=is_int8)
 
 
 def _zeros(targets: Tree, mesh: Mesh) -> Tree:
@@ -98,18 +101,22 @@ def _pieces(rows: int, row_bytes: int, chunk_bytes: int) -> list[tuple[int, int]
     return [(start, min(size, rows - start)) for start in range(0, rows, size)]
 
 
-def _fill(contents: Contents, slot: Slot, leaf: jax.Array, dtype: np.dtype, chunk_bytes: int) -> jax.Array:
-    """The leaf with every tensor in it; the array that is given is used up."""
-    sharding = leaf.sharding
+def _fill(contents: Contents, slot: Slot, leaf: Tree, dtype: np.dtype | None, chunk_bytes: int) -> Tree:
+    """The leaf with every tensor in it, or the kernel in int8 where there is no type; what is given is used up."""
+    array = leaf["qvalue"] if dtype is None else leaf
+    sharding = array.sharding
     assert isinstance(sharding, NamedSharding)
     mesh = sharding.mesh
-    spec = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
+    spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
     own = spec[1:] if slot.stacked else spec
     if slot.stacked and spec[0] is not None:
         raise ValueError(f"{'.'.join(slot.path)}: the axis of layers is split over {spec[0]}, expected it whole")
     rows = PartitionSpec(*(own[::-1] if slot.transposed else own))
     parts = math.prod(mesh.shape[name] for name in _names(rows[0]))
-    write = _writer(mesh, PartitionSpec(*spec), rows, stacked=slot.stacked, transposed=slot.transposed, dtype=dtype)
+    if dtype is None:
+        write = _int8_writer(mesh, PartitionSpec(*spec), rows)
+    else:
+        write = _writer(mesh, PartitionSpec(*spec), rows, stacked=slot.stacked, transposed=slot.transposed, dtype=dtype)
     for layer, name in enumerate(slot.names):
         tensor = contents.tensors[name]
         local = tensor.shape[0] // parts
@@ -159,4 +166,21 @@ def _writer(
 
     everywhere = PartitionSpec()
     mapped = jax.shard_map(write, mesh=mesh, in_specs=(spec, rows, everywhere, everywhere), out_specs=spec)
+    return jax.jit(mapped, donate_argnums=0)
+
+
+@functools.cache
+def _int8_writer(mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec) -> Callable[..., Tree]:
+    """As `_writer`, for stacked kernels in int8: a row of a tensor is one output channel, quantised where it is read."""
+
+    def write(leaf: Tree, piece: jax.Array, layer: jax.Array, start: jax.Array) -> Tree:
+        block = quantise(piece.T, axis_name=_names(spec[1]))
+        first = jnp.zeros((), jnp.int32)
+        return {
+            "qvalue": lax.dynamic_update_slice(leaf["qvalue"], block["qvalue"][None], (layer, first, start)),
+            "scale": lax.dynamic_update_slice(leaf["scale"], block["scale"][None], (layer, start)),
+        }
+
+    specs, everywhere = {"qvalue": spec, "scale": PartitionSpec(spec[0], spec[2])}, PartitionSpec()
+    mapped = jax.shard_map(write, mesh=mesh, in_specs=(specs, rows, everywhere, everywhere), out_specs=specs)
     return jax.jit(mapped, donate_argnums=0)

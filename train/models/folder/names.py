@@ -42,8 +42,8 @@ class Slot:
 
 
 def layout(model: Decoder) -> Tree:
-    """Shapes and dtypes of the base parameters; nothing is drawn."""
-    bare = Decoder(dataclasses.replace(model.config, lora=None))
+    """Shapes and dtypes of the base parameters before any of them is quantised; nothing is drawn."""
+    bare = Decoder(dataclasses.replace(model.config, lora=None, quantization=None))
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     mask = jax.ShapeDtypeStruct((1, 1), jnp.bool_)
     return nn.unbox(jax.eval_shape(bare.init, jax.random.key(0), tokens, mask)["params"])

@@ -20,6 +20,7 @@ from train.models.folder.contents import CONFIG, INDEX, SINGLE
 from train.models.folder.names import EMBEDDINGS, HEAD, PREFIXES, Slot, full_name, slots
 from train.models.folder.safetensors import dtype_name, nbytes, write_file
 from train.models.hf_config import hf_config
+from train.models.int8 import dequantise, is_int8
 from train.models.lora import merge
 
 Tree = Any
@@ -51,7 +52,8 @@ def save_folder(
 ) -> None:
     """Writes a policy as a Hugging Face folder, whole or not at all.
 
-    An adapter is merged into the weights, one layer at a time. One tensor after the other comes to the host. In a run
+    An adapter is merged into the weights, one layer at a time; of a quantised base they are the weights that it stands
+    for. One tensor after the other comes to the host. In a run
     of several processes all of them call this, and the first writes.
 
     Args:
@@ -68,8 +70,7 @@ def save_folder(
     """
     target = Path(path)
     check_free(target)
-    # All leaves have one.
-    stored = jnp.dtype(dtype or jax.tree.leaves(policy.params)[0].dtype)
+    stored = jnp.dtype(dtype or policy.params["embed_tokens"]["embedding"].dtype)
     dtype_name(stored)
     pieces = list(_tensors(model))
     arrays = _arrays(model, policy, pieces, stored)
@@ -120,10 +121,12 @@ def _arrays(
     for _, slot, layer in pieces:
         leaf, adapter = _at(policy.params, slot.path), _at(policy.adapter, slot.path[:-1])
         if layer is not None:
-            leaf = lax.dynamic_slice_in_dim(leaf, layer, 1)
+            leaf = jax.tree.map(lambda x, n=layer: lax.dynamic_slice_in_dim(x, n, 1), leaf)
             if adapter is not None and slot.path[-1] == "kernel":
                 own = {name: lax.dynamic_slice_in_dim(value, layer, 1) for name, value in adapter.items()}
                 leaf = merge(model, {"kernel": leaf}, own)["kernel"]
+            elif is_int8(leaf):
+                leaf = dequantise(leaf, dtype)
         whole = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if isinstance(leaf.sharding, NamedSharding) else None
         yield np.asarray(_converter(slot.stacked, slot.transposed, dtype, whole)(leaf))
 
