@@ -61,7 +61,7 @@ def test_tiny_replaces_the_section_and_brings_no_warm_start():
 def test_a_folder_decides_the_shape(folder):
     config = build(f"model.path={folder()}", "model.dtype=bfloat16", "lora={rank: 2}", "model.attention=xla")
     assert config.warm_start.steps == 0
-    assert set(config.model.model_dump()) == {"path", "dtype", "param_dtype", "attention", "remat"}
+    assert set(config.model.model_dump()) == {"path", "dtype", "param_dtype", "quantization", "attention", "remat"}
     assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
     decoder = make_model(config, ByteTokenizer()).config
     assert (decoder.layers, decoder.vocab_size, decoder.dtype, decoder.lora.rank) == (3, 300, "bfloat16", 2)
@@ -118,3 +118,22 @@ def test_an_unknown_preset_lists_those_there_are():
     (problem,) = problems("model=tinny")
     assert problem.startswith("model: got 'tinny', expected a mapping with path")
     assert problem.endswith("or one of tiny")
+
+
+def test_only_a_base_under_an_adapter_is_quantised(folder):
+    (problem,) = problems("model.quantization=int8")
+    assert problem == (
+        "model.quantization: got int8, but there is no lora section, so the weights are trained, which whole numbers "
+        "cannot be; expected null, or a lora section"
+    )
+    config = build("model.quantization=int8", "lora={}")
+    assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
+    assert make_model(config, ByteTokenizer()).config.quantization == "int8"
+    config = build(f"model.path={folder()}", "model.quantization=int8", "lora={}")
+    assert make_model(config, ByteTokenizer()).config.quantization == "int8"
+    assert make_model(build("lora={}"), ByteTokenizer()).config.quantization is None
+
+
+def test_nf4_is_refused_with_the_reason():
+    (problem,) = problems("model.quantization=nf4", "lora={}")
+    assert problem.startswith("model.quantization: got 'nf4', expected int8 or null (nf4 is not there: its logits mo")

@@ -183,4 +183,5 @@ def _int8_writer(mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec) -> Callab
 
     specs, everywhere = {"qvalue": spec, "scale": PartitionSpec(spec[0], spec[2])}, PartitionSpec()
     mapped = jax.shard_map(write, mesh=mesh, in_specs=(specs, rows, everywhere, everywhere), out_specs=specs)
-    return jax.jit(mapped, donate_argnums=0)
+    shardings = {name: NamedSharding(mesh, own) for name, own in specs.items()}
+    return jax.jit(mapped, donate_argnums=0, out_shardings=shardings)

@@ -1,0 +1,289 @@
+"""A base in int8 computes what the weights compute that it stands for, value and gradient, in a quarter of the room."""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models.folder import load, load_params, save_folder
+from train.models.int8 import dequantise, dequantise_params, is_int8, quantise, quantise_params
+from train.models.layers import Linear, product
+from train.models.lora import PROJECTIONS, merge
+from train.policy import abstract_adapter, abstract_params, init_adapter, init_params, paired_hidden_states, token_stats
+from train.policy import hidden_states as eager_hidden_states
+from train.sampler import Sampling, sample
+from train.sharding import batch_sharding, make_mesh
+from train.trees import named_leaves
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "models"
+LORA = LoraConfig(rank=3, alpha=12.0, targets=PROJECTIONS)
+CONFIG = DecoderConfig(
+    vocab_size=48, layers=3, width=32, heads=4, kv_heads=4, head_dim=8, mlp_width=64, qkv_bias=True, lora=LORA
+)
+FLOAT, INT8 = Decoder(CONFIG), Decoder(dataclasses.replace(CONFIG, quantization="int8"))
+TOKENS = jax.random.randint(jax.random.key(5), (4, 7), 0, 48)
+MASK = jnp.arange(7) < jnp.array([7, 4, 6, 7])[:, None]
+AXES = ("embed", "mlp")
+hidden_states = jax.jit(eager_hidden_states, static_argnums=0)
+
+
+def kernel(shape=(16, 24), seed=0) -> np.ndarray:
+    """Channels of very different sizes, as those of a checkpoint."""
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=shape) * 10.0 ** rng.uniform(-3, 1, shape[-1])).astype(np.float32)
+
+
+@functools.cache
+def built(shape=(1, 1, 1)) -> tuple[dict, dict, dict]:
+    """A base in int8, the weights that it stands for, and an adapter of which neither half is 0."""
+    mesh = make_mesh(*shape)
+    params = init_params(INT8, jax.random.key(0), mesh)
+    adapter = jax.tree.map(lambda x: x + 0.02, init_adapter(INT8, jax.random.key(1), mesh))
+    return params, dequantise_params(params, jnp.float32), adapter
+
+
+def log_probs(model: Decoder, params: dict, adapter: dict | None) -> jax.Array:
+    return token_stats(model, kljax.Policy(params, adapter), TOKENS, MASK, temperature=1.0)[0].log_prob
+
+
+def test_a_weight_moves_by_half_a_scale_at_most_and_the_largest_of_a_channel_not_at_all():
+    weights = kernel((3, 16, 24))
+    weights[1, :, 5] = 0
+    made = jax.tree.map(np.asarray, quantise(jnp.asarray(weights)))
+    assert (made["qvalue"].dtype, made["qvalue"].shape) == (np.int8, (3, 16, 24))
+    assert (made["scale"].dtype, made["scale"].shape) == (np.float32, (3, 24))
+    wide, scale = weights.astype(np.float64), made["scale"].astype(np.float64)[:, None]
+    largest = np.abs(wide).max(1)
+    np.testing.assert_allclose(made["scale"], np.where(largest == 0, 127, largest) / 127, rtol=1e-7)
+    off = np.abs(made["qvalue"] * scale - wide)
+    assert np.all(off <= scale / 2 * (1 + 1e-5))
+    assert np.all(np.abs(made["qvalue"]).max(1)[largest > 0] == 127)
+    assert not made["qvalue"][1, :, 5].any()
+    assert off.max() > 0
+    np.testing.assert_allclose(dequantise(made), made["qvalue"] * scale, rtol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 2.0**-6)])
+def test_the_product_and_its_gradient_are_those_of_the_weights_in_float64(dtype, tolerance):
+    made = quantise(jnp.asarray(kernel()))
+    rng = np.random.default_rng(1)
+    x, up = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((2, 5, 16), (2, 5, 24)))
+    y, pull = jax.vjp(lambda x: product(x, made, AXES), x)
+    weights = np.asarray(made["qvalue"], np.float64) * np.asarray(made["scale"], np.float64)
+    wide, wide_up = (np.asarray(array, np.float64) for array in (x, up))
+    for got, expected in ((y, wide @ weights), (pull(up)[0], wide_up @ weights.T)):
+        assert got.dtype == jnp.dtype(dtype)
+        # Relative to the size of a channel: a sum of terms that cancel has the rounding of the terms.
+        size = np.abs(expected).mean(axis=(0, 1)) + np.abs(expected) * 0.5
+        assert np.all(np.abs(np.asarray(got, np.float64) - expected) <= tolerance * size)
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        made = quantise(jnp.asarray(kernel()))
+        x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 16)))
+        weights = np.asarray(made["qvalue"], np.float64) * np.asarray(made["scale"], np.float64)
+        np.testing.assert_allclose(product(x, made, AXES), np.asarray(x) @ weights, rtol=1e-12)
+
+
+def test_log_probs_and_gradients_of_the_adapter_are_those_of_the_weights_it_stands_for():
+    params, weights, adapter = built()
+
+    def total(adapter: dict, model: Decoder, base: dict) -> tuple[jax.Array, jax.Array]:
+        found = log_probs(model, base, adapter)
+        return jnp.sum(found * jnp.sin(jnp.arange(found.size).reshape(found.shape))), found
+
+    differentiate = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
+    (got, found), (expected, same) = differentiate(adapter, INT8, params), differentiate(adapter, FLOAT, weights)
+    np.testing.assert_allclose(found, same, rtol=0, atol=5e-6)
+    chex.assert_trees_all_close(got, expected, rtol=0, atol=5e-6 * max(jnp.abs(x).max() for x in jax.tree.leaves(got)))
+    assert all(jnp.abs(x).max() > 1e-3 for x in jax.tree.leaves(expected))
+    off = jax.jit(log_probs, static_argnums=0)
+    np.testing.assert_allclose(off(INT8, params, None), off(FLOAT, weights, None), rtol=0, atol=5e-6)
+    # Not those of the weights before: the test would pass if nothing were rounded.
+    exact = off(FLOAT, init_params(FLOAT, jax.random.key(0), make_mesh()), None)
+    assert 1e-3 < jnp.abs(off(INT8, params, None) - exact).max() < 0.3
+
+
+def test_kernels_of_layers_alone_are_quantised_and_take_a_quarter_or_half_of_the_bytes():
+    mesh = make_mesh()
+    for dtype, part in (("float32", 0.26), ("bfloat16", 0.52)):
+        wide = DecoderConfig(
+            vocab_size=64, layers=2, width=256, heads=4, kv_heads=4, head_dim=64, mlp_width=512, param_dtype=dtype
+        )
+        held, whole = (
+            named_leaves(abstract_params(Decoder(dataclasses.replace(wide, quantization=how)), mesh))
+            for how in ("int8", None)
+        )
+        kernels = [name for name in whole if name.startswith("layers.") and name.endswith(".kernel")]
+        assert len(kernels) == len(PROJECTIONS)
+        bytes_of = [
+            sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+            for leaves in (
+                [leaf for name, leaf in held.items() if ".kernel." in name],
+                [whole[name] for name in kernels],
+            )
+        ]
+        assert bytes_of[0] < part * bytes_of[1]
+        assert {leaf.dtype.name for name, leaf in held.items() if name.endswith("qvalue")} == {"int8"}
+        others = {name: leaf for name, leaf in held.items() if ".kernel." not in name}
+        assert others == {name: whole[name] for name in whole.keys() - set(kernels)}
+
+
+def test_new_weights_are_those_of_a_model_that_is_not_quantised():
+    mesh = make_mesh(1, 2, 2)
+    params = init_params(FLOAT, jax.random.key(0), mesh)
+    given = dict(named_leaves(params))
+    made = quantise_params(params)
+    chex.assert_trees_all_equal(made, init_params(INT8, jax.random.key(0), mesh))
+    shardings = jax.tree.map(lambda x: x.sharding, made)
+    assert shardings == jax.tree.map(lambda x: x.sharding, abstract_params(INT8, mesh))
+    gone = {name for name, leaf in given.items() if leaf.is_deleted()}
+    assert gone == {name for name in given if name.startswith("layers.") and name.endswith(".kernel")}
+
+
+@pytest.mark.parametrize(("shape", "chunk_bytes"), [((1, 1, 1), 700), ((1, 2, 2), 700), ((1, 1, 2), 2**24)], ids=str)
+def test_a_folder_is_quantised_as_it_is_read(shape, chunk_bytes, monkeypatch):
+    """Rows of one tensor at a time; stacked kernels of another type never exist on the devices."""
+    model = Decoder(
+        DecoderConfig(
+            vocab_size=160,
+            layers=3,
+            width=32,
+            heads=4,
+            kv_heads=2,
+            head_dim=8,
+            mlp_width=48,
+            tie_embeddings=True,
+            qkv_bias=True,
+        )
+    )
+    mesh, held, seen = make_mesh(*shape), Decoder(dataclasses.replace(model.config, quantization="int8")), []
+    expected = quantise_params(load_params(GOLDENS / "qwen2", model, mesh))
+    read, before = load._read, jax.live_arrays()
+
+    def looking_read(*arguments):
+        piece, known = read(*arguments), set(map(id, before))
+        seen.extend(x for x in jax.live_arrays() if id(x) not in known)
+        return piece
+
+    monkeypatch.setattr(load, "_read", looking_read)
+    params = load_params(GOLDENS / "qwen2", held, mesh, chunk_bytes=chunk_bytes)
+    chex.assert_trees_all_equal(params, expected)
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    assert shardings == jax.tree.map(lambda x: x.sharding, abstract_params(held, mesh))
+    stacked = {x.dtype.name for x in seen if x.ndim == 3}
+    assert stacked == {"int8"}
+
+
+def test_a_merged_folder_has_the_weights_that_the_adapter_was_trained_on(tmp_path):
+    lora = dataclasses.replace(LORA, targets=("q_proj", "down_proj"))
+    model = Decoder(dataclasses.replace(INT8.config, lora=lora))
+    params, weights, _ = built()
+    adapter = jax.tree.map(lambda x: x + 0.02, init_adapter(model, jax.random.key(1), make_mesh()))
+    plain = Decoder(dataclasses.replace(CONFIG, lora=None))
+    merged = merge(model, params, adapter)
+    assert not any(is_int8(x) for x in jax.tree.leaves(merged, is_leaf=is_int8))
+    chex.assert_trees_all_close(merged, merge(model, weights, adapter), rtol=0, atol=1e-7)
+    expected = hidden_states(model, kljax.Policy(params, adapter), TOKENS, MASK)
+    real = MASK[..., None]
+    np.testing.assert_allclose(
+        jnp.where(real, hidden_states(plain, kljax.Policy(merged), TOKENS, MASK), 0),
+        jnp.where(real, expected, 0),
+        rtol=0,
+        atol=2e-5,
+    )
+    save_folder(tmp_path / "out", model, kljax.Policy(params, adapter))
+    chex.assert_trees_all_equal(load_params(tmp_path / "out", plain, make_mesh()), merged)
+    save_folder(tmp_path / "base", model, kljax.Policy(params))
+    chex.assert_trees_all_equal(load_params(tmp_path / "base", plain, make_mesh()), weights)
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_the_sampler_draws_what_the_weights_draw(unroll):
+    params, weights, adapter = built()
+    run = jax.jit(
+        functools.partial(
+            sample, max_new_tokens=6, sampling=Sampling(temperature=1.0), eos_ids=[0], unroll=unroll, group=2
+        ),
+        static_argnums=0,
+    )
+    prompts, mask = TOKENS[:, :3], jnp.ones((4, 3), bool)
+    key = jax.random.key(2)
+    got, expected = (
+        run(model, kljax.Policy(base, adapter), prompts, mask, key=key)
+        for model, base in ((INT8, params), (FLOAT, weights))
+    )
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=0, atol=5e-6)
+
+
+def test_a_pair_of_adapters_goes_over_one_base():
+    params, weights, adapter = built()
+    other = jax.tree.map(lambda x: 0.5 * x, adapter)
+    pair = jax.jit(paired_hidden_states, static_argnums=0)
+    for second in (other, None):
+        got = pair(INT8, kljax.Policy(params, adapter), second, TOKENS, MASK)
+        for one, chosen in zip(got, (adapter, second), strict=True):
+            expected = hidden_states(FLOAT, kljax.Policy(weights, chosen), TOKENS, MASK)
+            np.testing.assert_allclose(one[MASK], expected[MASK], rtol=0, atol=1e-5)
+
+
+def test_on_a_mesh_the_numbers_are_the_same_and_kernels_are_gathered_as_int8():
+    mesh = make_mesh(1, 2, 2)
+    expected = jax.jit(log_probs, static_argnums=0)(INT8, *built()[::2])
+    params, _, adapter = built((1, 2, 2))
+    with jax.set_mesh(mesh):
+        tokens, mask = jax.device_put((TOKENS, MASK), batch_sharding(mesh))
+
+        def total(adapter, params, tokens, mask):
+            found = token_stats(INT8, kljax.Policy(params, adapter), tokens, mask, temperature=1.0)[0].log_prob
+            return found.sum(), found
+
+        program = jax.jit(jax.grad(total, has_aux=True)).lower(adapter, params, tokens, mask).compile()
+        np.testing.assert_allclose(program(adapter, params, tokens, mask)[1], expected, rtol=0, atol=5e-6)
+    gathered = re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather\(", program.as_text())
+    assert sum(kind == "s8" for kind, _ in gathered) >= len(PROJECTIONS)
+    # Of a device's half of the heads and of the MLP: 16 and 32 wide.
+    assert not {"32,16", "16,32"} & {shape for kind, shape in gathered if kind != "s8"}
+
+
+def test_the_base_is_one_argument_in_int8_and_no_layer_stack_of_floats_is_made():
+    """What XLA plans: weights become floats inside of the loop over layers, one layer at a time."""
+    deep = dataclasses.replace(INT8.config, layers=24, qkv_bias=False)
+    sizes = {}
+    for how in ("int8", None):
+        model, mesh = Decoder(dataclasses.replace(deep, quantization=how)), make_mesh()
+        base, adapter = abstract_params(model, mesh), abstract_adapter(model, mesh)
+
+        def total(adapter, base, model=model):
+            return log_probs(model, base, adapter).sum()
+
+        plan = jax.jit(jax.grad(total)).lower(adapter, base).compile().memory_analysis()
+        sizes[how] = plan.argument_size_in_bytes, plan.temp_size_in_bytes
+        given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((adapter, base)))
+        # TOKENS and MASK are part of the program.
+        assert plan.argument_size_in_bytes == given
+    kernels = 24 * 4 * (4 * 32 * 32 + 3 * 32 * 64)
+    assert sizes[None][0] - sizes["int8"][0] > 0.7 * kernels
+    assert sizes["int8"][1] - sizes[None][1] < 0.1 * kernels
+
+
+def test_a_linear_layer_draws_the_kernel_that_it_would_draw_as_floats():
+    x = jnp.ones((2, 16))
+    drawn, whole = (
+        Linear(24, AXES, quantization=how, name="up_proj").init(jax.random.key(0), x)["params"]["kernel"]
+        for how in ("int8", None)
+    )
+    expected = quantise(whole.unbox())
+    chex.assert_trees_all_equal(
+        jax.tree.map(lambda x: x.unbox(), drawn, is_leaf=lambda x: hasattr(x, "unbox")), expected
+    )
