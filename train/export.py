@@ -105,7 +105,9 @@ def export(
     print(f"{target}: the {what} of {root} after step {step}, {form}")
     if merge and config.model.quantization is not None:
         held = config.model.quantization
-        print(f"The base was held in {held}: these are the weights that it stands for, which the adapter was trained on.")
+        print(
+            f"The base was held in {held}: these are the weights that it stands for, which the adapter was trained on."
+        )
 
 
 def _format(form: str | None, *, lora: bool, merge: bool) -> str:

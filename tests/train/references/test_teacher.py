@@ -104,6 +104,25 @@ def test_a_reference_from_another_run_has_the_decoder_of_that_run(other_run):
     chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
 
 
+def test_the_base_of_a_run_that_quantises_it_is_a_reference_before_that(other_run):
+    """What a run holds its base in is allowed with its adapter, which a reference of whole weights has not."""
+    shape = WIDER.model.model_copy(update={"quantization": "int8", "param_dtype": "bfloat16"})
+    lora = tiny.config_of("lora={rank: 2}").lora
+    steps = WIDER.warm_start.model_copy(update={"steps": 0})
+    run = WIDER.model_copy(update={"model": shape, "lora": lora, "warm_start": steps})
+    (other_run / "config.yaml").write_text(dump_yaml(run))
+    weights = init_params(tiny.model_of(WIDER), jax.random.key(3), tiny.mesh_of())
+    save_base(other_run / "base", weights)
+    config = distil(
+        f"reference={{source: checkpoint, path: {other_run / 'base'}}}", "lora={rank: 2}", "model.quantization=int8"
+    )
+    found = load_reference(
+        config, tiny.model_of(config), tiny.mesh_of(), base=None, read_base=lambda: None, checkpoints=None
+    )
+    assert found.model == tiny.model_of(WIDER)
+    chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
+
+
 def test_a_run_is_not_a_checkpoint_and_its_steps_are_listed(other_run):
     for step in ("0", "10"):
         (other_run / "checkpoints" / step / "state").mkdir(parents=True)

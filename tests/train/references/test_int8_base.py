@@ -1,0 +1,72 @@
+"""A base in int8 under policy and reference: one copy, and the numbers of the weights that it stands for."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests import tiny
+from tests.train.test_step import keep_gradient
+from train.models.int8 import dequantise_params, quantise_params
+from train.objective import coefficients, make_controller
+from train.policy import init_adapter
+from train.references import Reference, load_reference, without_base
+from train.sharding import replicated
+from train.state import initial_state
+from train.step import make_prepare, make_score, make_update
+from train.tracing import forget_traces
+
+LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj, down_proj]}"
+NEEDED = ("kl.loss.coef=0.1", "kl.reward.coef=0.1", "optim.micro_batches=2")
+
+
+def adapter_of(model, seed: int):
+    """Neither half of it is 0."""
+    drawn = init_adapter(model, jax.random.key(seed), tiny.mesh_of())
+    return jax.tree.map(lambda x: x + 0.05 * (1 + seed), drawn)
+
+
+@pytest.fixture(scope="module")
+def base() -> dict:
+    return quantise_params(jax.tree.map(jnp.array, tiny.host_params()))
+
+
+def step_of(how: str | None, base: dict, other: int | None) -> tuple[object, dict, dict[str, float]]:
+    """The batch as it is scored, gradients and metrics of one update, against adapter `other` on the same base."""
+    forget_traces()
+    config, mesh = tiny.config_of(LORA, f"model.quantization={how or 'null'}", *NEEDED), tiny.mesh_of()
+    model = tiny.model_of(config)
+    trainable = {"adapter": adapter_of(model, 1)}
+    against = kljax.Policy(base, None if other is None else adapter_of(model, other))
+    reference = without_base(Reference(model, against), base)
+    assert reference.policy.params is None
+    scored = make_score(config, model, mesh)(trainable, base, reference, tiny.rollout_batch())
+    state = initial_state(trainable, keep_gradient(), make_controller(config), replicated(mesh))
+    batch, _, _ = make_prepare(config, mesh)(scored, state.controller)
+    update = make_update(config, model, keep_gradient(), state, mesh)
+    after, metrics = update(state, base, batch, jnp.arange(tiny.ROWS), coefficients(config))
+    return scored, after.opt_state, {name: float(value.value()) for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("other", [None, 2])
+def test_scores_gradients_and_metrics_are_those_of_the_weights_it_stands_for(base, other):
+    scored, gradient, metrics = step_of("int8", base, other)
+    same, expected, values = step_of(None, dequantise_params(base, jnp.float32), other)
+    for name in ("old_log_probs", "ref_log_probs"):
+        np.testing.assert_allclose(getattr(scored, name), getattr(same, name), rtol=0, atol=5e-6)
+    assert np.abs(scored.old_log_probs - scored.ref_log_probs).max() > 1e-2
+    assert jax.tree.structure(gradient) == jax.tree.structure(expected)
+    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    chex.assert_trees_all_close(gradient, expected, rtol=0, atol=1e-5 * scale)
+    np.testing.assert_allclose(metrics["kl_reference"], values["kl_reference"], rtol=1e-4)
+
+
+def test_every_reference_on_the_base_is_the_base_itself(base):
+    config = tiny.config_of(LORA, "model.quantization=int8", *NEEDED, "reference={source: base}")
+    model = tiny.model_of(config)
+    found = load_reference(config, model, tiny.mesh_of(), base=base, read_base=lambda: None, checkpoints=None)
+    assert found.policy.params is base
+    assert found.policy.adapter is None
+    assert found.model == model
