@@ -1,12 +1,13 @@
 """Projections, norms and embeddings of the decoder."""
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from train.models.int8 import Int8Kernel, int8_init, is_int8, scaled
+from train.models.int8 import int8_init, is_int8, scaled
 from train.models.lora import LoraConfig, add_update
 from train.sharding import constrain
 
@@ -33,8 +34,8 @@ def over_all_tokens(function: Callable[..., jax.Array], x: jax.Array, weight: ja
     return function(x.astype(wide), weight.astype(wide)).astype(x.dtype)
 
 
-def product(x: jax.Array, kernel: jax.Array | Int8Kernel, axes: tuple[str, str]) -> jax.Array:
-    """`x @ kernel` over the last axis, in the type of x.
+def product(x: jax.Array, kernel: Any, axes: tuple[str, str]) -> jax.Array:
+    """`x @ kernel` over the last axis, in the type of x; the kernel is an array, or one in int8.
 
     Every whole number of an int8 kernel is one of bfloat16 too: the product is scaled after it, in float32, so that no
     weight is rounded.

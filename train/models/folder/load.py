@@ -171,7 +171,7 @@ def _writer(
 
 @functools.cache
 def _int8_writer(mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec) -> Callable[..., Tree]:
-    """As `_writer`, for stacked kernels in int8: a row of a tensor is one output channel, quantised where it is read."""
+    """As `_writer`, for stacked kernels in int8: a row of a tensor is one output channel, quantised on its devices."""
 
     def write(leaf: Tree, piece: jax.Array, layer: jax.Array, start: jax.Array) -> Tree:
         block = quantise(piece.T, axis_name=_names(spec[1]))
