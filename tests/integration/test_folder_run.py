@@ -110,6 +110,29 @@ def test_it_is_continued_with_the_same_weights_only(trained):
         path.write_bytes(whole)
 
 
+def test_a_base_in_int8_is_read_from_the_folder_again(trained, tmp_path):
+    config, other, folder = trained
+    overrides = ["model.quantization=int8", f"output={tmp_path}", "checkpoint.every=1"]
+    assert run(load(config, [*overrides, "steps=1"])) == 0
+    assert run(load(config, overrides), resume=True) == 0
+    root = tmp_path / "run"
+    assert json.loads((root / "base.json").read_text()) == {"folder": str(folder), "digest": folder_digest(folder)}
+    assert not (root / "base").exists()
+    one, two = (
+        [
+            line
+            for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+            if line["phase"] == "train"
+        ]
+        for path in (root, other)
+    )
+    assert 0 <= one[0]["kl_reference"] < 1e-12 < one[1]["kl_reference"]
+    assert one[0]["entropy"] != two[0]["entropy"]
+    saved = SavedRun.at(root)
+    model = make_model(saved.config, load_tokenizer(saved.config))
+    assert saved.policy(model, make_mesh(), 2).params["layers"]["mlp"]["up_proj"]["kernel"]["qvalue"].dtype == "int8"
+
+
 def test_a_folder_that_does_not_fit_its_config_is_an_error_before_a_run_directory_is_made(trained, tmp_path):
     config, _, folder = trained
     other = Path(shutil.copytree(folder, tmp_path / "other"))

@@ -79,6 +79,13 @@ def test_a_step_is_evaluated_as_the_run_did(run, capsys, tmp_path):
     assert all(record[name] == value for name, value in found["sampled"].items() if name in record)
 
 
+def test_a_config_that_starts_from_the_saved_base_is_evaluated_as_the_run_began(run, capsys, tmp_path):
+    file = tmp_path / "found.json"
+    assert evaluate([*INT8, f"warm_start.checkpoint={run / 'base'}", "--json", str(file)]) == 0
+    found, record = json.loads(file.read_text()), records(run, "eval")[0]
+    assert found["sampled"] == {name: record[name] for name in found["sampled"]}
+
+
 def test_what_is_exported_has_the_log_probs_of_the_run(run, capsys, tmp_path):
     model, mesh, policy = policy_of(run, STEPS)
     tokens, mask = jax.random.randint(jax.random.key(0), (2, 9), 0, 256), np.ones((2, 9), bool)
