@@ -118,19 +118,19 @@ class Side:
     def step(self, laps: Laps) -> None:
         """One RL step: sample, judge; score, prepare, update."""
         if self._train is None:
-            self._train = self._programs()
+            self._train = self.programs()
         with laps.part("rollout"):
             samples = jax.block_until_ready(self._draw(kljax.Policy(self._train.state.trainable["params"])))
             tokens = self._tokens(samples)
         with laps.part("update"):
-            self._train.update(self._batch(samples.tokens, samples.log_probs, works.rewards(tokens)))
+            self._train.update(self.batch(samples.tokens, samples.log_probs, works.rewards(tokens)))
 
     def learn(self, path: pathlib.Path) -> None:
         """Does the first update of another contender, and adds the log-probs of the sequences after it."""
         with np.load(path) as file:
             tokens, advantages, score = file["tokens"], file["advantages"], file["score"]
-        self._train = programs = self._programs()
-        programs.update(self._batch(tokens, np.zeros(tokens.shape, np.float32), advantages), advantages)
+        self._train = programs = self.programs()
+        programs.update(self.batch(tokens, np.zeros(tokens.shape, np.float32), advantages), advantages)
         np.savez(path, score=score, ours=self.score(kljax.Policy(programs.state.trainable["params"])))
 
     def versions(self) -> dict[str, str]:
@@ -165,7 +165,7 @@ class Side:
     def _tokens(self, samples: Samples) -> np.ndarray:
         return np.asarray(samples.tokens)[:, self.work.prompt_length :]
 
-    def _programs(self) -> "Programs":
+    def programs(self) -> "Programs":
         optimizer = make_optimizer(self.config.optim)
         base = jax.tree.map(jnp.copy, self.reference.params)
         state = first_state(self.config, self.model, self.mesh, base, optimizer)
@@ -178,7 +178,7 @@ class Side:
             state=state,
         )
 
-    def _batch(self, tokens: Any, log_probs: Any, rewards: np.ndarray) -> Batch:
+    def batch(self, tokens: Any, log_probs: Any, rewards: np.ndarray) -> Batch:
         columns = np.arange(self.work.length)[None].repeat(self.work.rows, axis=0)
         groups = np.repeat(np.arange(self.work.prompts, dtype=np.int32), self.work.samples)
         found = shard_rows(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import rollout, train_step
-from benchmarks._speed import clock, command, environments, kljax_side, memory, race, table, work
+from benchmarks._speed import clock, command, environments, kljax_side, memory, profile, race, table, work
 from benchmarks._speed.race import Measured, Result
 from benchmarks._speed.worker import Worker
 
@@ -228,3 +228,17 @@ def test_the_sizes_of_the_targets():
     assert command.VOCABS == (4096, 32_768)
     assert work.Work().new_tokens == 1024
     assert work.Work().tokens == 2048
+
+
+def test_the_parts_of_an_update_add_up_to_it(capsys):
+    """The profile really runs, tiny; what is left of the update without its layers and AdamW is its head."""
+    assert profile.main(["--quick", "--rounds", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "| policy: layers, forward and gradient |" in text
+    seconds = {"score": 3.0, "layers": 1.0, "update": 9.0, "layers, gradient": 4.0, "AdamW": 0.5, "product": 1.0}
+    found = profile.rows(work.Work(), seconds)
+    assert [float(spent) for _, spent, *_ in found] == [1.0, 2.0, 4.0, 4.5, 0.5, 12.0]
+    # Counted by hand: 1,280 tokens of 786,432 weights in each of 4 layers, 589,824 pairs that attend, and 1,024 x V.
+    layers, head = profile.operations(work.Work())
+    assert layers == 4 * (2 * 1280 * 786_432 + 4 * (2 * 128**2 + 1024 * 256) * 256)
+    assert head == 2 * 1024 * 256 * 4096
