@@ -230,6 +230,7 @@ def test_the_sizes_of_the_targets():
     assert work.Work().tokens == 2048
 
 
+@pytest.mark.thorough
 def test_the_parts_of_an_update_add_up_to_it(capsys):
     """The profile really runs, tiny; what is left of the update without its layers and AdamW is its head."""
     assert profile.main(["--quick", "--rounds", "1"]) == 0

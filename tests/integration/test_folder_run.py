@@ -110,6 +110,7 @@ def test_it_is_continued_with_the_same_weights_only(trained):
         path.write_bytes(whole)
 
 
+@pytest.mark.thorough
 def test_a_base_in_int8_is_read_from_the_folder_again(trained, tmp_path):
     config, other, folder = trained
     overrides = ["model.quantization=int8", f"output={tmp_path}", "checkpoint.every=1"]

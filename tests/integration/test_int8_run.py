@@ -55,6 +55,7 @@ def test_it_trains_an_adapter_on_a_base_that_is_saved_as_it_was_before(run, shar
     assert losses[0] != losses[1]
 
 
+@pytest.mark.thorough
 def test_it_goes_on_bit_by_bit(run, train, tmp_path):
     first = train(*INT8, "steps=1", f"output={tmp_path}").succeeded().root
     train(*INT8, f"output={tmp_path}", "--resume").succeeded()

@@ -90,6 +90,7 @@ def test_nothing_under_the_mask_reaches_value_or_gradient(name: str) -> None:
         check_equal(name, jax.device_get(program(name)(filled(name, poison))), clean(name))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MASKED)
 def test_poison_in_every_array_on_its_own(name: str) -> None:
     # NaN in one array and ordinary numbers in the others: a mask that is applied to only one of them shows here.

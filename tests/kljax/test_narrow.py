@@ -100,6 +100,7 @@ def check_same_but_rounded(actual: Any, wide: Any, where: str, slopes: Any = Non
 OF_BITS = {"fingerprint"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(set(callable_functions()) - OF_BITS))
 def test_narrow_inputs_give_the_numbers_of_the_same_inputs_in_float32(name: str) -> None:
     def run(call: Call, arrays: Any, data: Any) -> Any:

@@ -83,7 +83,7 @@ class Step:
     metrics: dict
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[pytest.param("full", marks=pytest.mark.thorough), "lora"])
 def case(request):
     return request.param
 

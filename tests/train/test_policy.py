@@ -181,6 +181,7 @@ def test_the_adapter_collection_is_there_only_when_there_is_an_adapter():
         variables(MODEL, kljax.Policy(policy.params, {"layers": {}}))
 
 
+@pytest.mark.thorough
 def test_the_same_on_every_mesh():
     def results(shape: tuple[int, int, int]) -> list[np.ndarray]:
         mesh = make_mesh(*shape)

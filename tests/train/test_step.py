@@ -60,7 +60,9 @@ def wide(tree):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-@pytest.mark.parametrize(("in_x64", "tolerance"), [(False, 1e-6), (True, 1e-12)])
+@pytest.mark.parametrize(
+    ("in_x64", "tolerance"), [pytest.param(False, 1e-6, marks=pytest.mark.thorough), (True, 1e-12)]
+)
 def test_micro_batches_change_neither_gradient_nor_metrics(in_x64, tolerance):
     results = {}
     options = (*TERMS, *VALUE, "loss.aggregation=seq_mean_token_mean")
@@ -194,7 +196,12 @@ def test_the_exact_kl_is_scored_once_and_for_all_updates(exact_once):
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [((1, 1, 1), ("optim.micro_batches=2",)), ((8, 1, 1), ()), ((2, 2, 2), ()), ((1, 4, 2), ())],
+    [
+        ((1, 1, 1), ("optim.micro_batches=2",)),
+        ((2, 2, 2), ()),
+        pytest.param((8, 1, 1), (), marks=pytest.mark.thorough),
+        pytest.param((1, 4, 2), (), marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_neither_mesh_nor_micro_batches_change_the_exact_kl(exact_once, shape, options):

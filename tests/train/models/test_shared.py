@@ -160,6 +160,7 @@ def test_a_group_without_its_prompt_is_refused():
         hidden_states(Decoder(CONFIG), None, TOKENS, MASK, group=GROUP)
 
 
+@pytest.mark.thorough
 def test_attention_without_a_shared_prompt_is_untouched():
     """The sum over groups of the gradient of a prompt's keys is what separate rows add up to."""
     whole = token_sight(MASK, None, None)

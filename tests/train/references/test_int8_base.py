@@ -50,7 +50,7 @@ def step_of(how: str | None, base: dict, other: int | None) -> tuple[object, dic
     return scored, after.opt_state, {name: float(value.value()) for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("other", [None, 2])
+@pytest.mark.parametrize("other", [None, pytest.param(2, marks=pytest.mark.thorough)])
 def test_scores_gradients_and_metrics_are_those_of_the_weights_it_stands_for(base, other):
     scored, gradient, metrics = step_of("int8", base, other)
     same, expected, values = step_of(None, dequantise_params(base, jnp.float32), other)

@@ -53,7 +53,8 @@ def test_rollout_kl_is_nothing_without_a_lag_and_grows_with_it(steps):
     assert kl[1][0] < 1e-10
     assert kl[3][0] < 1e-10
     assert 1e-10 < kl[1][3] < kl[3][3]
-    assert error[0][3] < error[1][3] < error[3][3]
+    # The largest difference of a token is no mean: that it is there is all that every seed says.
+    assert max(error[0]) < 1e-3 < min(error[1][3], error[3][3])
 
 
 def test_the_ring_is_saved_and_restored(steps, tmp_path):
