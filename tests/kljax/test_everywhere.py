@@ -212,8 +212,8 @@ TRANSFORMATIONS: dict[str, Callable[[str], None]] = {
 
 # What a new release of JAX may change is how programs are compiled and spread over devices.
 ON_EVERY_JAX = ("jit", "rows and columns", "shard_map")
-# What vmap does to a function, scan and remat hardly do worse.
-THOROUGH = ("scan", "remat")
+# What vmap does to a function, scan and remat hardly do worse; rows and columns are split together in any case.
+THOROUGH = ("scan", "remat", "rows", "columns")
 
 
 def marks_of(transformation: str) -> list[pytest.MarkDecorator]:

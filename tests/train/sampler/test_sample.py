@@ -181,7 +181,7 @@ def test_a_row_without_a_prompt_is_padding_and_draws_nothing():
     np.testing.assert_array_equal(samples.tokens[[0, 2]], without.tokens)
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((8, 1, 1), marks=pytest.mark.thorough), (2, 2, 2)])
 def test_the_same_on_every_mesh(shape):
     tokens, mask = prompts_of(LENGTHS)
     single = run(tokens, mask)
