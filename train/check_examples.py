@@ -20,5 +20,5 @@ def check_examples(setting: Setting, *, imitates: bool) -> None:
     config, examples = setting.config, setting.prompts.examples
     scores = judge(setting.task, examples[:1], [""], np.array([True]))
     compose(config.rewards, scores, np.array([1]), longest=config.data.max_completion_length)
-    if imitates and config.warm_start.steps > 0 and config.warm_start.checkpoint is None:
+    if imitates and config.warm_start.trains():
         check_solutions(examples, setting.tokenizer, config.data.max_completion_length)

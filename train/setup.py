@@ -141,8 +141,7 @@ def new_base(setting: Setting, directory: RunDirectory, *, bars: Start, writer: 
     is saved is what the weights were before they were quantised.
     """
     config, mesh, section = setting.config, setting.mesh, setting.config.warm_start
-    trained = section.steps > 0 and section.checkpoint is None
-    if config.model.path is not None and section.checkpoint is None and not trained:
+    if config.model.path is not None and section.checkpoint is None and not section.trains():
         params = saved_base(config, setting.model, mesh)
         record_folder(directory.root, config.model.path)
         return params
@@ -150,7 +149,7 @@ def new_base(setting: Setting, directory: RunDirectory, *, bars: Start, writer: 
     params = saved_base(config, model, mesh)
     if params is None:
         params = init_params(model, purpose_key(config.seed, "params"), mesh)
-    if trained:
+    if section.trains():
         params = _imitated(dataclasses.replace(setting, model=model), params, bars=bars, writer=writer)
     save_base(directory.base, params)
     return _held(setting.model, params)

@@ -62,6 +62,10 @@ class WarmStart(Section):
     checkpoint: Text | None = None
     """Start from this saved base instead of training one."""
 
+    def trains(self) -> bool:
+        """Whether a new run takes supervised steps."""
+        return self.steps > 0 and self.checkpoint is None
+
 
 class Advantage(Section):
     estimator: AdvantageEstimator = "grpo"

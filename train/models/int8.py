@@ -48,12 +48,6 @@ def dequantise(kernel: Int8Kernel, dtype: Any = jnp.float32) -> jax.Array:
     return (kernel["qvalue"].astype(wide) * kernel["scale"].astype(wide)[..., None, :]).astype(dtype)
 
 
-def scaled(y: jax.Array, kernel: Int8Kernel) -> jax.Array:
-    """The product with the weights, of that with the whole numbers [..., out]."""
-    wide = jnp.promote_types(y.dtype, jnp.float32)
-    return (y.astype(wide) * kernel["scale"].astype(wide)).astype(y.dtype)
-
-
 def int8_init(init: Callable[..., jax.Array], axes: tuple[str, str]) -> Callable[..., Tree]:
     """An initialiser of kernels in int8, with logical axes, from one of kernels."""
 

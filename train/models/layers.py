@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from train.models.int8 import int8_init, is_int8, scaled
+from train.models.int8 import int8_init, is_int8
 from train.models.lora import LoraConfig, add_update
 from train.sharding import constrain
 
@@ -44,7 +44,7 @@ def product(x: jax.Array, kernel: Any, axes: tuple[str, str]) -> jax.Array:
         return matmul(x, kernel.astype(x.dtype))
     # Rows and the embedding axis share mesh axis fsdp: the kernel is gathered, and as int8, not as what it becomes.
     qvalue = constrain(kernel["qvalue"], *(None if axis == "embed" else axis for axis in axes))
-    return scaled(matmul(x, qvalue.astype(x.dtype)), kernel)
+    return over_all_tokens(jnp.multiply, matmul(x, qvalue.astype(x.dtype)), kernel["scale"])
 
 
 class RMSNorm(nn.Module):

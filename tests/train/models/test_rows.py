@@ -42,8 +42,8 @@ LENGTH, WIDTH = 6, 14
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@pytest.fixture(scope="module")
-def params():
+@functools.cache
+def weights():
     """Weights where attention is far from uniform and norms and biases are not at their start."""
     shapes = abstract_params(Decoder(CONFIG), make_mesh())
     random = np.random.default_rng(0)
@@ -53,6 +53,11 @@ def params():
         return jnp.asarray(size * random.standard_normal(x.shape, np.float32))
 
     return jax.tree.map(draw, shapes)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return weights()
 
 
 TEXTS = np.random.default_rng(1).integers(1, 24, (2, LENGTH))

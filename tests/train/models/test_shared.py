@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.models.test_rows import CONFIG, jit
+from tests.train.models.test_rows import CONFIG, PAD, jit, weights
 from train.models import Decoder, attention, kernels
 from train.models.attention import attend, token_sight
 from train.models.kernels import choose_kernel, splash_attention
 from train.models.shared import attend_shared, pack, shared_sight, unpack
-from train.policy import abstract_params, hidden_states
+from train.policy import hidden_states
 from train.sharding import make_mesh
 
 PROMPTS, GROUP, PROMPT, ROOM = 2, 3, 7, 5
 HEADS, KV_HEADS, WIDTH, WINDOW = 4, 2, 16, 3
-PAD = 0
 
 
 def batch(seed=0):
@@ -36,18 +35,11 @@ def batch(seed=0):
 TOKENS, MASK = batch()
 
 
-@functools.cache
-def weights():
-    random = np.random.default_rng(0)
-
-    def draw(x):
-        size = 0.3 if x.ndim < 3 else x.shape[-2] ** -0.5 + 0.2
-        return jnp.asarray(size * random.standard_normal(x.shape, np.float32))
-
-    params = jax.tree.map(draw, abstract_params(Decoder(CONFIG), make_mesh()))
-    # It may reach no real token, and no gradient.
-    poisoned = params["embed_tokens"]["embedding"].at[PAD].set(jnp.nan)
-    return params | {"embed_tokens": {"embedding": poisoned}}
+def poisoned():
+    """Weights whose padding is NaN: it may reach no real token, and no gradient."""
+    params = weights()
+    table = params["embed_tokens"]["embedding"].at[PAD].set(jnp.nan)
+    return params | {"embed_tokens": {"embedding": table}}
 
 
 def heads(rows, length):
@@ -73,7 +65,7 @@ def test_hidden_states_and_gradients_are_those_of_whole_rows():
         return jnp.where(MASK[..., None], hidden * weight, 0).sum(), hidden
 
     def both(**options):
-        return jit(jax.value_and_grad(functools.partial(run, **options), has_aux=True))(weights())
+        return jit(jax.value_and_grad(functools.partial(run, **options), has_aux=True))(poisoned())
 
     (_, whole), whole_gradient = both()
     (_, shared), gradient = both(prompt=PROMPT, group=GROUP, method="grouped")
@@ -85,7 +77,7 @@ def test_hidden_states_and_gradients_are_those_of_whole_rows():
 
 
 def test_a_completion_sees_its_own_tokens_and_its_prompt_alone():
-    model, params = Decoder(CONFIG), weights()
+    model, params = Decoder(CONFIG), poisoned()
     run = jit(
         lambda tokens: model.apply({"params": params}, tokens, MASK, prompt=PROMPT, group=GROUP, method="grouped")
     )

@@ -93,7 +93,7 @@ def _trained_dtype(config: Config) -> Iterator[Problem]:
             "model.param_dtype",
             "lora",
         )
-    elif config.warm_start.steps > 0 and config.warm_start.checkpoint is None:
+    elif config.warm_start.trains():
         yield problem(
             f"got bfloat16, but warm_start.steps = {config.warm_start.steps} trains the weights; use float32, or 0",
             "model.param_dtype",
