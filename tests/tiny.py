@@ -12,18 +12,18 @@ import optax
 from jax.sharding import Mesh
 
 import kljax
-from train.batch import Batch
 from train.config.load import apply_overrides, parse
 from train.config.schema import Config
-from train.data import Prompts
+from train.data.prompts import Prompts
+from train.data.tasks import load_task
+from train.data.tokenizers import ByteTokenizer
 from train.models import Decoder
-from train.setting import Setting
-from train.setup import first_state, make_model
-from train.sharding import make_mesh
-from train.state import TrainState
-from train.step import make_optimizer
-from train.tasks import load_task
-from train.tokenizer import ByteTokenizer
+from train.models.sharding import make_mesh
+from train.rl.batch import Batch
+from train.rl.state import TrainState
+from train.rl.step import make_optimizer
+from train.run.setting import Setting
+from train.run.setup import first_state, make_model
 
 PROMPT, ROOM = 5, 4
 SAMPLES = 2
@@ -64,7 +64,7 @@ def model_of(config: Config) -> Decoder:
 @functools.cache
 def host_params() -> dict:
     """Weights on the host, the same for every config here, and far enough from 0 to have opinions."""
-    from train.policy import init_params
+    from train.rl.policy import init_params
 
     params = init_params(model_of(config_of()), jax.random.key(0), mesh_of())
     return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim > 2 else 1), params)
@@ -78,7 +78,7 @@ def moved(params: dict, by: float, seed: int = 1) -> dict:
 
 def state_of(config: Config, optimizer: optax.GradientTransformation, mesh: Mesh | None = None) -> TrainState:
     """A first state of its own buffers, so that it may be donated."""
-    from train.policy import abstract_params
+    from train.rl.policy import abstract_params
 
     model, mesh = model_of(config), mesh or mesh_of()
     shardings = jax.tree.map(lambda x: x.sharding, abstract_params(model, mesh))

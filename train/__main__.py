@@ -4,9 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from train.command import load_config, run_command
 from train.config.fields import known_fields
 from train.config.messages import show
+from train.run.console import load_config, run_command
 
 EXAMPLES = """\
 examples:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> int:
         loaded = load_config(options.config, options.overrides)
         # Only now, so that a mistake in the config shows before JAX starts.
-        from train.run import run
+        from train.run.run import run
 
         return run(loaded, resume=options.resume)
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.command import load_config, run_command
-from train.errors import UserError
+from train.config.errors import UserError
+from train.run.console import load_config, run_command
 
 if TYPE_CHECKING:
     import kljax
-    from train.setting import Setting
+    from train.run.setting import Setting
 
 EXAMPLES = """\
 examples:
@@ -52,10 +52,10 @@ def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path |
     # Only now, so that a mistake on the command line shows before JAX starts.
     import jax
 
-    from train.report import default_console, print_evaluation, write_summary
-    from train.run import make_setting
-    from train.saved import SavedRun, fitting
-    from train.tracing import forget_traces
+    from train.rl.tracing import forget_traces
+    from train.run.report import default_console, print_evaluation, write_summary
+    from train.run.run import make_setting
+    from train.run.saved import SavedRun, fitting
 
     if file is not None and not file.absolute().parent.is_dir():
         raise UserError(f"--json: there is no directory {file.parent}")
@@ -85,9 +85,9 @@ def measure(setting: "Setting", policy: "kljax.Policy") -> dict[str, Any]:
       Both as mappings from names of rewards, and `accuracy` in percent, to numbers; and `samples`, the first
       completions that were sampled.
     """
-    from train.evaluate import evaluate
-    from train.keys import purpose_key
+    from train.rl.keys import purpose_key
     from train.rollouts import make_sampler
+    from train.run.evaluate import evaluate
 
     key = purpose_key(setting.config.seed, "held_out")
     sampled = evaluate(setting, make_sampler(setting, name="held_out"), policy, key)
@@ -98,7 +98,7 @@ def measure(setting: "Setting", policy: "kljax.Policy") -> dict[str, Any]:
 def _start(setting: "Setting") -> "kljax.Policy":
     """The policy that the config starts from, which has to be one that exists."""
     import kljax
-    from train.setup import check_start, first_adapter, saved_base
+    from train.run.setup import check_start, first_adapter, saved_base
 
     config, model, mesh = setting.config, setting.model, setting.mesh
     check_start(config, model)

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.command import run_command
-from train.errors import UserError
+from train.config.errors import UserError
+from train.run.console import run_command
 
 FORMATS = ("hf", "peft", "orbax")
 EXAMPLES = """\
@@ -63,11 +63,11 @@ def export(
     import jax
 
     import kljax
-    from train.files import check_free
+    from train.data.tokenizers import load_tokenizer
     from train.models.lora import merge as merged
-    from train.saved import SavedRun, fitting
-    from train.setup import config_mesh, make_model
-    from train.tokenizer import load_tokenizer
+    from train.run.saved import SavedRun, fitting
+    from train.run.setup import config_mesh, make_model
+    from train.weights.files import check_free
 
     saved = SavedRun.at(root)
     config = fitting(saved.config)
@@ -84,15 +84,15 @@ def export(
         policy = saved.policy(model, mesh, step)
         try:
             if form == "peft":
-                from train.models.peft import save_adapter
+                from train.weights.peft import save_adapter
 
                 save_adapter(target, model, policy.adapter, base_name=base_name or source, source=source)
             elif form == "hf":
-                from train.models.folder import save_folder
+                from train.weights.huggingface import save_folder
 
                 save_folder(target, model, policy, source=source, tokenizer=tokenizer)
             else:
-                from train.checkpoint import save_base
+                from train.weights.checkpoint import save_base
 
                 if merge:
                     policy = kljax.Policy(merged(model, policy.params, policy.adapter))

@@ -15,18 +15,18 @@ from benchmarks import _machine
 from benchmarks._speed import work as works
 from benchmarks._speed.clock import Laps
 from benchmarks._speed.work import Work
-from train.batch import Batch
 from train.config.load import parse
 from train.config.schema import Config
 from train.models import Decoder, DecoderConfig, Rope
-from train.objective import coefficients
-from train.policy import abstract_params, token_stats
+from train.models.sharding import make_mesh, shard_rows
 from train.references import Reference
-from train.sampler import Samples, Sampling, sample
-from train.setup import first_state
-from train.sharding import make_mesh, shard_rows
-from train.state import TrainState
-from train.step import make_optimizer, make_prepare, make_score, make_update, update_rows
+from train.rl.batch import Batch
+from train.rl.objective import coefficients
+from train.rl.policy import abstract_params, token_stats
+from train.rl.state import TrainState
+from train.rl.step import make_optimizer, make_prepare, make_score, make_update, update_rows
+from train.rollouts.sampler import Samples, Sampling, sample
+from train.run.setup import first_state
 
 Tree = Any
 

@@ -21,9 +21,9 @@ import numpy as np
 
 import kljax
 from train.models import Decoder, DecoderConfig
-from train.policy import init_params
-from train.sampler import Samples, Sampling, sample
-from train.sharding import make_mesh
+from train.models.sharding import make_mesh
+from train.rl.policy import init_params
+from train.rollouts.sampler import Samples, Sampling, sample
 
 TARGET = 1.5
 Programs = dict[str, Callable[[], list[Samples]]]

@@ -23,10 +23,10 @@ from benchmarks._report import _table as table
 from benchmarks._speed import work as works
 from benchmarks._speed.kljax_side import Side
 from benchmarks._speed.work import QUICK, Work
-from train.objective import coefficients
-from train.policy import hidden_states
-from train.step import make_optimizer, update_rows
-from train.tracing import forget_traces
+from train.rl.objective import coefficients
+from train.rl.policy import hidden_states
+from train.rl.step import make_optimizer, update_rows
+from train.rl.tracing import forget_traces
 
 SQUARE = 1024
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks._speed import long_tail
-from train.sampler import Samples
+from train.rollouts.sampler import Samples
 
 TAIL = long_tail.Tail(rows=8, slots=2, group=2, width=4, room=12, median=3.0, vocab=32, layers=1)
 

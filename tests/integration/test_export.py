@@ -11,15 +11,15 @@ from safetensors.numpy import load_file
 
 import kljax
 from tests.integration.command import LORA, PPO, files, saved_arrays, state_arrays
+from train.data.tokenizers import load_tokenizer
 from train.export import main
 from train.models import Decoder
-from train.models.folder import load_params
-from train.models.hf_config import decoder_config
-from train.models.peft import check_adapter, read_peft_config
-from train.policy import token_stats
-from train.saved import SavedRun, fitting
-from train.setup import config_mesh, make_model
-from train.tokenizer import load_tokenizer
+from train.rl.policy import token_stats
+from train.run.saved import SavedRun, fitting
+from train.run.setup import config_mesh, make_model
+from train.weights.huggingface import load_params
+from train.weights.huggingface.config import decoder_config
+from train.weights.peft import check_adapter, read_peft_config
 
 
 @pytest.fixture(scope="module")

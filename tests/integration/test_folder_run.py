@@ -11,17 +11,17 @@ import pytest
 
 import kljax
 from train.config import load
-from train.errors import UserError
+from train.config.errors import UserError
+from train.data.tokenizers import load_tokenizer
 from train.export import export
 from train.models import Decoder
-from train.models.folder import folder_digest, load_params, save_folder
-from train.models.hf_config import decoder_config
-from train.policy import init_params, token_stats
-from train.run import run
-from train.saved import SavedRun
-from train.setup import make_model
-from train.sharding import make_mesh
-from train.tokenizer import load_tokenizer
+from train.models.sharding import make_mesh
+from train.rl.policy import init_params, token_stats
+from train.run.run import run
+from train.run.saved import SavedRun
+from train.run.setup import make_model
+from train.weights.huggingface import folder_digest, load_params, save_folder
+from train.weights.huggingface.config import decoder_config
 
 pytestmark = pytest.mark.slow
 GOLDEN = Path(__file__).parents[1] / "goldens" / "models" / "qwen3"

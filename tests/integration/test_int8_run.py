@@ -10,16 +10,16 @@ import pytest
 
 import kljax
 from tests.integration.command import LORA, assert_same_arrays, records, saved_arrays, state_arrays
+from train.data.tokenizers import load_tokenizer
 from train.eval import main as evaluate
 from train.export import main as export
 from train.models import Decoder
-from train.models.folder import load_params
-from train.models.hf_config import decoder_config
 from train.models.int8 import is_int8
-from train.policy import token_stats
-from train.saved import SavedRun, fitting
-from train.setup import config_mesh, make_model
-from train.tokenizer import load_tokenizer
+from train.rl.policy import token_stats
+from train.run.saved import SavedRun, fitting
+from train.run.setup import config_mesh, make_model
+from train.weights.huggingface import load_params
+from train.weights.huggingface.config import decoder_config
 
 INT8 = (*LORA, "model.quantization=int8")
 STEPS = 2

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.integration.command import LORA, PPO, assert_same_arrays, files, records, saved_arrays, state_arrays
-from train import run as run_module
 from train.config import load
+from train.run import run as run_module
 
 STEPS = 2
 VOCABULARY, WIDTH = 264, 16

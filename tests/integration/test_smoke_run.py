@@ -17,7 +17,7 @@ from tests.integration.command import (
     state_arrays,
 )
 from train.config import load
-from train.run_directory import resume_run
+from train.run.directory import resume_run
 
 CONFIG = "configs/smoke.yaml"
 STEPS = 2

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from train.tracing import forget_traces
+from train.rl.tracing import forget_traces
 
 
 @pytest.fixture(autouse=True)

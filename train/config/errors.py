@@ -1,8 +1,10 @@
-"""The error of a config that cannot be used."""
+"""Errors that the command line turns into a message instead of a traceback."""
 
 from collections.abc import Sequence
 
-from train.errors import UserError
+
+class UserError(Exception):
+    """An error that the user can fix; its text says what was got, what is allowed and how to fix it."""
 
 
 class ConfigError(UserError):

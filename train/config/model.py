@@ -26,6 +26,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "qk_norm": True,
     }
 }
+BYTE_VOCABULARY = 264
+"""Tokens of the byte-level tokenizer: 256 bytes, 3 special tokens, rounded up so that 8 divides it."""
 MODEL_EXPECTED = f"a mapping with path, dtype, layers, width and so on, or one of {', '.join(PRESETS)}"
 
 

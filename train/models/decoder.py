@@ -14,8 +14,8 @@ from train.models.config import DecoderConfig
 from train.models.group_cache import GroupCache
 from train.models.layers import Embed, Linear, RMSNorm
 from train.models.rope import Rotation, rotate, rotation
+from train.models.sharding import constrain
 from train.models.shared import SharedSight, pack, shared_sight, unpack
-from train.sharding import constrain
 
 Variables: TypeAlias = Mapping[str, Any]
 LayerCache: TypeAlias = SlotCache | GroupCache
@@ -153,7 +153,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens to hidden states; the head is a parameter (`train.policy.head`), so that logits need not exist."""
+    """Tokens to hidden states; the head is a parameter (`train.rl.policy.head`), so that logits need not exist."""
 
     config: DecoderConfig
 

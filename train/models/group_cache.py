@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from train.models.attention import Sight, mask_of
 from train.models.cache import KeyValues, SlotCache
+from train.models.sharding import constrain
 from train.models.shared import SharedSight
-from train.sharding import constrain
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from train.sharding import mesh_axes, mesh_is_set, partition_spec
+from train.models.sharding import mesh_axes, mesh_is_set, partition_spec
 
 Kernel: TypeAlias = Literal["splash", "cudnn"]
 LANES = 128

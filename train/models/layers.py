@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from train.models.int8 import int8_init, is_int8
 from train.models.lora import LoraConfig, add_update
-from train.sharding import constrain
+from train.models.sharding import constrain
 
 EMBEDDING_STD = 0.02
 

@@ -9,9 +9,9 @@ from train.references.record import (
     record_reference,
     reference_fingerprint,
 )
-from train.references.reference import Reference, reference_head, with_base, without_base
 from train.references.sources import check_reference, load_reference, pinned_steps
 from train.references.teacher import check_base
+from train.rl.reference import Reference, reference_head, with_base, without_base
 
 __all__ = [
     "Reference",

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from train.checkpoint import Checkpoints
 from train.config.schema import Config
 from train.models import Decoder
 from train.references.moving import moves, start_moving, staying
 from train.references.record import is_recorded, record_reference, reference_fingerprint
-from train.references.reference import Reference
 from train.references.sources import load_reference
-from train.state import TrainState
+from train.rl.reference import Reference
+from train.rl.state import TrainState
+from train.weights.checkpoint import Checkpoints
 
 Tree = Any
 

@@ -4,8 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from train.checkpoint import ITEM
 from train.models import Decoder
+from train.weights.checkpoint import ITEM
 
 Form = Literal["orbax", "folder", "peft"]
 FORMS = {

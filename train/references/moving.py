@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import kljax
 from train.config.schema import Config
 from train.models import Decoder
-from train.references.reference import Reference
-from train.state import TrainState, policy_part
-from train.tracing import traced_once
+from train.rl.reference import Reference
+from train.rl.state import TrainState, policy_part
+from train.rl.tracing import traced_once
 
 Tree = Any
 Follow = Callable[[Tree, Tree, jax.Array], Tree]

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 import kljax
+from train.config.errors import UserError
 from train.config.schema import Config
-from train.errors import UserError
-from train.files import write_text_atomic
 from train.references.moving import moves
-from train.references.reference import Reference
+from train.rl.reference import Reference
+from train.weights.files import write_text_atomic
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,16 +9,16 @@ from typing import Any
 from jax.sharding import Mesh
 
 import kljax
-from train.checkpoint import Checkpoints, check_saved
+from train.config.errors import UserError
 from train.config.schema import Config
-from train.errors import UserError
 from train.models import Decoder
-from train.models.folder import check_folder, load_params
-from train.models.peft import check_adapter, load_adapter, read_peft_config
-from train.policy import abstract_adapter, abstract_params
 from train.references.found import FORMS, Found, form_of, locate
-from train.references.reference import Reference
 from train.references.teacher import check_base, check_vocabulary, teacher_model
+from train.rl.policy import abstract_adapter, abstract_params
+from train.rl.reference import Reference
+from train.weights.checkpoint import Checkpoints, check_saved
+from train.weights.huggingface import check_folder, load_params
+from train.weights.peft import check_adapter, load_adapter, read_peft_config
 
 Tree = Any
 

@@ -4,15 +4,15 @@ import dataclasses
 import hashlib
 from pathlib import Path
 
-from train.command import warn
 from train.config import parse
 from train.config.schema import Config
 from train.config.yaml_text import parse_yaml
+from train.data.tokenizers import load_tokenizer
 from train.models import Decoder
-from train.models.hf_config import decoder_config
-from train.models.peft import base_model
 from train.references.found import Form, run_of
-from train.tokenizer import load_tokenizer
+from train.run.console import warn
+from train.weights.huggingface.config import decoder_config
+from train.weights.peft import base_model
 
 TOKENIZER = "tokenizer.json"
 # How a run holds its base, which its config allows with an adapter alone.
@@ -31,7 +31,7 @@ def teacher_model(form: Form, path: Path, policy: Decoder) -> Decoder:
     run, held = run_of(path), policy.config.param_dtype
     if run is not None:
         # The module builds the decoder of a run and looks for saved weights, which this package finds.
-        from train.setup import make_model
+        from train.run.setup import make_model
 
         # Of its config no more than the decoder: files that it names elsewhere may be gone.
         raw, _ = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))

@@ -6,13 +6,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from train.batch import Batch
-from train.keys import purpose_key
+from train.data.tasks.rewards import compose, judge
+from train.models.sharding import shard_rows
+from train.rl.batch import Batch
+from train.rl.keys import purpose_key
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.source import Completions, Request, Source
-from train.setting import Setting
-from train.sharding import shard_rows
-from train.tasks.rewards import compose, judge
+from train.run.setting import Setting
 
 
 @dataclasses.dataclass(frozen=True)

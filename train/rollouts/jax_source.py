@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from train.data import decode_completions, encode_prompts
+from train.data.prompts import decode_completions, encode_prompts
+from train.data.tasks import Example
+from train.data.tokenizers import vocabulary_bytes
+from train.models.sharding import shard_rows
+from train.rl.tracing import traced_once
+from train.rollouts.sampler import Samples, Sampling, StopTable, sample, samples_sharding, stop_table
 from train.rollouts.source import Completions, Request
-from train.sampler import Samples, Sampling, StopTable, sample, samples_sharding, stop_table
-from train.setting import Setting
-from train.sharding import shard_rows
-from train.tasks import Example
-from train.tokenizer import vocabulary_bytes
-from train.tracing import traced_once
+from train.run.setting import Setting
 
 Sampler = Callable[[kljax.Policy, jax.Array, jax.Array, jax.Array], Samples]
 # Fewer columns are not worth a program of their own.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import kljax
-from train.state import TrainState, policy_of
+from train.rl.state import TrainState, policy_of
 
 Tree = Any
 Past = tuple[dict[str, Tree], ...] | None

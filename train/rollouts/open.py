@@ -4,7 +4,7 @@ from train.rollouts.jax_source import JaxSource
 from train.rollouts.recorded import FileSource, open_recording
 from train.rollouts.server import ServerSource
 from train.rollouts.source import Source
-from train.setting import Setting
+from train.run.setting import Setting
 
 
 def open_source(setting: Setting, *, continued: bool = False) -> Source:

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 import kljax
-from train.errors import UserError
-from train.tasks import Example
+from train.config.errors import UserError
+from train.data.tasks import Example
 
 Array = jax.Array | np.ndarray
 

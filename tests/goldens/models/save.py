@@ -10,10 +10,10 @@ from pathlib import Path
 
 import kljax
 from train.models import Decoder
-from train.models.folder import load_params, save_folder
-from train.models.hf_config import decoder_config
-from train.models.peft import load_adapter, read_peft_config
-from train.sharding import make_mesh
+from train.models.sharding import make_mesh
+from train.weights.huggingface import load_params, save_folder
+from train.weights.huggingface.config import decoder_config
+from train.weights.peft import load_adapter, read_peft_config
 
 
 def main(out: Path) -> None:

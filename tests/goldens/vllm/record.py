@@ -27,11 +27,11 @@ import numpy as np
 import kljax
 from tests.goldens.vllm import tiny
 from tests.goldens.vllm.server import LORA, serving
-from train.models.folder.save import save_folder
-from train.policy import token_stats
+from train.rl.policy import token_stats
 from train.rollouts import Completions, SourceError
 from train.rollouts.server import Client, ServerSource
-from train.setting import Setting
+from train.run.setting import Setting
+from train.weights.huggingface.save import save_folder
 
 FIXTURE = Path(__file__).parent / "exchanges.json"
 ALLOWED = 2e-5

@@ -12,11 +12,11 @@ import numpy as np
 import kljax
 from tests import tiny
 from train.config.schema import Config
-from train.policy import abstract_adapter, abstract_params
+from train.data.tasks import Example
+from train.models.leaves import named_leaves
+from train.rl.policy import abstract_adapter, abstract_params
 from train.rollouts import Request
-from train.setting import Setting
-from train.tasks import Example
-from train.trees import named_leaves
+from train.run.setting import Setting
 
 NAME = "tiny"
 PROMPTS = ("1+2=", "8", "")

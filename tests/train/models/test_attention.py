@@ -12,7 +12,7 @@ import pytest
 from train.models import Decoder, DecoderConfig, attention, kernels
 from train.models.attention import attend, token_sight
 from train.models.kernels import choose_kernel, splash_attention
-from train.sharding import make_mesh
+from train.models.sharding import make_mesh
 
 ROWS, LENGTH, HEADS, KV_HEADS, WIDTH, WINDOW = 2, 40, 4, 2, 16, 5
 MASK = jnp.stack([jnp.arange(LENGTH) >= 7, jnp.arange(LENGTH) < 33])

@@ -13,15 +13,22 @@ import pytest
 
 import kljax
 from train.models import Decoder, DecoderConfig, LoraConfig
-from train.models.folder import load, load_params, save_folder
 from train.models.int8 import dequantise, dequantise_params, is_int8, quantise, quantise_params
 from train.models.layers import Linear, product
+from train.models.leaves import named_leaves
 from train.models.lora import PROJECTIONS, merge
-from train.policy import abstract_adapter, abstract_params, init_adapter, init_params, paired_hidden_states, token_stats
-from train.policy import hidden_states as eager_hidden_states
-from train.sampler import Sampling, sample
-from train.sharding import batch_sharding, make_mesh
-from train.trees import named_leaves
+from train.models.sharding import batch_sharding, make_mesh
+from train.rl.policy import (
+    abstract_adapter,
+    abstract_params,
+    init_adapter,
+    init_params,
+    paired_hidden_states,
+    token_stats,
+)
+from train.rl.policy import hidden_states as eager_hidden_states
+from train.rollouts.sampler import Sampling, sample
+from train.weights.huggingface import load, load_params, save_folder
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "models"
 LORA = LoraConfig(rank=3, alpha=12.0, targets=PROJECTIONS)

@@ -13,11 +13,11 @@ import pytest
 
 import kljax
 from train.models import Decoder
-from train.models.folder import load_params
-from train.models.hf_config import decoder_config
-from train.models.peft import load_adapter, read_peft_config
-from train.policy import head, hidden_states, token_stats
-from train.sharding import make_mesh
+from train.models.sharding import make_mesh
+from train.rl.policy import head, hidden_states, token_stats
+from train.weights.huggingface import load_params
+from train.weights.huggingface.config import decoder_config
+from train.weights.peft import load_adapter, read_peft_config
 
 pytestmark = pytest.mark.one_jax
 GOLDENS = Path(__file__).parents[2] / "goldens" / "models"

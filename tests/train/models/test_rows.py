@@ -11,8 +11,8 @@ import pytest
 
 import kljax
 from train.models import Decoder, DecoderConfig, Rope
-from train.policy import abstract_params, token_stats
-from train.sharding import make_mesh
+from train.models.sharding import make_mesh
+from train.rl.policy import abstract_params, token_stats
 
 # Everything that a row's layout could disturb: windows shorter than the text, two ropes, caps, both kinds of layers.
 CONFIG = DecoderConfig(

@@ -13,9 +13,9 @@ from tests.train.models.test_rows import CONFIG, PAD, jit, weights
 from train.models import Decoder, attention, kernels
 from train.models.attention import attend, token_sight
 from train.models.kernels import choose_kernel, splash_attention
+from train.models.sharding import make_mesh
 from train.models.shared import attend_shared, pack, shared_sight, unpack
-from train.policy import hidden_states
-from train.sharding import make_mesh
+from train.rl.policy import hidden_states
 
 PROMPTS, GROUP, PROMPT, ROOM = 2, 3, 7, 5
 HEADS, KV_HEADS, WIDTH, WINDOW = 4, 2, 16, 3

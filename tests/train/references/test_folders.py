@@ -9,15 +9,15 @@ import jax
 import pytest
 
 from tests import tiny
+from train.config.errors import UserError
 from train.config.schema import Config, Lora, WarmStart
-from train.errors import UserError
 from train.models import Decoder
-from train.models.folder import load_params
-from train.models.hf_config import decoder_config
 from train.models.lora import LoraConfig
-from train.models.peft import load_adapter, read_peft_config
 from train.references import Reference, check_reference, load_reference
-from train.setup import check_start
+from train.run.setup import check_start
+from train.weights.huggingface import load_params
+from train.weights.huggingface.config import decoder_config
+from train.weights.peft import load_adapter, read_peft_config
 
 MODELS = Path(__file__).parents[2] / "goldens" / "models"
 QWEN2, QWEN3, LLAMA = (MODELS / name for name in ("qwen2", "qwen3", "llama3"))

@@ -8,15 +8,15 @@ import pytest
 
 import kljax
 from tests import tiny
-from tests.train.test_step import keep_gradient
+from tests.train.rl.test_step import keep_gradient
 from train.models.int8 import dequantise_params, quantise_params
-from train.objective import coefficients, make_controller
-from train.policy import init_adapter
+from train.models.sharding import replicated
 from train.references import Reference, load_reference, without_base
-from train.sharding import replicated
-from train.state import initial_state
-from train.step import make_prepare, make_score, make_update
-from train.tracing import forget_traces
+from train.rl.objective import coefficients, make_controller
+from train.rl.policy import init_adapter
+from train.rl.state import initial_state
+from train.rl.step import make_prepare, make_score, make_update
+from train.rl.tracing import forget_traces
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj, down_proj]}"
 NEEDED = ("kl.loss.coef=0.1", "kl.reward.coef=0.1", "optim.micro_batches=2")

@@ -12,9 +12,9 @@ import pytest
 import kljax
 from tests import tiny
 from train.config.schema import Config
+from train.models.sharding import replicated
 from train.references import Reference, current_reference, make_follow, moves, start_moving, with_place
-from train.sharding import replicated
-from train.state import TrainState, initial_state
+from train.rl.state import TrainState, initial_state
 
 NEEDED = "kl.loss.coef=0.1"
 MODEL = tiny.model_of(tiny.config_of())

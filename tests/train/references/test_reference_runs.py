@@ -12,16 +12,16 @@ from safetensors.numpy import load_file, save_file
 
 from tests import tiny
 from tests.integration.command import assert_same_arrays, records, saved_arrays, state_arrays
-from train.base import record_folder
-from train.checkpoint import save_base
+from train.config.errors import UserError
 from train.config.load import LoadedConfig
-from train.errors import UserError
 from train.models import Decoder
-from train.models.folder import folder_digest, load_params
-from train.models.folder.contents import INDEX
-from train.models.hf_config import decoder_config
-from train.run import run
-from train.same_base import Base, Expected, check_same_base
+from train.references.same_base import Base, Expected, check_same_base
+from train.run.run import run
+from train.weights.base import record_folder
+from train.weights.checkpoint import save_base
+from train.weights.huggingface import folder_digest, load_params
+from train.weights.huggingface.config import decoder_config
+from train.weights.huggingface.contents import INDEX
 
 QWEN3 = Path(__file__).parents[2] / "goldens" / "models" / "qwen3"
 LORA = (

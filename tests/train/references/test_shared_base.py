@@ -8,12 +8,12 @@ import pytest
 
 import kljax
 from tests import tiny
-from train.batch import Batch
-from train.policy import abstract_params, init_adapter
+from train.models.sharding import batch_sharding
 from train.references import Reference, with_base, without_base
-from train.sharding import batch_sharding
-from train.step import make_score
-from train.tracing import forget_traces
+from train.rl.batch import Batch
+from train.rl.policy import abstract_params, init_adapter
+from train.rl.step import make_score
+from train.rl.tracing import forget_traces
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj, down_proj]}"
 EXACT = ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}", "reference.monitor=true")

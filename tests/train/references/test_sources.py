@@ -11,11 +11,8 @@ import pytest
 
 import kljax
 from tests import tiny
-from train.checkpoint import Checkpoints, restore_base, save_base
+from train.config.errors import UserError
 from train.config.schema import Checkpoint, Config
-from train.errors import UserError
-from train.keys import purpose_key
-from train.policy import abstract_params, init_adapter
 from train.references import (
     Reference,
     assert_unchanged,
@@ -24,7 +21,10 @@ from train.references import (
     locate,
     reference_fingerprint,
 )
-from train.state import TrainState
+from train.rl.keys import purpose_key
+from train.rl.policy import abstract_params, init_adapter
+from train.rl.state import TrainState
+from train.weights.checkpoint import Checkpoints, restore_base, save_base
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj]}"
 NEEDED = "kl.loss.coef=0.1"

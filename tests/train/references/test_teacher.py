@@ -11,18 +11,18 @@ import pytest
 
 import kljax
 from tests import tiny
-from tests.train.test_step import keep_gradient
-from train.checkpoint import save_base
+from tests.train.rl.test_step import keep_gradient
 from train.config import dump_yaml
 from train.config.schema import Config
 from train.models import Decoder
-from train.objective import coefficients
-from train.policy import hidden_states, init_params
 from train.references import Reference, reference_head
 from train.references.sources import find, load_reference
 from train.references.teacher import check_vocabulary
-from train.step import make_prepare, make_score, make_update
-from train.tracing import forget_traces
+from train.rl.objective import coefficients
+from train.rl.policy import hidden_states, init_params
+from train.rl.step import make_prepare, make_score, make_update
+from train.rl.tracing import forget_traces
+from train.weights.checkpoint import save_base
 
 DISTIL = ("loss.policy=none", "rollout.samples_per_prompt=2")
 WIDER = tiny.config_of("model={layers: 2, width: 24, heads: 3, kv_heads: 1, head_dim: 8, mlp_width: 40}")

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from tests import tiny
-from train.loop import Programs, rl_step
+from train.rl.state import TrainState
 from train.rollouts import JaxSource, first_past
-from train.state import TrainState
+from train.run.loop import Programs, rl_step
 
 OPTIONS = ("kl.rollout.coef=1e-3", "optim.learning_rate=3e-3", "temperature=0.8", "rollout.samples_per_prompt=8")
 

@@ -11,14 +11,14 @@ import kljax
 from tests import tiny
 from tests.train.rollouts.conftest import OPTIONS
 from tests.train.rollouts.fake_server import Answer, Digits, serving
-from train.checkpoint import Checkpoints
+from train.config.errors import UserError
 from train.config.schema import Checkpoint
-from train.errors import UserError
-from train.interrupt import Interrupt
-from train.loop import train
-from train.policy import init_adapter, init_params
+from train.data.tokenizers import ByteTokenizer
+from train.rl.policy import init_adapter, init_params
 from train.rollouts import SourceError, open_source
-from train.tokenizer import ByteTokenizer
+from train.run.interrupt import Interrupt
+from train.run.loop import train
+from train.weights.checkpoint import Checkpoints
 
 EOS = ByteTokenizer().eos_id
 
@@ -62,7 +62,7 @@ def go_on(steps, server: Digits, directory, count: int, *options: str):
 
 
 def test_a_run_survives_the_death_of_its_server(steps, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.loop.write_evaluation", lambda *arguments: None)
+    monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
     whole, records = go_on(steps, Digits(EOS), tmp_path / "whole", 3)
     assert [record["step"] for record in records] == [1, 2, 3]
     # One request to look at the server, four prompts a step: it dies within the third step.
@@ -79,7 +79,7 @@ def test_a_run_survives_the_death_of_its_server(steps, tmp_path, monkeypatch):
 
 def test_what_is_asked_of_a_server(steps, tmp_path, monkeypatch):
     """Ids and not text, the seed and temperature of the run, and the rows in the order of their prompts."""
-    monkeypatch.setattr("train.loop.write_evaluation", lambda *arguments: None)
+    monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
     server = Digits(EOS)
     go_on(steps, server, tmp_path, 1)
     bodies = server.bodies[1:]
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_of_its_field(tmp_path, k
 
 
 def test_a_recording_that_cannot_be_written_leaves_a_run_to_continue(steps, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.loop.write_evaluation", lambda *arguments: None)
+    monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
     record = tmp_path / "recorded"
 
     class Full(Digits):

@@ -10,15 +10,15 @@ import pytest
 
 import kljax
 from tests import tiny
-from train.data import encode_prompts
-from train.policy import token_stats
+from train.data.prompts import encode_prompts
+from train.data.tasks import Example, Task, load_task
+from train.data.tasks.arithmetic import score
+from train.data.tokenizers import ByteTokenizer
+from train.models.sharding import shard_rows
+from train.rl.policy import token_stats
+from train.rl.state import policy_of
 from train.rollouts import JaxSource, collect, complete, make_sampler
-from train.sampler import Samples
-from train.sharding import shard_rows
-from train.state import policy_of
-from train.tasks import Example, Task, load_task
-from train.tasks.arithmetic import score
-from train.tokenizer import ByteTokenizer
+from train.rollouts.sampler import Samples
 
 TOKENIZER = ByteTokenizer()
 EXAMPLES = [Example(f"{a}+{b}=", str(a + b), str(a + b)) for a, b in ((1, 2), (3, 4), (5, 5), (0, 8))]

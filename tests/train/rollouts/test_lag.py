@@ -8,10 +8,10 @@ import optax
 import pytest
 
 from tests import tiny
-from train.checkpoint import Checkpoints, abstract
 from train.config.schema import Checkpoint
+from train.rl.state import TrainState
 from train.rollouts import first_past, next_past, sampling_policy
-from train.state import TrainState
+from train.weights.checkpoint import Checkpoints, abstract
 
 
 def numbered(lag: int) -> TrainState:

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from tests import tiny
-from train.errors import UserError
+from train.config.errors import UserError
+from train.data.tokenizers import ByteTokenizer
+from train.rl.state import policy_of
 from train.rollouts import JaxSource, collect, open_source
-from train.state import policy_of
-from train.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.eos_id

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping
 
 from train.config.checks.problem import Problem, problem
-from train.config.model import PRESETS
+from train.config.model import BYTE_VOCABULARY, PRESETS
 from train.config.schema import Config, Mesh
-from train.tokenizer import ByteTokenizer
 
 
 def _rows(config: Config) -> Iterator[Problem]:
@@ -58,9 +57,8 @@ def _divisions(config: Config) -> Iterator[Problem]:
         return  # whether config.json fits is checked where it is read
     for name, line in divisions(model.shape(), mesh):
         yield problem(line, f"model.{name}", line.rpartition(" of ")[2].partition(" = ")[0])
-    vocabulary = ByteTokenizer().vocab_size
-    if vocabulary % mesh.tensor:
-        yield problem(f"got {mesh.tensor}, expected a divisor of the vocabulary of {vocabulary}", "mesh.tensor")
+    if BYTE_VOCABULARY % mesh.tensor:
+        yield problem(f"got {mesh.tensor}, expected a divisor of the vocabulary of {BYTE_VOCABULARY}", "mesh.tensor")
 
 
 def _folder(config: Config) -> Iterator[Problem]:

@@ -27,7 +27,7 @@ def _reference(config: Config) -> Iterator[Problem]:
 
 
 def _is_peft(path: str) -> bool:
-    """As `train.models.peft.is_peft`, which a config is checked without: it loads JAX."""
+    """As `train.weights.peft.is_peft`, which a config is checked without: it loads JAX."""
     return (Path(path) / "adapter_config.json").is_file()
 
 

@@ -5,9 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from train.data import encode_prompts
-from train.setting import Setting
-from train.tasks import Example
+from train.data.prompts import encode_prompts
+from train.data.tasks import Example
+from train.run.setting import Setting
 
 
 @dataclasses.dataclass(frozen=True)

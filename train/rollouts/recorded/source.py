@@ -11,14 +11,14 @@ import grain
 import numpy as np
 
 import kljax
+from train.config.errors import UserError
 from train.config.rollout import FileSource as Section
-from train.errors import UserError
-from train.objective import required_fields
+from train.rl.objective import required_fields
 from train.rollouts.layout import lay_out
 from train.rollouts.recorded.record import Recorded, read_record
 from train.rollouts.recorded.rows import Place, Rows, open_rows
 from train.rollouts.source import Completions, Request
-from train.setting import Setting
+from train.run.setting import Setting
 
 _LOG = logging.getLogger(__name__)
 Group = tuple[Place, ...]

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.errors import UserError
-from train.files import usable_directory, write_text_atomic
+from train.config.errors import UserError
 from train.rollouts.source import Completions, SourceError
+from train.weights.files import usable_directory, write_text_atomic
 
 
 def open_recording(path: str, *, continued: bool) -> Path:

@@ -10,15 +10,15 @@ import jax
 import numpy as np
 
 import kljax
+from train.config.errors import UserError
 from train.config.rollout import OpenAISource
-from train.data import encode_prompts
-from train.errors import UserError
+from train.data.prompts import encode_prompts
 from train.rollouts.layout import lay_out
 from train.rollouts.server.answers import Answer, read_answers
 from train.rollouts.server.client import Client
 from train.rollouts.server.weights import Sync, make_sync
 from train.rollouts.source import Completions, Request, SourceError
-from train.setting import Setting
+from train.run.setting import Setting
 
 PROCESSED = 1e-30
 """A log-prob this near 0 of the only token that may be drawn is one after the cuts, not of the whole softmax."""

@@ -15,11 +15,11 @@ from typing import Protocol
 from safetensors import SafetensorError
 
 import kljax
-from train.errors import UserError
-from train.files import usable_directory
+from train.config.errors import UserError
 from train.rollouts.server.client import Client
 from train.rollouts.source import SourceError
-from train.setting import Setting
+from train.run.setting import Setting
+from train.weights.files import usable_directory
 
 
 class Sync(Protocol):
@@ -96,7 +96,7 @@ class LoraSync(_Written):
 
     def load(self, policy: kljax.Policy, step: int) -> str:
         """The name of the adapter."""
-        from train.models.peft import save_adapter
+        from train.weights.peft import save_adapter
 
         source = self._setting.config.model.path
         with self._folders.new(step) as path:
@@ -127,7 +127,7 @@ class WeightSync(_Written):
 
     def load(self, policy: kljax.Policy, step: int) -> str:
         """The name of the base model, whose weights these are now."""
-        from train.models.folder import save_folder
+        from train.weights.huggingface import save_folder
 
         source = self._setting.config.model.path
         with self._folders.new(step) as path:

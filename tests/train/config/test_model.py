@@ -1,0 +1,139 @@
+"""The model section: a folder, a preset or a shape; dtypes; what is refused."""
+
+import json
+
+import pytest
+import yaml
+
+from train.config import ConfigError, parse
+from train.config.errors import UserError
+from train.config.load import apply_overrides, dump_yaml
+from train.data.tokenizers import ByteTokenizer
+from train.run.setup import make_model
+
+FOLDER = {
+    "model_type": "qwen3",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def build(*overrides, **raw):
+    raw = {"steps": 5, **raw}
+    assert apply_overrides(raw, overrides) == []
+    return parse(raw)[0]
+
+
+def problems(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        build(*overrides)
+    return list(caught.value.problems)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with nothing but its `config.json`."""
+
+    def make(**change):
+        (tmp_path / "config.json").write_text(json.dumps({**FOLDER, **change}))
+        return str(tmp_path)
+
+    return make
+
+
+def test_tiny_replaces_the_section_and_brings_no_warm_start():
+    config = build("model=tiny", model={"path": "/nowhere"})
+    assert config.model.path is None
+    assert config.warm_start.steps == 0
+    assert build("model=tiny", "model.dtype=bfloat16").warm_start.steps == 0
+    assert build("model=tiny", "warm_start.steps=7").warm_start.steps == 7
+    model = make_model(config, ByteTokenizer())
+    assert (model.config.qk_norm, model.config.layers, model.config.vocab_size) == (True, 2, 264)
+    assert model.config.rope.theta == 1e6
+    assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
+
+
+def test_a_folder_decides_the_shape(folder):
+    config = build(f"model.path={folder()}", "model.dtype=bfloat16", "lora={rank: 2}", "model.attention=xla")
+    assert config.warm_start.steps == 0
+    assert set(config.model.model_dump()) == {"path", "dtype", "param_dtype", "quantization", "attention", "remat"}
+    assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
+    decoder = make_model(config, ByteTokenizer()).config
+    assert (decoder.layers, decoder.vocab_size, decoder.dtype, decoder.lora.rank) == (3, 300, "bfloat16", 2)
+    assert decoder.attention == "xla"
+    assert problems(f"model.path={folder()}", "model.layers=3") == [
+        "model.layers: got 3, but config.json of model.path decides it; leave one of them out"
+    ]
+    assert problems("model=tiny", f"model.path={folder()}") == [
+        f"model.path: got '{folder()}' and model=tiny, which is a shape in place of a folder; leave one of them out"
+    ]
+    assert problems(f"model={{path: {folder()}, layers: 3, heads: 2}}") == [
+        f"model.path: got '{folder()}', whose config.json decides the shape, and layers=3, heads=2; leave the one or "
+        "the other out"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "message"),
+    [
+        ({}, ("mesh.tensor=4",), r"kv_heads: got 2, expected a multiple of mesh\.tensor = 4"),
+        ({}, ("mesh.fsdp=3", "eval.batch_size=3", "warm_start.batch_size=3"), r"width: got 16.* mesh\.fsdp = 3"),
+        ({"vocab_size": 200}, (), "vocab_size: got 200, but the tokenizer has 264 tokens"),
+        ({"new_trick": 1}, (), "new_trick: not understood in a config of qwen3"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_named(folder, change, overrides, message):
+    overrides = (*overrides, "rollout.prompts_per_step=3") if "mesh.fsdp=3" in overrides else overrides
+    config = build(f"model.path={folder(**change)}", *overrides)
+    with pytest.raises(UserError, match=message):
+        make_model(config, ByteTokenizer())
+
+
+def test_a_missing_folder_is_named():
+    with pytest.raises(UserError, match=r"model\.path /nowhere"):
+        make_model(build("model.path=/nowhere"), ByteTokenizer())
+
+
+def test_sizes_that_the_mesh_does_not_divide_are_named():
+    assert problems("model.heads=6", "model.kv_heads=3", "mesh.tensor=2") == [
+        "model.kv_heads: got 3, expected a multiple of mesh.tensor = 2"
+    ]
+    assert problems("model.heads=3") == ["model.heads: got 3, expected a multiple of model.kv_heads = 2"]
+
+
+def test_trained_weights_are_not_held_in_bfloat16():
+    (problem,) = problems("model.param_dtype=bfloat16", "warm_start.steps=0")
+    assert problem.startswith("model.param_dtype: got bfloat16, but the weights are trained")
+    (problem,) = problems("model.param_dtype=bfloat16", "lora={}")
+    assert "warm_start.steps = 300 trains the weights" in problem
+    assert build("model=tiny", "model.param_dtype=bfloat16", "lora={}").model.param_dtype == "bfloat16"
+
+
+def test_an_unknown_preset_lists_those_there_are():
+    (problem,) = problems("model=tinny")
+    assert problem.startswith("model: got 'tinny', expected a mapping with path")
+    assert problem.endswith("or one of tiny")
+
+
+def test_only_a_base_under_an_adapter_is_quantised(folder):
+    (problem,) = problems("model.quantization=int8")
+    assert problem == (
+        "model.quantization: got int8, but there is no lora section, so the weights are trained, which whole numbers "
+        "cannot be; expected null, or a lora section"
+    )
+    config = build("model.quantization=int8", "lora={}")
+    assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
+    assert make_model(config, ByteTokenizer()).config.quantization == "int8"
+    config = build(f"model.path={folder()}", "model.quantization=int8", "lora={}")
+    assert make_model(config, ByteTokenizer()).config.quantization == "int8"
+    assert make_model(build("lora={}"), ByteTokenizer()).config.quantization is None
+
+
+def test_nf4_is_refused_with_the_reason():
+    (problem,) = problems("model.quantization=nf4", "lora={}")
+    assert problem.startswith("model.quantization: got 'nf4', expected int8 or null (nf4 is not there: its logits mo")

@@ -1,0 +1,191 @@
+import numpy as np
+import pytest
+
+from train.config.errors import UserError
+from train.data.prompts import Prompts, Supervised, decode_completions, encode_prompts, encode_solutions, keep_prompts
+from train.data.tasks import Example
+from train.data.tokenizers import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+BOS, EOS, PAD = TOKENIZER.bos_id, TOKENIZER.eos_id, TOKENIZER.pad_id
+
+
+def examples(count):
+    return [Example(prompt=f"{i}=", answer=str(i), solution=str(i)) for i in range(count)]
+
+
+def prompts(count=10, batch_size=4, seed=3, **shard):
+    return Prompts(examples(count), TOKENIZER, length=8, batch_size=batch_size, seed=seed, **shard)
+
+
+def places(source, start, stop, batch_size):
+    drawn = [example for step in range(start, stop) for example in source.batch(step)]
+    assert len(drawn) == (stop - start) * batch_size
+    return [int(example.answer) for example in drawn]
+
+
+def test_prompts_are_left_padded_after_bos():
+    tokens, mask = encode_prompts([Example("1+2=", "3", "3"), Example("", "", "")], TOKENIZER, 6)
+    np.testing.assert_array_equal(tokens, [[PAD, BOS, *b"1+2="], [PAD] * 5 + [BOS]])
+    np.testing.assert_array_equal(mask, [[False] + [True] * 5, [False] * 5 + [True]])
+    assert (tokens.dtype, mask.dtype) == (np.int32, np.bool_)
+
+
+def test_solutions_are_right_padded_and_trained_up_to_eos():
+    batch = encode_solutions(
+        [Example("a", "", "xy"), Example("bc", "", "")], TOKENIZER, prompt_length=3, completion_length=4
+    )
+    np.testing.assert_array_equal(
+        batch.tokens, [[PAD, BOS, *b"a", *b"xy", EOS, PAD], [BOS, *b"bc", EOS, PAD, PAD, PAD]]
+    )
+    np.testing.assert_array_equal(batch.token_mask, batch.tokens != PAD)
+    np.testing.assert_array_equal(batch.completion_mask, [[0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 0, 0, 0]])
+    assert [array.dtype for array in batch] == [np.int32, np.bool_, np.bool_]
+
+
+def test_a_text_of_the_exact_length_fits_and_one_more_token_does_not():
+    example = Example("1+2=", "", "")
+    assert encode_prompts([example], TOKENIZER, 5)[1].all()
+    with pytest.raises(ValueError, match="row 0 has 5 tokens, expected at most 4"):
+        encode_prompts([example], TOKENIZER, 4)
+
+
+def test_decode_completions_reads_the_mask_and_not_the_pad_id():
+    tokens = np.array([[BOS, 65, 66, EOS, 67], [BOS, 65, PAD, 66, PAD]], np.int32)
+    mask = np.array([[0, 0, 1, 1, 0], [0, 1, 1, 1, 0]], bool)
+    assert decode_completions(tokens, mask, TOKENIZER) == ["B", "A\N{REPLACEMENT CHARACTER}B"]
+
+
+def test_supervised_solutions_decode_to_themselves():
+    source = Supervised(examples(12), TOKENIZER, prompt_length=5, completion_length=3, batch_size=5, seed=0)
+    batch = source.batch(7)
+    assert batch.tokens.shape == (5, 8)
+    solutions = decode_completions(batch.tokens, batch.completion_mask, TOKENIZER)
+    rows = decode_completions(batch.tokens, batch.token_mask, TOKENIZER)
+    assert rows == [f"\N{REPLACEMENT CHARACTER}{solution}={solution}" for solution in solutions]
+
+
+def test_every_epoch_visits_every_example_once_in_an_order_of_its_own():
+    drawn = places(prompts(), 0, 10, 4)
+    epochs = [drawn[start : start + 10] for start in range(0, 40, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert list(range(10)) not in epochs
+
+
+def test_a_step_is_the_same_whatever_came_before():
+    in_order = prompts()
+    drawn = [in_order.batch(step) for step in range(6)]
+    again = prompts()
+    assert [again.batch(step) for step in (5, 0, 3, 3)] == [drawn[step] for step in (5, 0, 3, 3)]
+
+
+def test_the_order_depends_on_the_seed():
+    assert places(prompts(seed=3), 0, 5, 4) != places(prompts(seed=4), 0, 5, 4)
+
+
+def test_a_batch_larger_than_the_data_goes_on_into_the_next_epoch():
+    drawn = places(prompts(count=3, batch_size=7), 0, 3, 7)
+    assert [sorted(drawn[start : start + 3]) for start in range(0, 21, 3)] == [[0, 1, 2]] * 7
+
+
+@pytest.mark.parametrize("shard_count", [1, 2, 4])
+def test_shards_in_order_are_the_batch(shard_count):
+    shards = [prompts(shard_index=index, shard_count=shard_count) for index in range(shard_count)]
+    for step in (0, 5):
+        assert [example for shard in shards for example in shard.batch(step)] == prompts().batch(step)
+
+
+def test_supervised_shards_in_order_are_the_batch():
+    settings = {"prompt_length": 5, "completion_length": 3, "batch_size": 4, "seed": 0}
+    whole = Supervised(examples(9), TOKENIZER, **settings).batch(1)
+    shards = [Supervised(examples(9), TOKENIZER, **settings, shard_index=i, shard_count=2).batch(1) for i in range(2)]
+    for position, array in enumerate(whole):
+        np.testing.assert_array_equal(np.concatenate([shard[position] for shard in shards]), array)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shard_index": 2, "shard_count": 2}, "shard_index: got 2, expected 0 to 1"),
+        ({"shard_index": -1, "shard_count": 2}, "shard_index: got -1"),
+        ({"shard_count": 3}, "batch_size: got 4, expected a positive multiple of shard_count = 3"),
+        ({"batch_size": 0}, "batch_size: got 0"),
+    ],
+)
+def test_impossible_shards_and_batches_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        prompts(**settings)
+
+
+def test_prompts_too_long_are_left_out_counted_and_logged(caplog):
+    source = Prompts(examples(12), TOKENIZER, length=3, batch_size=4, seed=0)
+    assert [example.answer for example in source.examples] == [str(i) for i in range(10)]
+    assert source.dropped == 2
+    assert "2 of 12 prompts are longer than data.max_prompt_length = 3 tokens and are left out" in caplog.text
+    assert set(places(source, 0, 5, 4)) == set(range(10))
+
+
+def test_nothing_is_logged_when_everything_fits(caplog):
+    assert prompts().dropped == 0
+    assert not caplog.text
+
+
+def test_supervised_counts_long_prompts_and_long_solutions(caplog):
+    mixed = [Example("p" * 9, "", "s"), Example("p", "", "s" * 9), Example("p", "", "ss"), Example("p", "", "s")]
+    source = Supervised(mixed, TOKENIZER, prompt_length=4, completion_length=3, batch_size=2, seed=0)
+    assert source.examples == mixed[2:]
+    assert source.dropped == 2
+    assert "1 of 4 prompts" in caplog.text
+    assert "1 of 3 solutions are longer than data.max_completion_length = 3" in caplog.text
+
+
+def test_nothing_left_says_which_length_to_raise():
+    long = [Example("123", "", ""), Example("12", "", ""), Example("1234", "", "")]
+    with pytest.raises(UserError, match=r"data.max_prompt_length: got 2.*3 prompts.*at least that") as error:
+        keep_prompts(long, TOKENIZER, 2)
+    assert "the shortest has 3 tokens" in str(error.value)
+    with pytest.raises(UserError, match=r"data.max_completion_length: got 1.*the shortest has 2 tokens"):
+        Supervised(examples(5), TOKENIZER, prompt_length=8, completion_length=1, batch_size=2, seed=0)
+    with pytest.raises(UserError, match="none of the 0 prompts fit"):
+        keep_prompts([], TOKENIZER, 2)
+
+
+class Counting(ByteTokenizer):
+    """Counts what is tokenized."""
+
+    prompts: list = []  # noqa: RUF012 (of the class, as the tokenizer is frozen)
+    solutions: list = []  # noqa: RUF012
+
+    def prompt_ids(self, example):
+        self.prompts.append(example.prompt)
+        return super().prompt_ids(example)
+
+    def solution_ids(self, example):
+        self.solutions.append(example.prompt)
+        return super().solution_ids(example)
+
+
+def test_no_text_is_tokenized_twice():
+    Counting.prompts.clear()
+    Counting.solutions.clear()
+    tokenizer = Counting()
+    source = Prompts(examples(6), tokenizer, length=8, batch_size=4, seed=3)
+    imitated = Supervised(source.examples, tokenizer, prompt_length=8, completion_length=4, batch_size=4, seed=3)
+    tokens, mask = encode_prompts(source.batch(0), tokenizer, 8)
+    rows = imitated.batch(0)
+    assert sorted(Counting.prompts) == sorted(Counting.solutions) == [f"{i}=" for i in range(6)]
+    # What is kept is what would be made again, and does not tell examples apart.
+    again, again_mask = encode_prompts([Example(e.prompt, "", "") for e in source.batch(0)], TOKENIZER, 8)
+    np.testing.assert_array_equal(tokens, again)
+    np.testing.assert_array_equal(mask, again_mask)
+    assert rows.tokens.shape == (4, 12)
+    assert sorted(source.examples, key=lambda e: e.prompt) == examples(6)
+
+
+def test_a_warm_start_without_solutions_is_named():
+    without = [Example("1=", "1", "")]
+    with pytest.raises(
+        UserError, match=r"warm_start\.steps: a warm start imitates solutions.*'1='.*warm_start\.steps=0"
+    ):
+        Supervised(without, TOKENIZER, prompt_length=8, completion_length=4, batch_size=1, seed=0)

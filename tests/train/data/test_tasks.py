@@ -1,0 +1,190 @@
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train.config.errors import UserError
+from train.data.tasks import Example, arithmetic, gsm8k, load_task
+
+
+def config(**data):
+    fields = {"max_operand": 9, "operations": "+", "error_rate": 0.0, "train": None, "eval": None, "judge": "strict"}
+    task = "gsm8k" if data.get("train") else "arithmetic"
+    return SimpleNamespace(
+        task=task,
+        data=SimpleNamespace(**(fields | data)),
+        eval=SimpleNamespace(prompts=20),
+        rewards=SimpleNamespace(weights=None),
+    )
+
+
+def prompts(examples):
+    return [example.prompt for example in examples]
+
+
+def write_lines(path, *lines):
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines), "utf-8")
+    return path
+
+
+# ---- arithmetic
+
+
+@pytest.mark.parametrize(("operations", "total"), [("+", 100), ("+-", 200), ("+-*", 300)])
+def test_arithmetic_splits_are_disjoint_and_cover_every_problem_once(operations, total):
+    task = load_task(config(operations=operations))
+    everything = prompts(task.train) + prompts(task.eval)
+    assert len(task.eval) == 20
+    assert len(everything) == len(set(everything)) == total
+    assert {p[1] for p in prompts(task.eval)} == set(operations)
+
+
+@given(st.sampled_from(arithmetic.load(max_operand=12, operations="+-*", held_out=10).train))
+def test_arithmetic_answers_are_right(example):
+    assert int(example.answer) == eval(example.prompt.removesuffix("="))
+    assert example.solution == example.answer
+
+
+def test_arithmetic_split_depends_on_its_seed_only():
+    first, again, other = (arithmetic.load(max_operand=9, operations="+", held_out=20, seed=s) for s in (0, 0, 1))
+    assert first == again
+    assert set(prompts(first.eval)) != set(prompts(other.eval))
+    assert prompts(first.eval) != sorted(prompts(first.eval))
+
+
+def test_arithmetic_rewards_only_the_exact_answer_that_ended():
+    task = load_task(config())
+    example = Example("2-5=", "-3", "-3")
+    assert task.score(example, "-3", True) == {"reward": 1.0, "correct": 1.0}
+    for completion, finished in [("-3", False), ("-3 ", True), ("3", True), ("", True), ("-33", True), ("-03", True)]:
+        assert task.score(example, completion, finished) == {"reward": 0.0, "correct": 0.0}
+
+
+def test_arithmetic_holds_out_at_most_half_and_says_so(caplog):
+    task = arithmetic.load(max_operand=2, operations="+", held_out=100)
+    assert (len(task.train), len(task.eval)) == (5, 4)
+    assert "eval.prompts is 100, but there are only 9 problems: 4 are held out" in caplog.text
+    caplog.clear()
+    assert len(arithmetic.load(max_operand=2, operations="+", held_out=4).eval) == 4
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_operand": 0}, r"data.max_operand: got 0, expected 1 to 999"),
+        ({"max_operand": 1000}, r"data.max_operand: got 1000"),
+        ({"operations": "+/"}, r"data.operations: got '\+/'"),
+        ({"operations": "++"}, r"data.operations: got '\+\+'"),
+        ({"operations": ""}, r"data.operations: got ''"),
+    ],
+)
+def test_arithmetic_settings_out_of_range_are_named(change, message):
+    with pytest.raises(UserError, match=message):
+        load_task(config(**change))
+
+
+# ---- gsm8k
+
+GOOD = {"question": "How many?", "answer": "6*7 = <<6*7=42>>42\n#### 42"}
+
+
+def test_gsm8k_reads_question_and_answer(tmp_path):
+    train = write_lines(tmp_path / "train.jsonl", GOOD, "", {**GOOD, "answer": "#### $1,250.", "extra": 1})
+    held_out = write_lines(tmp_path / "eval.jsonl", {"question": "Ünï?", "answer": "#### -3"})
+    task = load_task(config(train=str(train), eval=str(held_out)))
+    assert task.name == "gsm8k"
+    assert task.train[0] == Example(
+        prompt="Question: How many?\nAnswer:",
+        answer="42",
+        solution=" 6*7 = <<6*7=42>>42\n#### 42",
+        messages=(("user", f"How many?\n\n{gsm8k.INSTRUCTION}"),),
+    )
+    assert task.train[1].answer == "1250"
+    assert [(e.prompt, e.answer) for e in task.eval] == [("Question: Ünï?\nAnswer:", "-3")]
+
+
+def test_gsm8k_solutions_get_the_full_reward(tmp_path):
+    example = gsm8k.read_examples(write_lines(tmp_path / "a.jsonl", GOOD), "data.train")[0]
+    total = gsm8k.CORRECT_WEIGHT + gsm8k.FORMAT_WEIGHT
+    assert gsm8k.score(example, example.solution, True) == {"reward": total, "correct": 1.0, "format": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("completion", "finished", "correct", "format_"),
+    [
+        ("so #### 42", True, 1, 1),
+        ("so #### 42", False, 1, 0),
+        ("so #### 42.0", True, 1, 1),
+        ("so #### $42.", True, 1, 1),
+        ("so #### +42\n", True, 1, 1),
+        ("so ####42", True, 1, 1),
+        ("so #### 42 apples", True, 1, 0),
+        ("#### 41 then #### 42", True, 1, 0),
+        ("#### 42 then #### 41", True, 0, 0),
+        ("#### 41", True, 0, 1),
+        ("#### 42abc", True, 0, 0),
+        ("42", True, 0, 0),
+        ("42 ####", True, 0, 0),
+        ("#### nan", True, 0, 0),
+        ("#### 4_2", True, 0, 0),
+        ("#### ٤٢", True, 0, 0),
+        ("", True, 0, 0),
+    ],
+)
+def test_gsm8k_judge(completion, finished, correct, format_):
+    rewards = gsm8k.score(Example("", "42", ""), completion, finished)
+    assert rewards == {"reward": correct + 0.1 * format_, "correct": correct, "format": format_}
+
+
+def test_gsm8k_numbers_compare_as_decimals_with_commas_and_signs():
+    assert gsm8k.parse_number("-$1,234.50") == gsm8k.parse_number("-1234.5")
+    assert gsm8k.parse_number(".5") == gsm8k.parse_number("0.50")
+    assert gsm8k.score(Example("", "0.1", ""), "#### 0.1000000000000000055", True)["correct"] == 0
+    assert gsm8k.score(Example("", "1000000", ""), "#### 1,000,000", True)["correct"] == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"question": "How many?"}, "line 2: field 'answer' is missing, got question"),
+        ({"answer": "#### 1"}, "line 2: field 'question' is missing, got answer"),
+        ({}, "line 2: field 'question' is missing, got no fields"),
+        ({**GOOD, "question": 3}, "line 2: field 'question': got 3, expected a non-empty string"),
+        ({**GOOD, "answer": " "}, "line 2: field 'answer': got ' ', expected a non-empty string"),
+        ({**GOOD, "answer": "42"}, "line 2: field 'answer': expected a text that ends in '#### number', got '42'"),
+        ({**GOOD, "answer": "#### many"}, "line 2: field 'answer'"),
+        ("[1]", "line 2: got list, expected an object"),
+        ('{"question": "a', r"line 2: not JSON \("),
+    ],
+)
+def test_gsm8k_malformed_lines_are_named(tmp_path, line, message):
+    path = write_lines(tmp_path / "bad.jsonl", GOOD, line)
+    with pytest.raises(UserError, match=rf"bad\.jsonl, {message}"):
+        gsm8k.read_examples(path, "data.train")
+
+
+def test_gsm8k_unusable_files_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"data\.train: cannot read .*missing\.jsonl: No such file"):
+        gsm8k.read_examples(tmp_path / "missing.jsonl", "data.train")
+    with pytest.raises(UserError, match=r"data\.eval: .*empty\.jsonl holds no examples"):
+        gsm8k.read_examples(write_lines(tmp_path / "empty.jsonl", "", " "), "data.eval")
+    (tmp_path / "latin.jsonl").write_bytes(b'\n{"question": "\xe9"}\n')
+    with pytest.raises(UserError, match=r"latin\.jsonl, line 2: not UTF-8"):
+        gsm8k.read_examples(tmp_path / "latin.jsonl", "data.eval")
+    with pytest.raises(UserError, match=r"data\.eval: task gsm8k needs the path"):
+        gsm8k.load(train=write_lines(tmp_path / "train.jsonl", GOOD), held_out=None)
+
+
+def test_wrong_solutions_are_in_the_corpus_and_never_in_the_answers():
+    clean = arithmetic.load(max_operand=49, operations="+", held_out=100)
+    mixed = arithmetic.load(max_operand=49, operations="+", held_out=100, error_rate=0.3)
+    assert [(e.prompt, e.answer) for e in mixed.train] == [(e.prompt, e.answer) for e in clean.train]
+    slips = [int(e.solution) - int(e.answer) for e in mixed.train]
+    assert set(slips) == {0, *arithmetic.SLIPS}
+    assert 0.25 < sum(slip != 0 for slip in slips) / len(slips) < 0.35
+    assert all(e.solution == e.answer for e in clean.train)
+    right = mixed.train[0]
+    assert mixed.score(right, right.answer, True)["correct"] == 1

@@ -1,0 +1,274 @@
+"""tokenizer.json and chat templates, held to what transformers made of the same files (tests/goldens/tokenizers)."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from train.config.errors import UserError
+from train.config.load import parse
+from train.data.prompts import keep_prompts
+from train.data.tasks.task import Example
+from train.data.tokenizers import UNKNOWN, ByteTokenizer, load_tokenizer, vocabulary_bytes
+from train.data.tokenizers.chat import ChatTemplate
+from train.data.tokenizers.files import load_folder
+from train.rollouts.sampler import stop_table
+
+FOLDERS = Path(__file__).parents[2] / "goldens/tokenizers"
+KINDS = ("chatml", "llama3", "gemma")
+
+
+def expected(kind):
+    return json.loads((FOLDERS / kind / "expected.json").read_text("utf-8"))
+
+
+def example(messages, prompt="p", solution="s"):
+    return Example(prompt, "", solution, tuple((message["role"], message["content"]) for message in messages))
+
+
+def changed(tmp_path, kind, **files):
+    """A copy of a folder with other contents in some files; None removes one."""
+    folder = tmp_path / kind
+    shutil.copytree(FOLDERS / kind, folder)
+    for name, change in files.items():
+        path = folder / name.replace("__", ".")
+        if change is None:
+            path.unlink()
+        elif isinstance(change, str):
+            path.write_text(change, "utf-8")
+        else:
+            old = json.loads(path.read_text("utf-8")) if path.exists() else {}
+            path.write_text(json.dumps(old | change), "utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations_are_those_of_transformers(kind):
+    known = expected(kind)
+    assert len(known["chats"]) >= 6
+    for case in known["chats"]:
+        tokenizer = load_folder(FOLDERS / kind, arguments=case["arguments"])
+        chat = example(known["conversations"][case["conversation"]])
+        if "error" in case:
+            with pytest.raises(UserError, match=f"refuses messages of system, user: {case['error']}"):
+                tokenizer.prompt_ids(chat)
+        elif case["reply"]:
+            assert tokenizer.prompt_ids(chat) == case["ids"], case
+        else:
+            assert tokenizer.encode(case["text"]) == case["ids"], case
+            source = (FOLDERS / kind / "chat_template.jinja").read_text("utf-8")
+            config = json.loads((FOLDERS / kind / "tokenizer_config.json").read_text("utf-8"))
+            template = ChatTemplate(source, config | case["arguments"])
+            assert template.render(known["conversations"][case["conversation"]], reply=False) == case["text"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_those_of_transformers(kind):
+    tokenizer, known = load_folder(FOLDERS / kind, chat=False), expected(kind)
+    assert tokenizer.vocab_size == known["vocab_size"]
+    for case in known["texts"]:
+        assert tokenizer.encode(case["text"]) == case["ids"]
+        assert tokenizer.decode(case["ids"]) == case["decoded"]
+        assert tokenizer.prompt_ids(Example(case["text"], "", "")) == case["framed"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_tokens_join_to_the_text(kind):
+    tokenizer = load_folder(FOLDERS / kind)
+    pieces = tokenizer.token_bytes()
+    assert len(pieces) == tokenizer.vocab_size
+    for case in expected(kind)["texts"]:
+        joined = b"".join(pieces[token] for token in case["ids"]).decode("utf-8")
+        # Decoders of sentencepiece take the space away that every text begins with.
+        assert (joined.removeprefix(" ") if kind == "gemma" else joined) == case["decoded"]
+    assert all(pieces[token] == b"" for token in tokenizer.eos_ids)
+    named = expected("chatml") and load_folder(FOLDERS / "chatml")
+    assert named.token_bytes()[named.encode("<think>")[0]] == b"<think>"
+
+
+def test_what_begins_and_ends_a_text():
+    chatml, llama, gemma = (load_folder(FOLDERS / kind) for kind in KINDS)
+    names = [[t.decode([i]) or t._pieces[i] for i in t.eos_ids] for t in (chatml, llama, gemma)]
+    assert names == [
+        ["<|im_end|>", "<|endoftext|>"],
+        ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"],
+        ["<eos>", "<end_of_turn>"],
+    ]
+    assert chatml.bos_id is None
+    assert (llama.bos_id, gemma.bos_id) == (llama.encode("<|begin_of_text|>")[0], 2)
+    assert (gemma.pad_id, llama.pad_id) == (0, llama.eos_ids[0])
+    for tokenizer in (llama, gemma):
+        assert tokenizer.prompt_ids(example([{"role": "user", "content": "hi"}])).count(tokenizer.bos_id) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chat", [True, False])
+def test_solutions_go_on_where_prompts_end(kind, chat):
+    tokenizer = load_folder(FOLDERS / kind, chat=chat)
+    one = Example("Tom has", "7", " 7 apples." if not chat else " 7 apples.\n")
+    head, tail = tokenizer.prompt_ids(one), tokenizer.solution_ids(one)
+    assert tail[-1] in tokenizer.eos_ids
+    assert not set(tail[:-1]) & set(tokenizer.eos_ids)
+    if chat:  # as the template writes the whole conversation
+        text = tokenizer._template.render(
+            [{"role": "user", "content": "Tom has"}, {"role": "assistant", "content": "7 apples."}], reply=False
+        )
+        assert tokenizer.encode(text)[: len(head) + len(tail)] == head + tail
+    else:
+        whole = [*tokenizer.prompt_ids(Example("Tom has 7 apples.", "", "")), tokenizer.eos_ids[0]]
+        assert tokenizer.decode(head + tail) == tokenizer.decode(whole)
+        assert head + tail == whole or kind == "gemma"  # whose merges go over the border
+
+
+def test_the_system_speaks_first_unless_the_conversation_says_otherwise():
+    tokenizer = load_folder(FOLDERS / "chatml", system="Be brief.")
+    user = {"role": "user", "content": "hi"}
+    assert "system\nBe brief.<" in "".join(tokenizer._pieces[i] for i in ()) + tokenizer._render(
+        tokenizer._template, example([user]), answer=None
+    )
+    own = tokenizer._render(tokenizer._template, example([{"role": "system", "content": "Own."}, user]), answer=None)
+    assert "Own." in own
+    assert "Be brief." not in own
+
+
+def test_what_is_sampled_does_not_vanish():
+    tokenizer = load_folder(FOLDERS / "chatml")
+    seven, start = tokenizer.encode("7")[0], tokenizer.encode("<|im_start|>")[0]
+    beyond = tokenizer.vocab_size + 3  # rows of the embedding beyond the tokenizer
+    assert tokenizer.decode([seven, tokenizer.eos_ids[0]]) == "7"
+    assert tokenizer.decode([seven, start, beyond, seven]) == f"7<|im_start|>{UNKNOWN}7"
+    assert tokenizer.decode(tokenizer.encode("\ud800!")) == "?!"
+
+
+def test_bos_is_as_the_tokenizer_config_says_where_it_says_so(tmp_path):
+    plain = Example("a", "", "")
+    without = load_folder(
+        changed(tmp_path / "1", "llama3", tokenizer_config__json={"add_bos_token": False}), chat=False
+    )
+    assert without.prompt_ids(plain) == without.encode("a")
+    told = {"add_bos_token": True, "bos_token": {"content": "<|im_start|>", "special": True}}
+    given = load_folder(changed(tmp_path / "2", "chatml", tokenizer_config__json=told), chat=False)
+    assert given.prompt_ids(plain) == [given.bos_id, *given.encode("a")]
+    assert given.prompt_ids(Example("<|im_start|>a", "", "")) == [given.bos_id, *given.encode("a")]
+
+
+def test_padding_and_truncation_of_the_file_are_switched_off(tmp_path):
+    cut = {"truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}}
+    pad = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    folder = changed(tmp_path, "chatml", tokenizer__json=cut | {"padding": pad | {"pad_token": "!"}})
+    assert load_folder(folder).encode("1234") == load_folder(FOLDERS / "chatml").encode("1234")
+
+
+def test_where_a_template_is_found(tmp_path):
+    user = example([{"role": "user", "content": "hi"}])
+    listed = {"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "a"}]}
+    folder = changed(tmp_path, "chatml", chat_template__jinja=None, tokenizer_config__json=listed)
+    assert load_folder(folder).prompt_ids(user) == load_folder(folder).encode("a")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "b"}), "utf-8")
+    assert load_folder(folder).prompt_ids(user) == load_folder(folder).encode("b")
+    (folder / "chat_template.jinja").write_text("c", "utf-8")
+    assert load_folder(folder).prompt_ids(user) == load_folder(folder).encode("c")
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}{{ n }}", "utf-8")
+    own = load_folder(folder, template=str(tmp_path / "own.jinja"), arguments={"n": 7})
+    assert own.prompt_ids(user) == own.encode("hi7")
+
+
+@pytest.mark.parametrize(
+    ("files", "settings", "message"),
+    [
+        ({"tokenizer__json": None}, {}, r"has no tokenizer\.json; transformers makes it"),
+        ({"tokenizer__json": "{}"}, {}, r"cannot read .*tokenizer\.json"),
+        ({"tokenizer_config__json": "{"}, {}, r"cannot read .*tokenizer_config\.json"),
+        ({"tokenizer_config__json": "[1]"}, {}, r"tokenizer_config\.json holds list"),
+        ({"chat_template__jinja": None}, {"chat": True}, r"data\.chat: got true, but .* has no chat template"),
+        ({"chat_template__jinja": None}, {"system": "x"}, r"data\.system: only a chat template reads it, and .* none"),
+        ({}, {"chat": False, "arguments": {"a": 1}}, r"data\.template_arguments: .* data\.chat is false"),
+        ({}, {"template": "missing.jinja"}, r"data\.chat_template: cannot read missing\.jinja"),
+        ({"chat_template__jinja": "{% if %}"}, {}, r"data\.chat: .*chatml: the chat template is not jinja2: line 1"),
+        ({"config__json": {"vocab_size": 10}}, {}, r"has 355 ids, but config\.json a vocabulary of 10"),
+        (
+            {"tokenizer_config__json": {"eos_token": None}, "generation_config__json": None},
+            {},
+            "names nothing that ends a completion",
+        ),
+    ],
+)
+def test_unusable_folders_are_named(tmp_path, files, settings, message):
+    with pytest.raises(UserError, match=message):
+        load_folder(changed(tmp_path, "chatml", **files), **settings)
+
+
+def test_a_template_is_data_and_not_a_program_of_this_machine():
+    for source in (
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ (0).__class__.__base__.__subclasses__() }}",
+    ):
+        text = ""
+        try:
+            text = ChatTemplate(source, {}).render([{"role": "user", "content": ""}], reply=True)
+        except ValueError:
+            continue
+        assert "class" not in text
+
+
+def test_an_unknown_decoder_is_named_when_bytes_are_asked_for(tmp_path):
+    folder = changed(
+        tmp_path, "chatml", tokenizer__json={"decoder": {"type": "WordPiece", "prefix": "", "cleanup": True}}
+    )
+    with pytest.raises(UserError, match="got WordPiece, expected ByteLevel"):
+        load_folder(folder).token_bytes()
+
+
+def test_a_prompt_without_a_token_is_named():
+    with pytest.raises(UserError, match="a prompt without a single token"):
+        keep_prompts([Example("", "", "")], load_folder(FOLDERS / "chatml", chat=False), 8)
+
+
+def test_rows_beyond_the_tokenizer_stop_no_search_of_theirs():
+    tokenizer = load_folder(FOLDERS / "chatml")
+    size = tokenizer.vocab_size + 5
+    table = stop_table(["</think>"], vocabulary_bytes(tokenizer, size))
+    assert table.next.shape[1] == size
+    # The last token of this tokenizer is the stop; a row beyond it must not be read as it.
+    assert (table.next[0, tokenizer.encode("</think>")[0]], table.next[0, size - 1]) == (len(table.next) - 1, 0)
+
+
+def test_bytes_of_the_byte_tokenizer_join_to_its_text():
+    tokenizer = ByteTokenizer()
+    ids = [*tokenizer.encode("né"), tokenizer.bos_id, tokenizer.eos_id]
+    pieces = tokenizer.token_bytes()
+    assert len(pieces) == tokenizer.vocab_size
+    assert b"".join(pieces[token] for token in ids).decode() == tokenizer.decode(ids)
+    assert tokenizer.eos_ids == (tokenizer.eos_id,)
+
+
+def test_a_config_without_a_folder_has_bytes_and_says_what_it_does_not_read():
+    config, warnings = parse({"steps": 1, "data": {"system": "Be brief."}})
+    assert isinstance(load_tokenizer(config), ByteTokenizer)
+    assert any(line.startswith("data.system: not read") for line in warnings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"data": {"chat": False, "system": "x"}},
+            r"data\.system: only a chat template reads it, and data\.chat is false",
+        ),
+        ({"data": {"chat_template": "no.jinja"}}, r"data\.chat_template: got 'no\.jinja', expected a jinja file"),
+        ({"data": {"judge": "strict"}}, r"data\.judge: task arithmetic does not read it, only gsm8k"),
+        (
+            {"task": "math", "data": {"train": "datasets:", "eval": "datasets:a/b"}},
+            r"data\.train: got 'datasets:', expected",
+        ),
+        (
+            {"task": "countdown", "data": {"train": "a.jsonl"}},
+            r"data\.train: got 'a\.jsonl', but task countdown makes its own",
+        ),
+    ],
+)
+def test_fields_that_would_not_be_read_are_errors(fields, message):
+    with pytest.raises(UserError, match=message):
+        parse({"steps": 1, **fields})

@@ -1,0 +1,229 @@
+"""The decoder: rotary positions, grouped queries, masks, depth."""
+
+import dataclasses
+import re
+from collections import Counter
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.models import Decoder, DecoderConfig, KeyValues, Rope
+from train.models.attention import attend, token_positions, token_sight
+from train.models.layers import RMSNorm, matmul
+from train.models.rope import rotate, rotation
+from train.models.sharding import make_mesh
+from train.rl.policy import init_params
+
+CONFIG = DecoderConfig(
+    vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, rope=Rope(100.0)
+)
+
+
+def params_of(config: DecoderConfig, seed: int = 0) -> dict:
+    return init_params(Decoder(config), jax.random.key(seed), make_mesh())
+
+
+def scaled(params: dict, factor: float = 8.0) -> dict:
+    """Larger weights, so that attention is far from uniform."""
+    names = ("kernel", "embedding")
+    return jax.tree_util.tree_map_with_path(lambda path, x: x * factor if path[-1].key in names else x, params)
+
+
+def test_rope_scores_depend_on_the_distance_alone():
+    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 2, 8))
+
+    def score(i: int, j: int) -> jax.Array:
+        rotated = [rotate(x, rotation(Rope(100.0), 8, jnp.array([[p]]), x.dtype)) for x, p in ((query, i), (key, j))]
+        return jnp.sum(rotated[0] * rotated[1], axis=-1)
+
+    chex.assert_trees_all_close(score(7, 3), score(14, 10), score(4, 0), atol=1e-5)
+    assert jnp.max(jnp.abs(score(7, 3) - score(7, 4))) > 1e-2
+
+
+def test_rope_is_the_half_rotation_of_llama_checkpoints():
+    x = np.asarray(jax.random.normal(jax.random.key(0), (1, 3, 1, 6)), np.float64)
+    positions = np.array([[0, 2, 5]])
+    angle = positions[..., None, None] * 50.0 ** (-np.arange(0, 6, 2) / 6)
+    cos, sin = (np.concatenate([f(angle)] * 2, -1) for f in (np.cos, np.sin))
+    rotated = np.concatenate([-x[..., 3:], x[..., :3]], -1)
+    expected = x * cos + rotated * sin
+    turn = rotation(Rope(50.0), 6, jnp.asarray(positions), jnp.float32)
+    np.testing.assert_allclose(rotate(jnp.float32(x), turn), expected, atol=1e-6)
+
+
+def test_grouped_queries_equal_repeated_keys_and_values():
+    shape = (2, 5)
+    query = jax.random.normal(jax.random.key(0), (*shape, 6, 4))
+    key, value = jax.random.normal(jax.random.key(1), (2, *shape, 2, 4))
+    sight = token_sight(jnp.array([[True] * 5, [False, False, True, True, True]]), None, None)
+    mask = sight.full
+    wide_key, wide_value = jnp.repeat(key, 3, axis=2), jnp.repeat(value, 3, axis=2)
+    scores = jnp.einsum("bqnh,bknh->bnqk", query, wide_key) / 2
+    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0)
+    expected = jnp.einsum("bnqk,bknh->bqnh", weights, wide_value)
+    chex.assert_trees_all_close(attend(query, key, value, sight), expected, atol=1e-6)
+
+
+def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 3, 2, 4))
+    sight = token_sight(jnp.array([[False] * 3, [False, True, True]]), None, None)
+    output, pull = jax.vjp(lambda *qkv: attend(*qkv, sight), query, key, value)
+    grads = pull(jnp.ones_like(output))
+    assert not output[0].any()
+    assert not output[1, 0].any()
+    assert output[1, 1:].any()
+    for grad in grads:
+        assert jnp.isfinite(grad).all()
+        assert not grad[0].any()
+        assert not grad[1, 0].any()
+
+
+def test_positions_start_at_the_first_real_token():
+    mask = jnp.array([[False, False, True, True, False], [True] * 5, [False] * 5])
+    np.testing.assert_array_equal(token_positions(mask)[0, 2:4], [0, 1])
+    np.testing.assert_array_equal(token_positions(mask)[1], range(5))
+    assert token_positions(mask).min() == 0
+
+
+def test_rms_norm_and_matmul_are_their_formulas():
+    x = jax.random.normal(jax.random.key(0), (2, 3, 5)) * 3
+    scale = jnp.arange(1.0, 6.0)
+    expected = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 0.5) * scale
+    chex.assert_trees_all_close(RMSNorm(0.5).apply({"params": {"scale": scale}}, x), expected, rtol=1e-6)
+    kernel = jax.random.normal(jax.random.key(1), (5, 7))
+    chex.assert_trees_all_close(matmul(x, kernel), jnp.einsum("abi,io->abo", x, kernel), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", [{}, {"qkv_bias": True, "qk_norm": True, "tie_embeddings": True}])
+def test_names_and_shapes_are_those_of_llama_and_qwen(variant):
+    params = params_of(dataclasses.replace(CONFIG, **variant))
+    attention = params["layers"]["self_attn"]
+    assert attention["q_proj"]["kernel"].shape == (2, 16, 16)
+    assert attention["k_proj"]["kernel"].shape == attention["v_proj"]["kernel"].shape == (2, 16, 8)
+    assert attention["o_proj"]["kernel"].shape == (2, 16, 16)
+    assert params["layers"]["mlp"]["down_proj"]["kernel"].shape == (2, 24, 16)
+    assert set(params["layers"]) == {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    assert params["embed_tokens"]["embedding"].shape == (24, 16)
+    assert ("lm_head" in params) == (not variant)
+    assert ("q_norm" in attention) == ("bias" in attention["v_proj"]) == bool(variant)
+    assert "bias" not in attention["o_proj"]
+    std = {name: float(attention[name]["kernel"].std()) for name in ("q_proj", "o_proj")}
+    assert std["q_proj"] == pytest.approx(16**-0.5, rel=0.15)
+    assert std["o_proj"] == pytest.approx((16 * 4) ** -0.5, rel=0.15)
+
+
+def test_the_future_and_the_padding_reach_nothing():
+    config = dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True)
+    model, params = Decoder(config), scaled(params_of(config))
+    tokens = jax.random.randint(jax.random.key(0), (1, 6), 0, 24)
+    mask = jnp.array([[False, True, True, True, True, False]])
+    run = jax.jit(lambda tokens: model.apply({"params": params}, tokens, mask))
+    base = run(tokens)
+    chex.assert_trees_all_equal(run(tokens.at[0, 0].set(3).at[0, 5].set(7))[:, 1:5], base[:, 1:5])
+    changed = run(tokens.at[0, 3].set((tokens[0, 3] + 1) % 24))
+    chex.assert_trees_all_equal(changed[:, :3], base[:, :3])
+    assert (jnp.abs(changed - base)[0, 3:5].max(axis=-1) > 1e-3).all()
+
+
+def test_gradients_are_finite_with_a_fully_padded_row():
+    model, params = Decoder(CONFIG), params_of(CONFIG)
+    tokens = jnp.zeros((2, 4), jnp.int32)
+    mask = jnp.array([[False] * 4, [False, True, True, True]])
+
+    def total(params: dict, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(mask[..., None], model.apply({"params": params}, tokens, mask), 0) ** 3)
+
+    grad = jax.jit(jax.grad(total))
+    padded = grad(params, tokens, mask)
+    chex.assert_tree_all_finite(padded)
+    assert jnp.abs(padded["layers"]["self_attn"]["v_proj"]["kernel"]).max() > 0
+    # Entries are sums of terms of order 10 that cancel, so the float32 error is relative to those.
+    chex.assert_trees_all_close(padded, grad(params, tokens[1:], mask[1:]), rtol=1e-6, atol=2e-5)
+
+
+def test_kept_projections_are_not_computed_again():
+    """The same gradient from fewer products: seven projections a layer are those of the one pass forward."""
+    params, tokens = params_of(CONFIG), jnp.arange(10).reshape(2, 5) % 24
+    mask = jnp.ones(tokens.shape, bool)
+
+    def gradient(remat: str) -> tuple[dict, int]:
+        model = Decoder(dataclasses.replace(CONFIG, remat=remat))
+
+        def loss(params: dict) -> jax.Array:
+            return (model.apply({"params": params}, tokens, mask) ** 2).sum()
+
+        traced = jax.jit(jax.grad(loss)).trace(params)
+        lowered = traced.lower()
+        return lowered.compile()(params), lowered.as_text().count("stablehlo.dot_general")
+
+    (full, all_products), (dots, products) = gradient("full"), gradient("dots")
+    chex.assert_trees_all_close(dots, full, rtol=1e-6, atol=1e-7)
+    # The output of down_proj is read by nothing in the backward pass, with or without.
+    assert all_products - products == 6
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_depth_changes_neither_the_trace_nor_the_operations(sliding):
+    """Also with layers of two kinds: what differs between layers is data."""
+
+    def operations(layers: int) -> tuple[int, Counter[str]]:
+        kinds = tuple("full" if (layer + 1) % 3 else "sliding" for layer in range(layers)) if sliding else None
+        config = dataclasses.replace(
+            CONFIG, layers=layers, layer_kinds=kinds, sliding_window=2 if sliding else None, local_rope=Rope(10.0)
+        )
+        model = Decoder(config)
+        shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))
+        tokens, mask = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), bool)
+
+        def loss(params: dict) -> jax.Array:
+            return model.apply(params, tokens, mask).sum()
+
+        traced = jax.jit(jax.grad(loss)).trace(shapes)
+        names = re.findall(r"stablehlo\.[a-z_]+", traced.lower().as_text())
+        return len(str(traced.jaxpr)), Counter(names)
+
+    (text_4, found_4), (text_12, found_12) = operations(4), operations(12)
+    assert found_4 == found_12
+    assert found_4["stablehlo.while"] == 2
+    assert abs(text_12 - text_4) < 0.01 * text_4
+
+
+def test_rows_are_decoded_at_columns_of_their_own():
+    """Three rows at different columns of one cache, one of them idle, against the whole sequences."""
+    model, params = Decoder(CONFIG), scaled(params_of(CONFIG), 3.0)
+    tokens = jax.random.randint(jax.random.key(1), (3, 7), 0, 24)
+    lengths = jnp.array([5, 3, 0])
+    start = jnp.arange(7) < lengths[:, None]
+    variables = {"params": params}
+    _, cache = model.apply(variables, tokens, start, method=Decoder.prefill)
+    expected = jax.jit(lambda mask: model.apply(variables, tokens, mask))(jnp.arange(7) < lengths[:, None] + 2)
+    decode = jax.jit(lambda *args: model.apply(variables, *args, method=Decoder.decode))
+    idle = jnp.array([False, False, True])
+    for step in range(2):
+        column = jnp.where(idle, 7, lengths + step)
+        token = tokens[jnp.arange(3), lengths + step]
+        mask = (jnp.arange(7) <= column[:, None]) & ~idle[:, None]
+        before, (hidden, cache) = cache, decode(token, lengths + step, cache, mask, column)
+        chex.assert_trees_all_close(hidden[:2], expected[jnp.arange(2), (lengths + step)[:2]], atol=2e-6)
+        chex.assert_trees_all_equal(*[jax.tree.map(lambda x: x[:, 2], c) for c in (before, cache)])
+        for row in range(2):
+            others = jnp.arange(7) != column[row]
+            kept = [jax.tree.map(lambda x, row=row, others=others: x[:, row, others], c) for c in (before, cache)]
+            chex.assert_trees_all_equal(*kept)
+
+
+def test_a_cache_column_per_row_is_the_scalar_column_in_all_rows():
+    key = jax.random.key(0)
+    cache = KeyValues(*jax.random.normal(key, (2, 3, 2, 5, 2, 4)))
+    new = KeyValues(*jax.random.normal(key, (2, 3, 2, 1, 2, 4)))
+    chex.assert_trees_all_equal(cache.write(new, jnp.array([3, 3])), cache.write(new, jnp.int32(3)))
+    chex.assert_trees_all_equal(cache.write(new, jnp.array([5, -1])), cache)
+
+
+@pytest.mark.parametrize(("field", "value"), [("kv_heads", 3), ("head_dim", 5)])
+def test_impossible_shapes_are_named(field, value):
+    with pytest.raises(ValueError, match=f"{field}: got {value}"):
+        dataclasses.replace(CONFIG, **{field: value})

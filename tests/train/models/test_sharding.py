@@ -1,0 +1,108 @@
+"""The mesh, the table of axes, and parameters that do not depend on either."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models.sharding import (
+    RULES,
+    batch_sharding,
+    constrain,
+    make_mesh,
+    param_shardings,
+    partition_spec,
+    replicated,
+    shard_rows,
+)
+from train.rl.policy import abstract_adapter, abstract_params, init_adapter, init_params
+
+LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "down_proj"))
+CONFIG = DecoderConfig(
+    vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, qkv_bias=True, lora=LORA
+)
+
+
+def test_a_mesh_takes_the_first_devices_and_auto_axes():
+    mesh = make_mesh(2, 1, 2)
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert set(mesh.devices.flat) == set(jax.devices()[:4])
+
+
+def test_a_mesh_that_cannot_be_is_explained():
+    with pytest.raises(ValueError, match=r"data=4 x fsdp=4 x tensor=1 needs 16 devices, got 8 \(cpu\)"):
+        make_mesh(4, 4, 1)
+    with pytest.raises(ValueError, match=r"mesh\.fsdp: got 0"):
+        make_mesh(1, 0, 1)
+
+
+def test_logical_axes_follow_the_table():
+    assert partition_spec(("layers", "embed", "heads")) == P(None, "fsdp", "tensor")
+    assert partition_spec(("rows", None)) == P(("data", "fsdp"), None)
+    with pytest.raises(ValueError, match="logical axis: got 'colour', expected one of rows"):
+        partition_spec(("colour",))
+
+
+def test_two_axes_on_one_mesh_axis_are_an_error_that_names_the_parameter():
+    with pytest.raises(ValueError, match="'heads' and 'mlp' of one array both map to mesh axis 'tensor'"):
+        partition_spec(("heads", "mlp"))
+    rules = {**RULES, "embed": "tensor"}
+    with pytest.raises(ValueError, match=r"a\.kernel: logical axes 'embed' and 'mlp'"):
+        param_shardings(make_mesh(), {"a": {"kernel": P("embed", "mlp")}}, {"a": {"kernel": jnp.zeros((2, 2))}}, rules)
+
+
+def test_a_size_that_the_mesh_does_not_divide_names_the_parameter():
+    model = Decoder(DecoderConfig(vocab_size=24, layers=1, width=18, heads=2, kv_heads=2, head_dim=4, mlp_width=8))
+    expected = r"embed_tokens\.embedding: axis 'embed' of size 18 is not divisible by mesh\.fsdp=4"
+    with pytest.raises(ValueError, match=expected):
+        init_params(model, jax.random.key(0), make_mesh(1, 4, 1))
+
+
+def test_specs_must_fit_the_shape():
+    with pytest.raises(ValueError, match="w: logical axes"):
+        param_shardings(make_mesh(), {"w": P("embed")}, {"w": jnp.zeros((2, 2))})
+
+
+def test_parameters_are_born_sharded_with_values_that_do_not_depend_on_the_mesh():
+    model, key = Decoder(CONFIG), jax.random.key(3)
+    single, mesh = make_mesh(), make_mesh(2, 2, 2)
+    params, adapter = init_params(model, key, mesh), init_adapter(model, key, mesh)
+    kernel = params["layers"]["self_attn"]["q_proj"]["kernel"]
+    assert kernel.sharding.spec == P(None, "fsdp", "tensor")
+    assert kernel.addressable_shards[0].data.shape == (2, 8, 8)
+    to_host = lambda tree: jax.tree.map(np.asarray, tree)  # noqa: E731
+    chex.assert_trees_all_equal(to_host(params), to_host(init_params(model, key, single)))
+    chex.assert_trees_all_equal(to_host(adapter), to_host(init_adapter(model, key, single)))
+
+
+def test_abstract_trees_describe_the_real_ones():
+    model, mesh = Decoder(CONFIG), make_mesh(1, 2, 2)
+    for abstract, init in ((abstract_params, init_params), (abstract_adapter, init_adapter)):
+        described, real = abstract(model, mesh), init(model, jax.random.key(0), mesh)
+        chex.assert_trees_all_equal_shapes_and_dtypes(described, real)
+        same = jax.tree.map(lambda x, y: x.sharding == y.sharding, described, real)
+        assert all(jax.tree.leaves(same))
+
+
+def test_rows_are_split_over_data_and_fsdp():
+    mesh = make_mesh(2, 2, 2)
+    batch = shard_rows({"tokens": np.arange(8).reshape(4, 2), "scores": np.ones(4)}, mesh)
+    assert batch["tokens"].sharding == batch_sharding(mesh)
+    assert batch["tokens"].addressable_shards[0].data.shape == (1, 2)
+    with pytest.raises(ValueError, match=r"tokens: 6 rows are not divisible by mesh\.data x mesh\.fsdp = 4"):
+        shard_rows({"tokens": np.ones((6, 2))}, mesh)
+    assert jax.device_put(np.ones(3), replicated(mesh)).is_fully_replicated
+
+
+def test_constraints_apply_under_a_mesh_and_are_nothing_without_one():
+    x = jnp.ones((8, 2))
+    assert constrain(x, "rows", None) is x
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda x: constrain(x * 2, "rows", None))(x)
+    assert y.sharding.is_equivalent_to(batch_sharding(mesh), 2)

@@ -1,0 +1,233 @@
+"""Every field of a batch goes through padding, slicing, joining and splitting, whatever its name and whenever added."""
+
+import dataclasses
+import re
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from tests import tiny
+from train.config.errors import UserError
+from train.rl.batch import (
+    PER_ROW,
+    Batch,
+    concatenate,
+    given,
+    map_micro_batches,
+    merge_micro_batches,
+    micro_batches,
+    pad_columns,
+    pad_rows,
+    require,
+    row_count,
+    take_rows,
+)
+from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
+from train.rl.policy import token_stats
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Extended(Batch):
+    """A batch of some later version: new fields that no function of `train.rl.batch` has heard of."""
+
+    images: jax.Array | None = None  # [B, T, 3], per token
+    entropies: jax.Array | None = None  # [B, T]
+    difficulty: jax.Array | None = dataclasses.field(default=None, metadata=PER_ROW)
+    votes: jax.Array | None = dataclasses.field(default=None, metadata=PER_ROW)  # [B, 2]
+
+
+ROWS, LENGTH = 6, 5
+FIELDS = {field.name: field for field in dataclasses.fields(Extended)}
+NEEDED = ("tokens", "token_mask", "completion_mask")
+OPTIONAL = sorted(FIELDS.keys() - set(NEEDED))
+DTYPES = {"tokens": np.int32, "token_mask": bool, "completion_mask": bool, "group_ids": np.int32, "votes": np.int16}
+TRAILING = {"images": (3,), "ref_hidden": (4,), "votes": (2,)}
+
+
+def per_row(name: str) -> bool:
+    return FIELDS[name].metadata.get("axes") == "row"
+
+
+def field_of(name: str, rows: int, length: int, seed: int) -> jax.Array:
+    """Numbers none of which is 0, so that padding can be told from content; float16 where no dtype is prescribed."""
+    shape = ((rows,) if per_row(name) else (rows, length)) + TRAILING.get(name, ())
+    dtype = DTYPES.get(name, np.float16)
+    if dtype is bool:
+        return jnp.ones(shape, bool)
+    return jnp.asarray(np.random.default_rng([seed, len(name)]).integers(1, 100, shape).astype(dtype))
+
+
+def batch_of(names, rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Extended:
+    return Extended(**{name: field_of(name, rows, length, seed) for name in (*NEEDED, *names)})
+
+
+def each(batch: Extended):
+    return {name: np.asarray(getattr(batch, name)) for name in FIELDS if getattr(batch, name) is not None}
+
+
+some_fields = st.lists(st.sampled_from(OPTIONAL), unique=True)
+
+
+def test_the_fields_are_those_of_the_batch_and_the_new_ones():
+    assert {field.name for field in dataclasses.fields(Batch)} | {"images", "entropies", "difficulty", "votes"} == set(
+        FIELDS
+    )
+    assert [name for name in FIELDS if per_row(name)] == ["rewards", "group_ids", "difficulty", "votes"]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_every_optional_field_survives_padding_and_micro_batching(name):
+    batch = batch_of([name])
+    before = np.asarray(getattr(batch, name))
+    padded = pad_columns(pad_rows(batch, 9), 8)
+    after = np.asarray(getattr(padded, name))
+    assert after.shape[: 1 if per_row(name) else 2] == ((9,) if per_row(name) else (9, 8))
+    kept = after[:ROWS] if per_row(name) else after[:ROWS, :LENGTH]
+    np.testing.assert_array_equal(kept, before)
+    padding = -1 if name == "group_ids" else 0
+    assert (after[ROWS:] == padding).all()
+    assert per_row(name) or (after[:, LENGTH:] == 0).all()
+    split = getattr(micro_batches(padded, 3), name)
+    assert split.shape == (3, 3, *after.shape[1:])
+    for part in range(3):
+        np.testing.assert_array_equal(split[part], after[part::3])
+    np.testing.assert_array_equal(merge_micro_batches(split), after)
+    assert after.dtype == split.dtype == before.dtype
+
+
+@hypothesis.given(names=some_fields, rows=st.integers(0, 4), columns=st.integers(0, 4))
+def test_padding_keeps_what_is_present_and_adds_nothing_else(names, rows, columns):
+    batch = batch_of(names)
+    padded = pad_rows(pad_columns(batch, LENGTH + columns), ROWS + rows)
+    assert type(padded) is Extended
+    assert each(padded).keys() == each(batch).keys()
+    assert row_count(padded) == ROWS + rows
+    assert not padded.token_mask[ROWS:].any()
+    assert not padded.completion_mask[:, LENGTH:].any()
+    cut = take_rows(padded, slice(0, ROWS))
+    for name, value in each(batch).items():
+        now = np.asarray(getattr(cut, name))
+        np.testing.assert_array_equal(now if per_row(name) else now[:, :LENGTH], value, err_msg=name)
+        assert now.dtype == value.dtype
+
+
+@hypothesis.given(names=some_fields, rows=st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=8))
+def test_rows_are_taken_in_the_order_asked_for(names, rows):
+    batch = batch_of(names)
+    taken = take_rows(batch, jnp.asarray(rows))
+    chex.assert_trees_all_equal(each(taken), {name: value[rows] for name, value in each(batch).items()})
+    chex.assert_trees_all_equal_dtypes(taken, batch)
+
+
+@hypothesis.given(names=some_fields, cut=st.integers(1, ROWS - 1))
+def test_joining_the_parts_gives_the_whole(names, cut):
+    batch = batch_of(names)
+    parts = [take_rows(batch, slice(0, cut)), take_rows(batch, slice(cut, None))]
+    chex.assert_trees_all_equal(concatenate(parts), batch)
+    chex.assert_trees_all_equal_dtypes(concatenate(parts), batch)
+
+
+@hypothesis.given(names=some_fields)
+def test_joining_different_lengths_pads_the_shorter_on_the_right(names):
+    short, long = batch_of(names, rows=2, length=3, seed=1), batch_of(names, rows=4, length=7, seed=2)
+    joined = concatenate([short, long])
+    chex.assert_trees_all_equal(take_rows(joined, slice(0, 2)), pad_columns(short, 7))
+    chex.assert_trees_all_equal(take_rows(joined, slice(2, None)), long)
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_a_field_that_only_some_batches_have_is_named(name):
+    others = [other for other in OPTIONAL if other != name]
+    for pair in ((OPTIONAL, others), (others, OPTIONAL)):
+        with pytest.raises(ValueError, match=rf"^{name}: present in some of the batches and missing in others"):
+            concatenate([batch_of(names) for names in pair])
+
+
+@hypothesis.given(names=some_fields, count=st.sampled_from([1, 2, 3, 6]))
+def test_splitting_and_merging_is_the_identity(names, count):
+    batch = batch_of(names)
+    split = micro_batches(batch, count)
+    assert split.tokens.shape == (count, ROWS // count, LENGTH)
+    chex.assert_trees_all_equal(merge_micro_batches(split), batch)
+    chex.assert_trees_all_equal(map_micro_batches(lambda part: part, batch, count), batch)
+
+
+def test_rows_that_belong_together_are_not_parted():
+    batch = concatenate([batch_of(["rewards"])] * 2)
+    split = micro_batches(batch, 2, together=3)
+    chex.assert_trees_all_equal(merge_micro_batches(split, together=3), batch)
+    chex.assert_trees_all_equal(map_micro_batches(lambda part: part, batch, 2, together=3), batch)
+    runs = np.asarray(batch.rewards).reshape(4, 3)
+    np.testing.assert_array_equal(split.rewards, [np.concatenate(runs[::2]), np.concatenate(runs[1::2])])
+    with pytest.raises(ValueError, match=f"got 3, which does not divide the {2 * ROWS} rows of the batch of 3 rows"):
+        micro_batches(batch, 3, together=3)
+
+
+def test_micro_batches_leave_each_device_its_rows():
+    # Two devices hold rows 0-2 and 3-5: each micro-batch has to take its share from both.
+    rows = micro_batches(batch_of(["rewards"]), 3).rewards
+    whole = np.asarray(batch_of(["rewards"]).rewards)
+    np.testing.assert_array_equal(rows, [whole[[0, 3]], whole[[1, 4]], whole[[2, 5]]])
+
+
+def test_what_does_not_fit_is_said():
+    batch = batch_of([])
+    with pytest.raises(ValueError, match="rows: got 5, expected at least the 6"):
+        pad_rows(batch, 5)
+    with pytest.raises(ValueError, match="length: got 4, expected at least the 5"):
+        pad_columns(batch, 4)
+    with pytest.raises(ValueError, match="micro_batches: got 4, which does not divide the 6 rows"):
+        micro_batches(batch, 4)
+    with pytest.raises(ValueError, match="a field of the batch is missing"):
+        given(batch.rewards)
+
+
+def test_require_names_what_is_missing_and_what_is_there():
+    batch = batch_of(["rewards", "values"])
+    require(batch, ["rewards", "values"], "this test")
+    message = (
+        "the batch lacks returns, ref_log_probs, which the loss needs; present: tokens, token_mask, completion_mask, "
+        "rewards, values"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        require(batch, ["returns", "values", "ref_log_probs"], "the loss")
+
+
+CONFIG = tiny.config_of(
+    "kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.1", "loss.aggregation=seq_mean_token_mean"
+)
+
+
+def test_loss_gradient_and_metrics_do_not_see_padding():
+    model, params = tiny.model_of(CONFIG), tiny.host_params()
+    batch = tiny.rollout_batch()
+    stats, _ = token_stats(
+        model, tiny.kljax.Policy(params), batch.tokens, batch.token_mask, temperature=1.0, first=tiny.PROMPT
+    )
+    batch = tiny.full_batch(np.asarray(stats.log_prob))
+    gradient = jax.jit(jax.value_and_grad(make_objective(CONFIG, model), has_aux=True))
+
+    def results(batch: Batch):
+        weighted = dataclasses.replace(batch, token_weights=token_weights(CONFIG, batch))
+        return gradient({"params": params}, None, weighted, coefficients(CONFIG))
+
+    whole, padded = results(batch), results(pad_columns(pad_rows(batch, 12), tiny.LENGTH + 3))
+    chex.assert_trees_all_close(padded, whole, rtol=1e-5, atol=1e-7)
+    assert float(whole[0][0]) != 0
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_added_rows_belong_to_no_prompt(estimator):
+    config = tiny.config_of(f"advantage.estimator={estimator}", "advantage.whiten=true")
+    batch = tiny.rollout_batch()
+    prepare, controller = make_preparation(config), tiny.kljax.fixed_kl(0.0).init()
+    whole, _, _ = prepare(batch, controller)
+    padded, _, _ = prepare(pad_rows(batch, 11), controller)
+    chex.assert_trees_all_close(padded.advantages[: tiny.ROWS], whole.advantages, rtol=1e-6, atol=1e-6)
+    assert not padded.advantages[tiny.ROWS :].any()

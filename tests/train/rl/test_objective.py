@@ -1,0 +1,414 @@
+"""The composed loss against the same terms written by hand, and what is done to advantages and to the reported KL."""
+
+import dataclasses
+import functools
+from typing import get_args
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from kljax.aggregation import MODES
+from kljax.kl import ESTIMATORS
+from kljax.losses.kl import ROLLOUT_ESTIMATORS
+from tests import oracles, tiny
+from train.config import types
+from train.rl.batch import Batch
+from train.rl.objective import (
+    ADVANTAGES,
+    POLICY_LOSSES,
+    coefficients,
+    make_controller,
+    make_objective,
+    make_preparation,
+    required_fields,
+    token_weights,
+)
+from train.rl.policy import hidden_states, stored_head, token_stats, token_values
+
+MODEL = tiny.model_of(tiny.config_of())
+HEAD = {"kernel": np.linspace(-1, 1, 16, dtype=np.float32), "bias": np.float32(0.1)}
+EVERYTHING = (
+    "advantage.estimator=gae",
+    "loss.value_coef=0.5",
+    "loss.value_clip=0.2",
+    "loss.clip_high=0.28",
+    "loss.entropy_coef=0.05",
+    "kl.loss.coef=0.3",
+    "kl.rollout.coef=0.2",
+)
+
+
+@functools.cache
+def measured() -> dict[str, np.ndarray]:
+    """Log-probs, entropies and values of the tiny policy on the tokens of the tiny batch."""
+    batch = tiny.rollout_batch()
+    stats, hidden = jax.jit(
+        lambda params: token_stats(
+            MODEL, kljax.Policy(params), batch.tokens, batch.token_mask, temperature=1.0, entropy=True, first=5
+        )
+    )(tiny.host_params())
+    arrays = {"log_prob": stats.log_prob, "entropy": stats.entropy, "value": token_values(HEAD, hidden)}
+    return {name: np.asarray(value, np.float64) for name, value in arrays.items()}
+
+
+def batch_of() -> Batch:
+    return tiny.full_batch(measured()["log_prob"])
+
+
+def loss_of(config, batch: Batch, with_gradient: bool = False):
+    trainable = {"params": tiny.host_params(), **({"value_head": HEAD} if config.has_value_head() else {})}
+    objective = make_objective(config, MODEL)
+    function = jax.value_and_grad(objective, has_aux=True) if with_gradient else objective
+    return jax.jit(function)(trainable, None, batch, coefficients(config))
+
+
+def numbers(batch: Batch) -> dict[str, np.ndarray]:
+    """The fields in float64, 0 under the mask."""
+    fields = {f.name: np.asarray(getattr(batch, f.name)) for f in dataclasses.fields(batch)}
+    mask = fields["completion_mask"]
+    return {name: np.where(mask, x, 0).astype(float) if x.shape == mask.shape else x for name, x in fields.items()}
+
+
+def ppo(x, log_prob, low=0.2, high=0.2):
+    ratio = np.exp(log_prob - x["old_log_probs"])
+    return np.maximum(-x["advantages"] * ratio, -x["advantages"] * np.clip(ratio, 1 - low, 1 + high))
+
+
+def total(batch: Batch, per_token: np.ndarray) -> float:
+    """The mean over tokens."""
+    return per_token[np.asarray(batch.completion_mask)].mean()
+
+
+def test_every_name_of_the_schema_has_a_function():
+    assert tuple(ADVANTAGES) == get_args(types.AdvantageEstimator)
+    assert (*POLICY_LOSSES, "none") == get_args(types.PolicyLoss)
+    assert set(get_args(types.Aggregation)) == set(MODES)
+    assert set(get_args(types.Estimator)) == set(ESTIMATORS)
+    assert get_args(types.RolloutEstimator) == ROLLOUT_ESTIMATORS
+
+
+def test_the_loss_is_the_sum_of_its_terms():
+    config, batch = tiny.config_of(*EVERYTHING), batch_of()
+    x, mine = numbers(batch), measured()
+    log_ratio = mine["log_prob"] - x["ref_log_probs"]
+    near = x["values"] + np.clip(mine["value"] - x["values"], -0.2, 0.2)
+    errors = [(value - x["returns"]) ** 2 for value in (mine["value"], near)]
+    terms = {
+        "policy_loss": total(batch, ppo(x, mine["log_prob"], high=0.28)),
+        "kl_loss": total(batch, oracles.k3(log_ratio)),
+        "rollout_kl_loss": total(batch, (mine["log_prob"] - x["rollout_log_probs"]) ** 2 / 2),
+        "value_loss": total(batch, np.maximum(*errors) / 2),
+    }
+    entropy = total(batch, mine["entropy"])
+    expected = (
+        terms["policy_loss"]
+        + 0.3 * terms["kl_loss"]
+        + 0.2 * terms["rollout_kl_loss"]
+        + 0.5 * terms["value_loss"]
+        - 0.05 * entropy
+    )
+    loss, metrics = loss_of(config, batch)
+    values = {name: float(metric.value()) for name, metric in metrics.items()}
+    np.testing.assert_allclose(loss, expected, rtol=2e-6)
+    for name, value in {**terms, "loss": expected, "entropy": entropy}.items():
+        np.testing.assert_allclose(values[name], value, rtol=2e-6, err_msg=name)
+    reverse = x["rollout_log_probs"] - mine["log_prob"]
+    np.testing.assert_allclose(values["kl_reference"], terms["kl_loss"], rtol=2e-6)
+    np.testing.assert_allclose(values["rollout_kl"], total(batch, oracles.k3(reverse)), rtol=2e-6)
+    np.testing.assert_allclose(values["ppo_kl"], total(batch, x["old_log_probs"] - mine["log_prob"]), rtol=2e-5)
+    ratio = np.exp(mine["log_prob"] - x["old_log_probs"])
+    clipped = np.where(x["advantages"] > 0, ratio > 1.28, ratio < 0.8)
+    assert 0 < total(batch, clipped) < 1
+    np.testing.assert_allclose(values["clip_fraction"], total(batch, clipped), rtol=1e-6)
+    error = np.abs(x["old_log_probs"] - x["rollout_log_probs"])
+    assert values["rollout_log_prob_error"] == np.float32(error.max()) > 0.2
+    means = {"loss", "entropy", "kl_reference", "rollout_kl", "ppo_kl", "clip_fraction"}
+    assert values.keys() == {*terms, *means, "rollout_log_prob_error"}
+
+
+@pytest.mark.parametrize("term", ["kl.loss={coef: 0.2, importance_corrected: true}", "loss.policy=gspo"])
+def test_the_only_update_on_a_batch_needs_no_old_log_probs(term):
+    """They are its own: scored before, they change neither the gradient nor what is reported."""
+    config = tiny.config_of(term, "kl.rollout.coef=0.2")
+    batch = dataclasses.replace(batch_of(), old_log_probs=jnp.asarray(measured()["log_prob"], jnp.float32))
+    scored = loss_of(config, batch, with_gradient=True)
+    alone = loss_of(config, dataclasses.replace(batch, old_log_probs=None), with_gradient=True)
+    chex.assert_trees_all_close(alone, scored, rtol=2e-5, atol=2e-6)
+    assert float(alone[0][1]["rollout_log_prob_error"].value()) > 0.2
+
+
+def test_the_gradient_is_that_of_the_policy_loss_and_of_k2():
+    config, batch = tiny.config_of("kl.loss.coef=0.3", "kl.rollout.coef=0.2"), batch_of()
+    x, log_prob = numbers(batch), measured()["log_prob"]
+    ratio = np.exp(log_prob - x["old_log_probs"])
+    active = np.where(x["advantages"] > 0, ratio <= 1.2, ratio >= 0.8)
+    slope = -x["advantages"] * ratio * active
+    slope += 0.3 * (log_prob - x["ref_log_probs"]) + 0.2 * (log_prob - x["rollout_log_probs"])
+    slope = np.where(batch.completion_mask, slope, 0) / np.asarray(batch.completion_mask).sum()
+
+    def log_probs(params):
+        policy = kljax.Policy(params)
+        return token_stats(MODEL, policy, batch.tokens, batch.token_mask, temperature=1.0, first=5)[0].log_prob
+
+    pull = jax.jit(lambda params, cotangent: jax.vjp(log_probs, params)[1](cotangent)[0])
+    expected = pull(tiny.host_params(), slope.astype(np.float32))
+    _, gradient = loss_of(config, batch, with_gradient=True)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    assert largest > 1e-2
+    chex.assert_trees_all_close(gradient["params"], expected, rtol=1e-5, atol=1e-6 * largest)
+
+
+def test_the_importance_corrected_term_is_weighted_by_the_capped_ratio():
+    config = tiny.config_of(
+        "kl.loss={coef: 0.7, estimator: k3, gradient: value, importance_corrected: true, max_ratio: 1.1}"
+    )
+    batch = batch_of()
+    x, log_prob = numbers(batch), measured()["log_prob"]
+    ratio = np.minimum(np.exp(log_prob - x["old_log_probs"]), 1.1)
+    kl = ratio * oracles.k3(log_prob - x["ref_log_probs"])
+    loss, metrics = loss_of(config, batch)
+    np.testing.assert_allclose(metrics["kl_loss"].value(), total(batch, kl), rtol=2e-6)
+    np.testing.assert_allclose(loss, total(batch, ppo(x, log_prob) + 0.7 * kl), rtol=2e-6)
+    uncorrected = total(batch, oracles.k3(log_prob - x["ref_log_probs"]))
+    assert abs(uncorrected / total(batch, kl) - 1) > 1e-2
+    np.testing.assert_allclose(metrics["kl_reference"].value(), uncorrected, rtol=2e-6)
+
+
+def distributions(params, batch: Batch) -> jax.Array:
+    """Log-probs [B, T, V] of every token that could stand in a column."""
+    hidden = hidden_states(MODEL, kljax.Policy(params), batch.tokens, batch.token_mask)
+    return jnp.roll(jax.nn.log_softmax(hidden @ stored_head(MODEL, params).T), 1, axis=1)
+
+
+def test_the_exact_kl_of_the_loss():
+    config, plain = tiny.config_of("kl.loss={coef: 0.7, estimator: exact}"), tiny.config_of()
+    other, batch = tiny.moved(tiny.host_params(), 0.05), batch_of()
+    hidden = hidden_states(MODEL, kljax.Policy(other), batch.tokens, batch.token_mask)
+    batch = dataclasses.replace(batch, ref_hidden=hidden)
+    arguments = ({"params": tiny.host_params()}, None, batch, coefficients(config))
+    theirs, mask = distributions(other, batch), np.asarray(batch.completion_mask)
+
+    def kl_of(params) -> jax.Array:
+        mine = distributions(params, batch)
+        return (jnp.exp(mine) * (mine - theirs)).sum(-1)[mask].mean()
+
+    def objective(config):
+        function = jax.jit(jax.value_and_grad(make_objective(config, MODEL), has_aux=True))
+        return function(*arguments, stored_head(MODEL, other))
+
+    (loss, metrics), gradient = objective(config)
+    (without, _), rest = objective(plain)
+    expected, slope = jax.jit(jax.value_and_grad(kl_of))(tiny.host_params())
+    assert expected > 1e-2
+    for name in ("kl_reference_exact", "kl_loss"):
+        np.testing.assert_allclose(metrics[name].value(), expected, rtol=1e-5)
+    np.testing.assert_allclose(loss - without, 0.7 * expected, rtol=1e-4)
+    # Embedding and head are one array: the slope goes through both, and the head of the reference stays what it was.
+    change = jax.tree.map(lambda a, b: (a - b) / 0.7, gradient["params"], rest["params"])
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradient))
+    assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(slope)) > 1e-2 * largest
+    chex.assert_trees_all_close(change, slope, rtol=0, atol=2e-6 * largest)
+    with pytest.raises(ValueError, match="ref_head: got None"):
+        make_objective(config, MODEL)(*arguments)
+
+
+@pytest.mark.parametrize("name", sorted({*get_args(types.PolicyLoss)} - {"none"}))
+def test_every_policy_loss(name):
+    options = {"ppo": ["loss.dual_clip=1.1"], "cispo": [], "gspo": ["loss.clip_low=0.01", "loss.clip_high=0.02"]}[name]
+    config, batch = tiny.config_of(f"loss.policy={name}", *options), batch_of()
+    x, log_prob, mask = numbers(batch), measured()["log_prob"], np.asarray(batch.completion_mask)
+    difference, advantages = np.where(mask, log_prob - x["old_log_probs"], 0), x["advantages"]
+    ratio = np.exp(difference)
+    sequence = np.exp(difference.sum(1) / np.maximum(mask.sum(1), 1))[:, None]
+    expected = {
+        "ppo": np.where(advantages < 0, np.minimum(ppo(x, log_prob), -1.1 * advantages), ppo(x, log_prob)),
+        "cispo": -advantages * np.clip(ratio, 0.8, 1.2) * log_prob,
+        "gspo": np.maximum(-advantages * sequence, -advantages * np.clip(sequence, 0.99, 1.02)),
+    }[name]
+    loss, metrics = loss_of(config, batch)
+    np.testing.assert_allclose(loss, total(batch, expected), rtol=5e-6)
+    low, high = {"ppo": (0.8, 1.2), "cispo": (0.8, 1.2), "gspo": (0.99, 1.02)}[name]
+    judged = sequence if name == "gspo" else ratio
+    clipped = ((advantages > 0) & (judged > high)) | ((advantages < 0) & (judged < low))
+    assert 0 < total(batch, clipped) < 1
+    np.testing.assert_allclose(metrics["clip_fraction"].value(), total(batch, clipped), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_token_weights_are_those_of_the_config(mode):
+    options = ["loss.max_length=7"] if mode == "seq_mean_token_sum_norm" else []
+    batch = tiny.rollout_batch()
+    for empty_rows in ("drop", "count"):
+        config = tiny.config_of(f"loss.aggregation={mode}", f"loss.empty_rows={empty_rows}", *options)
+        mask, groups = np.asarray(batch.completion_mask), np.asarray(batch.group_ids)
+        expected = oracles.token_weights(mask, mode, max_length=7, group_ids=groups, count=empty_rows == "count")
+        np.testing.assert_allclose(token_weights(config, batch), expected, rtol=1e-6)
+
+
+def prepared(config, batch: Batch):
+    return jax.jit(make_preparation(config))(batch, make_controller(config).init())
+
+
+@pytest.mark.parametrize("name", get_args(types.AdvantageEstimator))
+def test_every_advantage_estimator(name):
+    options = {"gae": ["loss.value_coef=1.0", "advantage.lam=0.9", "advantage.gamma=0.8"]}
+    options["reinforce_plus_plus"] = ["advantage.gamma=0.8"]
+    config, batch = tiny.config_of(f"advantage.estimator={name}", *options.get(name, [])), batch_of()
+    x, mask = numbers(batch), np.asarray(batch.completion_mask)
+    lengths, rows = mask.sum(1), range(tiny.ROWS)
+    rewards = np.where(lengths > 0, x["rewards"], 0).astype(float)  # a row without a token has nowhere to put one
+    pairs = rewards.reshape(4, 2)
+    other = pairs[:, ::-1].reshape(-1)
+    mean = np.repeat(pairs.mean(1), 2)
+    weighted = np.repeat((pairs * lengths.reshape(4, 2)).sum(1) / lengths.reshape(4, 2).sum(1), 2)
+    per_row = {
+        "grpo": (rewards - mean) / (np.repeat(pairs.std(1, ddof=1), 2) + 1e-6),
+        "rloo": rewards - other,
+        "opo": rewards - weighted,
+        "reinforce_plus_plus_baseline": rewards - mean,
+    }
+    expected = np.zeros(mask.shape)
+    for row in rows:
+        later_value, later = 0.0, 0.0
+        for t in reversed(np.flatnonzero(mask[row])):
+            reward = rewards[row] if t == np.flatnonzero(mask[row])[-1] else 0.0
+            if name == "gae":
+                later = reward + 0.8 * later_value - x["values"][row, t] + 0.8 * 0.9 * later
+                later_value = x["values"][row, t]
+            elif name == "reinforce_plus_plus":
+                later = reward + 0.8 * later
+            else:
+                later = per_row[name][row]
+            expected[row, t] = later
+    result, _, metrics = prepared(config, batch)
+    np.testing.assert_allclose(result.advantages, expected, rtol=2e-5, atol=1e-6)
+    assert metrics == {}
+    if name == "gae":
+        np.testing.assert_allclose(result.returns, np.where(mask, expected + x["values"], 0), rtol=2e-5, atol=1e-6)
+    else:
+        assert result.returns is None
+
+
+def test_whitening_is_over_the_tokens_of_the_whole_batch():
+    batch = batch_of()
+    options = "advantage.estimator=rloo", "advantage.whiten=false"
+    plain = np.asarray(prepared(tiny.config_of(*options), batch)[0].advantages, float)
+    white = prepared(tiny.config_of(options[0], "advantage.whiten=true"), batch)[0].advantages
+    tokens = plain[np.asarray(batch.completion_mask)]
+    expected = np.where(batch.completion_mask, kljax.masked_whiten(plain, batch.completion_mask), 0)
+    np.testing.assert_allclose(white, expected, rtol=1e-5, atol=1e-6)
+    assert abs(white[np.asarray(batch.completion_mask)].mean()) < 1e-6 < abs(tokens.mean())
+
+
+REWARD_KL = (
+    "advantage.estimator=reinforce_plus_plus",
+    "kl.reward={coef: 0.2, estimator: k1, controller: {type: adaptive, target: 0.05, horizon: 40}}",
+)
+
+
+def test_raw_kl_survives_reward_shaping_and_drives_the_controller():
+    config, batch = tiny.config_of(*REWARD_KL), batch_of()
+    x, mask = numbers(batch), np.asarray(batch.completion_mask)
+    kl = np.where(mask, x["old_log_probs"] - x["ref_log_probs"], 0)
+    state = kljax.ControllerState(jnp.float32(0.4))
+    result, _, metrics = jax.jit(make_preparation(config))(batch, state)
+    np.testing.assert_allclose(metrics["kl_reward"].value(), kl.sum() / mask.sum(), rtol=1e-5)
+    assert float(metrics["kl_coef"].value()) == np.float32(0.4), "the coefficient that was used, not the next one"
+    rewards = -0.4 * kl
+    for row in range(tiny.ROWS):
+        if mask[row].any():
+            rewards[row, np.flatnonzero(mask[row])[-1]] += x["rewards"][row]
+    returns = np.where(mask, rewards[:, ::-1].cumsum(1)[:, ::-1], 0)
+    np.testing.assert_allclose(result.advantages, returns, rtol=1e-5, atol=1e-6)
+    for name in ("rewards", "old_log_probs", "ref_log_probs"):
+        np.testing.assert_array_equal(getattr(result, name), getattr(batch, name), err_msg=name)
+
+
+def test_the_exact_kl_of_the_reward():
+    options = ("advantage.estimator=reinforce_plus_plus", "kl.reward={coef: 0.2, estimator: exact}")
+    batch = batch_of()
+    mask = np.asarray(batch.completion_mask)
+    kl = np.where(mask, np.random.default_rng(0).uniform(0, 0.3, mask.shape), 1e4).astype(np.float32)
+    batch = dataclasses.replace(batch, ref_exact_kl=jnp.asarray(kl))
+    result, _, metrics = prepared(tiny.config_of(*options), batch)
+    np.testing.assert_allclose(metrics["kl_reward"].value(), kl[mask].mean(dtype=float), rtol=1e-6)
+    rewards = np.where(mask, -0.2 * kl.astype(float), 0)
+    for row in range(tiny.ROWS):
+        if mask[row].any():
+            rewards[row, np.flatnonzero(mask[row])[-1]] += batch.rewards[row]
+    returns = np.where(mask, rewards[:, ::-1].cumsum(1)[:, ::-1], 0)
+    np.testing.assert_allclose(result.advantages, returns, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(result.ref_exact_kl, kl)
+
+
+@pytest.mark.parametrize(("target", "error"), [(1e-3, 0.2), (1e3, -0.2), (None, None)])
+def test_the_adaptive_coefficient_follows_the_formula_of_ziegler(target, error):
+    batch = batch_of()
+    full = np.ones((tiny.ROWS, tiny.LENGTH), bool) & (np.arange(tiny.LENGTH) >= tiny.PROMPT)
+    distance = np.linspace(0.1, 0.5, full.size, dtype=np.float32).reshape(full.shape)
+    batch = dataclasses.replace(
+        batch,
+        completion_mask=jnp.asarray(full),
+        old_log_probs=jnp.asarray(distance),
+        ref_log_probs=jnp.zeros(full.shape),
+    )
+    mean = distance[full].mean(dtype=np.float64)  # over all tokens
+    if target is None:
+        target, error = mean / 1.1, 0.1
+    controller = f"{{type: adaptive, target: {target}, horizon: 40}}"
+    config = tiny.config_of(f"kl.reward={{coef: 0.2, estimator: k1, controller: {controller}}}")
+    _, after, metrics = prepared(config, batch)
+    np.testing.assert_allclose(metrics["kl_reward"].value(), mean, rtol=1e-6)
+    np.testing.assert_allclose(after.coef, 0.2 * (1 + error * tiny.ROWS / 40), rtol=1e-6)
+
+
+def test_a_fixed_coefficient_stays():
+    config = tiny.config_of("kl.reward={coef: 0.2, estimator: k1}")
+    _, after, metrics = prepared(config, batch_of())
+    assert float(after.coef) == float(metrics["kl_coef"].value()) == np.float32(0.2)
+
+
+def test_the_centred_adjustment_sums_to_zero_over_the_rollout_batch():
+    batch = batch_of()
+    x, mask = numbers(batch), np.asarray(batch.completion_mask)
+    plain = prepared(tiny.config_of("advantage.estimator=rloo"), batch)[0]
+    config = tiny.config_of("advantage.estimator=rloo", "kl.advantage={coef: 0.7, estimator: k1}")
+    shifted, _, metrics = prepared(config, batch)
+    kl = x["old_log_probs"] - x["ref_log_probs"]
+    mean = kl[mask].mean()
+    shift = np.asarray(shifted.advantages, float) - np.asarray(plain.advantages, float)
+    np.testing.assert_allclose(shift, np.where(mask, 0.7 * (mean - kl), 0), rtol=1e-5, atol=1e-6)
+    assert np.abs(shift).max() > 0.1
+    assert abs(shift.sum()) < 1e-6 * np.abs(shift).sum()
+    np.testing.assert_allclose(metrics["kl_advantage"].value(), mean, rtol=1e-5)
+
+
+def test_a_batch_needs_what_the_config_reads():
+    always = ["rewards", "group_ids"]
+    early = [*always, "old_log_probs"]
+    assert required_fields(tiny.config_of()) == always
+    assert required_fields(tiny.config_of("kl.rollout.coef=0.1")) == [*always, "rollout_log_probs"]
+    assert required_fields(tiny.config_of("reference.monitor=true")) == [*always, "ref_log_probs"]
+    exact = ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}")
+    assert required_fields(tiny.config_of(*exact)) == [*always, "ref_hidden", "ref_exact_kl"]
+    both = required_fields(tiny.config_of(*exact, "kl.advantage.coef=0.1"))
+    assert both == [*early, "ref_log_probs", "ref_hidden", "ref_exact_kl"]
+    assert required_fields(tiny.config_of("optim.epochs=2")) == early
+    assert required_fields(tiny.config_of("optim.updates_per_batch=2")) == early
+    assert required_fields(tiny.config_of("kl.reward.coef=0.1")) == [*early, "ref_log_probs"]
+    assert required_fields(tiny.config_of(*EVERYTHING)) == [*always, "rollout_log_probs", "ref_log_probs", "values"]
+
+
+def test_coefficients_are_arrays():
+    values = coefficients(tiny.config_of(*EVERYTHING))
+    assert {name: round(float(value), 6) for name, value in values.items()} == {
+        "kl_loss": 0.3,
+        "rollout_kl": 0.2,
+        "entropy": 0.05,
+        "value": 0.5,
+    }
+    assert all(isinstance(value, jax.Array) and value.dtype == jnp.float32 for value in values.values())

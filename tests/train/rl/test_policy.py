@@ -1,0 +1,204 @@
+"""What a policy computes: alignment, temperature, padding, values."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests import tiny
+from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models.sharding import make_mesh
+from train.rl.policy import (
+    head,
+    hidden_states,
+    init_adapter,
+    init_params,
+    init_value_head,
+    stored_head,
+    token_stats,
+    token_values,
+    variables,
+)
+
+CONFIG = DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
+MODEL = Decoder(CONFIG)
+TOKENS = np.random.default_rng(0).integers(0, 24, (3, 6)).astype(np.int32)
+MASK = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]], bool)
+
+stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "entropy_gradient", "first", "tile"))
+
+
+@functools.cache
+def policy_of(model: Decoder, factor: float = 10.0) -> kljax.Policy:
+    """With embeddings that matter: at their initial size every token is almost the same to the blocks."""
+    params = init_params(model, jax.random.key(0), make_mesh())
+    params["embed_tokens"]["embedding"] *= factor
+    return kljax.Policy(params)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_statistics_are_those_of_the_token_in_their_own_column(tie):
+    model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tie))
+    policy = policy_of(model)
+    stats, hidden = stats_of(model, policy, TOKENS, MASK, temperature=0.7, entropy=True)
+    kernel = np.asarray(policy.params["embed_tokens"]["embedding"]).T if tie else policy.params["lm_head"]["kernel"]
+    np.testing.assert_array_equal(head(model, policy.params), kernel)
+    np.testing.assert_array_equal(stored_head(model, policy.params), kernel.T if tie else kernel)
+    log_probs = np.asarray(jax.nn.log_softmax(np.asarray(hidden) @ np.asarray(kernel) / 0.7))
+    expected = np.take_along_axis(log_probs[:, :-1], TOKENS[:, 1:, None], axis=-1)[..., 0]
+    entropy = -(np.exp(log_probs) * log_probs).sum(-1)[:, :-1]
+    np.testing.assert_allclose(stats.log_prob[:, 1:], np.where(MASK[:, 1:], expected, 0), atol=2e-6)
+    np.testing.assert_allclose(stats.entropy[:, 1:], np.where(MASK[:, 1:], entropy, 0), atol=2e-6)
+    assert not stats.log_prob[:, 0].any()
+    assert not stats.entropy[:, 0].any()
+    assert stats.log_prob.dtype == jnp.float32
+    assert stats.kl is None
+    chex.assert_tree_all_finite((stats, hidden))
+
+
+def test_left_padding_changes_nothing():
+    policy = policy_of(MODEL)
+    row, mask = TOKENS[:1], np.ones((1, 6), bool)
+    near, _ = stats_of(MODEL, policy, row, mask, temperature=1.0)
+    wide_row = np.concatenate([np.full((1, 5), 7, np.int32), row], axis=1)
+    wide_mask = np.concatenate([np.zeros((1, 5), bool), mask], axis=1)
+    far, _ = stats_of(MODEL, policy, wide_row, wide_mask, temperature=1.0)
+    np.testing.assert_allclose(far.log_prob[:, 6:], near.log_prob[:, 1:], atol=1e-6)
+
+
+def test_columns_before_the_first_wanted_hold_zero_and_the_others_do_not_change():
+    policy = policy_of(MODEL)
+    whole, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True)
+    part, hidden = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True, first=4)
+    assert hidden.shape == (3, 6, 16)
+    for a, b in ((whole.log_prob, part.log_prob), (whole.entropy, part.entropy)):
+        np.testing.assert_allclose(b[:, 4:], a[:, 4:], atol=1e-6)
+        assert b.shape == a.shape
+        assert not b[:, :4].any()
+        assert a[:, 1:4].any()
+    with pytest.raises(ValueError, match="first: got 0, expected 1 to 6"):
+        token_stats(MODEL, policy, TOKENS, MASK, temperature=1.0, first=0)
+
+
+def test_only_the_tokens_of_the_mask_are_scored():
+    policy, chosen = policy_of(MODEL), MASK & (np.arange(6) % 2 == 1)
+    whole, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True)
+    part, _ = stats_of(MODEL, policy, TOKENS, MASK, mask=chosen, temperature=1.0, entropy=True, first=2)
+    wanted = chosen & (np.arange(6) >= 2)
+    assert wanted.any()
+    for a, b in ((whole.log_prob, part.log_prob), (whole.entropy, part.entropy)):
+        np.testing.assert_allclose(b, np.where(wanted, a, 0), atol=1e-6)
+    last, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, first=6)
+    assert not last.log_prob.any(), "no column is left"
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_exact_kl_is_that_of_whole_distributions(tie):
+    model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tie))
+    policy, other = policy_of(model), kljax.Policy(tiny.moved(policy_of(model).params, 0.1))
+
+    def log_probs(one: kljax.Policy) -> np.ndarray:
+        stored = np.asarray(stored_head(model, one.params), float)
+        hidden = np.asarray(hidden_states(model, one, TOKENS, MASK), float)
+        logits = hidden @ (stored.T if tie else stored) / 0.7
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    mine, theirs = log_probs(policy), log_probs(other)
+    expected = (np.exp(mine) * (mine - theirs)).sum(-1)[:, :-1]
+    reference = (hidden_states(model, other, TOKENS, MASK), stored_head(model, other.params))
+    options = {"temperature": 0.7, "entropy": True, "tile": kljax.Tile(4, 7)}
+    stats, _ = stats_of(model, policy, TOKENS, MASK, reference=reference, **options)
+    assert expected[MASK[:, :-1]].min() > 1e-3  # the states of padding are alike in both
+    np.testing.assert_allclose(stats.kl[:, 1:], np.where(MASK[:, 1:], expected, 0), rtol=1e-4, atol=1e-6)
+    # Of the policy to itself, with the head that it shares: two programs differ in the last bits of a hidden state.
+    itself = (hidden_states(model, policy, TOKENS, MASK), None)
+    assert stats_of(model, policy, TOKENS, MASK, reference=itself, **options)[0].kl.max() < 1e-12
+
+
+def products(jaxpr: jax.extend.core.Jaxpr, columns: int) -> int:
+    """The matrix products of a program with an axis of this size."""
+    found = 0
+    for equation in jaxpr.eqns:
+        shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
+        found += equation.primitive.name == "dot_general" and any(columns in shape for shape in shapes)
+        for parameter in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(parameter, "jaxpr", parameter)
+            found += products(inner, columns) if hasattr(inner, "eqns") else 0
+    return found
+
+
+@pytest.mark.parametrize(("trained", "passes"), [("adapter", 2), ("params", 4)])
+def test_a_head_that_is_not_trained_is_gone_through_once(trained, passes):
+    """Logits and their slopes to the hidden states; with a gradient of the head, the logits again and that gradient."""
+    model = Decoder(dataclasses.replace(CONFIG, lora=LoraConfig(2, 4.0, ("q_proj",)), vocab_size=23))
+    mesh = make_mesh()
+    parts = {
+        "params": init_params(model, jax.random.key(0), mesh),
+        "adapter": init_adapter(model, jax.random.key(1), mesh),
+    }
+
+    def loss(part: dict) -> jax.Array:
+        policy = kljax.Policy(**{**parts, trained: part})
+        stats, _ = token_stats(model, policy, TOKENS % 23, MASK, temperature=1.0, entropy=True, entropy_gradient=False)
+        return stats.log_prob.sum()
+
+    assert products(jax.make_jaxpr(jax.grad(loss))(parts[trained]).jaxpr, 23) == passes
+
+
+def test_the_temperature_does_not_recompile():
+    policy, traces = policy_of(MODEL), []
+
+    @jax.jit
+    def run(temperature: float) -> jax.Array:
+        traces.append(1)
+        return token_stats(MODEL, policy, TOKENS, MASK, temperature=temperature)[0].log_prob
+
+    assert jnp.abs(run(1.0) - run(0.5)).max() > 1e-3
+    assert len(traces) == 1
+
+
+def test_values_belong_to_the_state_before_the_token():
+    value_head = init_value_head(MODEL, jax.random.key(1), make_mesh(1, 2, 1))
+    assert value_head["kernel"].shape == (16,)
+    assert not value_head["bias"]
+    value_head = {"kernel": value_head["kernel"], "bias": jnp.float32(0.5)}
+    hidden = jax.random.normal(jax.random.key(0), (2, 4, 16))
+    values = token_values(value_head, hidden)
+    expected = np.asarray(hidden[:, :-1]) @ np.asarray(value_head["kernel"]) + 0.5
+    np.testing.assert_allclose(values[:, 1:], expected, atol=1e-6)
+    assert not values[:, 0].any()
+
+
+def test_the_adapter_collection_is_there_only_when_there_is_an_adapter():
+    policy = policy_of(MODEL)
+    assert set(variables(MODEL, policy)) == {"params"}
+    with pytest.raises(ValueError, match="no lora section"):
+        variables(MODEL, kljax.Policy(policy.params, {"layers": {}}))
+
+
+@pytest.mark.thorough
+def test_the_same_on_every_mesh():
+    def results(shape: tuple[int, int, int]) -> list[np.ndarray]:
+        mesh = make_mesh(*shape)
+        with jax.set_mesh(mesh):
+            policy = kljax.Policy(init_params(MODEL, jax.random.key(0), mesh))
+            tokens, mask = np.tile(TOKENS[:2], (4, 1)), np.tile(MASK[:2], (4, 1))
+
+            def loss(params: dict) -> tuple[jax.Array, jax.Array]:
+                stats, _ = token_stats(MODEL, kljax.Policy(params), tokens, mask, temperature=1.0)
+                return jnp.where(mask, stats.log_prob, 0).mean(), stats.log_prob
+
+            grads, log_probs = jax.jit(jax.grad(loss, has_aux=True))(policy.params)
+        return [np.asarray(log_probs), *map(np.asarray, jax.tree.leaves(grads))]
+
+    single = results((1, 1, 1))
+    for shape in ((8, 1, 1), (2, 2, 2)):
+        for got, expected in zip(results(shape), single, strict=True):
+            # 2e-6 of the largest entry: each entry is a sum over rows of terms of that size.
+            np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    assert hidden_states(MODEL, policy_of(MODEL), TOKENS, MASK).shape == (3, 6, 16)

@@ -1,0 +1,368 @@
+"""The compiled functions of a step: split, donated, traced once, silent, and of the same numbers as each other."""
+
+import contextlib
+from collections.abc import Iterator
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kljax
+from tests import tiny
+from train.models.sharding import batch_sharding
+from train.references import Reference, reference_head
+from train.rl.batch import Batch
+from train.rl.keys import purpose_key
+from train.rl.objective import coefficients
+from train.rl.step import make_optimizer, make_prepare, make_score, make_update, update_rows
+from train.rl.tracing import forget_traces
+
+MODEL = tiny.model_of(tiny.config_of())
+REFERENCE = Reference(MODEL, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
+ALL_ROWS = jnp.arange(tiny.ROWS)
+
+
+def keep_gradient() -> optax.GradientTransformation:
+    """An optimizer that changes nothing and whose state is the last gradient."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda gradient, state, params: (jax.tree.map(jnp.zeros_like, gradient), gradient),
+    )
+
+
+def ready(config, mesh, reference=REFERENCE):
+    """State, scored and prepared batch, and compiled update of a config."""
+    optimizer, model = make_optimizer(config.optim), tiny.model_of(config)
+    state = tiny.state_of(config, optimizer, mesh)
+    batch = make_score(config, model, mesh)(state.trainable, None, reference, tiny.rollout_batch())
+    batch, _, _ = make_prepare(config, mesh)(batch, state.controller)
+    return state, batch, make_update(config, model, optimizer, state, mesh)
+
+
+TERMS = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.05")
+VALUE = ("advantage.estimator=gae", "loss.value_coef=0.5")
+
+
+@contextlib.contextmanager
+def x64(enabled: bool) -> Iterator[None]:
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", enabled)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def wide(tree):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+@pytest.mark.parametrize(
+    ("in_x64", "tolerance"), [pytest.param(False, 1e-6, marks=pytest.mark.thorough), (True, 1e-12)]
+)
+def test_micro_batches_change_neither_gradient_nor_metrics(in_x64, tolerance):
+    results = {}
+    options = (*TERMS, *VALUE, "loss.aggregation=seq_mean_token_mean")
+    state = tiny.state_of(tiny.config_of(*options), keep_gradient())
+    # Off-policy, so that ratios differ from 1 and clips are active: log-probs of 264 tokens are about -5.6.
+    batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6))
+    with x64(in_x64):
+        start, data = (wide(state), wide(batch)) if in_x64 else (state, batch)
+        for parts in (1, 4) if in_x64 else (1, 2, 4):
+            forget_traces()
+            config = tiny.config_of(*options, f"optim.micro_batches={parts}")
+            update = make_update(config, tiny.model_of(config), keep_gradient(), start, tiny.mesh_of())
+            after, metrics = update(jax.tree.map(jnp.copy, start), None, data, ALL_ROWS, coefficients(config))
+            results[parts] = jax.device_get((after.opt_state, {name: m.value() for name, m in metrics.items()}))
+    gradient, metrics = results[1]
+    assert float(metrics["grad_norm"]) > 0.01
+    assert 0 < float(metrics["clip_fraction"]) < 1
+    if in_x64:
+        chex.assert_tree_all_finite(gradient)
+        assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {np.dtype(np.float64)}
+    for parts in results.keys() - {1}:
+        chex.assert_trees_all_close(results[parts][0], gradient, rtol=tolerance, atol=tolerance * metrics["grad_norm"])
+        chex.assert_trees_all_close(results[parts][1], metrics, rtol=tolerance, atol=tolerance)
+
+
+LOOP = tiny.config_of(*TERMS, "optim.updates_per_batch=2", "optim.micro_batches=2", "optim.learning_rate=1e-2")
+
+
+@pytest.fixture(scope="module")
+def looped():
+    """A state, a batch, and an update that the tests below share: it may be traced once in all of them."""
+    # Many tests fill JAX's cache of programs, shared by all functions of the process: in a full one, 0.10.2 charges an
+    # eviction to the function that comes in, and `_cache_size` of a compiled function stays 0.
+    jax.clear_caches()
+    optimizer, model = make_optimizer(LOOP.optim), tiny.model_of(LOOP)
+    state = tiny.state_of(LOOP, optimizer)
+    batch = jax.device_put(tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6)), batch_sharding(tiny.mesh_of()))
+    return state, batch, make_update(LOOP, model, optimizer, state, tiny.mesh_of())
+
+
+def test_a_step_donates_compiles_once_and_stays_on_the_device(looped):
+    state, batch, update = jax.tree.map(jnp.copy, looped[0]), *looped[1:]
+    rows = update_rows(LOOP, purpose_key(0, "rows", 0))
+    coefs = coefficients(LOOP)
+    losses, before = [], jax.tree.map(np.array, state.trainable)
+    for step in range(3):
+        old = jax.tree.leaves(state)
+        place = jax.device_put((rows[step % 2], coefs), jax.devices()[0])
+        guard = jax.transfer_guard("disallow") if step else contextlib.nullcontext()
+        with guard:  # the first call brings the constants of the program
+            state, metrics = update(state, None, batch, *place)
+        assert all(leaf.is_deleted() for leaf in old if leaf.ndim), "the buffers of the old state are given away"
+        losses.append(float(metrics["loss"].value()))
+        # A coefficient is an argument: another value is the same program.
+        coefs = {**coefs, "kl_loss": coefs["kl_loss"] + 1}
+    assert update._cache_size() == 1
+    assert len({round(loss, 6) for loss in losses}) == 3
+    changed = jax.tree.map(lambda a, b: bool((a != np.asarray(b)).any()), before, state.trainable)
+    assert all(jax.tree.leaves(changed)), "every weight was trained"
+    text = update.lower(state, None, batch, *place).as_text()
+    assert not [name for name in ("callback", "infeed", "outfeed") if name in text]
+
+
+def test_the_coefficient_is_the_one_that_is_passed(looped):
+    state, batch, update = looped
+    rows, coefs = update_rows(LOOP, purpose_key(0, "rows", 0))[0], coefficients(LOOP)
+
+    def loss(kl: float) -> tuple[float, float]:
+        place = jax.device_put((rows, {**coefs, "kl_loss": jnp.float32(kl)}), jax.devices()[0])
+        _, metrics = update(jax.tree.map(jnp.copy, state), None, batch, *place)
+        return float(metrics["loss"].value()), float(metrics["kl_loss"].value())
+
+    (none, kl), (one, same) = loss(0.0), loss(1.0)
+    assert kl == same > 0
+    np.testing.assert_allclose(one - none, kl, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_an_unchanged_policy_has_a_ratio_of_1(shape):
+    mesh = tiny.mesh_of(*shape)
+    config = tiny.config_of(*TERMS, "optim.updates_per_batch=2", "temperature=0.7")
+    with jax.set_mesh(mesh):
+        state, batch, update = ready(config, mesh, reference=Reference(MODEL, kljax.Policy(tiny.host_params())))
+        rows = update_rows(config, purpose_key(0, "rows", 0))[0]
+        _, metrics = update(state, None, batch, rows, coefficients(config))
+    # The two programs may differ in the last bit of a log-prob of about -5, which is 5e-7.
+    assert abs(float(metrics["ppo_kl"].value())) <= 5e-7
+    assert float(metrics["kl_reference"].value()) <= 1e-12
+    assert float(metrics["clip_fraction"].sum) == 0
+    assert float(metrics["ppo_kl"].weight) > 0
+    mask = np.asarray(batch.completion_mask)
+    assert (np.asarray(batch.old_log_probs)[mask] < 0).all()
+    assert not np.asarray(batch.old_log_probs)[~mask].any()
+
+
+EXACT = ("kl.loss={coef: 0.3, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}")
+
+
+def exact_update(config, shape, reference):
+    """Scored batch, gradient and metrics of one update with the exact KL, on a mesh of this shape."""
+    forget_traces()
+    mesh, model = tiny.mesh_of(*shape), tiny.model_of(config)
+    with jax.set_mesh(mesh):
+        state = tiny.state_of(config, keep_gradient(), mesh)
+        place = jax.tree.map(lambda x: x.sharding, state.trainable["params"])
+        reference = Reference(model, kljax.Policy(jax.tree.map(jax.device_put, reference, place)))
+        batch = jax.device_put(tiny.rollout_batch(), batch_sharding(mesh))
+        batch = make_score(config, model, mesh)(state.trainable, None, reference, batch)
+        prepared, _, _ = make_prepare(config, mesh)(batch, state.controller)
+        update = make_update(config, model, keep_gradient(), state, mesh)
+        ref_head = reference_head(config, model, reference)
+        after, metrics = update(state, None, prepared, ALL_ROWS, coefficients(config), ref_head=ref_head)
+    return jax.device_get((batch, after.opt_state, {name: m.value() for name, m in metrics.items()}))
+
+
+@pytest.fixture(scope="module")
+def exact_once():
+    return exact_update(tiny.config_of(*EXACT), (1, 1, 1), REFERENCE.policy.params)
+
+
+def test_the_exact_kl_is_scored_once_and_for_all_updates(exact_once):
+    batch, _, metrics = exact_once
+    mask = np.asarray(batch.completion_mask)
+    assert batch.ref_hidden.shape == (tiny.ROWS, tiny.LENGTH, 16)
+    assert (batch.ref_exact_kl[mask] > 0).all()
+    assert not batch.ref_exact_kl[~mask].any()
+    # Before the first update, the policy that is scored is the one that is updated.
+    np.testing.assert_allclose(metrics["kl_reference_exact"], batch.ref_exact_kl[mask].mean(dtype=float), rtol=1e-5)
+    np.testing.assert_allclose(metrics["kl_loss"], metrics["kl_reference_exact"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 1, 1), ("optim.micro_batches=2",)),
+        ((2, 2, 2), ()),
+        pytest.param((8, 1, 1), (), marks=pytest.mark.thorough),
+        pytest.param((1, 4, 2), (), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_neither_mesh_nor_micro_batches_change_the_exact_kl(exact_once, shape, options):
+    batch, gradient, metrics = exact_update(tiny.config_of(*EXACT, *options), shape, REFERENCE.policy.params)
+    np.testing.assert_allclose(batch.ref_exact_kl, exact_once[0].ref_exact_kl, rtol=1e-4, atol=1e-7)
+    tolerance = 2e-6 * float(exact_once[2]["grad_norm"])
+    chex.assert_trees_all_close(gradient, exact_once[1], rtol=0, atol=tolerance)
+    chex.assert_trees_all_close(metrics, exact_once[2], rtol=1e-5, atol=1e-6)
+
+
+def test_the_exact_kl_of_an_unchanged_policy_is_0():
+    batch, _, metrics = exact_update(tiny.config_of(*EXACT), (1, 1, 1), tiny.host_params())
+    assert batch.ref_exact_kl.max() < 1e-12
+    assert metrics["kl_reference_exact"] < 1e-12
+
+
+def model_applications(jaxpr: jax.extend.core.Jaxpr) -> int:
+    """How often the scan over the layers of the model stands in a program."""
+    found = 0
+    for equation in jaxpr.eqns:
+        found += equation.primitive.name == "scan" and equation.params["length"] == tiny.LAYERS
+        for parameter in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(parameter, "jaxpr", parameter)
+            found += model_applications(inner) if hasattr(inner, "eqns") else 0
+    return found
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("needed", [False, True])
+def test_what_nothing_needs_is_not_computed(needed, updates):
+    """The log-probs of a reference without a term; those of a policy whose only update computes them itself."""
+    config = tiny.config_of(f"kl.loss.coef={0.1 if needed else 0.0}", f"optim.updates_per_batch={updates}")
+    score = make_score(config, tiny.model_of(config), tiny.mesh_of())
+    reference = REFERENCE if needed else None
+    arguments = ({"params": tiny.host_params()}, None, reference, tiny.rollout_batch())
+    assert model_applications(jax.make_jaxpr(score)(*arguments).jaxpr) == needed + (updates > 1)
+    shapes = jax.eval_shape(score, *arguments)
+    assert (shapes.ref_log_probs is not None) == needed
+    assert (shapes.old_log_probs is not None) == (updates > 1)
+    assert shapes.values is None
+
+
+def test_scores_do_not_depend_on_how_many_rows_are_scored_at_once():
+    whole = tiny.config_of("kl.loss.coef=0.1", *VALUE)
+    parts = tiny.config_of("kl.loss.coef=0.1", *VALUE, "optim.updates_per_batch=2", "optim.micro_batches=2")
+    results = []
+    for config in (whole, parts):
+        forget_traces()
+        state = tiny.state_of(config, optax.identity())
+        score = make_score(config, tiny.model_of(config), tiny.mesh_of())
+        results.append(score(state.trainable, None, REFERENCE, tiny.rollout_batch()))
+    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
+    batch: Batch = results[0]
+    mask = np.asarray(batch.completion_mask)
+    for name in ("old_log_probs", "ref_log_probs", "values"):
+        field = np.asarray(getattr(batch, name))
+        assert not field[~mask].any()
+        assert field[mask].all()
+    assert np.abs(np.asarray(batch.old_log_probs - batch.ref_log_probs)).max() > 1e-3
+    np.testing.assert_array_equal(batch.tokens, tiny.rollout_batch().tokens)
+
+
+def test_sharing_prompts_changes_speed_alone():
+    """Gradients, metrics and scores with and without; and that the model goes over fewer tokens."""
+    results, flops = {}, {}
+    options = (*TERMS, *VALUE, "optim.micro_batches=2", "kl.reward.coef=0.1")
+    for share in ("true", "false"):
+        forget_traces()
+        config = tiny.config_of(*options, f"optim.share_prompts={share}")
+        assert config.shared_rows() == (tiny.SAMPLES if share == "true" else 1)
+        state = tiny.state_of(config, keep_gradient())
+        model, mesh = tiny.model_of(config), tiny.mesh_of()
+        batch = make_score(config, model, mesh)(state.trainable, None, REFERENCE, tiny.rollout_batch())
+        batch, _, _ = make_prepare(config, mesh)(batch, state.controller)
+        update = make_update(config, model, keep_gradient(), state, mesh)
+        program = update.lower(state, None, batch, ALL_ROWS, coefficients(config)).compile()
+        flops[share] = program.cost_analysis()["flops"]
+        after, metrics = program(state, None, batch, ALL_ROWS, coefficients(config))
+        results[share] = batch, after.opt_state, {name: metric.value() for name, metric in metrics.items()}
+    chex.assert_trees_all_close(results["true"], results["false"], rtol=2e-5, atol=2e-6)
+    assert float(results["true"][2]["grad_norm"]) > 0.01
+    # Of 9 columns, 5 are the prompt, which two rows share: 6.5 are left; the head's share of the work stays.
+    assert flops["true"] < 0.9 * flops["false"]
+
+
+def test_as_many_completions_share_a_prompt_as_a_device_has_of_it():
+    def shared(*options: str) -> int:
+        base = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=6")
+        return tiny.config_of(*base, *options).shared_rows()
+
+    assert shared() == 6
+    assert shared("optim.share_prompts=false") == 1
+    assert shared("optim.micro_batches=4") == 6
+    assert shared("optim.micro_batches=8") == 3
+    assert shared("optim.micro_batches=2", "optim.updates_per_batch=2", "mesh.data=2") == 3
+    assert shared("mesh.tensor=2", "model.kv_heads=2") == 6
+    assert shared("optim.micro_batches=3") == 2
+    assert shared("optim.micro_batches=24") == 1
+
+
+@pytest.mark.parametrize(("updates", "together"), [(2, 2), (4, 2), (8, 1)])
+def test_an_update_has_whole_prompts_where_the_numbers_allow_it(updates, together):
+    config = tiny.config_of(f"optim.updates_per_batch={updates}", "optim.share_prompts=false")
+    for part in update_rows(config, purpose_key(5, "rows", 7)):
+        runs = np.asarray(part).reshape(-1, together)
+        np.testing.assert_array_equal(runs, runs[:, :1] + np.arange(together))
+        np.testing.assert_array_equal(runs // tiny.SAMPLES, runs[:, :1] // tiny.SAMPLES + np.zeros(together, int))
+
+
+@pytest.mark.parametrize("updates", [1, 2, 4])
+def test_every_epoch_goes_once_over_all_rows(updates):
+    config = tiny.config_of(f"optim.updates_per_batch={updates}", "optim.epochs=3")
+    rows = [np.asarray(part) for part in update_rows(config, purpose_key(5, "rows", 7))]
+    assert [len(part) for part in rows] == [tiny.ROWS // updates] * (3 * updates)
+    epochs = [np.concatenate(rows[e * updates : (e + 1) * updates]) for e in range(3)]
+    for epoch in epochs:
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(tiny.ROWS))
+    if updates > 1:
+        assert len({tuple(epoch.tolist()) for epoch in epochs}) == 3, "each epoch has its own order"
+
+
+def test_the_rows_depend_on_seed_and_step_alone():
+    config = tiny.config_of("optim.updates_per_batch=2")
+
+    def rows(seed: int, step: int) -> list[list[int]]:
+        return [part.tolist() for part in update_rows(config, purpose_key(seed, "rows", step))]
+
+    assert rows(1, 2) == rows(1, 2)
+    assert rows(1, 2) != rows(1, 3)
+    assert rows(1, 2) != rows(2, 2)
+
+
+def optimizer_of(*overrides: str) -> optax.GradientTransformation:
+    return make_optimizer(tiny.config_of(*overrides).optim)
+
+
+@pytest.mark.parametrize(("norm", "kept"), [(10.0, 2.0), (0.5, 0.5)])
+def test_gradients_are_clipped_to_the_global_norm(norm, kept):
+    optimizer = optimizer_of("optim.max_grad_norm=2.0", "optim.b1=0.9")
+    weights = {"a": jnp.zeros(4), "b": jnp.zeros((2, 2))}
+    gradient = jax.tree.map(lambda x: x + norm / 8**0.5, weights)
+    _, state = optimizer.update(gradient, optimizer.init(weights), weights)
+    moments = next(
+        part.mu for part in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(part, "mu")
+    )
+    np.testing.assert_allclose(optax.tree.norm(moments), 0.1 * kept, rtol=1e-5)
+
+
+def test_the_learning_rate_rises_from_the_first_update_on_and_weights_decay():
+    weights, gradient = {"w": jnp.full(3, 10.0)}, {"w": jnp.full(3, 0.1)}
+    optimizer = optimizer_of("optim.learning_rate=0.3", "optim.warmup_steps=3", "optim.weight_decay=0.01")
+    state, sizes = optimizer.init(weights), []
+    for _ in range(5):
+        change, state = optimizer.update(gradient, state, weights)
+        sizes.append(-float(change["w"][0]))
+    # Adam turns a constant gradient into a step of 1; the decay adds 0.01 times the weight.
+    np.testing.assert_allclose(sizes, np.array([0.075, 0.15, 0.225, 0.3, 0.3]) * (1 + 0.1), rtol=1e-4, atol=1e-7)
+
+
+def test_without_warm_up_the_first_update_has_the_whole_learning_rate():
+    weights = {"w": jnp.ones(2)}
+    optimizer = optimizer_of("optim.learning_rate=0.3")
+    change, _ = optimizer.update({"w": jnp.full(2, 0.1)}, optimizer.init(weights), weights)
+    np.testing.assert_allclose(change["w"], -0.3, rtol=1e-5)

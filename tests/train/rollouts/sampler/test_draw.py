@@ -1,0 +1,116 @@
+"""Draws: the distribution by enumeration of the uniform numbers, the cuts against sorting."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.rollouts.sampler.draw import CHUNK, Sampling, draw, draw_index, kept_weights, token_uniforms
+
+drawn = jax.jit(draw, static_argnums=2)
+kept = jax.jit(kept_weights, static_argnums=1)
+
+
+def test_every_token_gets_its_share_of_the_uniform_numbers():
+    rng, size, grid = np.random.default_rng(0), 2 * CHUNK + 37, 400
+    masses = rng.exponential(size=size).astype(np.float32) ** 2
+    masses[rng.random(size) < 0.3] = 0
+    masses[CHUNK - 3 : CHUNK] = 0
+    masses[-2:] = 0
+    middle = (np.arange(grid, dtype=np.float32) + 0.5) / grid
+    uniforms = np.stack(np.meshgrid(middle, middle, indexing="ij"), axis=-1).reshape(-1, 2)
+    index = jax.jit(jax.vmap(lambda u: draw_index(masses[None], u[None])[0]))(uniforms)
+    share = np.bincount(index, minlength=size) / len(uniforms)
+    exact = masses.astype(np.float64) / masses.sum(dtype=np.float64)
+    assert not share[masses == 0].any()
+    assert len(share) == size, "what fills the last chunk is never drawn"
+    # Either border of a token lies within half a cell of the grid, in the chunk and of the chunk.
+    by_chunk = np.add.reduceat(exact, np.arange(0, size, CHUNK))
+    np.testing.assert_allclose(np.add.reduceat(share, np.arange(0, size, CHUNK)), by_chunk, atol=1.01 / grid)
+    np.testing.assert_allclose(share, exact, atol=1.01 / grid * by_chunk.max() + 1.01 / grid**2 + 1e-3)
+    last = np.float32(1) - np.float32(2) ** -24
+    ends = np.array([[a, b] for a in (0, last) for b in (0, last)], np.float32)
+    at_ends = np.asarray(draw_index(np.repeat(masses[None], 4, axis=0), ends))
+    assert (masses[at_ends] > 0).all()
+    one = np.zeros((3, size), np.float32)
+    one[np.arange(3), [0, CHUNK, size - 1]] = 1e-30
+    np.testing.assert_array_equal(draw_index(one, np.full((3, 2), last)), [0, CHUNK, size - 1])
+
+
+def test_draws_pass_a_chi_square_test_and_uniforms_decide_alone():
+    rows, size = 20000, 300
+    logits = (2 * np.random.default_rng(1).normal(size=size)).astype(np.float32)
+    uniforms = jax.random.uniform(jax.random.key(3), (rows, 2))
+    tokens, log_probs = drawn(jnp.broadcast_to(logits, (rows, size)), uniforms, Sampling(1.0))
+    exact = np.exp(logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64)))
+    often = exact > 5 / rows
+    seen, expected = np.bincount(tokens, minlength=size)[often], exact[often] * rows
+    statistic, freedom = ((seen - expected) ** 2 / expected).sum(), often.sum()
+    assert abs(statistic - freedom) < 4 * np.sqrt(2 * freedom)
+    np.testing.assert_allclose(log_probs, np.log(exact)[tokens], atol=2e-6)
+    back = drawn(jnp.broadcast_to(logits, (rows, size)), uniforms[::-1], Sampling(1.0))[0]
+    np.testing.assert_array_equal(back[::-1], tokens)
+
+
+def test_the_numbers_of_a_token_are_those_of_its_row_and_its_place():
+    key, ids = jax.random.key(7), jnp.array([4, 0, 9])
+    found = token_uniforms(key, ids, 5, jnp.float32)
+    for row, number in enumerate(ids):
+        for token in range(5):
+            own = jax.random.fold_in(jax.random.fold_in(key, number), token)
+            np.testing.assert_array_equal(found[row, token], jax.random.uniform(own, (2,)))
+
+
+def by_sorting(weights: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """What the cuts keep [V] bool, one sort after the other; of equal weights all or none."""
+    keep = np.ones(len(weights), bool)
+    if sampling.top_k:
+        keep &= weights >= np.sort(weights)[::-1][min(sampling.top_k, len(weights)) - 1]
+    if sampling.top_p < 1:
+        left = np.where(keep, weights, 0).astype(np.float64)
+        order = np.argsort(-left, kind="stable")
+        before = np.cumsum(left[order]) - left[order]
+        lowest = left[order][before < sampling.top_p * left.sum()].min()
+        keep &= left >= lowest
+    return keep & (weights >= sampling.min_p * weights.max())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0, top_k=1),
+        Sampling(1.0, top_k=7),
+        Sampling(1.0, top_k=1000),
+        Sampling(1.0, top_p=0.9),
+        Sampling(1.0, top_p=1e-6),
+        Sampling(1.0, min_p=0.05),
+        Sampling(1.0, top_k=20, top_p=0.7, min_p=0.1),
+    ],
+    ids=str,
+)
+def test_cuts_keep_what_sorting_keeps(sampling):
+    rng = np.random.default_rng(4)
+    logits = np.concatenate([3 * rng.normal(size=(6, 200)), rng.integers(0, 4, (6, 200))]).astype(np.float32)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    got = np.asarray(kept(weights, sampling))
+    expected = np.stack([by_sorting(row, sampling) for row in weights])
+    np.testing.assert_array_equal(got, np.where(expected, weights, 0))
+    tokens, log_probs = drawn(logits, jax.random.uniform(jax.random.key(0), (12, 2)), sampling)
+    assert expected[np.arange(12), tokens].all()
+    full = logits - np.logaddexp.reduce(logits.astype(np.float64), axis=-1, keepdims=True)
+    np.testing.assert_allclose(log_probs, full[np.arange(12), tokens], atol=2e-6)
+
+
+def test_cuts_are_computed_only_if_asked_for():
+    def loops(sampling: Sampling) -> int:
+        return str(jax.make_jaxpr(lambda x: kept_weights(x, sampling))(jnp.ones((2, 9)))).count("scan[")
+
+    assert [loops(s) for s in (Sampling(1.0), Sampling(1.0, min_p=0.1), Sampling(1.0, top_k=2))] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", 0.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1)]
+)
+def test_values_out_of_range_are_named(field, value):
+    with pytest.raises(ValueError, match=f"{field}: got {value}, expected "):
+        Sampling(**{"temperature": 1.0, field: value})

@@ -1,0 +1,248 @@
+"""Continuous batching: fewer slots than rows, and what comes out is as if every row had been alone."""
+
+import functools
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+import kljax
+from train.models import Decoder, DecoderConfig
+from train.models.sharding import make_mesh, shard_rows
+from train.rl.policy import init_params, token_stats
+from train.rollouts.sampler import Samples, Sampling, sample, stop_table
+
+# A window shorter than the completions, two ropes and soft caps: columns out of order would show.
+MODEL = Decoder(
+    DecoderConfig(
+        vocab_size=24,
+        layers=2,
+        width=16,
+        heads=4,
+        kv_heads=2,
+        head_dim=4,
+        mlp_width=24,
+        sliding_window=4,
+        layer_kinds=("sliding", "full"),
+        attention_softcap=20.0,
+        final_softcap=5.0,
+        tie_embeddings=True,
+    )
+)
+WIDTH, ROOM, SLOTS, GROUP = 6, 9, 3, 4
+LENGTHS = (6, 2, 4)
+ROWS = GROUP * len(LENGTHS)
+PROMPT_IDS = np.repeat(np.arange(len(LENGTHS)), GROUP)
+WARM = Sampling(0.7)
+
+draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "slots", "group", "unroll"))
+
+
+@functools.cache
+def policy_of(mesh=None) -> kljax.Policy:
+    params = init_params(MODEL, jax.random.key(0), mesh or make_mesh())
+    params["embed_tokens"]["embedding"] *= 20
+    return kljax.Policy(params)
+
+
+def prompts_of() -> tuple[np.ndarray, np.ndarray]:
+    mask = np.arange(WIDTH) >= WIDTH - np.array(LENGTHS)[:, None]
+    return np.where(mask, np.random.default_rng(0).integers(0, 24, mask.shape), 0).astype(np.int32), mask
+
+
+def run(policy=None, prompts=None, **changes) -> Samples:
+    arguments = {
+        "key": jax.random.key(5),
+        "max_new_tokens": ROOM,
+        "sampling": WARM,
+        "eos_ids": (5, 9),
+        "prompt_ids": PROMPT_IDS,
+        "slots": SLOTS,
+        "limits": np.full(ROWS, ROOM),
+        "row_ids": np.arange(ROWS),
+        **changes,
+    }
+    return jax.tree.map(np.asarray, draw(MODEL, policy or policy_of(), *(prompts or prompts_of()), **arguments))
+
+
+def check_same(got: Samples, expected: Samples) -> None:
+    for name in ("tokens", "token_mask", "completion_mask", "finished"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(got.log_probs, expected.log_probs, atol=3e-6)
+
+
+@pytest.fixture(scope="module")
+def queued() -> Samples:
+    return run()
+
+
+def test_rows_are_what_they_are_without_a_queue(queued):
+    tokens, mask = prompts_of()
+    lengths = queued.completion_mask.sum(-1)
+    assert len(set(lengths)) > 4, "rows of many lengths"
+    check_same(queued, run(slots=None, prompt_ids=None, group=GROUP))
+    # Each row with a prompt of its own, every one prefilled, and the layers in a loop.
+    check_same(queued, run(prompts=(tokens[PROMPT_IDS], mask[PROMPT_IDS]), prompt_ids=None, unroll=False))
+    np.testing.assert_array_equal(queued.tokens[:, :WIDTH], tokens[PROMPT_IDS])
+    np.testing.assert_array_equal(queued.token_mask[:, :WIDTH], mask[PROMPT_IDS])
+    stats, _ = jax.jit(token_stats, static_argnums=0)(
+        MODEL, policy_of(), queued.tokens, queued.token_mask, temperature=0.7
+    )
+    np.testing.assert_allclose(queued.log_probs, np.where(queued.completion_mask, stats.log_prob, 0), atol=1e-5)
+
+
+def test_a_slot_that_is_free_takes_the_next_row(queued):
+    lengths = queued.completion_mask.sum(-1)
+    free = np.zeros(SLOTS, int)
+    for length in lengths:
+        free[free.argmin()] += length
+    assert queued.steps == free.max() - 1
+    np.testing.assert_allclose(queued.occupancy, lengths.sum() / (free.max() * SLOTS), rtol=1e-6)
+    static = sum(lengths[first : first + SLOTS].max() for first in range(0, ROWS, SLOTS))
+    assert queued.steps + 1 < static, "a batch that waits for its longest row takes longer"
+
+
+def test_order_and_numbers_of_rows_are_free(queued):
+    order = np.random.default_rng(1).permutation(ROWS)
+    shuffled = run(prompt_ids=PROMPT_IDS[order], row_ids=order)
+    check_same(shuffled, jax.tree.map(lambda x: x[order] if np.ndim(x) else x, queued))
+
+
+def test_limits_and_rows_without_a_prompt(queued):
+    tokens, mask = prompts_of()
+    mask[1] = False
+    limits = np.arange(ROWS) % 5
+    samples = run(prompts=(tokens, mask), limits=limits)
+    whole = queued.completion_mask.sum(-1)
+    expected = np.where(PROMPT_IDS == 1, 0, np.minimum(limits, whole))
+    np.testing.assert_array_equal(samples.completion_mask.sum(-1), expected)
+    np.testing.assert_array_equal(samples.finished, queued.finished & (expected == whole))
+    own = samples.completion_mask
+    np.testing.assert_array_equal(samples.tokens[own], queued.tokens[own])
+    assert not samples.log_probs[~own].any()
+    nothing = run(prompts=(tokens, mask & False))
+    assert not nothing.token_mask.any()
+    assert not nothing.finished.any()
+    assert nothing.occupancy == 0
+
+
+def test_stop_strings_end_rows_and_belong_to_them(queued):
+    pieces = [b"", *(bytes((96 + token,)) for token in range(1, 24))]
+    words = [
+        b"".join(pieces[token] for token in row[own])
+        for row, own in zip(queued.tokens, queued.completion_mask, strict=True)
+    ]
+    stops = [words[0][1:3].decode(), words[4][:1].decode()]
+    samples = run(stop=stop_table(stops, pieces))
+    for row, word in enumerate(words):
+        ends = [word.find(stop.encode()) + len(stop) for stop in stops if stop.encode() in word]
+        own = samples.completion_mask[row]
+        got = b"".join(pieces[token] for token in samples.tokens[row, own])
+        assert got == (word[: min(ends)] if ends else word)
+        assert samples.finished[row] == (bool(ends) or queued.finished[row])
+    assert (samples.completion_mask.sum(-1) < queued.completion_mask.sum(-1)).any()
+
+
+def sent(text: str) -> list[int]:
+    """Elements of every floating-point array that the compiled loops over tokens and over free slots send."""
+    found = []
+    for computation in text.split("\n\n"):
+        lines = computation.splitlines() if "region" in computation.partition("(")[0] else []
+        moved = [line for line in lines if re.search(r" (all-gather|all-reduce|all-to-all|collective-permute)\(", line)]
+        for line in (line for line in moved if "prefill" not in line):
+            arrays = re.findall(r"f32\[([0-9,]+)\]", line.partition(" = ")[2].partition("(%")[0])
+            found += [math.prod(map(int, dims.split(","))) for dims in arrays if dims]
+    return found
+
+
+@pytest.mark.parametrize("unroll", [True, False])
+def test_the_same_on_a_mesh_that_does_not_divide_the_prompts(queued, unroll):
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        check_same(run(policy_of(mesh), slots=4, unroll=unroll), queued)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 1)])
+def test_rows_of_a_prompt_are_the_same_where_heads_or_rows_are_split(queued, shape):
+    mesh = make_mesh(*shape)
+    with jax.set_mesh(mesh):
+        check_same(run(policy_of(mesh), slots=None, prompt_ids=None, group=GROUP), queued)
+
+
+def test_on_a_mesh_a_prompt_is_sent_when_it_is_taken_and_all_of_them_never():
+    """Nor are caches, or the logits of a step; what the loops send are activations, and one prompt."""
+    mesh, prompts, config = make_mesh(2, 2, 2), 16, MODEL.config
+    tokens, mask = np.zeros((prompts, 32), np.int32), np.ones((prompts, 32), bool)
+    arguments = {"key": jax.random.key(5), "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (5,), "slots": 8}
+    with jax.set_mesh(mesh):
+        placed = shard_rows((tokens, mask), mesh)
+        text = draw.lower(MODEL, policy_of(mesh), *placed, group=2, **arguments).compile().as_text()
+    one = config.layers * 32 * config.kv_heads // 2 * config.head_dim
+    assert max(sent(text)) == one, "keys or values of one prompt, on one device"
+
+
+def test_the_cache_is_updated_where_it_is():
+    """In no loop is an array made that has the shape of a layer's cache, but by writing a part of the one before."""
+    tokens, mask = prompts_of()
+    arguments = {"key": jax.random.key(5), "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (5,), "slots": SLOTS}
+    text = draw.lower(MODEL, policy_of(), tokens, mask, prompt_ids=PROMPT_IDS, **arguments).compile().as_text()
+    columns = WIDTH + ROOM
+    made = re.compile(rf"= f32\[{SLOTS},2,(?:4,{columns}|{columns},4)\]\S* ([\w-]+)\(")
+    loops, others = [], []
+    for computation in text.split("\n\n"):
+        found = [line for line in computation.splitlines() if (match := made.search(line)) and match[1] == "fusion"]
+        (loops if "region" in computation.partition("(")[0] else others).extend(found)
+    # Keys and values of two layers, in the loop over tokens and in the two over free slots: at the start, and later.
+    assert len(loops) == 2 * 2 * 3
+    assert all("dynamic-update-slice" in line.partition("=")[0] for line in loops), loops
+    assert others, "the caches are made before the loops"
+
+
+def test_rows_of_a_prompt_read_one_copy_of_it():
+    """Without a queue no array holds a prompt's keys or values for every row; those of the rows begin after it."""
+    tokens, mask = prompts_of()
+    arguments = {"key": jax.random.key(5), "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (5,), "group": GROUP}
+    text = draw.lower(MODEL, policy_of(), tokens, mask, **arguments).compile().as_text()
+
+    def arrays(rows: int, columns: int) -> set[str]:
+        return set(re.findall(rf"f32\[{rows},2,(?:4,{columns}|{columns},4)\]", text))
+
+    assert not arrays(ROWS, WIDTH + ROOM) | arrays(ROWS, WIDTH)
+    assert len(arrays(ROWS, ROOM)) == len(arrays(len(LENGTHS), WIDTH)) == 2
+    made = re.findall(rf"%(\S+) = f32\[{ROWS},2,(?:4,{ROOM}|{ROOM},4)\]\S* fusion", text)
+    assert sum("dynamic-update-slice" in name for name in made) == 2 * MODEL.config.layers, made
+
+
+@pytest.mark.parametrize("slots", [None, SLOTS])
+def test_the_loop_computes_nothing_that_is_known_before_it(slots):
+    """Neither rotations nor random numbers."""
+
+    def inside(jaxpr, found: set, within: bool) -> set:
+        for equation in jaxpr.eqns:
+            found |= {equation.primitive.name} if within else set()
+            for inner in jaxprs_in_params(equation.params):
+                inside(inner, found, within or equation.primitive.name == "while")
+        return found
+
+    tokens, mask = prompts_of()
+    chosen = {"slots": slots, "group": GROUP, "max_new_tokens": ROOM, "unroll": True}
+    rest = {"key": jax.random.key(5), "sampling": WARM, "eos_ids": (5,)}
+    traced = jax.make_jaxpr(lambda policy: sample(MODEL, policy, tokens, mask, **rest, **chosen))(policy_of())
+    found = inside(traced.jaxpr, set(), False)
+    assert "exp" in found
+    assert not found & {"cos", "sin", "random_bits", "random_fold_in", "threefry2x32"}
+
+
+def test_slots_that_cannot_be_are_named():
+    with pytest.raises(ValueError, match="slots: got 0, expected at least 1"):
+        run(slots=0)
+    with pytest.raises(ValueError, match="prompt_ids: got some and group = 2, expected one of them"):
+        run(group=2)
+    with pytest.raises(ValueError, match="group: got 0, expected at least 1"):
+        run(prompt_ids=None, group=0)
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"slots: got 3, expected a multiple of .* = 4"):
+        run(policy_of(mesh), slots=3)

@@ -1,0 +1,211 @@
+"""Sampling: what is recorded is what the trainer computes, and a row depends on itself alone."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+import kljax
+from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models.sharding import make_mesh, shard_rows
+from train.rl.policy import init_adapter, init_params, token_stats
+from train.rollouts.sampler import Samples, Sampling, sample
+
+LORA = LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
+CONFIG = DecoderConfig(
+    vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, qkv_bias=True, qk_norm=True
+)
+MODEL = Decoder(dataclasses.replace(CONFIG, lora=LORA))
+KEY, EOS, WIDTH, ROOM = jax.random.key(11), 5, 6, 7
+NEVER = -1
+WARM, GREEDY = Sampling(0.8), Sampling(0.8, greedy=True)
+
+draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "slots", "unroll"))
+stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "first"))
+
+
+@functools.cache
+def policy_of(mesh=None) -> kljax.Policy:
+    """Embeddings as large as the blocks' outputs, and an adapter that matters."""
+    mesh = mesh or make_mesh()
+    params = init_params(MODEL, jax.random.key(0), mesh)
+    adapter = init_adapter(MODEL, jax.random.key(1), mesh)
+    params["embed_tokens"]["embedding"] *= 12
+    return kljax.Policy(params, jax.tree.map(lambda x: x + 0.1, adapter))
+
+
+def prompts_of(lengths: list[int], width: int = WIDTH, fill: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Left-padded prompts; row r holds the same tokens whatever the width and the padding."""
+    tokens, mask = np.full((len(lengths), width), fill, np.int32), np.zeros((len(lengths), width), bool)
+    for row, length in enumerate(lengths):
+        tokens[row, width - length :] = np.random.default_rng(row).integers(0, 24, length)
+        mask[row, width - length :] = True
+    return tokens, mask
+
+
+def run(tokens: np.ndarray, mask: np.ndarray, policy=None, **changes) -> Samples:
+    arguments = {"key": KEY, "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (EOS,), **changes}
+    samples = draw(MODEL, policy or policy_of(), tokens, mask, **arguments)
+    return jax.tree.map(np.asarray, samples)
+
+
+LENGTHS = [6, 1, 3, 2, 5, 4, 6, 2]
+
+
+def test_recorded_log_probs_are_those_the_trainer_computes():
+    policy = policy_of()
+    samples = run(*prompts_of(LENGTHS), policy)
+    assert 0 < samples.finished.sum() < len(LENGTHS), "rows that end early and rows that do not"
+    stats, _ = stats_of(MODEL, policy, samples.tokens, samples.token_mask, temperature=0.8)
+    expected = np.where(samples.completion_mask, stats.log_prob, 0)
+    np.testing.assert_allclose(samples.log_probs, expected, atol=1e-5)
+    assert samples.log_probs.dtype == np.float32
+    assert (samples.log_probs[samples.completion_mask] < 0).all()
+    plain, _ = stats_of(MODEL, kljax.Policy(policy.params), samples.tokens, samples.token_mask, temperature=0.8)
+    assert np.abs(np.where(samples.completion_mask, plain.log_prob, 0) - expected).max() > 1e-2, "the adapter counts"
+
+
+def test_masks_hold_the_completion_with_its_eos_and_nothing_after():
+    tokens, mask = prompts_of(LENGTHS)
+    samples = run(tokens, mask)
+    np.testing.assert_array_equal(samples.tokens[:, :WIDTH], tokens)
+    np.testing.assert_array_equal(samples.token_mask[:, :WIDTH], mask)
+    np.testing.assert_array_equal(samples.token_mask[:, WIDTH:], samples.completion_mask[:, WIDTH:])
+    assert not samples.completion_mask[:, :WIDTH].any()
+    for row in range(len(LENGTHS)):
+        drawn = samples.tokens[row, WIDTH:]
+        ends = np.flatnonzero(drawn == EOS)
+        length = ends[0] + 1 if samples.finished[row] else ROOM
+        assert samples.finished[row] == (len(ends) > 0)
+        np.testing.assert_array_equal(samples.completion_mask[row, WIDTH:], np.arange(ROOM) < length)
+        assert (drawn[length:] == EOS).all()
+    assert not samples.log_probs[~samples.completion_mask].any()
+
+
+def test_draws_follow_the_distribution():
+    rows = 4000
+    tokens, mask = (np.repeat(x, rows, axis=0) for x in prompts_of([3]))
+    policy = policy_of()
+    samples = run(tokens, mask, policy, max_new_tokens=1)
+    frequency = np.bincount(samples.tokens[:, WIDTH], minlength=24) / rows
+    each = np.concatenate([tokens[:24], np.arange(24, dtype=np.int32)[:, None]], axis=1)
+    stats, _ = stats_of(MODEL, policy, each, np.pad(mask[:24], ((0, 0), (0, 1)), constant_values=True), temperature=0.8)
+    probability = np.exp(stats.log_prob[:, WIDTH])
+    np.testing.assert_allclose(probability.sum(), 1, atol=1e-5)
+    error = np.sqrt(probability * (1 - probability) / rows)
+    assert (np.abs(frequency - probability) < 5 * error + 1e-3).all()
+
+
+def test_a_row_is_the_same_alone_split_or_permuted():
+    tokens, mask = prompts_of(LENGTHS)
+    whole = run(tokens, mask)
+    for ids in ([4], [7, 2, 0, 1], [3, 4, 5, 6]):
+        part = run(tokens[ids], mask[ids], row_ids=np.array(ids, np.int32))
+        np.testing.assert_array_equal(part.tokens, whole.tokens[ids])
+        np.testing.assert_array_equal(part.completion_mask, whole.completion_mask[ids])
+        np.testing.assert_allclose(part.log_probs, whole.log_probs[ids], atol=2e-6)
+    same_prompt = run(np.repeat(tokens[:1], 8, axis=0), np.repeat(mask[:1], 8, axis=0))
+    assert len({tuple(row) for row in same_prompt.tokens}) > 4, "rows with one prompt have keys of their own"
+    other = run(tokens, mask, key=jax.random.key(12))
+    assert (other.tokens != whole.tokens).any()
+
+
+def test_the_amount_and_the_content_of_left_padding_change_nothing():
+    near = run(*prompts_of(LENGTHS))
+    far = run(*prompts_of(LENGTHS, width=WIDTH + 5, fill=EOS))
+    np.testing.assert_array_equal(far.tokens[:, WIDTH + 5 :], near.tokens[:, WIDTH:])
+    np.testing.assert_array_equal(far.completion_mask[:, 5:], near.completion_mask)
+    # Log-probs of several nats: 1e-6 of them is a few units in the last place of float32.
+    np.testing.assert_allclose(far.log_probs[:, 5:], near.log_probs, rtol=1e-6)
+
+
+def test_special_tokens_inside_a_prompt_confuse_nothing():
+    tokens, mask = prompts_of(LENGTHS)
+    tokens[0, 2], tokens[0, WIDTH - 1], tokens[2, WIDTH - 1] = EOS, EOS, 0
+    policy = policy_of()
+    samples = run(tokens, mask, policy)
+    assert samples.completion_mask[:, WIDTH].all(), "a prompt that ends with EOS is still continued"
+    np.testing.assert_array_equal(samples.token_mask[:, :WIDTH], mask)
+    stats, _ = stats_of(MODEL, policy, samples.tokens, samples.token_mask, temperature=0.8)
+    np.testing.assert_allclose(samples.log_probs, np.where(samples.completion_mask, stats.log_prob, 0), atol=1e-5)
+
+
+def test_a_sampled_padding_id_is_a_token_like_any_other():
+    samples = run(*prompts_of(LENGTHS), eos_ids=(NEVER,), sampling=Sampling(5.0))
+    assert samples.completion_mask[:, WIDTH:].all()
+    assert not samples.finished.any()
+    assert (samples.tokens[:, WIDTH:] == 0).any(), "id 0, which also fills the prompts, was drawn"
+
+
+def test_greedy_takes_the_most_likely_token_each_time():
+    policy = policy_of()
+    samples = run(*prompts_of(LENGTHS), policy, sampling=GREEDY, eos_ids=(NEVER,))
+    again = run(*prompts_of(LENGTHS), policy, sampling=GREEDY, eos_ids=(NEVER,), key=jax.random.key(99))
+    np.testing.assert_array_equal(samples.tokens, again.tokens)
+    for token in range(24):
+        column = WIDTH + token % ROOM
+        changed = samples.tokens.copy()
+        changed[:, column] = token
+        stats, _ = stats_of(MODEL, policy, changed, samples.token_mask, temperature=0.8)
+        assert (stats.log_prob[:, column] <= samples.log_probs[:, column] + 1e-5).all()
+
+
+def test_it_stops_when_every_row_is_done():
+    tokens, mask = prompts_of(LENGTHS)
+    whole = run(tokens, mask, sampling=GREEDY, eos_ids=(NEVER,))
+    assert whole.steps == ROOM - 1, "the first token needs no step"
+    assert whole.occupancy == 1
+    # Every row ends at the token that it draws third, unless it drew it before.
+    ends = tuple({int(row[WIDTH + 2]) for row in whole.tokens})
+    early = run(tokens, mask, sampling=GREEDY, eos_ids=ends)
+    lengths = early.completion_mask.sum(-1)
+    assert early.steps == lengths.max() - 1 < ROOM - 1
+    assert early.finished.all()
+    np.testing.assert_allclose(early.occupancy, lengths.mean() / lengths.max(), rtol=1e-6)
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(early.tokens[row, : WIDTH + length], whole.tokens[row, : WIDTH + length])
+        assert early.tokens[row, WIDTH + length - 1] in ends
+
+
+def test_a_row_without_a_prompt_is_padding_and_draws_nothing():
+    tokens, mask = prompts_of([3, 0, 2])
+    samples = run(tokens, mask)
+    assert not samples.token_mask[1].any()
+    assert not samples.completion_mask[1].any()
+    assert not samples.finished[1]
+    assert np.isfinite(samples.log_probs).all()
+    assert not samples.log_probs[1].any()
+    without = run(tokens[[0, 2]], mask[[0, 2]], row_ids=np.array([0, 2], np.int32))
+    np.testing.assert_array_equal(samples.tokens[[0, 2]], without.tokens)
+
+
+@pytest.mark.parametrize("shape", [pytest.param((8, 1, 1), marks=pytest.mark.thorough), (2, 2, 2)])
+def test_the_same_on_every_mesh(shape):
+    tokens, mask = prompts_of(LENGTHS)
+    single = run(tokens, mask)
+    mesh = make_mesh(*shape)
+    with jax.set_mesh(mesh):
+        sharded = shard_rows({"tokens": tokens, "mask": mask}, mesh)
+        samples = run(sharded["tokens"], sharded["mask"], policy_of(mesh))
+    np.testing.assert_array_equal(samples.tokens, single.tokens)
+    np.testing.assert_array_equal(samples.completion_mask, single.completion_mask)
+    np.testing.assert_allclose(samples.log_probs, single.log_probs, atol=2e-6)
+
+
+def test_one_loop_over_layers_per_phase_whatever_the_depth():
+    tokens, mask = prompts_of([2, 3])
+
+    def loops(layers: int) -> int:
+        model = Decoder(dataclasses.replace(CONFIG, layers=layers))
+        abstract = jax.eval_shape(lambda: init_params(model, jax.random.key(0), make_mesh()))
+        arguments = {"key": KEY, "max_new_tokens": 3, "sampling": WARM, "eos_ids": (EOS,), "unroll": False}
+        return draw.lower(model, kljax.Policy(abstract), tokens, mask, **arguments).as_text().count("stablehlo.while")
+
+    assert loops(2) == loops(5) > 0
+
+
+def test_no_room_for_a_token_is_an_error():
+    with pytest.raises(ValueError, match="max_new_tokens: got 0, expected at least 1"):
+        run(*prompts_of([2]), max_new_tokens=0)

@@ -1,0 +1,63 @@
+"""Evaluation: every held-out example counts once, whatever the batch size, and the answer is in percent."""
+
+import jax
+import numpy as np
+import pytest
+
+import kljax
+from tests import tiny
+from train.data.prompts import encode_prompts
+from train.data.tasks import Example, Task
+from train.data.tasks.arithmetic import score
+from train.data.tokenizers import ByteTokenizer
+from train.rollouts.sampler import Samples
+from train.run.evaluate import evaluate
+
+TOKENIZER = ByteTokenizer()
+EXAMPLES = [Example(f"{digit}+1=", str(digit + 1), str(digit + 1)) for digit in range(5)]
+
+
+def knows(digits: set[int], seen: list[int]):
+    """A sampler that is right about the sums of some digits, and writes "?" for the others."""
+
+    def draw(policy, prompts, prompt_mask, key) -> Samples:
+        seen.append(prompts.shape[0])
+        first = np.asarray(prompts)[:, tiny.PROMPT - 4] - ord("0")
+        answers = [ord(str(digit + 1)) if digit in digits else ord("?") for digit in first.tolist()]
+        tokens = np.array([[answer, TOKENIZER.eos_id] for answer in answers], np.int32)
+        mask = np.concatenate([np.zeros(prompts.shape, bool), np.ones(tokens.shape, bool)], axis=1)
+        return Samples(
+            tokens=jax.numpy.concatenate([prompts, tokens], axis=1),
+            token_mask=jax.numpy.asarray(mask),
+            completion_mask=jax.numpy.asarray(mask),
+            log_probs=jax.numpy.zeros(mask.shape),
+            finished=jax.numpy.ones(len(answers), bool),
+        )
+
+    return draw
+
+
+def measure(digits: set[int], batch_size: int, examples=EXAMPLES):
+    seen: list[int] = []
+    task = Task("plus one", EXAMPLES, EXAMPLES, score)
+    config = tiny.config_of(f"eval.batch_size={batch_size}")
+    setting = tiny.setting_of(config, task=task, held_out=examples)
+    metrics = evaluate(setting, knows(digits, seen), kljax.Policy({}), jax.random.key(0))
+    return metrics, seen
+
+
+def test_the_prompts_are_where_the_sampler_above_looks_for_them():
+    tokens, _ = encode_prompts(EXAMPLES, TOKENIZER, tiny.PROMPT)
+    assert tokens[:, tiny.PROMPT - 4].tolist() == [ord(str(digit)) for digit in range(5)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 5, 12])
+@pytest.mark.parametrize("right", [set(), {4}, {0, 1, 2}, set(range(5))])
+def test_each_example_counts_once(right, batch_size):
+    (metrics, samples), seen = measure(right, batch_size)
+    assert metrics.keys() == {"reward", "correct", "accuracy"}
+    np.testing.assert_allclose(metrics["accuracy"], 20 * len(right), rtol=1e-12)
+    np.testing.assert_allclose(metrics["correct"], len(right) / 5, rtol=1e-6)
+    assert [sample["prompt"] for sample in samples] == [example.prompt for example in EXAMPLES]
+    assert [sample["correct"] for sample in samples] == [float(digit in right) for digit in range(5)]
+    assert seen == [batch_size] * -(-5 // batch_size), "one program serves every batch"

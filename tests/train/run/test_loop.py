@@ -1,0 +1,79 @@
+"""Steps as the loop runs them: no program is compiled twice, and each step starts where the one before ended."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests import tiny
+from train.config.errors import UserError
+from train.config.schema import Config
+from train.references import Reference
+from train.rollouts import JaxSource
+from train.run.loop import Programs, divide, rl_step
+from train.run.setting import Setting
+
+CONTROLLER = "{type: adaptive, target: 0.1, horizon: 100}"
+CONFIG = tiny.config_of(
+    "kl.loss.coef=0.1",
+    "kl.rollout.coef=0.1",
+    f"kl.reward={{coef: 0.1, controller: {CONTROLLER}}}",
+    "optim={updates_per_batch: 2, micro_batches: 2, learning_rate: 1e-2}",
+)
+
+
+def setting_of(config: Config) -> Setting:
+    policy = kljax.Policy(jax.tree.map(jnp.asarray, tiny.host_params()))
+    return tiny.setting_of(config, reference=Reference(tiny.model_of(config), policy))
+
+
+def test_a_rollout_without_a_field_that_is_needed_stops_before_the_device():
+    forgets = CONFIG.rollout.model_copy(update={"record_log_probs": False})
+    setting = setting_of(CONFIG.model_copy(update={"rollout": forgets}))
+
+    def never(*arguments):
+        raise AssertionError("the batch reached the device")
+
+    with jax.set_mesh(setting.mesh):
+        state = tiny.state_of(CONFIG, setting.optimizer)
+        programs = dataclasses.replace(Programs.of(setting, state), score=never, prepare=never, update=never)
+        with pytest.raises(UserError, match="lacks rollout_log_probs"):
+            rl_step(setting, programs, JaxSource(setting), state, 0)
+
+
+def test_three_steps_compile_nothing_twice_and_carry_the_state_on():
+    setting = setting_of(CONFIG)
+    with jax.set_mesh(setting.mesh):
+        state = tiny.state_of(CONFIG, setting.optimizer)
+        programs, source = Programs.of(setting, state), JaxSource(setting)
+        compilations: list[str] = []
+        jax.monitoring.register_event_duration_secs_listener(lambda event, _, **__: compilations.append(event))
+        metrics = []
+        for step in range(3):
+            if step == 2:
+                compilations.clear()
+            state, values, _ = rl_step(setting, programs, source, state, step)
+            metrics.append(values)
+    # Not only traced once (which ends the run): an input laid out otherwise compiles again without a new trace.
+    assert not [event for event in compilations if "compile" in event]
+    assert int(state.step) == 3
+    # The policy is its reference at first, so the raw KL starts at 0 and the coefficient falls as fast as it may.
+    assert abs(metrics[0]["kl_reward"]) < 1e-6
+    assert metrics[-1]["kl_reference"] > 1e-4
+    coef, coefs = 0.1, []
+    for values in metrics:
+        coefs.append(coef)
+        coef *= 1 + np.clip(values["kl_reward"] / 0.1 - 1, -0.2, 0.2) * tiny.ROWS / 100
+    np.testing.assert_allclose([values["kl_coef"] for values in metrics], coefs, rtol=1e-5)
+    np.testing.assert_allclose(state.controller.coef, coef, rtol=1e-5)
+
+
+def test_sums_are_divided_on_the_host():
+    pair = kljax.WeightedSum(jnp.float32(3), jnp.float32(4))
+    nothing = kljax.WeightedSum.zero()
+    values = divide({"a": pair, "b": nothing})
+    assert values == {"a": 0.75, "b": 0.0}
+    assert {type(value) for value in values.values()} == {float}

@@ -1,0 +1,121 @@
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from train.run import report
+
+ESCAPE = "\x1b"
+
+
+def piped():
+    return Console(file=io.StringIO(), force_terminal=False, width=80)
+
+
+def terminal():
+    return Console(file=io.StringIO(), force_terminal=True, width=80, legacy_windows=False, _environ={"TERM": "xterm"})
+
+
+def output(console):
+    return console.file.getvalue()
+
+
+def test_piped_progress_is_a_plain_line_every_few_steps_and_at_the_end():
+    console = piped()
+    with report.progress(console, every=3) as start:
+        advance = start("train", 7, 0)
+        for step in range(1, 8):
+            advance(f"reward [{step}]")
+    assert output(console) == "train 3/7  reward [3]\ntrain 6/7  reward [6]\ntrain 7/7  reward [7]\n"
+
+
+def test_piped_progress_of_a_resumed_run_counts_on():
+    console = piped()
+    with report.progress(console, every=10) as start:
+        advance = start("train", 20, 18)
+        advance("")
+        advance("")
+    assert output(console) == "train 20/20\n"
+
+
+def test_piped_lines_are_not_wrapped():
+    console = piped()
+    with report.progress(console, every=1) as start:
+        start("train", 1, 0)("x" * 200)
+    assert output(console).count("\n") == 1
+
+
+def test_terminal_progress_draws_bars_with_the_note():
+    console = terminal()
+    with report.progress(console) as start:
+        advance = start("warm start", 2, 0)
+        advance("loss [red]")
+        advance("loss 0.5")
+    text = output(console)
+    assert ESCAPE in text
+    assert "warm start" in text
+    assert "2/2" in text
+    assert "loss 0.5" in text
+
+
+def test_an_error_inside_progress_is_not_swallowed():
+    def interrupted(console):
+        with report.progress(console) as start:
+            start("train", 2, 0)
+            raise KeyboardInterrupt
+
+    for console in (piped(), terminal()):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(console)
+
+
+def test_the_default_console_writes_no_control_codes_into_a_pipe(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = report.default_console()
+    console.print("[bold]done[/bold]")
+    with report.progress(console, every=1) as start:
+        start("train", 1, 0)("")
+    assert capsys.readouterr().out == "done\ntrain 1/1\n"
+
+
+def test_the_table_shows_accuracy_and_kl_before_and_after():
+    console = piped()
+    after = {"accuracy": 87.5, "kl_reference": 0.0123456, "kl_reference_exact": 0.0123}
+    report.print_comparison(console, {"accuracy": 31.25, "rollout_kl": 1e-9}, after)
+    rows = [line.replace("│", " ").split("  ") for line in output(console).splitlines()]
+    cells = {row[0].strip(): row[1:] for row in ([cell for cell in row if cell.strip()] for row in rows) if row}
+    assert [cell.strip() for cell in cells["held-out accuracy, sampled (%)"]] == ["31.2", "87.5"]
+    assert [cell.strip() for cell in cells["KL(policy || reference) (nats/token)"]] == ["-", "0.01235"]
+    assert [cell.strip() for cell in cells["exact KL(policy || reference) (nats/token)"]] == ["-", "0.0123"]
+    assert [cell.strip() for cell in cells["rollout KL (nats/token)"]] == ["1.00e-09", "-"]
+    assert ESCAPE not in output(console)
+
+
+def test_the_table_leaves_out_what_was_not_measured():
+    console = piped()
+    report.print_comparison(console, {"accuracy": 1.0}, {"accuracy": 2.0})
+    assert "KL" not in output(console)
+
+
+def test_the_summary_is_json_with_sorted_keys_and_no_nan(tmp_path):
+    path = tmp_path / "summary.json"
+    report.write_summary(
+        path, {"steps": 3, "accuracy_after": 0.1 + 0.2, "kl": math.nan, "nested": {"x": [math.inf, 1]}}
+    )
+    text = path.read_text()
+    assert json.loads(text) == {"accuracy_after": 0.1 + 0.2, "kl": None, "nested": {"x": [None, 1]}, "steps": 3}
+    assert text.index("accuracy_after") < text.index("kl") < text.index("steps")
+    assert text.endswith("}\n")
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    path = tmp_path / "summary.json"
+    report.write_summary(path, {"steps": 1})
+    with pytest.raises(TypeError):
+        report.write_summary(path, {"steps": object()})
+    assert json.loads(path.read_text()) == {"steps": 1}
+    report.write_summary(path, {"steps": 2})
+    assert json.loads(path.read_text()) == {"steps": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]

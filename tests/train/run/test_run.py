@@ -1,0 +1,56 @@
+"""What a run leaves in the process that it ran in, and what it finds before it leaves anything on disk."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from train.config import load
+from train.config.errors import UserError
+from train.config.load import LoadedConfig
+from train.run import run as run_module
+
+LOGGERS = ("absl", "asyncio")
+
+
+def test_loggers_are_at_their_levels_again_after_a_run(monkeypatch):
+    during = {}
+
+    def setting(config):
+        during.update({name: logging.getLogger(name).getEffectiveLevel() for name in LOGGERS})
+        raise UserError("stopped")
+
+    before = {name: logging.getLogger(name).level for name in LOGGERS}
+    monkeypatch.setattr(run_module, "make_setting", setting)
+    with pytest.raises(UserError, match="stopped"):
+        run_module.run(load("configs/smoke.yaml"))
+    assert during["absl"] == logging.ERROR
+    assert {name: logging.getLogger(name).level for name in LOGGERS} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("data.reward=json:loads",),
+            r"data\.reward: json:loads for the prompt '1\+1=' and the completion '': TypeError: ",
+        ),
+        (("data.reward=builtins:print",), r"data\.reward: builtins:print .*: returned 'reward': None, expected names"),
+        (("data.reward=builtins:dict",), r"data\.reward: builtins:dict .*: TypeError: "),
+        (("rewards.weights={form: 1.0}",), r"rewards\.weights: got 'form', expected some of correct, reward"),
+        ((), r"warm_start\.steps: a warm start imitates solutions, but there is none for '1\+1='"),
+        (("data.solution_field=long",), r"data\.max_completion_length: got 4, but none of the 5 solutions fit"),
+    ],
+)
+def test_mistakes_of_examples_are_found_before_there_is_a_run_directory(tmp_path, options, message):
+    lines = [{"prompt": f"{i}+1=", "answer": str(i + 1), "long": "123456"} for i in range(1, 6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "judge.py").write_text("def one(record, completion, finished):\n    return 1.0\n")
+    rows = tmp_path / "rows.jsonl"
+    given = ("task=jsonl", f"data.train={rows}", f"data.eval={rows}", f"data.reward={tmp_path}/judge.py:one")
+    config = tiny.config_of(*given, f"output={tmp_path / 'runs'}", *options)
+    with pytest.raises(UserError, match=f"^{message}"):
+        run_module.run(LoadedConfig(config, (), Path("config.yaml")))
+    assert not (tmp_path / "runs").exists()

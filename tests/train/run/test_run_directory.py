@@ -1,0 +1,93 @@
+"""The directory of a run: never one that is taken, and continued only by the config it was started with."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from train.config import load
+from train.config.errors import UserError
+from train.config.schema import Config
+from train.run.directory import resume_run, start_run
+
+
+def config_of(output: Path, *overrides: str) -> Config:
+    return tiny.config_of(f"output={output}", "name=first", *overrides)
+
+
+def files(root: Path) -> dict[str, str]:
+    return {str(path.relative_to(root)): path.read_text() for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_new_run_has_its_config(tmp_path):
+    config = config_of(tmp_path / "runs")
+    run = start_run(config)
+    assert run.root == tmp_path / "runs" / "first"
+    assert load(run.config).config == config
+    names = (run.base, run.checkpoints, run.metrics, run.summary)
+    assert [path.name for path in names] == ["base", "checkpoints", "metrics.jsonl", "summary.json"]
+    assert {path.parent for path in names} == {run.root}
+
+
+def test_a_name_that_is_taken_gets_a_number_and_nothing_is_overwritten(tmp_path):
+    runs = [start_run(config_of(tmp_path, f"seed={seed}")) for seed in range(3)]
+    assert [run.root.name for run in runs] == ["first", "first-2", "first-3"]
+    assert [load(run.config).config.seed for run in runs] == [0, 1, 2]
+    (tmp_path / "first-4").mkdir()
+    (tmp_path / "first-4" / "thesis.tex").write_text("irreplaceable")
+    before = files(tmp_path)
+    assert start_run(config_of(tmp_path)).root.name == "first-5"
+    assert {name: text for name, text in files(tmp_path).items() if name in before} == before
+
+
+def test_an_empty_directory_is_used(tmp_path):
+    (tmp_path / "first").mkdir()
+    assert start_run(config_of(tmp_path)).root == tmp_path / "first"
+
+
+def test_a_file_is_not_a_directory(tmp_path):
+    (tmp_path / "first").write_text("a file")
+    assert start_run(config_of(tmp_path)).root == tmp_path / "first-2"
+    assert (tmp_path / "first").read_text() == "a file"
+    with pytest.raises(UserError, match=r"^output: cannot create .*first/first: Not a directory$"):
+        start_run(config_of(tmp_path / "first"))
+
+
+def test_a_run_is_resumed_by_its_config(tmp_path):
+    started = start_run(config_of(tmp_path))
+    assert resume_run(config_of(tmp_path)) == started
+
+
+def test_a_run_that_got_a_number_is_resumed_by_its_own_name(tmp_path):
+    start_run(config_of(tmp_path))
+    second = start_run(config_of(tmp_path))
+    assert load(second.config).config.name == "first-2"
+    assert resume_run(config_of(tmp_path, "name=first-2")) == second
+    assert resume_run(load(second.config).config) == second
+
+
+def test_what_changes_no_update_may_differ_and_is_written_down(tmp_path):
+    start_run(config_of(tmp_path))
+    longer = config_of(tmp_path, "steps=9", "eval.every=3", "checkpoint={every: 2, keep: 5}")
+    run = resume_run(longer)
+    assert load(run.config).config == longer
+
+
+def test_every_field_that_differs_is_named_and_the_run_stays_as_it_is(tmp_path):
+    start_run(config_of(tmp_path))
+    before = files(tmp_path)
+    other = config_of(tmp_path, "seed=3", "kl.loss.coef=0.5", "lora={rank: 2}", "steps=9")
+    with pytest.raises(UserError) as caught:
+        resume_run(other)
+    message = str(caught.value)
+    assert message.startswith(f"--resume: the config differs from that of {tmp_path / 'first'}: ")
+    for part in ("kl.loss.coef: the run has 0.0, got 0.5", "seed: the run has 0, got 3", "lora.rank: the run has None"):
+        assert part in message
+    assert "steps" not in message
+    assert files(tmp_path) == before
+
+
+def test_there_has_to_be_a_run_to_resume(tmp_path):
+    with pytest.raises(UserError, match=r"^--resume: there is no run at .*first; leave the flag out to start one$"):
+        resume_run(config_of(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,136 @@
+"""Folders that are written: the bytes that were read, an adapter merged into them, whole or not at all."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+import kljax
+from train.data.tokenizers import ByteTokenizer
+from train.models import Decoder, DecoderConfig
+from train.models.sharding import make_mesh
+from train.rl.policy import head, hidden_states, init_params
+from train.weights.huggingface import load_params, save, save_folder
+from train.weights.huggingface.config import decoder_config
+from train.weights.peft import load_adapter, read_peft_config
+
+GOLDENS = Path(__file__).parents[3] / "goldens" / "models"
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    return {name: array for path in folder.glob("*.safetensors") for name, array in load_file(path).items()}
+
+
+@functools.cache
+def loaded(family: str, shape: tuple[int, int, int] = (1, 1, 1)) -> tuple[Decoder, kljax.Policy]:
+    model = Decoder(decoder_config(GOLDENS / family))
+    return model, kljax.Policy(load_params(GOLDENS / family, model, make_mesh(*shape)))
+
+
+def assert_same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        assert got[name].dtype == array.dtype
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
+
+
+@pytest.mark.parametrize(("family", "shape"), [("qwen3", (2, 2, 2)), ("gemma2", (1, 1, 1))])
+def test_what_was_loaded_is_saved_to_the_bit_with_its_config_and_tokenizer(tmp_path, family, shape):
+    model, policy = loaded(family, shape)
+    save_folder(tmp_path / "out", model, policy, source=GOLDENS / family)
+    assert_same(weights(tmp_path / "out"), weights(GOLDENS / family))
+    assert decoder_config(tmp_path / "out") == model.config
+    config, before = (
+        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", GOLDENS / family)
+    )
+    assert config == before
+    beside = {path.name for path in (GOLDENS / family).iterdir() if path.is_file()} - {"expected.npz", "config.json"}
+    for name in (name for name in beside if "safetensors" not in name):
+        assert (tmp_path / "out" / name).read_bytes() == (GOLDENS / family / name).read_bytes()
+
+
+def test_files_stay_below_the_limit_and_an_index_names_them(tmp_path):
+    model, policy = loaded("qwen3", (2, 2, 2))
+    save_folder(tmp_path / "out", model, policy, source=GOLDENS / "qwen3", max_file_bytes=50_000)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert [path.name for path in files] == [f"model-{n:05d}-of-00005.safetensors" for n in range(1, 6)]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in weights(GOLDENS / "qwen3").values())
+    for path in files:
+        with safe_open(path, "numpy") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert sum(file.get_tensor(name).nbytes for name in file.keys()) <= 50_000  # noqa: SIM118
+            assert {name for name, where in index["weight_map"].items() if where == path.name} == set(file.keys())
+    reloaded = load_params(tmp_path / "out", model, make_mesh())
+    jax.tree.map(np.testing.assert_array_equal, reloaded, jax.device_get(policy.params))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_merged_adapter_gives_the_logits_of_the_weights_that_peft_merged(tmp_path, family):
+    folder, mesh = GOLDENS / family, make_mesh()
+    adapted = Decoder(decoder_config(folder, lora=read_peft_config(folder / "adapter")))
+    model, policy = loaded(family)
+    with_adapter = kljax.Policy(policy.params, load_adapter(folder / "adapter", adapted, mesh))
+    save_folder(tmp_path / "out", adapted, with_adapter, source=folder)
+    changed = {name for name, array in weights(tmp_path / "out").items() if (array != weights(folder)[name]).any()}
+    assert {name.split(".")[-2] for name in changed} == set(adapted.config.lora.targets)
+    with np.load(folder / "expected.npz") as expected:
+        tokens, mask, want = (expected[name] for name in ("tokens", "mask", "adapter/merged"))
+    saved = load_params(tmp_path / "out", model, mesh)
+    hidden = jax.jit(hidden_states, static_argnums=0)(model, kljax.Policy(saved), tokens, mask)
+    logits = np.where(mask[..., None], hidden @ head(model, saved), 0)
+    assert np.abs(logits - want).max() < 5e-6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_files_may_have_another_dtype_than_the_parameters(tmp_path, dtype):
+    model, policy = loaded("mistral")
+    save_folder(tmp_path / "out", model, policy, source=GOLDENS / "mistral", dtype=dtype)
+    want = {name: array.astype(jnp.dtype(dtype)) for name, array in weights(GOLDENS / "mistral").items()}
+    assert_same(weights(tmp_path / "out"), want)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_a_model_that_came_from_no_folder_gets_a_config_with_the_tokens_that_end_a_text(tmp_path):
+    shape = {"layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 24}
+    model = Decoder(DecoderConfig(vocab_size=ByteTokenizer().vocab_size, qk_norm=True, tie_embeddings=True, **shape))
+    policy = kljax.Policy(init_params(model, jax.random.key(0), make_mesh()))
+    save_folder(tmp_path / "out", model, policy, tokenizer=ByteTokenizer())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == "qwen3"
+    assert (config["eos_token_id"],) == ByteTokenizer().eos_ids
+    assert decoder_config(tmp_path / "out") == model.config
+    jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "out", model, make_mesh()), policy.params)
+
+
+def test_nothing_is_left_of_a_folder_that_could_not_be_written_and_nothing_is_overwritten(tmp_path, monkeypatch):
+    model, policy = loaded("gemma2")
+    monkeypatch.setattr(save, "write_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        save_folder(tmp_path / "out", model, policy, source=GOLDENS / "gemma2")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").touch()
+    with pytest.raises(FileExistsError, match="nothing is overwritten"):
+        save_folder(tmp_path / "out", model, policy)
+    with pytest.raises(ValueError, match="dtype: got int8, expected one of float32, float16, bfloat16"):
+        save_folder(tmp_path / "other", model, policy, dtype="int8")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_adapter_of_another_shape_is_an_error(tmp_path):
+    model, policy = loaded("qwen3", (2, 2, 2))
+    lora = read_peft_config(GOLDENS / "qwen3" / "adapter")
+    adapted = Decoder(dataclasses.replace(model.config, lora=lora))
+    narrow = {"lora_A": jnp.zeros((3, 32, 4)), "lora_B": jnp.zeros((3, 4, 5))}
+    adapter = {"layers": {"self_attn": {"v_proj": narrow}}}
+    with pytest.raises(ValueError, match="adapter"):
+        save_folder(tmp_path / "out", adapted, kljax.Policy(policy.params, adapter))
+    assert list(tmp_path.iterdir()) == []

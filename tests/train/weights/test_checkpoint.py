@@ -1,0 +1,238 @@
+"""Checkpoints: what is kept, what a killed save leaves, and what damage does to the ones that are whole."""
+
+import dataclasses
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kljax
+from tests import tiny
+from train.config.errors import UserError
+from train.config.schema import Checkpoint
+from train.models.sharding import replicated
+from train.rl.state import TrainState, initial_state
+from train.weights.abandoned_reads import quiet_abandoned_reads
+from train.weights.checkpoint import Checkpoints, abstract, restore_base, save_base
+
+SECTION = Checkpoint(every=1, keep=2)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    quiet_abandoned_reads()
+    level = logging.getLogger("absl").level
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("absl").setLevel(level)
+
+
+def state_of(step: int, width: int = 4, **more) -> TrainState:
+    """A small state that a step number tells from every other, large enough to have a data file of its own."""
+    trainable = {"params": {"w": jnp.arange(width * 300.0).reshape(width, 300) + step, "b": jnp.full(width, step / 3)}}
+    state = initial_state(trainable | more, optax.adamw(1e-3), kljax.fixed_kl(0.1), replicated(tiny.mesh_of()))
+    return jax.device_put(
+        TrainState(jnp.int32(step), state.trainable, state.opt_state, state.controller), replicated(tiny.mesh_of())
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run with checkpoints of steps 0 to 4."""
+    root = tmp_path_factory.mktemp("run")
+    checkpoints = Checkpoints(root / "checkpoints", SECTION)
+    for step in range(5):
+        checkpoints.save(state_of(step), step)
+    checkpoints.close()
+    return root
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def opened(run: Path) -> Checkpoints:
+    return Checkpoints(run / "checkpoints", SECTION)
+
+
+def test_step_0_and_the_newest_are_kept(saved):
+    checkpoints = opened(saved)
+    assert checkpoints.steps() == [0, 3, 4]
+    assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == ["0", "3", "4"]
+    assert checkpoints.path(3) == saved / "checkpoints" / "3" / "state"
+    with pytest.raises(UserError, match=r"^reference\.step: got 2, .* there are: 0, 3, 4$"):
+        checkpoints.path(2)
+    checkpoints.close()
+
+
+def test_the_newest_state_comes_back_bit_for_bit(saved):
+    checkpoints = opened(saved)
+    restored = checkpoints.restore_last(state_of(9))
+    checkpoints.close()
+    chex.assert_trees_all_equal(restored, state_of(4))
+    chex.assert_trees_all_equal_dtypes(restored, state_of(4))
+    assert abstract(restored) == abstract(state_of(4))
+
+
+def test_a_run_without_checkpoints_has_nothing_to_restore(tmp_path):
+    checkpoints = opened(tmp_path)
+    assert checkpoints.steps() == []
+    assert checkpoints.restore_last(state_of(0)) is None
+    with pytest.raises(UserError, match="there are: none"):
+        checkpoints.path(0)
+    checkpoints.close()
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path):
+    checkpoints = opened(tmp_path)
+    state = jax.tree.map(lambda x: jnp.tile(x, (1, 200)) if x.ndim > 1 else x, state_of(1))
+    expected = jax.tree.map(np.array, state)
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    checkpoints.save(state, 1)
+    for _ in range(3):
+        state = step(state)  # gives the saved buffers away while they are being written
+    restored = checkpoints.restore_last(state)
+    checkpoints.close()
+    chex.assert_trees_all_equal(jax.device_get(restored), expected)
+
+
+def data_file(state: Path) -> Path:
+    return max((path for path in (state / "d").iterdir()), key=lambda path: path.stat().st_size)
+
+
+DAMAGES = {
+    "metadata emptied": lambda state: os.truncate(state / "_METADATA", 0),
+    "metadata cut": lambda state: os.truncate(state / "_METADATA", 500),
+    "metadata deleted": lambda state: (state / "_METADATA").unlink(),
+    "manifest emptied": lambda state: os.truncate(state / "manifest.ocdbt", 0),
+    "manifest cut": lambda state: os.truncate(state / "manifest.ocdbt", 50),
+    "manifest deleted": lambda state: (state / "manifest.ocdbt").unlink(),
+    "data emptied": lambda state: os.truncate(data_file(state), 0),
+    "data cut": lambda state: os.truncate(data_file(state), data_file(state).stat().st_size - 1),
+    "data deleted": lambda state: data_file(state).unlink(),
+    "state deleted": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_named_moved_aside_and_the_one_before_is_used(run, caplog, damage):
+    damage(run / "checkpoints" / "4" / "state")
+    checkpoints = opened(run)
+    restored = checkpoints.restore_last(state_of(9))
+    chex.assert_trees_all_equal(restored, state_of(3))
+    assert checkpoints.steps() == [0, 3]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "train.weights.checkpoint"]
+    assert f"checkpoint {run}/checkpoints/4 is damaged and was skipped (moved to {run}/damaged/4-0): " in warning
+    assert (run / "damaged" / "4-0").is_dir()
+    # The run goes on and saves the step again.
+    checkpoints.save(state_of(4), 4)
+    checkpoints.wait()
+    assert checkpoints.steps() == [0, 3, 4]
+    checkpoints.close()
+
+
+def test_when_every_checkpoint_is_damaged_nothing_is_restored_and_nothing_is_lost(run, caplog):
+    for step in (0, 3, 4):
+        os.truncate(run / "checkpoints" / str(step) / "state" / "manifest.ocdbt", 0)
+    checkpoints = opened(run)
+    assert checkpoints.restore_last(state_of(9)) is None
+    checkpoints.close()
+    assert len(caplog.records) == 3
+    assert sorted(path.name for path in (run / "damaged").iterdir()) == ["0-2", "3-1", "4-0"]
+
+
+def test_what_a_killed_save_leaves_is_ignored_and_removed(run):
+    left = run / "checkpoints" / "5.orbax-checkpoint-tmp"
+    shutil.copytree(run / "checkpoints" / "4", left)
+    data_file(left / "state").unlink()
+    checkpoints = opened(run)
+    assert checkpoints.steps() == [0, 3, 4]
+    chex.assert_trees_all_equal(checkpoints.restore_last(state_of(9)), state_of(4))
+    checkpoints.save(state_of(5), 5)
+    checkpoints.close()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["0", "4", "5"]
+    assert not (run / "damaged").exists()
+
+
+OTHERS = {
+    "shape": (lambda: state_of(9, width=5), r"trainable\.params\.w: got float32\[4, 300\], expected float32\[5, 300\]"),
+    "more weights": (
+        lambda: state_of(9, value_head={"bias": jnp.zeros(())}),
+        r"trainable\.value_head\.bias: got None, expected float32\[\]",
+    ),
+    "dtype": (
+        lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim == 2 else x, state_of(9)),
+        r"trainable\.params\.w: got float32\[4, 300\], expected bfloat16\[4, 300\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("like", "message"), OTHERS.values(), ids=OTHERS)
+def test_a_whole_checkpoint_of_another_layout_is_an_error_and_stays(run, caplog, like, message):
+    before = sorted(path.relative_to(run) for path in run.rglob("*"))
+    checkpoints = opened(run)
+    with pytest.raises(UserError, match=rf"checkpoints/4 does not fit this config: .*{message}"):
+        checkpoints.restore_last(like())
+    checkpoints.close()
+    assert sorted(path.relative_to(run) for path in run.rglob("*")) == before
+    assert not caplog.records
+    chex.assert_trees_all_equal(opened(run).restore_last(state_of(9)), state_of(4))
+
+
+def test_the_base_comes_back_in_the_layout_asked_for(tmp_path):
+    params = {"w": jnp.arange(64.0).reshape(8, 8)}
+    save_base(tmp_path / "base", params)
+    mesh = tiny.mesh_of(1, 4, 2)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", "tensor"))
+    like = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)}
+    restored = restore_base(tmp_path / "base", like, "warm_start.checkpoint")
+    chex.assert_trees_all_equal(restored, params)
+    assert restored["w"].sharding == sharding
+    other = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)}
+    with pytest.raises(UserError, match=r"^warm_start\.checkpoint: .*w is float32\[8, 8\], expected float32\[8, 4\]"):
+        restore_base(tmp_path / "base", other, "warm_start.checkpoint")
+    with pytest.raises(UserError, match=r"^base: no checkpoint at .*nowhere"):
+        restore_base(tmp_path / "nowhere", like, "base")
+
+
+BASE_DAMAGES = {name: damage for name, damage in DAMAGES.items() if name != "state deleted"}
+
+
+@pytest.mark.parametrize("damage", BASE_DAMAGES.values(), ids=BASE_DAMAGES)
+def test_a_damaged_base_is_named(tmp_path, damage):
+    params = {"w": jnp.arange(4096.0).reshape(64, 64), "b": jnp.zeros(3)}
+    save_base(tmp_path / "base", params)
+    damage(tmp_path / "base")
+    with pytest.raises(UserError, match=rf"^base: .*{tmp_path}/base"):
+        restore_base(tmp_path / "base", abstract(params), "base")
+
+
+def test_a_reference_that_moves_is_an_item_of_its_own(tmp_path):
+    """A state looks the same whatever it is measured against: switching the reference finds every checkpoint."""
+    moving, plain = {"w": jnp.arange(3.0), "b": jnp.full(2, 0.25)}, state_of(1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", SECTION)
+    checkpoints.save(plain, 0)
+    checkpoints.save(dataclasses.replace(plain, reference=moving), 1)
+    checkpoints.wait()
+    assert (tmp_path / "checkpoints" / "1" / "reference").is_dir()
+    like = dataclasses.replace(plain, reference=jax.tree.map(jnp.zeros_like, moving))
+    restored = checkpoints.restore_last(like)
+    chex.assert_trees_all_equal(restored, dataclasses.replace(plain, reference=moving))
+    assert checkpoints.restore_last(plain).reference is None
+    other = dataclasses.replace(plain, reference={"w": jnp.zeros(4)})
+    assert checkpoints.restore_last(other).reference is None, "that of another layout is not it"
+    shutil.rmtree(tmp_path / "checkpoints" / "1")
+    checkpoints.close()
+    fresh = Checkpoints(tmp_path / "checkpoints", SECTION)
+    restored = fresh.restore_last(like)
+    fresh.close()
+    chex.assert_trees_all_equal(restored, plain)

@@ -1,0 +1,38 @@
+"""A write that fails, or is killed, leaves what was there as it was."""
+
+import pytest
+
+from train.weights.files import new_directory, write_text_atomic
+
+
+def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file.txt"
+    write_text_atomic(path, "old\n")
+    with pytest.raises(UnicodeEncodeError):
+        write_text_atomic(path, "new\ud800")
+    assert path.read_text() == "old\n"
+    write_text_atomic(path, "new\n")
+    assert path.read_text() == "new\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file.txt"]
+
+
+def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "deep" / "made"
+
+    def interrupted() -> None:
+        with new_directory(path) as partial:
+            (partial / "one").write_text("1")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        interrupted()
+    assert list(path.parent.iterdir()) == []
+    path.mkdir()
+    with new_directory(path) as partial:
+        (partial / "one").write_text("1")
+        assert list(path.iterdir()) == []
+    assert [p.name for p in path.iterdir()] == ["one"]
+    assert path.stat().st_mode == path.parent.stat().st_mode
+    with pytest.raises(FileExistsError, match=f"{path} is there already"), new_directory(path):
+        pass
+    assert [p.name for p in path.parent.iterdir()] == ["made"]

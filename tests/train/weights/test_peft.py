@@ -1,0 +1,228 @@
+"""PEFT folders: what PEFT wrote computes what it computed there; what is written is what was read; errors name both."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models.lora import PROJECTIONS
+from train.models.sharding import make_mesh
+from train.rl.policy import init_adapter
+from train.weights.peft import check_adapter, is_peft, load_adapter, read_peft_config, save_adapter
+from train.weights.peft_config import read_config, targeted
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "models"
+ADAPTER = GOLDENS / "qwen3" / "adapter"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+LORA = LoraConfig(4, 8.0, ("q_proj", "v_proj", "down_proj"))
+MODEL = Decoder(
+    DecoderConfig(
+        vocab_size=320, layers=3, width=32, heads=4, kv_heads=2, head_dim=16, mlp_width=48, qk_norm=True, lora=LORA
+    )
+)
+
+
+def with_lora(**changes) -> Decoder:
+    return Decoder(dataclasses.replace(MODEL.config, lora=dataclasses.replace(LORA, **changes)))
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """`edited(config={...}, tensors=function)`: a copy of the adapter that PEFT wrote, changed."""
+
+    def edit(tensors=lambda found: found, **config) -> Path:
+        path = tmp_path / "adapter"
+        shutil.copytree(ADAPTER, path)
+        (path / CONFIG).write_text(json.dumps(json.loads((path / CONFIG).read_text()) | config))
+        save_file(tensors(load_file(path / WEIGHTS)), path / WEIGHTS)
+        return path
+
+    return edit
+
+
+def test_a_config_of_peft_says_what_it_means():
+    assert is_peft(ADAPTER)
+    assert not is_peft(ADAPTER.parent)
+    assert read_peft_config(ADAPTER) == LORA
+    every = LoraConfig(3, 6.0, PROJECTIONS, rslora=True)
+    assert read_peft_config(GOLDENS / "gemma3" / "adapter") == every
+
+
+def test_matrices_are_transposed_and_stacked_in_their_sharding():
+    mesh = make_mesh(1, 2, 2)
+    adapter, stored = load_adapter(ADAPTER, MODEL, mesh), load_file(ADAPTER / WEIGHTS)
+    q_proj, down = adapter["layers"]["self_attn"]["q_proj"], adapter["layers"]["mlp"]["down_proj"]
+    key = "base_model.model.model.layers.{}.{}.weight"
+    expected = [stored[key.format(layer, "self_attn.q_proj.lora_A")].T for layer in range(3)]
+    np.testing.assert_array_equal(q_proj["lora_A"], expected)
+    expected = [stored[key.format(layer, "mlp.down_proj.lora_B")].T for layer in range(3)]
+    np.testing.assert_array_equal(down["lora_B"], expected)
+    drawn = init_adapter(MODEL, jax.random.key(0), mesh)
+    assert jax.tree.map(jnp.shape, adapter) == jax.tree.map(jnp.shape, drawn)
+    assert jax.tree.map(lambda x: (x.sharding, x.dtype), adapter) == jax.tree.map(
+        lambda x: (x.sharding, x.dtype), drawn
+    )
+    assert not q_proj["lora_A"].sharding.is_fully_replicated
+
+
+def test_what_is_written_is_what_was_read(tmp_path):
+    mesh = make_mesh()
+    adapter = load_adapter(ADAPTER, MODEL, mesh)
+    save_adapter(tmp_path / "out", MODEL, adapter, base_name="tiny-random/qwen3")
+    chex.assert_trees_all_equal(load_file(tmp_path / "out" / WEIGHTS), load_file(ADAPTER / WEIGHTS))
+    ours, theirs = (json.loads((path / CONFIG).read_text()) for path in (tmp_path / "out", ADAPTER))
+    assert ours.items() <= theirs.items()
+    assert {name for name, value in theirs.items() if value and value != ours.get(name)} == {
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+    }
+    with pytest.raises(FileExistsError, match="out is there already"):
+        save_adapter(tmp_path / "out", MODEL, adapter, base_name=None)
+    with pytest.raises(ValueError, match=r"adapter does not fit the model: got .* expected "):
+        save_adapter(tmp_path / "other", with_lora(rank=2), adapter, base_name=None)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_adapter_can_be_read_by_whoever_may_read_its_config(tmp_path):
+    """A server is often another user; `save_file` of safetensors would leave the weights to their owner."""
+    save_adapter(tmp_path / "out", MODEL, load_adapter(ADAPTER, MODEL, make_mesh()), base_name=None)
+    assert len({(tmp_path / "out" / name).stat().st_mode & 0o777 for name in (CONFIG, WEIGHTS)}) == 1
+
+
+def test_the_text_part_of_a_larger_model_keeps_its_names(tmp_path):
+    """As PEFT names them in Gemma 3 with images; and the same adapter is read from them."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {}}))
+    adapter = load_adapter(ADAPTER, MODEL, make_mesh())
+    save_adapter(tmp_path / "out", MODEL, adapter, base_name=None, source=tmp_path)
+    renamed = {
+        k.replace("model.layers.", "model.language_model.layers."): v for k, v in load_file(ADAPTER / WEIGHTS).items()
+    }
+    chex.assert_trees_all_equal(load_file(tmp_path / "out" / WEIGHTS), renamed)
+    chex.assert_trees_all_equal(load_adapter(tmp_path / "out", MODEL, make_mesh()), adapter)
+
+
+def test_layers_that_are_left_out_add_nothing(edited):
+    path = edited(lambda found: {k: v for k, v in found.items() if ".layers.1." in k}, layers_to_transform=[1])
+    assert read_peft_config(path) == LORA
+    for leaf, whole in zip(
+        *(jax.tree.leaves(load_adapter(p, MODEL, make_mesh())) for p in (path, ADAPTER)), strict=True
+    ):
+        np.testing.assert_array_equal(leaf, np.where(np.arange(3)[:, None, None] == 1, whole, 0))
+
+
+def test_bfloat16_becomes_float32(edited):
+    path = edited(lambda found: {k: np.asarray(jnp.asarray(v, jnp.bfloat16)) for k, v in found.items()})
+    leaves = jax.tree.leaves(load_adapter(path, MODEL, make_mesh()))
+    for leaf, whole in zip(leaves, jax.tree.leaves(load_adapter(ADAPTER, MODEL, make_mesh())), strict=True):
+        assert leaf.dtype == jnp.float32
+        chex.assert_trees_all_equal(leaf, whole.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("peft_type", "IA3", "peft_type: got 'IA3', expected 'LORA'"),
+        ("r", 0, "r: got 0, expected a positive number"),
+        ("target_modules", None, "target_modules: got None, expected module names"),
+        ("target_modules", "(", r"target_modules: got '\(', which is no regular expression"),
+        ("use_dora", True, "use_dora: got true, expected false: DoRA is not supported"),
+        ("lora_bias", True, "lora_bias: got true, expected false"),
+        ("bias", "all", "bias: got \"all\", expected 'none'"),
+        ("fan_in_fan_out", True, "fan_in_fan_out: got true, expected false"),
+        ("rank_pattern", {"q_proj": 2}, 'rank_pattern: got {"q_proj": 2}, expected one r for all modules'),
+        ("alpha_pattern", {"q_proj": 2}, "alpha_pattern: got .* expected one lora_alpha for all modules"),
+        ("modules_to_save", ["lm_head"], r'modules_to_save: got \["lm_head"\], expected none'),
+        ("layer_replication", [[0, 2]], "layer_replication: got"),
+        ("init_lora_weights", "pissa", "init_lora_weights: got 'pissa', which changes the base weights"),
+        ("what_comes_next", {"a": 1}, 'what_comes_next: got {"a": 1}, expected no such field, or an empty one'),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused_by_name(tmp_path, field, value, message):
+    (tmp_path / CONFIG).write_text(json.dumps(json.loads((ADAPTER / CONFIG).read_text()) | {field: value}))
+    with pytest.raises(ValueError, match=message):
+        read_peft_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("raw", "asked"),
+    [
+        ({"target_modules": ["q_proj", "x"]}, True),
+        ({"target_modules": ["proj"]}, False),
+        ({"target_modules": ["model.layers.1.self_attn.q_proj"]}, True),
+        ({"target_modules": ["model.layers.2.self_attn.q_proj"]}, False),
+        ({"target_modules": r".*layers\.[12]\..*_proj"}, True),
+        ({"target_modules": r"self_attn\.q_proj"}, False),
+        ({"target_modules": "all-linear"}, True),
+        ({"target_modules": "all-linear", "exclude_modules": ["q_proj"]}, False),
+        ({"target_modules": ["q_proj"], "exclude_modules": r".*layers\.1\..*"}, False),
+        ({"target_modules": ["q_proj"], "layers_to_transform": 1}, True),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [0, 2]}, False),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}, True),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": ["blocks"]}, False),
+    ],
+)
+def test_modules_are_asked_for_as_peft_decides(raw, asked):
+    assert targeted(raw, "model.layers.1.self_attn.q_proj") is asked
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": 8}, r"adapter PATH does not fit the config: r: got 4, but lora\.rank of the config is 8"),
+        (
+            {"alpha": 4.0, "rslora": True},
+            r"lora_alpha: got 8\.0, but lora\.alpha .* is 4\.0; use_rslora: got False, but",
+        ),
+        (
+            {"targets": ("q_proj",)},
+            r"target_modules: got \['down_proj', 'q_proj', 'v_proj'\], but lora\.targets .*\['q_",
+        ),
+    ],
+)
+def test_another_adapter_than_the_config_names_both(changes, message):
+    with pytest.raises(ValueError, match=message.replace("PATH", str(ADAPTER))):
+        check_adapter(ADAPTER, with_lora(**changes))
+
+
+def test_tensors_that_do_not_fit_are_named(edited, tmp_path):
+    def odd(found: dict) -> dict:
+        found["base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight"] = np.zeros((4, 32), np.float32)
+        found["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"] = np.zeros((33, 4), np.float32)
+        del found["base_model.model.model.layers.2.self_attn.v_proj.lora_A.weight"]
+        return found
+
+    with pytest.raises(ValueError, match="does not fit the model") as caught:
+        check_adapter(edited(odd, exclude_modules=["layers.1.self_attn.q_proj"]), MODEL)
+    for part in (
+        "layers.3.self_attn.q_proj.lora_A.weight is no part of the model, which has 3 layers",
+        "layers.0.mlp.down_proj.lora_B.weight: got shape (33, 4), expected (32, 4)",
+        "layers.1.self_attn.q_proj.lora_A.weight: target_modules does not ask for it",
+        "layers.2.self_attn.v_proj.lora_A is missing",
+    ):
+        assert part in str(caught.value)
+
+
+def test_files_that_are_no_adapter_are_named(edited, tmp_path):
+    strange = {"base_model.model.lm_head.lora_A.weight": np.zeros((4, 32), np.float32)}
+    path = edited(lambda found: found | strange)
+    with pytest.raises(ValueError, match=r"got tensors base_model\.model\.lm_head\.lora_A\.weight; expected layers"):
+        read_peft_config(path)
+    (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:50])
+    with pytest.raises(ValueError, match=f"{WEIGHTS}: not a whole safetensors file"):
+        read_peft_config(path)
+    (path / WEIGHTS).rename(path / "adapter_model.bin")
+    with pytest.raises(FileNotFoundError, match=f"has no {WEIGHTS}; adapter_model.bin is not read, save it as"):
+        read_peft_config(path)
+    with pytest.raises(FileNotFoundError, match=f"no PEFT adapter at {tmp_path}: it has no {CONFIG}"):
+        read_config(tmp_path)
+    with pytest.raises(ValueError, match="no lora section"):
+        check_adapter(ADAPTER, Decoder(dataclasses.replace(MODEL.config, lora=None)))

@@ -1,0 +1,1 @@
+"""Prompts, tasks and tokenizers."""

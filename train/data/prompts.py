@@ -1,0 +1,234 @@
+"""Examples to batches: length filter, padding, and shuffled epochs that are read by step.
+
+A sequence is laid out as `[prompt, left-padded to P | completion, right-padded to C]`. The masks say which positions
+are real; they come from lengths, the pad id is never looked for. All arrays are numpy, int32 and bool.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import grain
+import numpy as np
+
+from train.config.errors import UserError
+from train.data.tasks.task import Example
+from train.data.tokenizers import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+
+
+class SupervisedBatch(NamedTuple):
+    """Prompts with their solutions: `tokens` int32, `token_mask` and `completion_mask` bool, each `[B, P + C]`.
+
+    `completion_mask` marks the solution and its EOS, which are what is trained.
+    """
+
+    tokens: np.ndarray
+    token_mask: np.ndarray
+    completion_mask: np.ndarray
+
+
+def _prompt_ids(example: Example, tokenizer: Tokenizer) -> Sequence[int] | np.ndarray:
+    return tokenizer.prompt_ids(example) if example.prompt_ids is None else example.prompt_ids
+
+
+def _solution_ids(example: Example, tokenizer: Tokenizer) -> Sequence[int] | np.ndarray:
+    return tokenizer.solution_ids(example) if example.solution_ids is None else example.solution_ids
+
+
+def _pad(
+    rows: Sequence[Sequence[int] | np.ndarray], length: int, pad_id: int, *, left: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.full((len(rows), length), pad_id, np.int32)
+    mask = np.zeros((len(rows), length), bool)
+    for index, row in enumerate(rows):
+        if len(row) > length:
+            raise ValueError(f"row {index} has {len(row)} tokens, expected at most {length}")
+        where = slice(length - len(row), length) if left else slice(0, len(row))
+        tokens[index, where] = row
+        mask[index, where] = True
+    return tokens, mask
+
+
+def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """The prompt of each example as the tokenizer frames it, left-padded.
+
+    Returns:
+        tokens `[N, length]` int32 and mask `[N, length]` bool, true at real tokens.
+
+    Raises:
+        ValueError: a prompt is longer than `length`; `keep_prompts` removes those.
+    """
+    return _pad([_prompt_ids(example, tokenizer) for example in examples], length, tokenizer.pad_id, left=True)
+
+
+def encode_solutions(
+    examples: Sequence[Example], tokenizer: Tokenizer, *, prompt_length: int, completion_length: int
+) -> SupervisedBatch:
+    """Prompt, solution and what ends it of each example in the layout of a sampled batch."""
+    prompts, prompt_mask = encode_prompts(examples, tokenizer, prompt_length)
+    rows = [_solution_ids(example, tokenizer) for example in examples]
+    solutions, solution_mask = _pad(rows, completion_length, tokenizer.pad_id, left=False)
+    return SupervisedBatch(
+        tokens=np.concatenate([prompts, solutions], axis=1),
+        token_mask=np.concatenate([prompt_mask, solution_mask], axis=1),
+        completion_mask=np.concatenate([np.zeros_like(prompt_mask), solution_mask], axis=1),
+    )
+
+
+def decode_completions(tokens: np.ndarray, completion_mask: np.ndarray, tokenizer: Tokenizer) -> list[str]:
+    """The text of the marked tokens of each row of `[B, T]` arrays."""
+    return [
+        tokenizer.decode(row[mask].tolist())
+        for row, mask in zip(np.asarray(tokens), np.asarray(completion_mask), strict=True)
+    ]
+
+
+def _keep(examples: Sequence[Example], lengths: Sequence[int], limit: int, what: str, field: str) -> list[Example]:
+    kept = [example for example, length in zip(examples, lengths, strict=True) if length <= limit]
+    if not kept:
+        shortest = min(lengths, default=0)
+        raise UserError(
+            f"{field}: got {limit}, but none of the {len(examples)} {what} fit"
+            + (f"; the shortest has {shortest} tokens, raise {field} to at least that" if examples else "")
+        )
+    dropped = len(examples) - len(kept)
+    if dropped:
+        _LOG.warning(
+            "%d of %d %s are longer than %s = %d tokens and are left out", dropped, len(examples), what, field, limit
+        )
+    return kept
+
+
+def _counted(ids: np.ndarray, what: str, example: Example) -> np.ndarray:
+    if not len(ids):
+        raise UserError(f"{what} without a single token: {example.prompt[:80]!r}, and the tokenizer puts nothing first")
+    return ids
+
+
+def keep_prompts(
+    examples: Sequence[Example], tokenizer: Tokenizer, length: int, *, what: str = "prompts"
+) -> list[Example]:
+    """The examples whose framed prompt has at most `length` tokens; how many are left out is logged as a warning.
+
+    Those that are kept carry their tokens (`Example.prompt_ids`): no prompt is tokenized twice.
+
+    Raises:
+        UserError: none is left; says which setting to raise. Or a prompt has no token at all.
+    """
+    ids = [np.asarray(_prompt_ids(example, tokenizer), np.int32) for example in examples]
+    rows = zip(examples, ids, strict=True)
+    tokenized = [replace(example, prompt_ids=_counted(row, "a prompt", example)) for example, row in rows]
+    return _keep(tokenized, [len(row) for row in ids], length, what, "data.max_prompt_length")
+
+
+def keep_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> list[Example]:
+    """The examples whose solution with what ends it has at most `length` tokens; otherwise as `keep_prompts`.
+
+    Raises:
+        UserError: none is left, or an example has no solution.
+    """
+    _check_solved(examples)
+    ids = [np.asarray(_solution_ids(example, tokenizer), np.int32) for example in examples]
+    tokenized = [replace(example, solution_ids=row) for example, row in zip(examples, ids, strict=True)]
+    return _keep(tokenized, [len(row) for row in ids], length, "solutions", "data.max_completion_length")
+
+
+def check_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> None:
+    """Raises what `keep_solutions` would, but tokenizes no more than until one solution fits."""
+    _check_solved(examples)
+    if not any(len(_solution_ids(example, tokenizer)) <= length for example in examples):
+        keep_solutions(examples, tokenizer, length)
+
+
+def _check_solved(examples: Sequence[Example]) -> None:
+    for example in examples:
+        if not example.solution:
+            raise UserError(
+                f"warm_start.steps: a warm start imitates solutions, but there is none for {example.prompt[:80]!r}; "
+                "warm_start.steps=0 starts without"
+            )
+
+
+def _epochs(
+    examples: Sequence[Example], *, batch_size: int, seed: int, shard_index: int, shard_count: int
+) -> Callable[[int], list[Example]]:
+    if not 0 <= shard_index < shard_count:
+        raise ValueError(f"shard_index: got {shard_index}, expected 0 to {shard_count - 1}")
+    if batch_size < 1 or batch_size % shard_count:
+        raise ValueError(f"batch_size: got {batch_size}, expected a positive multiple of shard_count = {shard_count}")
+    dataset = grain.MapDataset.source(list(examples)).seed(seed).shuffle().repeat()
+    rows = batch_size // shard_count
+
+    def batch(step: int) -> list[Example]:
+        start = step * batch_size + shard_index * rows
+        return [dataset[place] for place in range(start, start + rows)]
+
+    return batch
+
+
+class Prompts:
+    """Endless shuffled epochs of the examples whose prompt fits, read by step.
+
+    Batch `step` holds places `step * batch_size + 0, 1, ...` of the epochs, each a different permutation. Nothing is
+    carried from step to step: a resumed run asks for its step and gets the same batch. A shard is a contiguous slice
+    of each batch, so all shards in order are the batch, however many there are.
+
+    Attributes:
+        examples: those that fit.
+        dropped: number of those that do not.
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        tokenizer: Tokenizer,
+        *,
+        length: int,
+        batch_size: int,
+        seed: int,
+        shard_index: int = 0,
+        shard_count: int = 1,
+    ) -> None:
+        self.examples = keep_prompts(examples, tokenizer, length)
+        self.dropped = len(examples) - len(self.examples)
+        self._batch = _epochs(
+            self.examples, batch_size=batch_size, seed=seed, shard_index=shard_index, shard_count=shard_count
+        )
+
+    def batch(self, step: int) -> list[Example]:
+        """The examples of `step`: of this shard, `batch_size / shard_count` of them."""
+        return self._batch(step)
+
+
+class Supervised:
+    """As `Prompts`, for examples whose prompt and solution both fit; batches are padded arrays."""
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        tokenizer: Tokenizer,
+        *,
+        prompt_length: int,
+        completion_length: int,
+        batch_size: int,
+        seed: int,
+        shard_index: int = 0,
+        shard_count: int = 1,
+    ) -> None:
+        fitting = keep_prompts(examples, tokenizer, prompt_length)
+        self.examples = keep_solutions(fitting, tokenizer, completion_length)
+        self.dropped = len(examples) - len(self.examples)
+        self._tokenizer, self._lengths = tokenizer, (prompt_length, completion_length)
+        self._batch = _epochs(
+            self.examples, batch_size=batch_size, seed=seed, shard_index=shard_index, shard_count=shard_count
+        )
+
+    def batch(self, step: int) -> SupervisedBatch:
+        """The arrays of `step`: of this shard, `batch_size / shard_count` rows."""
+        prompt_length, completion_length = self._lengths
+        return encode_solutions(
+            self._batch(step), self._tokenizer, prompt_length=prompt_length, completion_length=completion_length
+        )

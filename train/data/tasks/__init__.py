@@ -1,0 +1,60 @@
+"""Tasks with a verifier, by name."""
+
+from train.config.schema import Config
+from train.data.tasks import arithmetic, boxed_math, countdown, gsm8k, jsonl
+from train.data.tasks.rewards import check_names
+from train.data.tasks.task import Example, Task
+
+__all__ = ["Example", "Task", "load_task"]
+
+
+def _arithmetic(config: Config) -> Task:
+    data = config.data
+    return arithmetic.load(
+        max_operand=data.max_operand,
+        operations=data.operations,
+        held_out=config.eval.prompts,
+        error_rate=data.error_rate,
+    )
+
+
+def _gsm8k(config: Config) -> Task:
+    return gsm8k.load(train=config.data.train, held_out=config.data.eval, judge=config.data.judge)
+
+
+def _math(config: Config) -> Task:
+    return boxed_math.load(train=config.data.train, held_out=config.data.eval)
+
+
+def _countdown(config: Config) -> Task:
+    data = config.data
+    return countdown.load(
+        problems=data.problems, numbers=data.numbers, max_number=data.max_number, held_out=config.eval.prompts
+    )
+
+
+def _jsonl(config: Config) -> Task:
+    data = config.data
+    return jsonl.load(
+        train=data.train,
+        held_out=data.eval,
+        reward=data.reward,
+        prompt=data.prompt_field,
+        answer=data.answer_field,
+        solution=data.solution_field,
+    )
+
+
+_TASKS = {"arithmetic": _arithmetic, "gsm8k": _gsm8k, "math": _math, "countdown": _countdown, "jsonl": _jsonl}
+
+
+def load_task(config: Config) -> Task:
+    """The task that `config.task` names, loaded as `config.data` and `config.eval` say.
+
+    Raises:
+        UserError: a split would be empty, a file is missing or malformed, or a reward is weighed that the task lacks.
+    """
+    task = _TASKS[config.task](config)
+    if task.rewards:
+        check_names(config.rewards.weights, (*task.rewards, "reward"))
+    return task

@@ -1,0 +1,72 @@
+"""Addition, subtraction and multiplication of small integers, each problem either trained on or held out."""
+
+import logging
+import operator
+
+import numpy as np
+
+from train.config.errors import UserError
+from train.data.tasks.task import Example, Task
+
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_LOG = logging.getLogger(__name__)
+
+# The split is not a function of the run's seed: a base model that one run warm-started can be the start of a run with
+# another seed without having seen the held-out problems, and accuracies of different seeds are on the same problems.
+SPLIT_SEED = 0
+# Every problem is listed; a larger range would need gigabytes.
+MAX_OPERAND = 999
+
+
+# What a wrong solution is off by: a slip in the last digit, or a forgotten or invented carry.
+SLIPS = (-10, -1, 1, 10)
+
+
+def _example(left: int, operation: str, right: int, slip: int) -> Example:
+    answer = OPERATIONS[operation](left, right)
+    return Example(prompt=f"{left}{operation}{right}=", answer=str(answer), solution=str(answer + slip))
+
+
+def _problems(max_operand: int, operations: str, error_rate: float, seed: int) -> list[Example]:
+    operands, draw = max_operand + 1, np.random.default_rng(seed)
+    shape = (operands, len(operations), operands)
+    order = draw.permutation(operands * len(operations) * operands)
+    columns = (axis.tolist() for axis in np.unravel_index(order, shape))
+    slips = np.where(draw.random(len(order)) < error_rate, draw.choice(SLIPS, len(order)), 0).tolist()
+    problems = zip(*columns, slips, strict=True)
+    return [_example(left, operations[which], right, slip) for left, which, right, slip in problems]
+
+
+def score(example: Example, completion: str, finished: bool) -> dict[str, float]:
+    """1 for exactly the answer followed by EOS, else 0."""
+    correct = float(finished and completion == example.answer)
+    return {"reward": correct, "correct": correct}
+
+
+def load(*, max_operand: int, operations: str, held_out: int, error_rate: float = 0.0, seed: int = SPLIT_SEED) -> Task:
+    """All problems `a op b` with operands 0..max_operand in a seeded order; the first `held_out` are the eval split.
+
+    Args:
+        max_operand: largest operand, 1 to 999.
+        operations: some of "+", "-" and "*"; differences may be negative.
+        held_out: number of held-out problems; with few problems, half of them and a logged warning.
+        error_rate: share of the solutions that are wrong, as in a corpus of uneven quality; answers are always right.
+        seed: seed of the order.
+
+    Raises:
+        UserError: `max_operand` or `operations` is out of range.
+    """
+    if not 1 <= max_operand <= MAX_OPERAND:
+        raise UserError(f"data.max_operand: got {max_operand}, expected 1 to {MAX_OPERAND}")
+    if not operations or set(operations) - set(OPERATIONS) or len(set(operations)) != len(operations):
+        raise UserError(f"data.operations: got {operations!r}, expected some of {''.join(OPERATIONS)}, each once")
+    problems = _problems(max_operand, operations, error_rate, seed)
+    kept_out = min(held_out, len(problems) // 2)
+    if kept_out < held_out:
+        _LOG.warning(
+            "eval.prompts is %d, but there are only %d problems: %d are held out; raise data.max_operand for more",
+            held_out,
+            len(problems),
+            kept_out,
+        )
+    return Task("arithmetic", train=problems[kept_out:], eval=problems[:kept_out], score=score, rewards=("correct",))

@@ -1,0 +1,101 @@
+"""Records of a task: JSON lines, or a data set by its name through the `datasets` library."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from train.config.errors import UserError
+
+HUB = "datasets:"
+
+
+class Record(NamedTuple):
+    """One object, and where it stands for the messages about it."""
+
+    where: str
+    fields: Mapping[str, Any]
+
+
+def text_of(record: Record, name: str) -> str:
+    """The text of a field.
+
+    Raises:
+        UserError: it is missing, empty or no text; names where.
+    """
+    if name not in record.fields:
+        got = ", ".join(sorted(record.fields)) or "no fields"
+        raise UserError(f"{record.where}: field {name!r} is missing, got {got}")
+    value = record.fields[name]
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{record.where}: field {name!r}: got {value!r}, expected a non-empty string")
+    return value
+
+
+def _parse_line(line: str, where: str, expected: str) -> Record:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"{where}: got {type(fields).__name__}, expected an object with {expected}")
+    return Record(where, fields)
+
+
+def _from_lines(path: str | Path, field: str, expected: str) -> list[Record]:
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{field}: cannot read {path}: {error.strerror}") from error
+    records = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 ({error.reason} at byte {error.start})") from error
+        if text.strip():
+            records.append(_parse_line(text, where, expected))
+    return records
+
+
+def _from_hub(name: str, field: str) -> list[Record]:
+    """`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; the split is train unless said."""
+    parts = name.split(":")
+    if not parts[0] or len(parts) > 3:
+        raise UserError(f"{field}: got 'datasets:{name}', expected datasets:NAME, :SPLIT or :CONFIG:SPLIT after it")
+    split = parts[-1] if len(parts) > 1 else "train"
+    config = parts[1] if len(parts) == 3 else None
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise UserError(
+            f"{field}: 'datasets:{name}' is read by the library datasets, which is not installed: "
+            "`pip install datasets` (`uv sync --group datasets`); a file of JSON lines needs nothing"
+        ) from error
+    try:
+        rows = load_dataset(parts[0], config, split=split)
+    except Exception as error:  # whatever the network, the Hub and its data sets raise
+        raise UserError(f"{field}: cannot load 'datasets:{name}': {error}") from error
+    return [Record(f"datasets:{name}, row {number}", dict(row)) for number, row in enumerate(rows)]
+
+
+def read_records(path: str | Path | None, field: str, *, task: str, expected: str) -> list[Record]:
+    """All records of a file, blank lines skipped, or of a data set.
+
+    Args:
+        path: the file, or `datasets:NAME`, `datasets:NAME:SPLIT`, `datasets:NAME:CONFIG:SPLIT`.
+        field: the setting that named it, for the error messages.
+        task: the task, for the same.
+        expected: the fields that a record has, for the same.
+
+    Raises:
+        UserError: `path` is None or unreadable, nothing is there, or a line is no JSON object (names file and line).
+    """
+    if path is None:
+        raise UserError(f"{field}: task {task} needs the path of a JSON-lines file")
+    on_hub = isinstance(path, str) and path.startswith(HUB)
+    records = _from_hub(str(path).removeprefix(HUB), field) if on_hub else _from_lines(path, field, expected)
+    if not records:
+        raise UserError(f"{field}: {path} holds no examples")
+    return records

@@ -1,0 +1,108 @@
+"""From the named rewards of a task to the one number that is optimised; the one place where they are put together."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from train.config.errors import UserError
+from train.config.rewards import Rewards
+from train.data.tasks.task import Example, Task
+
+Scores = dict[str, np.ndarray]
+
+
+def judge(task: Task, examples: Sequence[Example], completions: Sequence[str], finished: np.ndarray) -> Scores:
+    """What the task says of each completion: named rewards, each `[B]` float32, in the order of the rows.
+
+    Raises:
+        UserError: two completions got rewards of different names.
+    """
+
+    def one(row: tuple[Example, str, bool]) -> dict[str, float]:
+        return task.score(row[0], row[1], bool(row[2]))
+
+    rows = list(zip(examples, completions, finished, strict=True))
+    if task.workers > 1:
+        with ThreadPoolExecutor(task.workers) as pool:
+            scores = list(pool.map(one, rows))
+    else:
+        scores = [one(row) for row in rows]
+    for score in scores:
+        if score.keys() != scores[0].keys():
+            first, other = (", ".join(sorted(names)) for names in (scores[0], score))
+            raise UserError(f"task {task.name}: got rewards {first} for one completion and {other} for another")
+    return {name: np.asarray([score[name] for score in scores], np.float32) for name in scores[0]}
+
+
+def overlong(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:
+    """The soft punishment of what comes near the limit of length, -1 to 0.
+
+    `0` up to `longest - buffer`, then `((longest - buffer) - length) / buffer` down to `-1` at `longest` and after.
+
+    Args:
+        lengths: `[B]`, in tokens, what ends a completion included.
+        longest: the length at which it is full; buffer: tokens over which it grows, at least 1.
+
+    Returns:
+        `[B]` float32.
+
+    References:
+        DAPO, arXiv:2503.14476, equation 13.
+
+    Example:
+        >>> overlong(np.array([6, 8, 9, 12]), longest=10, buffer=4).tolist()
+        [0.0, -0.5, -0.75, -1.0]
+    """
+    over = np.asarray(lengths, np.float32) - (longest - buffer)
+    return 0 - np.clip(over / buffer, 0, 1, dtype=np.float32)
+
+
+def compose(config: Rewards, scores: Mapping[str, np.ndarray], lengths: np.ndarray, *, longest: int) -> Scores:
+    """`scores` with what length costs, and with the "reward" that is optimised.
+
+    `reward = sum of weight * score, or the task's own total
+              - length_penalty * length / longest + overlong_coef * overlong`
+
+    Args:
+        config: weights and penalties.
+        scores: named rewards of the task, each `[B]`.
+        lengths: `[B]`, tokens of each completion, what ends it included.
+        longest: the most tokens that a completion has.
+
+    Returns:
+        all names of `scores`; "length_penalty" and "overlong" (as they enter the reward, 0 or less) where they are on;
+        and "reward", each `[B]` float32.
+
+    Raises:
+        UserError: a weight for a reward that the task does not have, or a task without a total and no weights.
+    """
+    found = dict(scores)
+    total = weighted(config.weights, found)
+    if config.length_penalty:
+        found["length_penalty"] = -np.float32(config.length_penalty) * np.asarray(lengths, np.float32) / longest
+        total = total + found["length_penalty"]
+    if config.overlong_buffer:
+        punishment = overlong(lengths, longest=longest, buffer=config.overlong_buffer)
+        found["overlong"] = np.float32(config.overlong_coef) * punishment
+        total = total + found["overlong"]
+    return found | {"reward": total.astype(np.float32)}
+
+
+def weighted(weights: Mapping[str, float] | None, scores: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The sum of the scores with their weights, or the task's own total without."""
+    if weights is None:
+        if "reward" not in scores:
+            names = ", ".join(sorted(scores))
+            raise UserError(f"rewards.weights: missing; the task has no total, only {names}")
+        return np.asarray(scores["reward"], np.float32)
+    check_names(weights, tuple(scores))
+    zero = np.zeros(np.shape(next(iter(scores.values()))), np.float32)
+    return sum((np.float32(weight) * scores[name] for name, weight in weights.items()), zero)
+
+
+def check_names(weights: Mapping[str, float] | None, names: Sequence[str]) -> None:
+    """Raises a UserError for a weight whose reward is not among `names`."""
+    for name in weights or ():
+        if name not in names:
+            raise UserError(f"rewards.weights: got {name!r}, expected some of {', '.join(sorted(names))}")

@@ -1,0 +1,73 @@
+"""A byte-level tokenizer: every string has an encoding, nothing has to be downloaded."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from train.config.model import BYTE_VOCABULARY
+from train.data.tokenizers.protocol import UNKNOWN
+
+if TYPE_CHECKING:
+    from train.data.tasks.task import Example
+
+BYTES = 256
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0..255, then three special ids.
+
+    `vocab_size` is rounded up to a multiple of 8, so that a `tensor` mesh axis of up to 8 divides it; the ids
+    between `pad_id` and `vocab_size` are never produced by `encode`.
+
+    Example:
+        >>> tokenizer = ByteTokenizer()
+        >>> tokenizer.encode("1+2=")
+        [49, 43, 50, 61]
+        >>> tokenizer.decode([51, tokenizer.eos_id])
+        '3'
+    """
+
+    bos_id: int = BYTES
+    eos_id: int = BYTES + 1
+    pad_id: int = BYTES + 2
+    vocab_size: int = BYTE_VOCABULARY
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The one id that ends a completion."""
+        return (self.eos_id,)
+
+    def encode(self, text: str) -> list[int]:
+        """The UTF-8 bytes of `text`; no special ids are added. A lone surrogate becomes "?"."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, EOS left out.
+
+        Bytes that are not UTF-8 and every other special id become U+FFFD: a sampled BOS inside a number must not vanish
+        from what the verifier reads.
+        """
+        pieces: list[str] = []
+        run = bytearray()
+        for token in ids:
+            if 0 <= token < BYTES:
+                run.append(token)
+            elif token != self.eos_id:
+                pieces += [run.decode("utf-8", errors="replace"), UNKNOWN]
+                run.clear()
+        return "".join(pieces) + run.decode("utf-8", errors="replace")
+
+    def prompt_ids(self, example: "Example") -> list[int]:
+        """BOS and the prompt: the first byte has something to attend to, and an empty prompt a token."""
+        return [self.bos_id, *self.encode(example.prompt)]
+
+    def solution_ids(self, example: "Example") -> list[int]:
+        """The solution and EOS."""
+        return [*self.encode(example.solution), self.eos_id]
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes themselves; BOS, padding and the ids after it show as U+FFFD, as in `decode`."""
+        special = [UNKNOWN.encode()] * (self.vocab_size - BYTES)
+        special[self.eos_id - BYTES] = b""
+        return [bytes([byte]) for byte in range(BYTES)] + special

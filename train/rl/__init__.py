@@ -1,0 +1,1 @@
+"""The compute core: everything that is compiled in an RL step."""

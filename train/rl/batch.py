@@ -1,0 +1,180 @@
+"""The batch, and the four functions that reshape it.
+
+Padding, slicing, concatenating and splitting each map over every field that is present, whatever its name: a field
+added tomorrow travels through all of them without being listed anywhere.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from train.config.errors import UserError
+
+Array = jax.Array
+Metadata = Mapping[str, Any]
+
+PER_ROW = {"axes": "row"}
+"""Metadata of a field that holds one value a row, `[B, ...]`; every other field is `[B, T, ...]`."""
+GROUP = {**PER_ROW, "padding": -1}
+"""Of `group_ids`: a row that was added belongs to no prompt, so it enters no statistic of one."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of tokens with what is known of each. Position t of a per-token field belongs to token t.
+
+    Prompts are padded on the left, completions on the right. Fields that were not computed are None.
+
+    Attributes:
+      tokens: [B, T] int32.
+      token_mask: [B, T] bool, True on real tokens, which are attended.
+      completion_mask: [B, T] bool, True on the sampled tokens, which are trained.
+      rewards: [B] scalar reward of each row.
+      group_ids: [B] int32, number of the row's prompt in the rollout batch; -1 on rows of padding.
+      rollout_log_probs: [B, T] log-probs that the sampler recorded.
+      old_log_probs: [B, T] log-probs of the policy before its first update on this batch; None where that is the only
+        one, which computes them itself.
+      ref_log_probs: [B, T] log-probs of the reference.
+      ref_hidden: [B, T, D] hidden states of the reference after each token, in the type that the model computes in.
+      ref_exact_kl: [B, T] exact KL to the reference where each token was drawn, before the first update.
+      values: [B, T] value of the state before each token, before the first update.
+      advantages: [B, T].
+      returns: [B, T] targets of the value head.
+      token_weights: [B, T] weight of each token in the loss of its optimizer batch.
+    """
+
+    tokens: Array
+    token_mask: Array
+    completion_mask: Array
+    rewards: Array | None = dataclasses.field(default=None, metadata=PER_ROW)
+    group_ids: Array | None = dataclasses.field(default=None, metadata=GROUP)
+    rollout_log_probs: Array | None = None
+    old_log_probs: Array | None = None
+    ref_log_probs: Array | None = None
+    ref_hidden: Array | None = None
+    ref_exact_kl: Array | None = None
+    values: Array | None = None
+    advantages: Array | None = None
+    returns: Array | None = None
+    token_weights: Array | None = None
+
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+
+def require(batch: Batch, names: Iterable[str], what: str) -> None:
+    """Raises `UserError` naming the fields that `what` needs and `batch` lacks; on the host, before any device work."""
+    missing = [name for name in names if getattr(batch, name) is None]
+    if missing:
+        raise UserError(
+            f"the batch lacks {', '.join(missing)}, which {what} needs; present: {', '.join(_present(batch))}"
+        )
+
+
+def given(field: Array | None) -> Array:
+    """A field that `require` has found to be there."""
+    if field is None:
+        raise ValueError("a field of the batch is missing; `require` names it when it is called before")
+    return field
+
+
+def row_count(batch: Batch) -> int:
+    """B."""
+    return batch.tokens.shape[0]
+
+
+def pad_rows(batch: AnyBatch, rows: int) -> AnyBatch:
+    """Adds empty rows (masks False, group ids -1, everything else 0) until there are `rows`."""
+    missing = rows - row_count(batch)
+    if missing < 0:
+        raise ValueError(f"rows: got {rows}, expected at least the {row_count(batch)} that the batch has")
+
+    def pad(x: Array, about: Metadata) -> Array:
+        return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=about.get("padding", 0))
+
+    return _map(pad, batch)
+
+
+def pad_columns(batch: AnyBatch, length: int) -> AnyBatch:
+    """Adds masked columns on the right until every row has `length` positions; per-row fields stay as they are."""
+    missing = length - batch.tokens.shape[1]
+    if missing < 0:
+        raise ValueError(f"length: got {length}, expected at least the {batch.tokens.shape[1]} that the batch has")
+
+    def pad(x: Array, about: Metadata) -> Array:
+        return x if about.get("axes") == "row" else jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+
+    return _map(pad, batch)
+
+
+def take_rows(batch: AnyBatch, rows: slice | Array) -> AnyBatch:
+    """The rows of a slice or of an index array, in its order."""
+    return _map(lambda x, _: x[rows], batch)
+
+
+def concatenate(batches: Sequence[AnyBatch]) -> AnyBatch:
+    """All rows of the batches; shorter ones are padded on the right.
+
+    Raises:
+      ValueError: if a field is present in some of the batches only, naming it.
+    """
+    names = [_present(batch) for batch in batches]
+    differing = sorted(set().union(*names) - set(names[0]).intersection(*names))
+    if differing:
+        raise ValueError(f"{', '.join(differing)}: present in some of the batches and missing in others")
+    length = max(batch.tokens.shape[1] for batch in batches)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *(pad_columns(batch, length) for batch in batches))
+
+
+def micro_batches(batch: AnyBatch, count: int, *, together: int = 1) -> AnyBatch:
+    """Splits the rows into `count` micro-batches on a new leading axis: `[B, ...]` becomes `[count, B / count, ...]`.
+
+    Row `r` goes to micro-batch `(r // together) % count`, so that each device keeps the rows it already holds.
+
+    Args:
+      together: consecutive rows that are not parted.
+
+    Raises:
+      ValueError: if `count` micro-batches of whole runs of `together` rows are not the batch.
+    """
+    rows = row_count(batch)
+    if rows % (count * together):
+        whole = f" of {together} rows together" if together > 1 else ""
+        raise ValueError(f"micro_batches: got {count}, which does not divide the {rows} rows of the batch{whole}")
+
+    def split(x: Array) -> Array:
+        runs = x.reshape(-1, count, together, *x.shape[1:])
+        return jnp.swapaxes(runs, 0, 1).reshape(count, -1, *x.shape[1:])
+
+    return _map(lambda x, _: split(x), batch)
+
+
+def merge_micro_batches(tree: Any, *, together: int = 1) -> Any:
+    """The inverse of `micro_batches` for any tree of `[count, rows, ...]` arrays."""
+
+    def merge(x: Array) -> Array:
+        runs = x.reshape(len(x), -1, together, *x.shape[2:])
+        return jnp.swapaxes(runs, 0, 1).reshape(-1, *x.shape[2:])
+
+    return jax.tree.map(merge, tree)
+
+
+def map_micro_batches(function: Callable[[Any], Any], batch: Batch, count: int, *, together: int = 1) -> Any:
+    """Applies a function of rows to one micro-batch after another, and puts its per-row results back in order."""
+    done = jax.lax.map(function, micro_batches(batch, count, together=together))
+    return merge_micro_batches(done, together=together)
+
+
+def _present(batch: Batch) -> list[str]:
+    return [field.name for field in dataclasses.fields(batch) if getattr(batch, field.name) is not None]
+
+
+def _map(function: Callable[[Array, Metadata], Array], batch: AnyBatch) -> AnyBatch:
+    """Applies `function(array, metadata of the field)` to every field that is present."""
+    about = {field.name: field.metadata for field in dataclasses.fields(batch)}
+    changes = {name: function(jnp.asarray(getattr(batch, name)), about[name]) for name in _present(batch)}
+    return dataclasses.replace(batch, **changes)

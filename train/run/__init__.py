@@ -1,0 +1,1 @@
+"""One run from start to end: setup, loop, run directory, checkpoints, reports."""

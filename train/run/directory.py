@@ -1,0 +1,104 @@
+"""The files of one run, and the rules for starting and continuing it. Never overwrites what another run wrote."""
+
+import dataclasses
+from pathlib import Path
+
+from train.config import dump_yaml, load
+from train.config.errors import UserError
+from train.config.schema import Config
+from train.weights.files import write_text_atomic
+
+# What may differ between a run and its continuation. None of it changes an update, but for the reference, which a user
+# switches on purpose: to a step that the run has reached meanwhile, say. A server may have moved.
+SERVER = tuple(
+    f"rollout.source.{name}" for name in ("url", "folder", "api_key_env", "timeout", "retries", "concurrency")
+)
+FREE = ("steps", "output", "eval", "checkpoint", "reference", "rollout.record", *SERVER)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """Paths below `<output>/<name>`."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, config: Config) -> "RunDirectory":
+        """The directory of the run of this name, whether or not there is one."""
+        return cls(Path(config.output) / config.name)
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def base(self) -> Path:
+        """The weights before RL."""
+        return self.root / "base"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def reference(self) -> Path:
+        """What the run has been measured against."""
+        return self.root / "reference.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, in order, without opening any."""
+        return sorted(int(path.name) for path in self.checkpoints.glob("*") if path.name.isdigit())
+
+
+def start_run(config: Config) -> RunDirectory:
+    """A new directory `<output>/<name>`, or `<name>-2`, `<name>-3`, ... if something of that name is there already.
+
+    The config that is written holds the name that was found, which is the one to resume by.
+    """
+    first = RunDirectory.of(config).root
+    root, number = first, 2
+    while root.exists() and not (root.is_dir() and not any(root.iterdir())):
+        root, number = first.with_name(f"{config.name}-{number}"), number + 1
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: cannot create {root}: {error.strerror}") from error
+    run = RunDirectory(root)
+    write_text_atomic(run.config, dump_yaml(config.model_copy(update={"name": root.name})))
+    return run
+
+
+def resume_run(config: Config) -> RunDirectory:
+    """The directory of the run that `--resume` continues.
+
+    Raises:
+      UserError: if there is no such run, or the config differs in a field that changes the result, naming each.
+    """
+    run = RunDirectory.of(config)
+    if not run.config.is_file():
+        raise UserError(f"--resume: there is no run at {run.root}; leave the flag out to start one")
+    before, now = (_flat(c.model_dump(mode="json")) for c in (load(run.config).config, config))
+    differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    wrong = [key for key in differing if not any(f"{key}.".startswith(f"{free}.") for free in FREE)]
+    if wrong:
+        listed = "; ".join(f"{key}: the run has {before.get(key)!r}, got {now.get(key)!r}" for key in wrong)
+        raise UserError(f"--resume: the config differs from that of {run.root}: {listed}")
+    write_text_atomic(run.config, dump_yaml(config))
+    return run
+
+
+def _flat(value: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    flat: dict[str, object] = {}
+    for key, inner in value.items():
+        flat |= _flat(inner, f"{prefix}.{key}" if prefix else key)
+    return flat

@@ -1,0 +1,52 @@
+"""Accuracy on held-out prompts."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import kljax
+from train.data.tasks.rewards import compose, judge
+from train.rollouts import Sampler, complete
+from train.run.setting import Setting
+
+SHOWN = 16
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation found.
+
+    Attributes:
+      metrics: means over all held-out examples.
+      samples: the first few of them, with what the policy answered and what that earned.
+    """
+
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]]
+
+
+def evaluate(setting: Setting, sampler: Sampler, policy: kljax.Policy, key: jax.Array) -> Evaluation:
+    """Means over the held-out examples of every named reward, `accuracy` in percent, and the first completions.
+
+    The sampler is that of this process, wherever the rollouts come from: what is measured is the policy that is
+    trained, and not an engine's copy of it, with the same keys every time. The last batch is filled up with repeated
+    examples, which are not counted, so that one program serves all.
+    """
+    config, examples = setting.config, setting.held_out
+    size = config.eval.batch_size
+    scores: list[dict[str, np.ndarray]] = []
+    shown: list[dict[str, Any]] = []
+    for start in range(0, len(examples), size):
+        chunk = list(examples[start : start + size])
+        filled = (chunk * size)[:size] if len(chunk) < size else chunk
+        samples, completions, finished = complete(setting, sampler, policy, filled, jax.random.fold_in(key, start))
+        named = judge(setting.task, filled, completions, finished)
+        lengths = np.asarray(jax.device_get(samples.completion_mask)).sum(-1)
+        judged = compose(config.rewards, named, lengths, longest=config.data.max_completion_length)
+        scores.append({name: values[: len(chunk)] for name, values in judged.items()})
+        for row, example in enumerate(chunk[: SHOWN - len(shown)]):
+            rewards = {name: float(values[row]) for name, values in judged.items()}
+            text = {"prompt": example.prompt, "completion": completions[row], "answer": example.answer}
+            shown.append({**text, "finished": bool(finished[row]), **rewards})
+    means = {name: float(np.concatenate([s[name] for s in scores]).mean(dtype=np.float64)) for name in scores[0]}
+    return Evaluation({**means, "accuracy": 100 * means["correct"]}, shown)

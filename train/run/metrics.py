@@ -1,0 +1,128 @@
+"""Metrics of a run: `metrics.jsonl`, the same bytes for the same values, and TensorBoard events."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from tensorboardX import SummaryWriter
+
+from train.config.errors import UserError
+from train.weights.files import write_text_atomic
+
+FILE_NAME = "metrics.jsonl"
+PHASES = ("warm_start", "train", "eval")
+
+
+def finite_or_none(value: SupportsFloat) -> float | None:
+    """`value` as a Python float; None for NaN and infinity, which JSON does not have."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a metrics file in order; a last line without its newline (a write cut short) is left out.
+
+    Raises:
+        UserError: the file cannot be read, or another line is not a record.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: not JSON ({error.msg})") from error
+    if not isinstance(record, dict) or record.get("phase") not in PHASES or not isinstance(record.get("step"), int):
+        raise UserError(f"{where}: expected an object with 'phase' (one of {', '.join(PHASES)}) and an integer 'step'")
+    return record
+
+
+def _dump(records: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(record, sort_keys=True, allow_nan=False) + "\n" for record in records)
+
+
+class MetricsWriter:
+    """Appends the metrics of a run to `metrics.jsonl` and to TensorBoard, flushing every line.
+
+    `metrics.jsonl` holds `{"phase", "step", name: value, ...}` a line, keys sorted, floats with every digit, so two
+    runs with the same values have the same bytes. Times and other values that differ between runs go through
+    `timing`. A step's lines have to be written before its checkpoint is: then a resumed file is the uninterrupted one.
+    """
+
+    def __init__(self, directory: str | Path, resume_step: int | None = None) -> None:
+        """Start the files of `directory` anew, or continue them after `resume_step`.
+
+        Args:
+            directory: where to write; created if missing.
+            resume_step: None removes the metrics of an earlier run. A step keeps its lines up to and with that step,
+                and every line of the warm start, which is over when a step can be resumed from.
+        """
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / FILE_NAME
+        records = read_metrics(path) if resume_step is not None and path.exists() else []
+        if resume_step is None:
+            for events in self._directory.glob("tensorboard/*/events.out.tfevents.*"):
+                events.unlink()
+        kept = [r for r in records if r["phase"] == "warm_start" or r["step"] <= (resume_step or 0)]
+        write_text_atomic(path, _dump(kept))
+        self._file = path.open("a", encoding="utf-8", newline="\n")
+        self._resume_step = resume_step
+        self._boards: dict[str, SummaryWriter] = {}
+
+    def _board(self, phase: str) -> SummaryWriter:
+        # One TensorBoard run a phase: warm start and RL count their steps separately.
+        if phase not in self._boards:
+            resumed_after = None if phase == "warm_start" else self._resume_step
+            # The name of an event file has only its second: a resume within it must not overwrite the first file.
+            self._boards[phase] = SummaryWriter(
+                str(self._directory / "tensorboard" / phase),
+                purge_step=None if resumed_after is None else resumed_after + 1,
+                filename_suffix="" if self._resume_step is None else f".resumed{self._resume_step}",
+            )
+        return self._boards[phase]
+
+    def _plot(self, phase: str, step: int, values: Mapping[str, float | None]) -> None:
+        board = self._board(phase)
+        for name, value in values.items():
+            if value is not None:
+                board.add_scalar(name, value, step, display_name=name)
+        board.flush()
+
+    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
+        """Record the values of a step; NaN and infinity become null, and have no point in TensorBoard.
+
+        Raises:
+            ValueError: an unknown phase, or a metric that is named "phase" or "step".
+        """
+        if phase not in PHASES:
+            raise ValueError(f"phase: got {phase!r}, expected one of {', '.join(PHASES)}")
+        if reserved := {"phase", "step"} & set(values):
+            raise ValueError(f"values: {', '.join(sorted(reserved))} cannot name a metric")
+        plain = {name: finite_or_none(value) for name, value in values.items()}
+        self._file.write(_dump([{"phase": phase, "step": step, **plain}]))
+        self._file.flush()
+        self._plot(phase, step, plain)
+
+    def samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the completions of an evaluation in `samples/<step>.jsonl`, one object a line."""
+        directory = self._directory / "samples"
+        directory.mkdir(exist_ok=True)
+        write_text_atomic(directory / f"{step}.jsonl", _dump(samples))
+
+    def timing(self, step: int, values: Mapping[str, SupportsFloat], phase: str = "train") -> None:
+        """Show values that differ from run to run (seconds, tokens per second) in TensorBoard only, under `time/`."""
+        self._plot(phase, step, {f"time/{name}": finite_or_none(value) for name, value in values.items()})
+
+    def close(self) -> None:
+        """Close the files; the writer cannot be used after."""
+        self._file.close()
+        for board in self._boards.values():
+            board.close()

@@ -1,0 +1,139 @@
+"""What a run shows: progress, the table of before and after, and the summary file."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from train.weights.files import write_text_atomic
+
+# `advance(note)` counts one step; `start(label, total, done)` opens a bar and returns its `advance`.
+Advance = Callable[[str], None]
+Start = Callable[[str, int, int], Advance]
+
+# metric, name in the table, format
+ROWS = (
+    ("accuracy", "held-out accuracy, sampled (%)", ".1f"),
+    ("accuracy_greedy", "held-out accuracy, greedy (%)", ".1f"),
+    ("kl_reference", "KL(policy || reference) (nats/token)", ".4g"),
+    ("kl_reference_exact", "exact KL(policy || reference) (nats/token)", ".4g"),
+    ("rollout_kl", "rollout KL (nats/token)", ".2e"),
+)
+
+
+def default_console() -> Console:
+    """Standard output; control codes only if it is a terminal, whatever FORCE_COLOR says."""
+    return Console() if sys.stdout.isatty() else Console(force_terminal=False, soft_wrap=True)
+
+
+def _print_line(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    # A log that is followed through a pipe should not lag behind by a buffer.
+    console.file.flush()
+
+
+def _start_lines(console: Console, every: int) -> Start:
+    def start(label: str, total: int, done: int) -> Advance:
+        count = done
+
+        def advance(note: str) -> None:
+            nonlocal count
+            count += 1
+            if count % every == 0 or count == total:
+                _print_line(console, f"{label} {count}/{total}  {note}".rstrip())
+
+        return advance
+
+    return start
+
+
+def _start_bars(bars: Progress) -> Start:
+    def start(label: str, total: int, done: int) -> Advance:
+        task = bars.add_task(label, total=total, completed=done, note="")
+        return lambda note: bars.update(task, advance=1, note=note)
+
+    return start
+
+
+@contextmanager
+def progress(console: Console, *, every: int = 10) -> Iterator[Start]:
+    """Progress of several phases: bars on a terminal, otherwise a plain line every `every` steps and at the last one.
+
+    Yields:
+        `start(label, total, done)`: `done` steps are over already (a resumed run). It returns `advance(note)`, to be
+        called once a step; the note is shown behind the bar.
+    """
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield _start_lines(console, every)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+    )
+    with Progress(*columns, console=console) as bars:
+        yield _start_bars(bars)
+
+
+def _cell(values: Mapping[str, float], metric: str, spec: str) -> str:
+    return format(values[metric], spec) if metric in values else "-"
+
+
+def print_comparison(console: Console, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """The table of accuracy and KL before and after RL; a metric that neither side has is left out.
+
+    Args:
+        console: where to print.
+        before: `accuracy` (percent), `kl_reference`, `rollout_kl` (nats per token) and others of `ROWS`, each optional.
+        after: the same.
+    """
+    table = Table("", "before", "after")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for metric, name, spec in ROWS:
+        if metric in before or metric in after:
+            table.add_row(name, _cell(before, metric, spec), _cell(after, metric, spec))
+    console.print(table)
+
+
+def print_evaluation(console: Console, title: str, found: Mapping[str, Any], temperature: float) -> None:
+    """The table of one evaluation: the mean of every reward, `accuracy` in percent first.
+
+    Args:
+        console: where to print.
+        title: what was evaluated.
+        found: `sampled` and `greedy`, each a mapping from names to numbers.
+        temperature: the one that was sampled at.
+    """
+    table = Table("", f"temperature {temperature:g}", "greedy", title=Text(title), title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    names = sorted(found["sampled"], key=lambda name: (name != "accuracy", name))
+    for name in names:
+        label, spec = ("accuracy (%)", ".2f") if name == "accuracy" else (name, ".4g")
+        table.add_row(label, *(_cell(found[kind], name, spec) for kind in ("sampled", "greedy")))
+    console.print(table)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_summary(path: str | Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary` as JSON with sorted keys, atomically; NaN and infinity become null."""
+    write_text_atomic(Path(path), json.dumps(_without_nan(summary), indent=2, sort_keys=True, allow_nan=False) + "\n")

@@ -1,0 +1,72 @@
+"""What a run has saved, read again without training: its config and the policy of one of its steps."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+import kljax
+from train.config import load
+from train.config.errors import UserError
+from train.config.schema import Config
+from train.config.schema import Mesh as MeshSection
+from train.models import Decoder
+from train.rl.policy import abstract_adapter, abstract_params
+from train.run.directory import RunDirectory
+from train.run.setup import config_mesh, restored_base
+from train.weights.checkpoint import ITEM, restore_base
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRun:
+    """The directory of a run and the config in it, wherever the directory lies by now."""
+
+    directory: RunDirectory
+    config: Config
+
+    @classmethod
+    def at(cls, path: str | Path, overrides: Sequence[str] = ()) -> "SavedRun":
+        """The run in a directory, with `key=value` on top of its config.
+
+        Raises:
+          UserError: there is no run, or its config cannot be read.
+        """
+        directory = RunDirectory(Path(path))
+        if not directory.config.is_file():
+            raise UserError(f"{path} is not the directory of a run: it has no {directory.config.name}")
+        return cls(directory, load(directory.config, overrides).config)
+
+    def step(self, wanted: int | None) -> int:
+        """The step that was asked for, or the last one; raises `UserError` listing the steps that exist."""
+        steps = self.directory.steps()
+        if not steps:
+            raise UserError(f"--step: the run {self.directory.root} has no checkpoint yet")
+        if wanted is not None and wanted not in steps:
+            listed = ", ".join(map(str, steps))
+            raise UserError(f"--step: got {wanted}, but the run {self.directory.root} has steps {listed}")
+        return steps[-1] if wanted is None else wanted
+
+    def policy(self, model: Decoder, mesh: Mesh, step: int) -> kljax.Policy:
+        """The policy after a step: its weights, or with LoRA the base and the adapter. A value head is no part of it.
+
+        Raises:
+          UserError: something cannot be read or does not fit the config, naming it.
+        """
+        path = self.directory.checkpoints / str(step) / ITEM
+        if model.config.lora is None:
+            return kljax.Policy(
+                restore_base(path, abstract_params(model, mesh), f"step {step}", item="trainable.params")
+            )
+        abstract = abstract_adapter(model, mesh)
+        adapter = restore_base(path, abstract, f"step {step}", item="trainable.adapter")
+        return kljax.Policy(restored_base(self.directory, model, mesh), adapter)
+
+
+def fitting(config: Config) -> Config:
+    """The config, on one device where this machine has fewer than its mesh: the numbers are the same."""
+    try:
+        config_mesh(config)
+    except UserError:
+        return config.model_copy(update={"mesh": MeshSection()})
+    return config

@@ -1,0 +1,99 @@
+"""The supervised warm start: imitate the solutions for a while; the result is the base and the first reference."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+import kljax
+from train.config.schema import Config
+from train.data.prompts import Supervised, SupervisedBatch
+from train.models import Decoder
+from train.models.sharding import replicated, shard_rows
+from train.rl import objective as objectives
+from train.rl.policy import token_stats
+from train.rl.tracing import traced_once
+from train.run.setting import Setting
+
+Tree = Any
+Report = Callable[[int, dict[str, float]], None]
+
+
+def supervised_loss(
+    config: Config, model: Decoder, params: Tree, batch: SupervisedBatch
+) -> tuple[jax.Array, kljax.WeightedSum]:
+    """Mean negative log-prob over the tokens of the solutions, at the temperature that will be sampled at."""
+    stats, _ = token_stats(
+        model,
+        kljax.Policy(params),
+        jnp.asarray(batch.tokens),
+        jnp.asarray(batch.token_mask),
+        mask=jnp.asarray(batch.completion_mask),
+        temperature=config.temperature,
+        tile=objectives.tile(config),
+        first=config.data.max_prompt_length,
+    )
+    loss = -kljax.aggregate(stats.log_prob, batch.completion_mask, mode="token_mean")
+    return loss, kljax.WeightedSum.of(-stats.log_prob, batch.completion_mask)
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    """AdamW under a cosine schedule with a short warm-up."""
+    section = config.warm_start
+    return optax.chain(
+        optax.clip_by_global_norm(config.optim.max_grad_norm),
+        optax.adamw(
+            optax.warmup_cosine_decay_schedule(
+                0.0,
+                section.learning_rate,
+                # At least one step, but never the only one: the decay needs one too.
+                min(max(1, section.steps // 20), section.steps - 1),
+                section.steps,
+                section.learning_rate / 100,
+            ),
+            b2=config.optim.b2,
+            weight_decay=config.optim.weight_decay,
+        ),
+    )
+
+
+def make_step(
+    config: Config, model: Decoder, optimizer: optax.GradientTransformation, start: tuple[Tree, Tree], mesh: Mesh
+) -> Callable[[Tree, Tree, SupervisedBatch], tuple[Tree, Tree, kljax.WeightedSum]]:
+    """`(params, opt_state, batch) -> (params, opt_state, loss)`; the first two are donated, and laid out as `start`."""
+
+    def step(params: Tree, opt_state: Tree, batch: SupervisedBatch) -> tuple[Tree, Tree, kljax.WeightedSum]:
+        gradient = jax.grad(lambda p: supervised_loss(config, model, p, batch), has_aux=True)
+        grads, loss = gradient(params)
+        changes, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, changes), opt_state, loss
+
+    shardings = jax.tree.map(lambda x: x.sharding, start)
+    return jax.jit(traced_once(step), donate_argnums=(0, 1), out_shardings=(*shardings, replicated(mesh)))
+
+
+def warm_start(setting: Setting, params: Tree, data: Supervised, report: Report) -> Tree:
+    """Trains the weights for `config.warm_start.steps` steps; `report(step, metrics)` is called after each.
+
+    The metrics of step i are read while step i + 1 runs, so the host does not wait for the device.
+    """
+    config, model, mesh = setting.config, setting.model, setting.mesh
+    section = config.warm_start
+    if section.steps == 0:
+        return params
+    optimizer = make_optimizer(config)
+    opt_state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, replicated(mesh)), optimizer.init(params))
+    # The first weights are copied because their buffers are given away to the step.
+    params = jax.tree.map(jnp.copy, params)
+    compiled = make_step(config, model, optimizer, (params, opt_state), mesh)
+    pending: kljax.WeightedSum | None = None
+    for number in range(section.steps):
+        params, opt_state, loss = compiled(params, opt_state, shard_rows(data.batch(number), mesh))
+        if pending is not None:
+            report(number, {"loss": float(pending.value())})
+        pending = loss
+    report(section.steps, {"loss": float(pending.value()) if pending is not None else 0.0})
+    return params

@@ -1,0 +1,1 @@
+"""Weights between arrays and disk: orbax, Hugging Face folders, PEFT adapters."""

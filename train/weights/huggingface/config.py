@@ -1,0 +1,336 @@
+"""`config.json` of Hugging Face to and from `DecoderConfig`. A key that is not understood is an error, not ignored."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from train.models.config import DecoderConfig, DType, Kernels, LayerKind, Quantization, Remat, Rope
+from train.models.lora import LoraConfig
+from train.weights.huggingface.families import (
+    ABOUT_IMAGES,
+    ACTIVATIONS,
+    COMMON,
+    FAMILIES,
+    INERT,
+    KINDS,
+    NESTED,
+    REQUIRED,
+    Family,
+    irrelevant_keys,
+)
+from train.weights.huggingface.rope import read_rope, write_rope
+
+# For models that were never told how long a sequence may be; servers take it for the longest that they accept.
+LONGEST = 32768
+
+
+def decoder_config(
+    source: str | Path | Mapping[str, Any],
+    *,
+    lora: LoraConfig | None = None,
+    dtype: DType = "float32",
+    param_dtype: DType = "float32",
+    attention: Kernels = "auto",
+    remat: Remat = "full",
+    quantization: Quantization | None = None,
+) -> DecoderConfig:
+    """The decoder that a `config.json` describes, as transformers would build it.
+
+    Of a multimodal model (`gemma3`) it is the text part.
+
+    Args:
+      source: a folder with a `config.json`, such a file, or its mapping.
+      lora: where an adapter may be attached.
+      dtype: what is computed in; `dtype` and `torch_dtype` of the file say what its weights are stored in.
+      param_dtype: what the parameters are held in.
+      attention, remat, quantization: as in `DecoderConfig`.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: names the key: not JSON, a model that is not supported, a key that the family is not known to have,
+        a value that is not understood.
+    """
+    raw = text_part(_read(source))
+    family = family_of(raw)
+    values = _checked(raw, family)
+    ropes = _ropes(values, family)
+    kinds, window = _layers(values, raw["model_type"])
+    heads, head_dim = _count(values, "num_attention_heads"), _head_dim(values)
+    biases = {"qkv_bias": True, "output_bias": True} if values.get("attention_bias") else {}
+    scalar = values.get("query_pre_attn_scalar")
+    fields = {**biases, **family.implied}
+    return DecoderConfig(
+        vocab_size=_count(values, "vocab_size"),
+        layers=_count(values, "num_hidden_layers"),
+        width=_count(values, "hidden_size"),
+        heads=heads,
+        kv_heads=heads if values["num_key_value_heads"] is None else _count(values, "num_key_value_heads"),
+        head_dim=head_dim,
+        mlp_width=_count(values, "intermediate_size"),
+        rope=ropes[0],
+        local_rope=ropes[1] if "sliding" in kinds and ropes[0] != ropes[1] else None,
+        sliding_window=window if "sliding" in kinds else None,
+        layer_kinds=kinds if len(set(kinds)) > 1 else None,
+        activation=_choice(values, family.activation, ACTIVATIONS),
+        norm_eps=_number(values, "rms_norm_eps"),
+        tie_embeddings=_flag(values, "tie_word_embeddings"),
+        mlp_bias=_flag(values, "mlp_bias"),
+        embed_scale=_count(values, "hidden_size") ** 0.5 if family.implied.get("norm_offset") else None,
+        attention_scale=None if scalar in (None, head_dim) else _number(values, "query_pre_attn_scalar") ** -0.5,
+        attention_softcap=_optional(values, "attn_logit_softcapping"),
+        final_softcap=_optional(values, "final_logit_softcapping"),
+        dtype=dtype,
+        param_dtype=param_dtype,
+        attention=attention,
+        remat=remat,
+        quantization=quantization,
+        lora=lora,
+        **fields,
+    )
+
+
+def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The `config.json` of a decoder; `decoder_config` gives back an equal one, but for what is no shape.
+
+    Args:
+      config: the decoder.
+      like: the mapping that it came from: its family is taken, and its keys that describe no shape are kept. Of a
+        multimodal model the text part is written. None: the first family that has such models.
+
+    Raises:
+      ValueError: no model of the family, or of any, has this shape.
+    """
+    plain: Any = {"dtype": "float32", "param_dtype": "float32", "attention": "auto", "remat": "full"}
+    shape = dataclasses.replace(config, lora=None, quantization=None, **plain)
+    if like is not None:
+        text = text_part(like)
+        family_of(text)
+        if decoder_config(text) == shape:
+            return {**text, "architectures": [FAMILIES[text["model_type"]].architecture]}
+        candidates = [text["model_type"]]
+        kept = {key: value for key, value in text.items() if key in irrelevant_keys()}
+    else:
+        candidates, kept = list(FAMILIES), {}
+    for name in candidates:
+        found = kept | _written(shape, name)
+        if _describes(found, shape):
+            return found
+    raise ValueError(f"no model of {', '.join(candidates)} in transformers has this shape: {shape}")
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    """Number of base parameters; an adapter is not counted, nor is a head that is the embedding table."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = config.width * (2 * queries + 2 * keys)
+    attention += config.qkv_bias * (queries + 2 * keys) + config.output_bias * config.width
+    attention += config.qk_norm * 2 * config.head_dim
+    mlp = 3 * config.width * config.mlp_width + config.mlp_bias * (2 * config.mlp_width + config.width)
+    norms = (4 if config.post_norms else 2) * config.width
+    tables = config.vocab_size * config.width * (1 if config.tie_embeddings else 2)
+    return config.layers * (attention + mlp + norms) + tables + config.width
+
+
+def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The mapping of the language model: of a multimodal one the text part, with its tokens; else the mapping."""
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in NESTED:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"text_config: got {text!r}, expected a mapping, as model_type is {kind!r}")
+    outer = {key: value for key, value in raw.items() if key not in {*ABOUT_IMAGES, "text_config", "architectures"}}
+    return {**text, **outer, "model_type": NESTED[kind]}
+
+
+def family_of(raw: Mapping[str, Any]) -> Family:
+    """The family of a mapping. Raises ValueError, which lists those there are, for any other model."""
+    kind, named = raw.get("model_type"), raw.get("architectures")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(f"model_type: got {kind!r}, expected one of {', '.join([*FAMILIES, *NESTED])}")
+    family = FAMILIES[kind]
+    if named and (not isinstance(named, list | tuple) or family.architecture not in named):
+        raise ValueError(f"architectures: got {named!r}, expected [{family.architecture!r}] as model_type is {kind!r}")
+    return family
+
+
+def _read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: got {type(raw).__name__}, expected a mapping")
+    return raw
+
+
+def _checked(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Every key of the family, with defaults where the file has none; nothing else is in the file."""
+    known = {**COMMON, **family.defaults}
+    unknown = sorted(raw.keys() - known.keys() - set(REQUIRED) - INERT.keys() - irrelevant_keys())
+    kind = raw["model_type"]
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)}: not understood in a config of {kind}; "
+            "what is not understood is not ignored, as it may be another model"
+        )
+    for key, allowed in INERT.items():
+        if key in raw and raw[key] not in allowed:
+            raise ValueError(f"{key}: got {raw[key]!r}, expected {' or '.join(map(repr, allowed))}: not supported")
+    missing = [key for key in REQUIRED if raw.get(key) is None and key not in known]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: missing in a config of {kind}")
+    return {**known, **raw}
+
+
+def _ropes(values: Mapping[str, Any], family: Family) -> tuple[Rope, Rope]:
+    """The ropes of full and of sliding layers, from whichever form the file has; both forms must say the same."""
+    new, length = values["rope_parameters"], values["max_position_embeddings"]
+    old = values["rope_scaling"]
+    theta = family.theta if values["rope_theta"] is None else _number(values, "rope_theta")
+    if old is not None and not isinstance(old, Mapping):
+        raise ValueError(f"rope_scaling: got {old!r}, expected a mapping or null")
+    full = read_rope(old or {}, where="rope_scaling", theta=theta, length=length)
+    local = Rope(_number(values, "rope_local_base_freq")) if family.nested_rope else full
+    if new is None:
+        return full, local
+    if not isinstance(new, Mapping):
+        raise ValueError(f"rope_parameters: got {new!r}, expected a mapping")
+    if family.nested_rope:
+        if set(new) != set(KINDS):
+            raise ValueError(f"rope_parameters: got {', '.join(new)}, expected {' and '.join(KINDS)}")
+        parts = [new[kind] or {} for kind in KINDS]
+        names = [f"rope_parameters.{kind}" for kind in KINDS]
+    else:
+        parts, names = [new, new], ["rope_parameters"] * 2
+    found = tuple(
+        read_rope(part, where=name, theta=rope.theta, length=length)
+        for part, name, rope in zip(parts, names, (full, local), strict=True)
+    )
+    if old is not None and found[0] != full:
+        raise ValueError(f"rope_scaling: got {old!r}, which is not what rope_parameters says; leave one of them out")
+    return found[0], found[1]
+
+
+def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[LayerKind, ...], int | None]:
+    """The kind of every layer, and the window of the sliding ones."""
+    count = _count(values, "num_hidden_layers")
+    window = None if values.get("sliding_window") is None else _count(values, "sliding_window")
+    if not values.get("use_sliding_window", True):
+        window = None
+    first = _integer(values, "max_window_layers", least=0) if "max_window_layers" in values else count
+    named, kinds = values.get("layer_types"), ["full"] * count
+    if named is not None:
+        known = isinstance(named, list | tuple) and all(isinstance(name, str) and name in KINDS for name in named)
+        if not known or len(named) != count:
+            raise ValueError(f"layer_types: got {named!r}, expected {count} of {', '.join(KINDS)}")
+        kinds = [KINDS[name] for name in named]
+    elif "sliding_window_pattern" in values:
+        old = "_sliding_window_pattern"
+        pattern = _count(values, "sliding_window_pattern" if values.get(old) is None else old)
+        kinds = ["sliding" if (layer + 1) % pattern else "full" for layer in range(count)]
+    elif "max_window_layers" in values and window is not None:
+        kinds = ["sliding" if layer >= first else "full" for layer in range(count)]
+    elif kind == "mistral" and window is not None:
+        kinds = ["sliding"] * count
+    if "sliding" in kinds and window is None:
+        raise ValueError("sliding_window: got null, or use_sliding_window is off, but layer_types has sliding layers")
+    return tuple(kinds), window  # type: ignore[arg-type]
+
+
+def _head_dim(values: Mapping[str, Any]) -> int:
+    if values["head_dim"] is not None:
+        return _count(values, "head_dim")
+    width, heads = _count(values, "hidden_size"), _count(values, "num_attention_heads")
+    if width % heads:
+        raise ValueError(f"head_dim: missing, and hidden_size {width} is no multiple of num_attention_heads {heads}")
+    return width // heads
+
+
+def _written(config: DecoderConfig, name: str) -> dict[str, Any]:
+    """The keys of a family that describe this decoder, as far as they can; ropes in both forms."""
+    family = FAMILIES[name]
+    known = {**COMMON, **family.defaults}
+    scalar = config.head_dim if config.attention_scale is None else config.attention_scale**-2
+    to_hub = {ours: theirs for theirs, ours in KINDS.items()}
+    full, local = write_rope(config.rope), write_rope(config.local_rope or config.rope)
+    scaling = {key: value for key, value in full.items() if key != "rope_theta"}
+    optional = {
+        "attention_bias": config.output_bias,
+        "mlp_bias": config.mlp_bias,
+        "query_pre_attn_scalar": int(scalar) if float(scalar).is_integer() else scalar,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window is not None,
+        "layer_types": [to_hub[kind] for kind in config.kinds],
+        "max_window_layers": config.layers - config.kinds.count("sliding"),
+        "rope_local_base_freq": (config.local_rope or config.rope).theta,
+    }
+    return {
+        "architectures": [family.architecture],
+        "model_type": name,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        family.activation: {ours: theirs for theirs, ours in ACTIVATIONS.items()}[config.activation],
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": LONGEST,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None if config.rope.scaling is None else scaling,
+        "rope_parameters": dict(zip(KINDS, (full, local), strict=True)) if family.nested_rope else full,
+        **{key: value for key, value in optional.items() if key in known},
+    }
+
+
+def _describes(found: Mapping[str, Any], shape: DecoderConfig) -> bool:
+    try:
+        return decoder_config(found) == shape
+    except ValueError:
+        return False
+
+
+def _integer(values: Mapping[str, Any], key: str, *, least: int) -> int:
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{key}: got {value!r}, expected an integer >= {least}")
+    return value
+
+
+def _count(values: Mapping[str, Any], key: str) -> int:
+    return _integer(values, key, least=1)
+
+
+def _number(values: Mapping[str, Any], key: str) -> float:
+    value = values[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{key}: got {value!r}, expected a number > 0")
+    return float(value)
+
+
+def _optional(values: Mapping[str, Any], key: str) -> float | None:
+    return None if values.get(key) is None else _number(values, key)
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}: got {value!r}, expected true or false")
+    return value
+
+
+def _choice(values: Mapping[str, Any], key: str, choices: Mapping[str, str]) -> Any:
+    # A list or a mapping is no key of one.
+    if not isinstance(values[key], str) or values[key] not in choices:
+        raise ValueError(f"{key}: got {values[key]!r}, expected one of {', '.join(choices)}")
+    return choices[values[key]]

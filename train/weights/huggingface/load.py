@@ -1,0 +1,187 @@
+"""A Hugging Face folder to sharded parameters, a few rows of one tensor at a time.
+
+Every stacked leaf is made on the devices first and then filled in place: rows of a tensor are read, put on the devices
+that keep them, and written into their shards, where they are transposed and rounded too. Host and device hold a few
+pieces of `CHUNK_BYTES` beyond the weights, however large a tensor is.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from train.models.decoder import Decoder
+from train.models.int8 import is_int8, quantise
+from train.rl.policy import abstract_params
+from train.weights.huggingface.contents import CONFIG, Contents, read_contents
+from train.weights.huggingface.names import EMBEDDINGS, Slot, slots
+from train.weights.huggingface.safetensors import DTYPES, Tensor
+
+Tree = Any
+CHUNK_BYTES = 4 * 2**20
+
+
+def load_params(folder: str | Path, model: Decoder, mesh: Mesh, *, chunk_bytes: int = CHUNK_BYTES) -> Tree:
+    """Base parameters from the safetensors of a Hugging Face folder.
+
+    Args:
+      folder: a directory as `save_pretrained` writes it: one file or several with an index, float32, float16 or
+        bfloat16.
+      model: the decoder that its `config.json` describes; `param_dtype` is what the weights are rounded to, but for
+        those that it quantises, which are quantised as they are read.
+      mesh: the devices, over which the weights are laid out by the rules of `train.models.sharding`.
+      chunk_bytes: how much is read at a time.
+
+    Returns:
+      The parameters, sharded as `train.rl.policy.abstract_params` says.
+
+    Raises:
+      FileNotFoundError: no folder, or no safetensors in it.
+      ValueError: before anything is read, names the tensors that are missing, left over, of another shape, or of a
+        dtype that is not read; then, if the head is tied, whether the file has another one that differs.
+    """
+    contents = read_contents(folder, model)
+    targets = abstract_params(model, mesh)
+    if contents.second_head is not None:
+        _check_tied(Path(folder), contents, contents.second_head, chunk_bytes)
+    by_path = {slot.path: slot for slot in slots(model)}
+
+    def fill(path: Any, target: Tree, leaf: Tree) -> Tree:
+        slot = by_path[tuple(key.key for key in path)]
+        if is_int8(target):
+            return _fill(contents, slot, leaf, None, chunk_bytes)
+        return _viewed(_fill(contents, slot, leaf, target.dtype, chunk_bytes), target)
+
+    return jax.tree_util.tree_map_with_path(fill, targets, _zeros(targets, mesh), is_leaf=is_int8)
+
+
+def _zeros(targets: Tree, mesh: Mesh) -> Tree:
+    """One program makes them all: every leaf is needed in the end, and is the only copy."""
+
+    def make(target: jax.ShapeDtypeStruct) -> jax.Array:
+        # XLA on CPU computes an update of bfloat16 in float32, for which it converts the whole leaf each time; there
+        # the bits are written as integers.
+        as_bits = target.dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu"
+        return jnp.zeros(target.shape, jnp.uint16 if as_bits else target.dtype)
+
+    shardings = jax.tree.map(lambda x: x.sharding, targets)
+    return jax.jit(lambda: jax.tree.map(make, targets), out_shardings=shardings)()
+
+
+def _viewed(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """The leaf as what its bits mean; the host's memory of a CPU device is shared, not copied."""
+    if leaf.dtype == target.dtype:
+        return leaf
+    shards = [jax.device_put(np.asarray(x.data).view(target.dtype), x.device) for x in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def _check_tied(folder: Path, contents: Contents, head: Tensor, chunk_bytes: int) -> None:
+    embeddings = contents.tensors[EMBEDDINGS]
+    for start, count in _pieces(head.shape[0], head.row_bytes, chunk_bytes):
+        ours, theirs = (tensor.rows(start, count).astype(np.float32) for tensor in (embeddings, head))
+        if not np.array_equal(ours, theirs, equal_nan=True):
+            raise ValueError(
+                f"{folder}: {CONFIG} ties the output head to the embeddings (tie_word_embeddings), but {head.name} "
+                f"differs from {embeddings.name}; set it to false, or remove the tensor"
+            )
+
+
+def _pieces(rows: int, row_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """First row and number of rows of pieces of equal size, but for the last, none larger than it must be."""
+    parts = min(rows, max(1, math.ceil(rows * row_bytes / chunk_bytes)))
+    size = math.ceil(rows / parts)
+    return [(start, min(size, rows - start)) for start in range(0, rows, size)]
+
+
+def _fill(contents: Contents, slot: Slot, leaf: Tree, dtype: np.dtype | None, chunk_bytes: int) -> Tree:
+    """The leaf with every tensor in it, or the kernel in int8 where there is no type; what is given is used up."""
+    array = leaf["qvalue"] if dtype is None else leaf
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding)
+    mesh = sharding.mesh
+    spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
+    own = spec[1:] if slot.stacked else spec
+    if slot.stacked and spec[0] is not None:
+        raise ValueError(f"{'.'.join(slot.path)}: the axis of layers is split over {spec[0]}, expected it whole")
+    rows = PartitionSpec(*(own[::-1] if slot.transposed else own))
+    parts = math.prod(mesh.shape[name] for name in _names(rows[0]))
+    if dtype is None:
+        write = _int8_writer(mesh, PartitionSpec(*spec), rows)
+    else:
+        write = _writer(mesh, PartitionSpec(*spec), rows, stacked=slot.stacked, transposed=slot.transposed, dtype=dtype)
+    for layer, name in enumerate(slot.names):
+        tensor = contents.tensors[name]
+        local = tensor.shape[0] // parts
+        for start, count in _pieces(local, tensor.row_bytes * parts, chunk_bytes):
+            piece = _read(tensor, NamedSharding(mesh, rows), parts, start, count)
+            # Not before the last piece has been written does its memory on the host come free.
+            leaf = jax.block_until_ready(write(leaf, piece, np.int32(layer), np.int32(start)))
+    return leaf
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+
+
+def _read(tensor: Tensor, sharding: NamedSharding, parts: int, start: int, count: int) -> jax.Array:
+    """Rows `start` to `start + count` of each of the `parts` of a tensor, put where those parts are kept."""
+    local = tensor.shape[0] // parts
+    last: dict[int, np.ndarray] = {}
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        part = (index[0].start or 0) // count
+        if part not in last:
+            last.clear()
+            last[part] = tensor.rows(part * local + start, count)
+        return np.ascontiguousarray(last[part][(slice(None), *index[1:])])
+
+    shape = (parts * count, *tensor.shape[1:])
+    return jax.make_array_from_callback(shape, sharding, read, dtype=DTYPES[tensor.dtype])
+
+
+@functools.cache
+def _writer(
+    mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec, *, stacked: bool, transposed: bool, dtype: np.dtype
+) -> Callable[..., jax.Array]:
+    """`(leaf, piece, layer, start) -> leaf`: every device writes its rows of a piece into its shard, in place."""
+
+    def write(leaf: jax.Array, piece: jax.Array, layer: jax.Array, start: jax.Array) -> jax.Array:
+        block = (piece.T if transposed else piece).astype(dtype)
+        if leaf.dtype != dtype:
+            block = lax.bitcast_convert_type(block, leaf.dtype)
+        first = [jnp.zeros((), jnp.int32)] * block.ndim
+        first[-1 if transposed else 0] = start
+        if stacked:
+            block, first = block[None], [layer, *first]
+        return lax.dynamic_update_slice(leaf, block, first)
+
+    everywhere = PartitionSpec()
+    mapped = jax.shard_map(write, mesh=mesh, in_specs=(spec, rows, everywhere, everywhere), out_specs=spec)
+    return jax.jit(mapped, donate_argnums=0)
+
+
+@functools.cache
+def _int8_writer(mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec) -> Callable[..., Tree]:
+    """As `_writer`, for stacked kernels in int8: a row of a tensor is one output channel, quantised on its devices."""
+
+    def write(leaf: Tree, piece: jax.Array, layer: jax.Array, start: jax.Array) -> Tree:
+        block = quantise(piece.T, axis_name=_names(spec[1]))
+        first = jnp.zeros((), jnp.int32)
+        return {
+            "qvalue": lax.dynamic_update_slice(leaf["qvalue"], block["qvalue"][None], (layer, first, start)),
+            "scale": lax.dynamic_update_slice(leaf["scale"], block["scale"][None], (layer, start)),
+        }
+
+    specs, everywhere = {"qvalue": spec, "scale": PartitionSpec(spec[0], spec[2])}, PartitionSpec()
+    mapped = jax.shard_map(write, mesh=mesh, in_specs=(specs, rows, everywhere, everywhere), out_specs=specs)
+    shardings = {name: NamedSharding(mesh, own) for name, own in specs.items()}
+    return jax.jit(mapped, donate_argnums=0, out_shardings=shardings)
