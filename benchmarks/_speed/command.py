@@ -28,6 +28,8 @@ def parser(prog: str, description: str, names: Sequence[str]) -> argparse.Argume
     found.add_argument("--contenders", type=lambda text: text.split(","), default=list(names),
                        help=f"names separated by commas, of {', '.join(names)}; kljax is always one")  # fmt: skip
     found.add_argument("--envs", type=pathlib.Path, metavar="DIR", help="made with --make-envs")
+    found.add_argument("--against", type=pathlib.Path, metavar="CHECKOUT",
+                       help="another checkout of this repository, to race against")  # fmt: skip
     found.add_argument("--make-envs", type=pathlib.Path, metavar="DIR", help="make them, and do nothing else")
     found.add_argument("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs")
     found.add_argument("--torch-index", help="package index for PyTorch in place of PyPI, with --make-envs")
@@ -50,6 +52,8 @@ def main(options: argparse.Namespace, found: argparse.ArgumentParser, part: str,
         environments.make(options.make_envs, python312=options.python312, torch_index=options.torch_index)
         print(f"made; now: {found.prog} --envs {options.make_envs}")
         return 0
+    if options.against is not None and not (options.against / "benchmarks" / "_speed" / "worker.py").exists():
+        found.error(f"argument --against: got {options.against}, expected a checkout of this repository")
     unknown = sorted(set(options.contenders) - set(race.TITLES))
     if unknown:
         found.error(f"argument --contenders: got {unknown}, expected some of {sorted(race.TITLES)}")
@@ -79,9 +83,12 @@ def main(options: argparse.Namespace, found: argparse.ArgumentParser, part: str,
 def _measure(options: argparse.Namespace, part: str) -> tuple[dict[str, Any], list[race.Measured]]:
     import jax
 
+    others = [] if options.against is None else [race.OTHER]
+    others += [name for name in options.contenders if name not in ("kljax", race.OTHER)]
     plan = race.Plan(
         part=part,
-        names=("kljax", *(name for name in options.contenders if name != "kljax")),
+        names=("kljax", *others),
+        against=options.against,
         envs=options.envs,
         rounds=min(options.rounds, 2) if options.quick else options.rounds,
         threads=options.threads,

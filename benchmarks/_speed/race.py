@@ -15,13 +15,22 @@ import numpy as np
 
 from benchmarks._sides import ROOT, Remote
 from benchmarks._speed import environments
-from benchmarks._speed.work import Work, save
+from benchmarks._speed.work import Work, make_sequences, save
 
-TITLES = {"kljax": "kljax", "tunix": "Tunix", "transformers": "transformers `generate`"}
+# The contender that `--against` adds: kljax as another checkout of this repository has it.
+OTHER = "other"
+TITLES = {
+    "kljax": "kljax",
+    OTHER: "kljax of the other checkout",
+    "tunix": "Tunix",
+    "transformers": "transformers `generate`",
+}
 # Of log-probs, in nats: rounding of float32 through the layers leaves 1e-5.
 TOLERANCE = 1e-3
 # Of what one update changes, relative: AdamW's first step is the sign of a gradient, also of one that is rounding.
 LEARNED_TOLERANCE = 0.05
+# Fresh processes of each checkout that compile.
+STARTS = 3
 NOTHING: Mapping[str, str] = MappingProxyType({})
 # What glibc's malloc keeps of freed buffers for the next ones is resident: a second run would seem to need none. Where
 # each buffer is mapped by itself, what is resident is what is held; it costs time, so that no clock runs then.
@@ -39,6 +48,7 @@ class Result:
       problem: why nothing more is known, or None.
       failed: whether that is an error, and not what was to be expected.
       seconds: of each round, (wall-clock, CPU), by part.
+      first: seconds of the first run in fresh processes, (wall-clock, CPU), by part: it compiles.
       peaks: bytes that a part adds to the resident set.
       score: largest difference of a log-prob from kljax's, nats.
       learned: difference of the first update's effect on log-probs from kljax's on the same batch, relative.
@@ -48,9 +58,14 @@ class Result:
     problem: str | None = None
     failed: bool = False
     seconds: dict[str, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+    first: dict[str, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
     peaks: dict[str, int] = dataclasses.field(default_factory=dict)
     score: float | None = None
     learned: float | None = None
+
+    def compiling(self, part: str, cpu: bool) -> float | None:
+        """Fewest seconds of the first run of a part."""
+        return min((one[cpu] for one in self.first.get(part, [])), default=None)
 
     def best(self, part: str, cpu: bool) -> float | None:
         """Fewest seconds of a part; "all" is the sum of the parts in each round."""
@@ -79,6 +94,7 @@ class Plan:
       rounds: of the race.
       threads: of each process; 0 leaves them as they are.
       peak: whether memory is measured.
+      against: another checkout of this repository that `OTHER` runs in, or None.
     """
 
     part: str
@@ -87,6 +103,7 @@ class Plan:
     rounds: int = 10
     threads: int = 2
     peak: bool = True
+    against: pathlib.Path | None = None
 
 
 def measure(work: Work, plan: Plan) -> tuple[Measured, dict[str, str]]:
@@ -100,13 +117,17 @@ def measure(work: Work, plan: Plan) -> tuple[Measured, dict[str, str]]:
         for name, result in results.items():
             with _noted(result):
                 sides[name] = stack.enter_context(process(name, work, directory, plan))
-                versions |= sides[name].ask(do="versions")
+                found = sides[name].ask(do="versions")
+                versions |= {f"{key} (other)": value for key, value in found.items()} if name == OTHER else found
                 _log(f"{name}: compares log-probs")
                 sides[name].ask(do="score", path=str(directory / f"{name}.npy"))
                 result.score = _apart(directory, name)
         if plan.part == "step":
-            _learn(results, sides, directory)
+            _learn(results, sides, work, directory)
         _race(results, sides, plan)
+        if plan.against is not None:
+            _log("compares the time to compile")
+            _compile(results, work, directory, plan)
         for name, result in _possible(results) if plan.peak else ():
             with _noted(result), process(name, work, directory, plan, RETURNED_AT_ONCE) as side:
                 _log(f"{name}: measures memory")
@@ -124,18 +145,23 @@ def process(
     Args:
       settings: environment variables.
     """
-    python = pathlib.Path(sys.executable)
-    if name != "kljax":
+    python, root = pathlib.Path(sys.executable), ROOT
+    if name == OTHER:
+        assert plan.against is not None
+        root = plan.against.absolute()
+    elif name != "kljax":
         why = environments.why_not(plan.envs, name)
         if why is not None:
             raise MissingError(why)
         assert plan.envs is not None
         python = environments.interpreter(plan.envs, name)
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu", **settings}
-    command = [str(python), "-m", "benchmarks._speed.worker", name]
+    # The first run has to compile, whatever a cache of compiled programs holds.
+    fixed = {"PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment = {**os.environ, **fixed, **settings}
+    command = [str(python), "-m", "benchmarks._speed.worker", "kljax" if name == OTHER else name]
     _log(f"{name}: starts")
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as running:
         remote = Remote(running)
         try:
@@ -166,20 +192,42 @@ def _apart(directory: pathlib.Path, name: str) -> float:
     return float(np.max(np.abs(found - ours)))
 
 
-def _learn(results: dict[str, Result], sides: dict[str, Remote], directory: pathlib.Path) -> None:
-    """The first update of another trainer, done by kljax too: what it changes is to be the same."""
+def _learn(results: dict[str, Result], sides: dict[str, Remote], work: Work, directory: pathlib.Path) -> None:
+    """Compares the first update of another trainer with that of kljax on the same batch."""
     for name, result in _possible(results):
         if name == "kljax":
             continue
         path = directory / f"{name}.npz"
         with _noted(result):
             _log(f"{name}: compares one update")
-            sides[name].ask(do="learn", path=str(path))
+            if name == OTHER:
+                _learn_fixed_batch(sides[name], work, path)
+            else:
+                sides[name].ask(do="learn", path=str(path))
             sides["kljax"].ask(do="learn", path=str(path))
             before = np.load(directory / "kljax.npy")
             with np.load(path) as file:
                 theirs, ours = file["score"] - before, file["ours"] - before
             result.learned = float(np.linalg.norm(theirs - ours) / np.linalg.norm(ours))
+
+
+def _learn_fixed_batch(side: Remote, work: Work, path: pathlib.Path) -> None:
+    """Makes the first update of kljax on a batch that is the same in every checkout."""
+    batch = {"tokens": make_sequences(work), "advantages": np.resize(np.float32([1, -1]), work.rows)}
+    np.savez(path, **batch, score=np.zeros(()))
+    side.ask(do="learn", path=str(path))
+    with np.load(path) as file:
+        learned = file["ours"]
+    np.savez(path, **batch, score=learned)
+
+
+def _compile(results: dict[str, Result], work: Work, directory: pathlib.Path, plan: Plan) -> None:
+    """Times the first run, which compiles, in fresh processes of both checkouts; the fastest start counts."""
+    for index in range(STARTS):
+        for name in ("kljax", OTHER)[:: 1 if index % 2 else -1]:
+            with _noted(results[name]), process(name, work, directory, plan) as side:
+                for part, seconds in side.ask(do="run", part=plan.part).items():
+                    results[name].first.setdefault(part, []).append(tuple(seconds))
 
 
 def _race(results: dict[str, Result], sides: dict[str, Remote], plan: Plan) -> None:

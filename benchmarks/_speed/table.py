@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks._report import _table as table
-from benchmarks._speed.race import TITLES, Measured, Result
+from benchmarks._speed.race import OTHER, TITLES, Measured, Result
 
 PARTS = {"rollout": "rollout", "update": "update", "all": "rollout and update"}
 LARGE_VOCAB = 32_768
@@ -18,7 +18,8 @@ class Target:
     Attributes:
       part: of a run.
       against: the other contender.
-      measure: "speed", tokens per CPU second, at least; or "memory", peak, at most.
+      measure: "speed", tokens per CPU second, at least; "memory", peak, at most; or "compile", CPU seconds of the first
+        run in a fresh process, at most.
       limit: the bound.
       large_limit: the bound at a vocabulary of 32,768 and more, where it is another one.
     """
@@ -37,6 +38,15 @@ class Target:
 TARGETS = {
     "rollout": (Target("rollout", "tunix", "speed", 2.0), Target("rollout", "transformers", "speed", 3.0)),
     "step": (Target("update", "tunix", "speed", 1.5, 2.0), Target("update", "tunix", "memory", 0.5)),
+}
+# Another checkout: a change costs no more than the noise of a quiet machine.
+AGAINST = {
+    part: tuple(
+        Target(name, OTHER, measure, limit)
+        for name in names
+        for measure, limit in (("speed", 0.97), ("memory", 1.03), ("compile", 1.03))
+    )
+    for part, names in {"rollout": ("rollout",), "step": ("rollout", "update")}.items()
 }
 
 
@@ -123,20 +133,24 @@ class Check:
 def check(measured: Measured, part: str) -> list[Check]:
     """Every target of the part at this size."""
     found = []
-    for target in TARGETS[part]:
+    for target in (*TARGETS[part], *(AGAINST[part] if OTHER in measured.results else ())):
         limit = target.limit_for(measured.work.vocab)
         ours, theirs = measured.results.get("kljax"), measured.results.get(target.against)
         value = wall = None
         if limit is None:
             continue
         if ours is not None and theirs is not None and ours.problem is None and theirs.problem is None:
-            if target.measure == "memory":
+            if target.measure == "compile":
+                value, wall = (
+                    ratio(ours.compiling(target.part, cpu), theirs.compiling(target.part, cpu)) for cpu in (True, False)
+                )
+            elif target.measure == "memory":
                 value = ratio(ours.peaks.get(target.part), theirs.peaks.get(target.part))
             else:
                 value, wall = (
                     ratio(theirs.best(target.part, cpu), ours.best(target.part, cpu)) for cpu in (True, False)
                 )
-        good = value is not None and (value <= limit if target.measure == "memory" else value >= limit)
+        good = value is not None and (value >= limit if target.measure == "speed" else value <= limit)
         verdict = "not measured" if value is None else "met" if good else "missed"
         found.append(Check(target, limit, value, wall, verdict))
     return found
@@ -146,10 +160,10 @@ def _targets(measured: Measured, part: str) -> list[str]:
     rows: Iterable[list[str]] = (
         [
             f"{one.target.part}: {one.target.measure} of kljax over {TITLES[one.target.against]}"
-            + (", per CPU second" if one.target.measure == "speed" else ""),
-            f"{'at most' if one.target.measure == 'memory' else 'at least'} {one.limit:g}",
-            _number(one.value, ".2f"),
-            _number(one.wall, ".2f"),
+            + {"speed": ", per CPU second", "compile": ", CPU seconds"}.get(one.target.measure, ""),
+            f"{'at least' if one.target.measure == 'speed' else 'at most'} {one.limit:g}",
+            _number(one.value, ".3f" if one.target.against == OTHER else ".2f"),
+            _number(one.wall, ".3f" if one.target.against == OTHER else ".2f"),
             one.verdict,
         ]
         for one in check(measured, part)

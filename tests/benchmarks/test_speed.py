@@ -195,6 +195,51 @@ def test_processes_race_and_what_is_missing_says_so(tmp_path, monkeypatch):
     assert "| kljax | 1 | 20 |" in files[1].read_text()
 
 
+def test_another_checkout_races_and_has_targets(tmp_path, monkeypatch):
+    """Both checkouts run in processes; what is asked, and which numbers the verdicts are of."""
+    asked = []
+
+    class Remote:
+        def __init__(self, name):
+            self.name = name
+
+        def ask(self, **request):
+            asked.append((self.name, request["do"]))
+            match request["do"]:
+                case "score":
+                    np.save(request["path"], np.zeros((2, 2)))
+                case "learn":
+                    with np.load(request["path"]) as file:
+                        np.savez(request["path"], score=file["score"], ours=np.ones((2, 2)))
+                case "run":
+                    rollout = [1.0, 1.0 if self.name == "kljax" else 0.9]
+                    return {"rollout": rollout, "update": [2.0, 2.0]}
+            return {"versions": {"kljax": self.name}, "peak": {"rollout": 3, "update": 4}}.get(request["do"])
+
+    monkeypatch.setattr(race, "process", lambda name, *_: race.contextlib.nullcontext(Remote(name)))
+    path = tmp_path / "found.json"
+    arguments = ["--quick", "--threads", "0", "--contenders", "kljax", "--no-profile", "--json", str(path)]
+    assert train_step.main([*arguments, "--against", str(race.ROOT)]) == 0
+    found = json.loads(path.read_text())
+    assert found["versions"] == {"kljax": "kljax", "kljax (other)": "other"}
+    (size,) = found["sizes"]
+    assert size["results"][1]["learned"] == 0
+    verdicts = {(one["target"]["part"], one["target"]["measure"]): one for one in size["targets"][2:]}
+    assert verdicts["rollout", "speed"]["verdict"] == "missed"
+    assert verdicts["rollout", "speed"]["value"] == 0.9
+    assert {one["verdict"] for key, one in verdicts.items() if key[0] == "update"} == {"met"}
+    assert verdicts["rollout", "compile"]["verdict"] == "missed"
+    # A rollout needs no compiled update, and compiling is timed in processes that have compiled nothing.
+    assert asked.count(("other", "learn")) == 1
+    assert asked.count(("other", "run")) == 3 + race.STARTS + 1
+
+
+def test_a_path_that_is_no_checkout_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        rollout.main(["--quick", "--against", str(tmp_path)])
+    assert "expected a checkout of this repository" in capsys.readouterr().err
+
+
 def test_the_long_tail_is_a_section_of_its_own():
     one = {"tokens_per_second": 100.0, "tokens_per_cpu_second": 90.0, "steps": 12, "occupancy": 0.5}
     found = {"continuous": one, "static": one, "target": 1.5}
