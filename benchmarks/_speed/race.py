@@ -213,12 +213,12 @@ def _learn(results: dict[str, Result], sides: dict[str, Remote], work: Work, dir
 
 def _learn_fixed_batch(side: Remote, work: Work, path: pathlib.Path) -> None:
     """Makes the first update of kljax on a batch that is the same in every checkout."""
-    batch = {"tokens": make_sequences(work), "advantages": np.resize(np.float32([1, -1]), work.rows)}
-    np.savez(path, **batch, score=np.zeros(()))
+    tokens, advantages = make_sequences(work), np.resize(np.array([1, -1], np.float32), work.rows)
+    np.savez(path, tokens=tokens, advantages=advantages, score=np.zeros(()))
     side.ask(do="learn", path=str(path))
     with np.load(path) as file:
         learned = file["ours"]
-    np.savez(path, **batch, score=learned)
+    np.savez(path, tokens=tokens, advantages=advantages, score=learned)
 
 
 def _compile(results: dict[str, Result], work: Work, directory: pathlib.Path, plan: Plan) -> None:
