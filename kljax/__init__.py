@@ -146,6 +146,7 @@ from kljax.rewards import (
     distillation_rewards,
     kl_shaped_rewards,
     place_rewards,
+    subtract_kl,
 )
 
 __all__ = [
@@ -270,6 +271,7 @@ __all__ = [
     "sequence_ratios",
     "shift_right",
     "sppo_loss",
+    "subtract_kl",
     "token_ratios",
     "token_weights",
     "top_k_forward_kl",

@@ -1,6 +1,5 @@
 """The KL penalty in the reward, and where a sequence's reward lands. Arrays are `[..., T]` unless said otherwise."""
 
-import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
@@ -8,11 +7,11 @@ from kljax._typing import Array, ArrayLike, Scalar
 from kljax.kl import estimate_kl
 from kljax.masking import last_token_mask, masked
 
-__all__ = ["distillation_rewards", "kl_shaped_rewards", "place_rewards"]
+__all__ = ["distillation_rewards", "kl_shaped_rewards", "place_rewards", "subtract_kl"]
 
 
 def place_rewards(scores: ArrayLike, mask: ArrayLike) -> Array:
-    """Token rewards of sequence scores: each score lands on the last unmasked token of its row, `R_t = s [t = last]`.
+    """Places each sequence score on the last unmasked token of its row: `R_t = s [t = last]`.
 
     Args:
       scores: `[...]`, one reward per row, or `[..., T]`, rewards that already are per token.
@@ -32,15 +31,46 @@ def place_rewards(scores: ArrayLike, mask: ArrayLike) -> Array:
       >>> print(kljax.place_rewards(jnp.array([2.0]), jnp.array([[1, 1, 0]])))
       [[0. 2. 0.]]
     """
-    shape, (scores,) = jnp.shape(mask), as_float(scores)
-    if scores.shape == shape:
-        return masked(scores, mask)
-    if scores.shape != shape[:-1]:
-        raise ValueError(
-            f"scores: got shape {list(scores.shape)}, expected {list(shape[:-1])} (one per row) or {list(shape)} "
-            "(one per token)"
-        )
-    return masked(jnp.broadcast_to(scores[..., None], shape), last_token_mask(mask))
+    return _placed("scores", scores, mask)
+
+
+def subtract_kl(rewards: ArrayLike, kl: ArrayLike, mask: ArrayLike, *, coef: Scalar) -> Array:
+    """Subtracts a KL per token from the rewards: `R_t = r_t - coef * kl_t`.
+
+    The KL may be an estimate from `estimate_kl` or the exact one from `kl_from_hidden`.
+
+    Args:
+      rewards: `[...]`, one reward per row, which lands on the row's last unmasked token; or `[..., T]` token rewards.
+      kl: `[..., T]`, the KL at each token, in nats; data, whose producer stops its gradient.
+      mask: same shape, boolean.
+      coef: weight of the KL, in reward per nat; a number or a traced scalar. 0 leaves the rewards untouched, even
+        where the KL is infinite.
+
+    Returns:
+      `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0.
+
+    Gradient:
+      1 to the rewards and `-coef` to `kl` at unmasked tokens.
+
+    Raises:
+      ValueError: for differing shapes or a negative `coef`.
+
+    References:
+      Ziegler et al., "Fine-tuning language models from human preferences" (2019), eq. 2.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> rewards, kl = jnp.array([2.0]), jnp.array([[0.5, 0.0, jnp.nan]])
+      >>> print(kljax.subtract_kl(rewards, kl, jnp.array([[1, 1, 0]]), coef=0.5))
+      [[-0.25  2.    0.  ]]
+    """
+    check_same_shape(kl=kl, mask=mask)
+    check_at_least("coef", coef, 0)
+    rewards, kl = as_float(rewards, kl)
+    coef = jnp.asarray(coef, kl.dtype)
+    # Without the `where`, a coefficient of 0 would turn an infinite KL into NaN.
+    penalty = coef * jnp.where(check_mask(mask) & (coef != 0), kl, 0)
+    return _placed("rewards", rewards, mask) - penalty
 
 
 def kl_shaped_rewards(
@@ -53,10 +83,10 @@ def kl_shaped_rewards(
     estimator: str = "k1",
     value_clip: Scalar | None = None,
 ) -> tuple[Array, Array]:
-    """Token rewards with the KL to the reference subtracted: `R_t = s [t = last] - coef * kl_t`.
+    """Subtracts the estimated KL to the reference from the rewards: `R_t = s [t = last] - coef * kl_t`.
 
-    The KL comes back as it is, neither scaled nor negated nor overwritten, so that what is logged and what drives an
-    adaptive controller is the divergence itself.
+    The KL is returned unscaled: log it, and drive an adaptive controller with its mean. `subtract_kl` takes a KL that
+    is known, such as the exact one.
 
     Args:
       scores: `[...]`, one reward per row, which lands on the row's last unmasked token; or `[..., T]` token rewards.
@@ -89,15 +119,10 @@ def kl_shaped_rewards(
       >>> print(rewards, kl)
       [[-0.25  2.  ]] [[0.5 0. ]]
     """
-    check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, mask=mask)
     check_at_least("coef", coef, 0)
     scores, log_probs, ref_log_probs = as_float(scores, log_probs, ref_log_probs)
-    kl = estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator, value_clip=value_clip)
-    kl = jax.lax.stop_gradient(kl)
-    coef = jnp.asarray(coef, kl.dtype)
-    # Without the `where`, a coefficient of 0 would turn an infinite KL into NaN.
-    penalty = jnp.where(check_mask(mask) & (coef != 0), coef * kl, 0)
-    return place_rewards(scores, mask) - penalty, kl
+    kl = estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator, gradient="none", value_clip=value_clip)
+    return subtract_kl(place_rewards(scores, mask), kl, mask, coef=coef), kl
 
 
 def distillation_rewards(
@@ -109,7 +134,7 @@ def distillation_rewards(
     estimator: str = "k1",
     value_clip: Scalar | None = None,
 ) -> Array:
-    """The KL to a teacher as a cost per token: `R_t = -coef * kl_t`, `coef * (log teacher - log pi)` with "k1".
+    """Rewards each token with minus the KL to a teacher: `R_t = -coef * kl_t`; k1 is `log pi - log teacher`.
 
     Returns of these rewards charge a token with what follows from it; taken as advantages, as verl and Trinity-RFT do,
     they charge it with its own difference alone.
@@ -142,6 +167,17 @@ def distillation_rewards(
     """
     check_at_least("coef", coef, 0)
     kl = estimate_kl(log_probs, teacher_log_probs, mask, estimator=estimator, gradient="none", value_clip=value_clip)
-    coef = jnp.asarray(coef, kl.dtype)
-    # Without the `where`, a coefficient of 0 would turn an infinite KL into NaN.
-    return jnp.where(check_mask(mask) & (coef != 0), -coef * kl, 0)
+    return subtract_kl(jnp.zeros_like(kl), kl, mask, coef=coef)
+
+
+def _placed(name: str, rewards: ArrayLike, mask: ArrayLike) -> Array:
+    """Rewards per row or per token as `[..., T]`, 0 under the mask; `name` is that of the argument in an error."""
+    shape, (rewards,) = jnp.shape(mask), as_float(rewards)
+    if rewards.shape == shape:
+        return masked(rewards, mask)
+    if rewards.shape != shape[:-1]:
+        raise ValueError(
+            f"{name}: got shape {list(rewards.shape)}, expected {list(shape[:-1])} (one per row) or {list(shape)} "
+            "(one per token)"
+        )
+    return masked(jnp.broadcast_to(rewards[..., None], shape), last_token_mask(mask))

@@ -233,7 +233,7 @@ def test_openrlhf_from_rewards_to_advantages(case: cases.Case) -> None:
     elif name == "flash_reinforce":
         rewards = kljax.grpo_advantages(rewards, jnp.zeros(6, int), num_groups=1, scale="none")
     clipped = jnp.clip(rewards, *params["reward_clip_range"])
-    shaped, _ = kljax.kl_shaped_rewards(clipped, kl, jnp.zeros_like(kl), mask, coef=params["kl_coef"])
+    shaped = kljax.subtract_kl(clipped, kl, mask, coef=params["kl_coef"])
     gamma = params.get("gamma", 1.0)
     if name == "gae":
         options = {"gamma": gamma, "lam": params["lambd"], "masked_tokens": "carry"}

@@ -70,7 +70,7 @@ def test_openrlhf_reward(case: cases.Case) -> None:
     # The score is clipped before it is placed; the KL at masked positions, which OpenRLHF leaves, is 0 here.
     mask, kl, params = case.given("mask"), case.given("kl"), case.params
     scores = jnp.clip(case.given("rewards"), *params["reward_clip_range"])
-    rewards, _ = kljax.kl_shaped_rewards(scores, kl, jnp.zeros_like(kl), mask, coef=params["kl_coef"])
+    rewards = kljax.subtract_kl(scores, kl, mask, coef=params["kl_coef"])
     assert case.outputs == ("token_rewards",)
     case.assert_matches(rewards, jnp.where(mask, case.result("token_rewards"), 0))
 

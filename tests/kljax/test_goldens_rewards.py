@@ -54,15 +54,14 @@ def test_adaptive_coefficient_never_turns_negative_as_it_does_in_the_systems() -
 def test_openrlhf_places_the_score_on_the_last_token(case: cases.Case) -> None:
     # OpenRLHF leaves the KL at masked positions and masks it later, in the advantages; here they are exactly 0.
     mask, kl = case.given("mask"), case.given("kl")
-    rewards, raw = kljax.kl_shaped_rewards(case.given("rewards"), kl, jnp.zeros_like(kl), mask, coef=0.05)
+    rewards = kljax.subtract_kl(case.given("rewards"), kl, mask, coef=0.05)
     case.assert_matches(rewards, jnp.where(mask, case.result("token_level_rewards"), 0))
-    chex.assert_trees_all_equal(raw, jnp.where(mask, kl, 0))
 
 
 @cases.parametrize(("slime", "get_reinforce_plus_plus_returns"))
 def test_slime_reinforce_plus_plus(case: cases.Case) -> None:
     mask, kl, params = case.given("mask"), case.given("kl"), case.params
-    rewards, _ = kljax.kl_shaped_rewards(case.given("rewards"), kl, jnp.zeros_like(kl), mask, coef=params["kl_coef"])
+    rewards = kljax.subtract_kl(case.given("rewards"), kl, mask, coef=params["kl_coef"])
     returns = kljax.reinforce_plus_plus_returns(rewards, mask, gamma=params["gamma"])
     case.assert_matches(returns, jnp.where(mask, case.result("returns"), 0))
 
@@ -80,11 +79,11 @@ def test_slime_reinforce_plus_plus_baseline(case: cases.Case) -> None:
 def test_slime_ppo(case: cases.Case) -> None:
     # slime has no mask here but rows of their own length, which the prefix mask of this batch describes.
     mask, kl, params = case.given("mask"), case.given("kl"), case.params
-    rewards, raw = kljax.kl_shaped_rewards(case.given("rewards"), kl, jnp.zeros_like(kl), mask, coef=params["kl_coef"])
+    rewards = kljax.subtract_kl(case.given("rewards"), kl, mask, coef=params["kl_coef"])
     advantages, returns = kljax.gae(rewards, case.given("values"), mask, gamma=params["gamma"], lam=params["lambd"])
     case.assert_matches(advantages, case.result("advantages"))
     case.assert_matches(returns, case.result("returns"))
-    case.assert_matches(raw, jnp.where(mask, case.result("raw_kl"), 0))
+    case.assert_matches(kljax.masked(kl, mask), jnp.where(mask, case.result("raw_kl"), 0))
 
 
 @cases.parametrize(("trinity", "calculate_kl_loss"))

@@ -55,6 +55,30 @@ def test_masked_inputs_reach_nothing() -> None:
     )
 
 
+@pytest.mark.parametrize("rewards", [SCORES, TOKEN_SCORES], ids=["row", "token"])
+def test_a_given_kl_is_subtracted_as_it_is(rewards: np.ndarray) -> None:
+    given = placed(rewards) if rewards.ndim == 1 else np.where(MASK, rewards, 0)
+    got = kljax.subtract_kl(rewards, LP, MASK, coef=0.3)
+    np.testing.assert_allclose(got, given - np.where(MASK, 0.3 * LP, 0), 1e-12, 1e-14)
+    check_masked(lambda rewards, kl: kljax.subtract_kl(rewards, kl, MASK, coef=0.3), [TOKEN_SCORES, LP])
+    slopes = jax.grad(lambda r, kl: kljax.subtract_kl(r, kl, MASK, coef=0.3).sum(), (0, 1))(TOKEN_SCORES, LP)
+    np.testing.assert_array_equal(slopes[0], MASK)
+    np.testing.assert_allclose(slopes[1], np.where(MASK, -0.3, 0), 1e-15)
+
+
+def test_a_given_kl_has_the_shape_of_the_mask_and_a_coefficient_of_0_ignores_it() -> None:
+    infinite = np.full(MASK.shape, np.inf)
+    subtract = jax.jit(lambda coef: kljax.subtract_kl(SCORES, infinite, MASK, coef=coef))
+    np.testing.assert_array_equal(subtract(0.0), placed(SCORES))
+    np.testing.assert_array_equal(subtract(1.0)[MASK], -np.inf)
+    with pytest.raises(ValueError, match=rf"rewards: got shape \[3\], expected \[{ROWS}\].*\[{ROWS}, {LENGTH}\]"):
+        kljax.subtract_kl(np.zeros(3), LP, MASK, coef=0.1)
+    with pytest.raises(ValueError, match=r"shapes differ: kl \[6\], mask"):
+        kljax.subtract_kl(SCORES, SCORES, MASK, coef=0.1)
+    with pytest.raises(ValueError, match="coef: got -1"):
+        kljax.subtract_kl(SCORES, LP, MASK, coef=-1)
+
+
 def test_the_kl_is_data() -> None:
     def total(lp: jax.Array, ref: jax.Array) -> jax.Array:
         rewards, kl = kljax.kl_shaped_rewards(SCORES, lp, ref, MASK, coef=0.3, estimator="k2")

@@ -126,7 +126,7 @@ def openrlhf(row: Row, case: Case) -> None:
         number = {} if one else {"num_groups": PAIRS["num_groups"]}
         rewards = run(call, {**PAIRS, **one, "rewards": rewards}, **number)
     clipped = jnp.clip(rewards, *params["reward_clip_range"])
-    shaped, _ = kljax.kl_shaped_rewards(clipped, kl, jnp.zeros_like(kl), mask, coef=params["kl_coef"])
+    shaped = kljax.subtract_kl(clipped, kl, mask, coef=params["kl_coef"])
     if per_row:
         advantages = returns = kljax.reinforce_plus_plus_returns(shaped, mask, masked_tokens="none")
     else:
