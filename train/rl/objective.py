@@ -189,12 +189,11 @@ def make_preparation(config: Config) -> Preparation:
 
 
 def _kl_shaped(config: Config, batch: Batch, coef: Array) -> tuple[Array, Array]:
-    """Token rewards less the KL, and the KL."""
+    """Subtracts the KL from the token rewards, and returns both."""
     section, mask, rewards = config.kl.reward, batch.completion_mask, given(batch.rewards)
     if config.exact_reward():
-        # k1 of an amount and 0 is that amount.
-        exact = given(batch.ref_exact_kl)
-        return kljax.kl_shaped_rewards(rewards, exact, jnp.zeros_like(exact), mask, coef=coef, estimator="k1")
+        kl = kljax.masked(given(batch.ref_exact_kl), mask)
+        return kljax.subtract_kl(rewards, kl, mask, coef=coef), kl
     return kljax.kl_shaped_rewards(
         rewards,
         given(batch.old_log_probs),
