@@ -33,7 +33,9 @@ def check_mask(mask: ArrayLike, name: str = "mask") -> Array:
     """Returns `mask` as booleans; raises `TypeError` for a mask of floating-point weights."""
     mask = jnp.asarray(mask)
     if jnp.issubdtype(mask.dtype, jnp.floating):
-        raise TypeError(f"{name}: got dtype {mask.dtype}, expected bool or an integer type holding 0 and 1")
+        raise TypeError(
+            f"{name}: got dtype {mask.dtype}, expected bool or an integer type holding 0 and 1; pass {name} > 0"
+        )
     return mask.astype(bool)
 
 

@@ -271,8 +271,8 @@ def _masked_log_ratios(
     log_probs: ArrayLike, ref_log_probs: ArrayLike, sampling_log_probs: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Ratios, Array | None]:
     """The log-ratios pi / ref, pi / sampling and ref / sampling, 0 under the mask, and the mask as booleans."""
+    check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, sampling_log_probs=sampling_log_probs, mask=mask)
     sampling = log_probs if sampling_log_probs is None else sampling_log_probs
-    check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, sampling_log_probs=sampling, mask=mask)
     log_probs, ref_log_probs, sampling = as_float(log_probs, ref_log_probs, sampling)
     keep = None if mask is None else check_mask(mask)
     if keep is not None:
