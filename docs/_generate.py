@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from kljax.systems._row import KINDS, SYSTEMS
+from kljax.systems._entry import KINDS
+from kljax.systems._table import SYSTEMS
 
 NAMESPACES = ("systems", "audit")
 
@@ -97,7 +98,7 @@ def system(key: str) -> str:
     """Every name of a system, by kind."""
     parts = []
     for kind, title in KINDS.items():
-        rows = [row for row in kljax.systems.rows() if row.system == key and row.kind == kind]
+        rows = [row for row in kljax.systems.entries() if row.system == key and row.kind == kind]
         if rows:
             common = {field: _common(rows, field) for field in ("option", "defaults")}
             said = "; ".join(f"{label}: {text}" for label, text in common.items() if text)
@@ -115,7 +116,7 @@ def system(key: str) -> str:
 def names(kind: str) -> str:
     """The names of a kind that two or more systems use, with each of their meanings."""
     shared: dict[str, list[Any]] = {}
-    for row in kljax.systems.rows():
+    for row in kljax.systems.entries():
         if row.kind == kind:
             shared.setdefault(row.name.lower().replace("_", "-"), []).append(row)
     lines = ["| name | system | here | clamps | gradient |", "|---|---|---|---|---|"]
@@ -124,7 +125,7 @@ def names(kind: str) -> str:
             continue
         meanings: dict[tuple[str, ...], list[Any]] = {}
         for row in rows:
-            corrected = "<br>and `sampling_log_probs`" if "sampling_log_probs" in row.given else ""
+            corrected = "<br>and `sampling_log_probs`" if "sampling_log_probs" in row.sources else ""
             meanings.setdefault((_call(row) + corrected, row.clamps, row.gradient), []).append(row)
         for number, ((here, clamps, gradient), same) in enumerate(meanings.items()):
             name = _code(rows[0].name) if number == 0 else ""
@@ -135,7 +136,7 @@ def names(kind: str) -> str:
 
 def counts() -> str:
     """How many names there are, and how they are checked."""
-    rows = kljax.systems.rows()
+    rows = kljax.systems.entries()
     recorded, called = [row for row in rows if row.goldens], [row for row in rows if row.call]
     return (
         f"{len(rows)} names, of which {len(called)} are a call of this library; {len(recorded)} are compared with "
@@ -145,7 +146,7 @@ def counts() -> str:
 
 def _here(row: Any) -> str:
     """The call of a row and the arguments that the user supplies, or why it has none."""
-    return "<br>".join([_call(row), *(f"{_code(name)}: {source}" for name, source in row.given.items())])
+    return "<br>".join([_call(row), *(f"{_code(name)}: {source}" for name, source in row.sources.items())])
 
 
 def _call(row: Any) -> str:

@@ -1,4 +1,4 @@
-"""Looking a name up: the row, or the call, or its arguments."""
+"""Looks a name up: its entry, its call, or the arguments of its call."""
 
 import copy
 import functools
@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from kljax._checks import check_choice
-from kljax.systems._data.table import ROWS
-from kljax.systems._row import KINDS, SYSTEMS, Call, Row
+from kljax.systems._entry import KINDS, Call, Entry
+from kljax.systems._table import ENTRIES, SYSTEMS
 
 
-def rows(*, system: str | None = None, kind: str | None = None, name: str | None = None) -> tuple[Row, ...]:
-    """The rows of the table, all of them or those of one system, kind or name.
+def entries(*, system: str | None = None, kind: str | None = None, name: str | None = None) -> tuple[Entry, ...]:
+    """Selects entries of the table by system, kind and name.
 
     Args:
       system: "trinity", "skyrl", "slime", "art", "verl", "openrlhf", "trl" or "prime-rl"; None for every system.
       kind: "kl", "reduction", "advantage", "policy_loss", "value_loss", "correction", "controller", "placement",
         "distillation" or "statistic"; None for every kind.
-      name: a name as the systems spell it; None for every name. One that no row has gives no rows.
+      name: a name as the systems spell it; None for every name. A name without an entry gives an empty tuple.
 
     Returns:
-      A tuple of `Row`, in the order of the table.
+      A tuple of `Entry`, ordered by kind and then by system.
 
     Gradient:
       None; it is a table.
@@ -30,12 +30,12 @@ def rows(*, system: str | None = None, kind: str | None = None, name: str | None
 
     Example:
       >>> import kljax
-      >>> for row in kljax.systems.rows(kind="kl", name="k3"):
-      ...     print(row.system, row.clamps)
+      >>> for entry in kljax.systems.entries(kind="kl", name="k3"):
+      ...     print(entry.system, entry.clamps)
       trinity none
       skyrl x to [-20, 20], then the value to [-10, 10]
-      verl x to [-20, 20], then the value to [-10, 10]
       slime none
+      verl x to [-20, 20], then the value to [-10, 10]
       openrlhf x from below at -10 (since 0.11), the value to [-10, 10]
       trl none
     """
@@ -43,16 +43,16 @@ def rows(*, system: str | None = None, kind: str | None = None, name: str | None
         check_choice("system", system, SYSTEMS)
     if kind is not None:
         check_choice("kind", kind, KINDS)
-    wanted = {"system": system, "kind": kind, "name": name}
-    given = {field: value for field, value in wanted.items() if value is not None}
-    return tuple(row for row in ROWS if all(getattr(row, field) == value for field, value in given.items()))
+    criteria = {"system": system, "kind": kind, "name": name}
+    criteria = {field: value for field, value in criteria.items() if value is not None}
+    return tuple(entry for entry in ENTRIES if all(getattr(entry, field) == value for field, value in criteria.items()))
 
 
 def kl(system: str, name: str) -> dict[str, Any]:
-    """What a system's KL estimator is here: the arguments of `estimate_kl`, its arrays apart.
+    """Returns the arguments of `estimate_kl` that compute a system's KL estimator.
 
-    Some names imply an importance correction (`max_ratio`, or the `given` of the row): those need the log-probs of the
-    policy that drew the tokens as `sampling_log_probs` besides.
+    Some names imply an importance correction (the entry has `max_ratio`, or `sampling_log_probs` in its `sources`):
+    pass the log-probs of the policy that drew the tokens as `sampling_log_probs` for these.
 
     Args:
       system: key of the system, such as "verl".
@@ -62,11 +62,11 @@ def kl(system: str, name: str) -> dict[str, Any]:
       A new dictionary: `kljax.estimate_kl(log_probs, ref_log_probs, mask, **kl(system, name))`.
 
     Gradient:
-      None; what the gradient of the estimate is stands in the row's `gradient`.
+      None; the `gradient` of the entry describes that of the estimate.
 
     Raises:
-      ValueError: for an unknown system or name, with the names that it has; for a name that `estimate_kl` alone does
-        not express, with what does.
+      ValueError: for an unknown system or name, with the known names; for a name that `estimate_kl` alone does not
+        express, with the call that does.
 
     Example:
       >>> import jax.numpy as jnp, kljax
@@ -80,9 +80,10 @@ def kl(system: str, name: str) -> dict[str, Any]:
 
 
 def reduction(system: str, name: str) -> dict[str, Any]:
-    """What a system's reduction is here: the arguments of `token_weights`, its mask apart.
+    """Returns the arguments of `token_weights` that compute a system's reduction.
 
-    Lengths, group ids and numbers of groups are the user's: the `given` of the row says what they are in the system.
+    Lengths, group ids and numbers of groups are the user's: the `sources` of the entry say where the system takes them
+    from.
 
     Args:
       system: key of the system, such as "trinity".
@@ -92,10 +93,10 @@ def reduction(system: str, name: str) -> dict[str, Any]:
       A new dictionary: `kljax.token_weights(mask, **reduction(system, name))`.
 
     Gradient:
-      None; weights are data.
+      None; weights are treated as constants.
 
     Raises:
-      ValueError: for an unknown system or name, with the names that it has.
+      ValueError: for an unknown system or name, with the known names.
 
     Example:
       >>> import kljax
@@ -108,79 +109,79 @@ def reduction(system: str, name: str) -> dict[str, Any]:
 
 
 def advantage(system: str, name: str) -> Call:
-    """What a system's advantage estimator is here: the function, its arguments, and what is applied to its result.
+    """Returns the call that computes a system's advantage estimator, with its steps after the estimator.
 
     Args:
       system: key of the system, such as "verl".
       name: the name as the system spells it, such as "grpo".
 
     Returns:
-      A `Call`; the arrays of the function, and what the row's `given` names, are the user's.
+      A `Call`. The arrays of the function, and the arguments in the `sources` of the entry, are the user's.
 
     Gradient:
-      None; advantages are data.
+      None; advantages are treated as constants.
 
     Raises:
-      ValueError: for an unknown system or name, with the names that it has; for a name without a call, with the reason.
+      ValueError: for an unknown system or name, with the known names; for a name without a call, with the reason.
 
     Example:
       >>> import kljax
       >>> kljax.systems.advantage("verl", "grpo").function
       'grpo_advantages'
     """
-    return called(find("advantage", system, name))
+    return require_call(find("advantage", system, name))
 
 
 def policy_loss(system: str, name: str) -> Call:
-    """What a system's policy loss is here: the function and its arguments, with the system's defaults.
+    """Returns the call that computes a system's policy loss, with the system's defaults.
 
     Args:
       system: key of the system, such as "verl".
       name: the name as the system spells it, such as "vanilla".
 
     Returns:
-      A `Call`; the row's `given` says which option of the system each argument is.
+      A `Call`. The `sources` of the entry map its arguments to the options of the system.
 
     Gradient:
-      None; that of the loss stands in the row's `gradient`.
+      None; the `gradient` of the entry describes that of the loss.
 
     Raises:
-      ValueError: for an unknown system or name, with the names that it has; for a name without a call, with the reason.
+      ValueError: for an unknown system or name, with the known names; for a name without a call, with the reason.
 
     Example:
       >>> import kljax
       >>> kljax.systems.policy_loss("verl", "vanilla")
       kljax.ppo_clip_loss(clip_low=0.2, clip_high=0.2, dual_clip=3.0, log_ratio_clip=20.0)
     """
-    return called(find("policy_loss", system, name))
+    return require_call(find("policy_loss", system, name))
 
 
 def correction(system: str, name: str) -> Call:
-    """What a system's correction for the mismatch of trainer and sampler is here: importance weights, or a mask.
+    """Returns the call of a system's correction for the mismatch of trainer and sampler: weights, or a mask.
 
     Args:
       system: key of the system, such as "slime".
       name: the name as the system spells it, such as "vanilla_tis".
 
     Returns:
-      A `Call`; the row's `given` says which option of the system each argument is.
+      A `Call`. The `sources` of the entry map its arguments to the options of the system.
 
     Gradient:
-      None; weights and masks of recorded policies are data.
+      None; weights and masks of recorded policies are treated as constants.
 
     Raises:
-      ValueError: for an unknown system or name, with the names that it has; for a name without a call, with the reason.
+      ValueError: for an unknown system or name, with the known names; for a name without a call, with the reason.
 
     Example:
       >>> import kljax
       >>> kljax.systems.correction("verl", "rollout_is=token").function
       'importance_weights'
     """
-    return called(find("correction", system, name))
+    return require_call(find("correction", system, name))
 
 
 def controller(system: str, name: str) -> Call:
-    """What a system's control of the KL coefficient, or of its reference, is here.
+    """Returns the call that controls a system's KL coefficient, or its reference.
 
     Args:
       system: key of the system, such as "verl".
@@ -190,40 +191,41 @@ def controller(system: str, name: str) -> Call:
       A `Call` with the system's defaults.
 
     Gradient:
-      None; coefficients are data.
+      None; coefficients are treated as constants.
 
     Raises:
-      ValueError: for an unknown system or name, with the names that it has; for a name without a call, with the reason.
+      ValueError: for an unknown system or name, with the known names; for a name without a call, with the reason.
 
     Example:
       >>> import kljax
       >>> kljax.systems.controller("verl", "adaptive")
       kljax.adaptive_kl(coef=0.001, target=0.1, horizon=10000)
     """
-    return called(find("controller", system, name))
+    return require_call(find("controller", system, name))
 
 
-@functools.cache
-def _index() -> Mapping[tuple[str, str, str], Row]:
-    return {(row.kind, row.system, row.name): row for row in ROWS}
-
-
-def find(kind: str, system: str, name: str) -> Row:
-    """The row of a name; raises `ValueError` with what is allowed."""
+def find(kind: str, system: str, name: str) -> Entry:
+    """Returns the entry of a name; raises `ValueError` with the known names if there is none."""
     check_choice("system", system, SYSTEMS)
-    check_choice(f"{system} {kind.replace('_', ' ')}", name, [row.name for row in rows(system=system, kind=kind)])
+    known = [entry.name for entry in entries(system=system, kind=kind)]
+    check_choice(f"{system} {kind.replace('_', ' ')}", name, known)
     return _index()[kind, system, name]
 
 
-def called(row: Row) -> Call:
-    """The call of a row; raises `ValueError` with its reason where there is none."""
-    if row.call is None:
-        raise ValueError(f"{row.key} has no call here: {row.reason}")
-    return row.call
+def require_call(entry: Entry) -> Call:
+    """Returns the call of an entry; raises `ValueError` with its reason if there is none."""
+    if entry.call is None:
+        raise ValueError(f"{entry.key} has no call here: {entry.reason}")
+    return entry.call
 
 
-def _arguments(row: Row, function: str) -> dict[str, Any]:
-    call = called(row)
+@functools.cache
+def _index() -> Mapping[tuple[str, str, str], Entry]:
+    return {(entry.kind, entry.system, entry.name): entry for entry in ENTRIES}
+
+
+def _arguments(entry: Entry, function: str) -> dict[str, Any]:
+    call = require_call(entry)
     if call.function != function or call.scale != 1 or call.times or call.then or call.plus:
-        raise ValueError(f"{row.key} is {call!r}, which arguments of {function} do not express")
+        raise ValueError(f"{entry.key} is {call!r}, which arguments of {function} do not express")
     return copy.deepcopy(dict(call.arguments))

@@ -1,22 +1,22 @@
-"""Rows evaluated at a handful of points with this library, to be set beside each other."""
+"""Evaluates entries at a few points with this library, for a comparison side by side."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kljax.systems._row import Call, Row
-from kljax.systems._run import lacks, run
+from kljax.systems._entry import Call, Entry
+from kljax.systems._run import missing_arguments, run
 
 LOG_RATIOS = (-30.0, -2.7, -1.0, -0.1, 0.0, 1.0, 12.0)
 POLICY_LOG_RATIOS = (-1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0)
 OLD_LOG_PROB, LOG_WEIGHT = -1.5, 0.5
 # A row of three tokens, one of a single token, one without; the first two share a prompt.
 MASK, PROMPTS, MAX_LENGTH = ((1, 1, 1), (1, 0, 0), (0, 0, 0)), (0, 0, 1), 4.0
-# The arrays of a policy loss and of an advantage estimator; those of the policy that drew the tokens go by three names.
-DRAWN = ("old_log_probs", "rollout_log_probs", "behaviour_log_probs", "ref_log_probs")
-POLICY = (*DRAWN, "log_probs", "advantages", "mask", "key")
-GROUPED = ("rewards", "group_ids", "lengths", "num_groups")
+# The library's names for the log-probs of the policy that drew the tokens.
+SAMPLER_LOG_PROBS = ("old_log_probs", "rollout_log_probs", "behaviour_log_probs", "ref_log_probs")
+POLICY_LOSS_ARRAYS = (*SAMPLER_LOG_PROBS, "log_probs", "advantages", "mask", "key")
+ADVANTAGE_ARRAYS = ("rewards", "group_ids", "lengths", "num_groups")
 REWARDS, GROUPS = (1.0, 0.0, 0.0, 0.5, 2.0), (0, 0, 0, 0, 1)
 
 HEADINGS = {
@@ -30,31 +30,35 @@ HEADINGS = {
 
 
 class Point(NamedTuple):
-    """Where a row was evaluated, and what came out; a gradient only where there is one."""
+    """The value of an entry at one point, with its gradient if it has one."""
 
     at: str
     value: float
     gradient: float | None = None
 
 
-def numbers(row: Row) -> list[Point]:
-    """The row at the points of its kind; nothing for a kind or a call that has no such numbers."""
-    if row.call is None:
+def numbers(entry: Entry) -> list[Point]:
+    """Evaluates an entry at the points of its kind; returns no points if its kind or its call has none."""
+    if entry.call is None:
         return []
-    if row.kind == "kl" and row.call.function == "estimate_kl":
-        return _kl(row, row.call)
-    if row.kind == "policy_loss" and not lacks(row.call, POLICY):
-        return _policy_loss(row.call)
-    if row.kind == "reduction":
-        return _reduction(row.call)
-    several = row.call.function == "gdpo_advantages"  # of several rewards each
-    if row.kind == "advantage" and not several and not row.call.then and not lacks(row.call, GROUPED):
-        return _advantage(row.call)
+    if entry.kind == "kl" and entry.call.function == "estimate_kl":
+        return _kl(entry, entry.call)
+    if entry.kind == "policy_loss" and not missing_arguments(entry.call, POLICY_LOSS_ARRAYS):
+        return _policy_loss(entry.call)
+    if entry.kind == "reduction":
+        return _reduction(entry.call)
+    if entry.kind == "advantage" and _takes_one_reward(entry.call):
+        return _advantage(entry.call)
     return []
 
 
-def _kl(row: Row, call: Call) -> list[Point]:
-    corrected = "sampling_log_probs" in row.given
+def _takes_one_reward(call: Call) -> bool:
+    several_rewards = call.function == "gdpo_advantages"
+    return not several_rewards and not call.then and not missing_arguments(call, ADVANTAGE_ARRAYS)
+
+
+def _kl(entry: Entry, call: Call) -> list[Point]:
+    corrected = "sampling_log_probs" in entry.sources
 
     def value(x: jax.Array) -> jax.Array:
         sampling = {"sampling_log_probs": jax.lax.stop_gradient(x) - LOG_WEIGHT} if corrected else {}
@@ -66,9 +70,9 @@ def _kl(row: Row, call: Call) -> list[Point]:
 
 def _policy_loss(call: Call) -> list[Point]:
     def value(d: jax.Array, advantage: jax.Array) -> jax.Array:
-        # One token: its row, its batch and its mean.
+        # A batch of one token, so that every reduction is the identity.
         old = jnp.full((1, 1), OLD_LOG_PROB)
-        arrays = dict.fromkeys(DRAWN, old)
+        arrays = dict.fromkeys(SAMPLER_LOG_PROBS, old)
         arrays |= {"log_probs": old + d, "advantages": jnp.full((1, 1), advantage), "mask": jnp.ones((1, 1), bool)}
         return run(call, arrays | {"key": jax.random.key(0)}).sum()
 

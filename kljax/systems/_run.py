@@ -1,4 +1,4 @@
-"""Running a `Call` on arrays that are known by name."""
+"""Runs a `Call` on arrays by name."""
 
 import inspect
 from collections.abc import Collection, Mapping
@@ -8,20 +8,20 @@ import jax
 import jax.numpy as jnp
 
 import kljax
-from kljax.systems._row import Call
+from kljax.systems._entry import Call
 
 
 def run(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
-    """The result of a call.
+    """Runs a call.
 
     Args:
-      call: what to run.
-      arrays: the arrays by the names that the parameters of this library have.
-      keywords: further keyword arguments, each given to the calls that have it; they win over those of the call.
+      call: the call.
+      arrays: arrays by the parameter names of this library.
+      keywords: further keyword arguments, passed to each function that has them; they override those of the call.
 
     Returns:
-      What the function returns, times the scale and the results of `times`, plus those of `plus`; then the calls of
-      `then` are applied to it, to the first array where it is several.
+      The result of the function, times the scale and the results of `times`, plus those of `plus`, then passed through
+      the calls of `then`. Where the function returns several arrays, `then` applies to the first.
     """
     function = getattr(kljax, call.function)
     parameters = inspect.signature(function).parameters.values()
@@ -35,22 +35,22 @@ def run(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
         result = result + run(term, arrays, **keywords)
     for step in call.then:
         first, *rest = result if isinstance(result, tuple) else (result,)
-        changed = _apply(step, first, arrays, keywords)
-        result = (changed, *rest) if rest else changed
+        first = _apply(step, first, arrays, keywords)
+        result = (first, *rest) if rest else first
     return result
 
 
-def lacks(call: Call, given: Collection[str]) -> set[str]:
-    """The parameters of a call, and of those in it, that have no default and are not given."""
+def missing_arguments(call: Call, available: Collection[str]) -> set[str]:
+    """Lists the parameters without a default, of a call and its `times` and `plus`, that are not available."""
     parameters = inspect.signature(getattr(kljax, call.function)).parameters.values()
-    missing = {p.name for p in parameters if p.default is p.empty} - set(call.arguments) - set(given)
+    missing = {p.name for p in parameters if p.default is p.empty} - set(call.arguments) - set(available)
     for inner in (*call.times, *call.plus):
-        missing |= lacks(inner, given)
+        missing |= missing_arguments(inner, available)
     return missing
 
 
 def _product(values: jax.Array, weights: jax.Array) -> jax.Array:
-    """Values times weights, either of which may be a mask; where one is 0 the other reaches nothing."""
+    """Multiplies values and weights, either of which may be a mask; a 0 hides NaN and infinity in the other."""
     if values.dtype == bool:
         return jnp.where(values, weights, 0)
     if weights.dtype == bool:
@@ -66,6 +66,6 @@ def _apply(step: Call, value: Any, arrays: Mapping[str, Any], keywords: Mapping[
 
 
 def _accepted(function: Any, arguments: Mapping[str, Any], call: Call) -> dict[str, Any]:
-    """The arguments that the function has; those of the call itself are never dropped, so that a wrong one raises."""
+    """Selects the arguments that the function has; arguments of the call stay, so that a wrong one raises."""
     names = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in names or name in call.arguments}

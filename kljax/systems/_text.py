@@ -1,4 +1,4 @@
-"""Plain text within 100 columns."""
+"""Writes entries as plain text of at most 100 columns."""
 
 import dataclasses
 import inspect
@@ -7,20 +7,21 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 import kljax
-from kljax.systems._row import KINDS, SYSTEMS, Golden, Row
+from kljax.systems._entry import KINDS, Entry, Golden
+from kljax.systems._table import SYSTEMS
 
 WIDTH = 100
 
 
 def field(label: str, text: str, indent: int = 2, margin: int = 13) -> list[str]:
-    """A label, and its text wrapped beside it."""
+    """Writes a label, and its text wrapped beside it."""
     start = f"{' ' * indent}{label}".ljust(margin)
     lines = textwrap.wrap(text, WIDTH - margin, break_on_hyphens=False) or [""]
     return [f"{start if number == 0 else ' ' * margin}{line}".rstrip() for number, line in enumerate(lines)]
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell, the first to the left and the others to the right."""
+    """Aligns columns to their widest cell: the first to the left, the others to the right."""
     cells = [list(header), *map(list, lines)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
     return [
@@ -32,53 +33,53 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
     ]
 
 
-def overview(rows: Sequence[Row]) -> Iterator[str]:
-    """Every system with its names by kind."""
-    counted = f"{len(rows)} names of {len(SYSTEMS)} systems"
+def overview(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yields every system with its names by kind."""
+    counted = f"{len(entries)} names of {len(SYSTEMS)} systems"
     yield f"{counted}; `python -m kljax systems NAME` explains one, a system, or system/name."
     for key, system in SYSTEMS.items():
         yield ""
         yield f"{key}: {system.title} {system.version}"
         yield from field("default KL", system.default_kl, margin=16)
-        for kind, group in by_kind([row for row in rows if row.system == key]):
-            yield from field(kind, ", ".join(row.name for row in group), margin=16)
+        for kind, group in by_kind([entry for entry in entries if entry.system == key]):
+            yield from field(kind, ", ".join(entry.name for entry in group), margin=16)
 
 
-def of_system(rows: Sequence[Row]) -> Iterator[str]:
-    """The names of one system, each with its call."""
-    system = SYSTEMS[rows[0].system]
+def of_system(entries: Sequence[Entry]) -> Iterator[str]:
+    """Yields the names of one system, each with its call."""
+    system = SYSTEMS[entries[0].system]
     yield f"{system.key}: {system.title} {system.version}"
     yield from field("default KL", system.default_kl, margin=16)
-    for kind, group in by_kind(rows):
+    for kind, group in by_kind(entries):
         yield ""
         yield KINDS[kind]
-        margin = min(max(len(row.name) for row in group) + 4, 40)
-        for row in group:
-            yield from _named(row, margin)
+        margin = min(max(len(entry.name) for entry in group) + 4, 40)
+        for entry in group:
+            yield from _name_and_call(entry, margin)
 
 
-def _named(row: Row, margin: int) -> list[str]:
-    text = written(row)
-    if len(row.name) + 4 > margin:
-        return [f"  {row.name}", *field("", text, margin=margin)]
-    return field(row.name, text, margin=margin)
+def _name_and_call(entry: Entry, margin: int) -> list[str]:
+    text = call_text(entry)
+    if len(entry.name) + 4 > margin:
+        return [f"  {entry.name}", *field("", text, margin=margin)]
+    return field(entry.name, text, margin=margin)
 
 
-def written(row: Row) -> str:
-    """The call of a row, with what the user has to give it in angle brackets; or that there is none, and why."""
-    if row.call is None:
-        return f"none: {row.reason}"
-    parameters = inspect.signature(getattr(kljax, row.call.function)).parameters
-    missing = [name for name in row.given if name not in row.call.arguments]
+def call_text(entry: Entry) -> str:
+    """Writes the call of an entry, with the user's arguments in angle brackets; or the reason why there is none."""
+    if entry.call is None:
+        return f"none: {entry.reason}"
+    parameters = inspect.signature(getattr(kljax, entry.call.function)).parameters
+    missing = [name for name in entry.sources if name not in entry.call.arguments]
     keywords = [
         name for name in missing if name in parameters and parameters[name].kind is parameters[name].KEYWORD_ONLY
     ]
-    more = {name: _Given(row.given[name]) for name in keywords}
-    return repr(dataclasses.replace(row.call, arguments={**row.call.arguments, **more}))
+    placeholders = {name: _Placeholder(entry.sources[name]) for name in keywords}
+    return repr(dataclasses.replace(entry.call, arguments={**entry.call.arguments, **placeholders}))
 
 
-class _Given(str):
-    """Text that stands for a value."""
+class _Placeholder(str):
+    """A description in place of a value."""
 
     __slots__ = ()
 
@@ -86,35 +87,35 @@ class _Given(str):
         return f"<{self}>"
 
 
-def details(row: Row) -> Iterator[str]:
-    """Everything about one name."""
-    system = SYSTEMS[row.system]
-    yield f"{row.key} ({row.kind.replace('_', ' ')}), {system.title} {row.version or system.version}"
-    yield from field("call", written(row))
+def details(entry: Entry) -> Iterator[str]:
+    """Yields every field of one entry."""
+    system = SYSTEMS[entry.system]
+    yield f"{entry.key} ({entry.kind.replace('_', ' ')}), {system.title} {entry.version or system.version}"
+    yield from field("call", call_text(entry))
     for label, text in (
-        ("meaning", row.meaning),
-        ("option", row.option),
-        ("given", "; ".join(f"{argument}: {source}" for argument, source in row.given.items())),
-        ("clamps", row.clamps),
-        ("divisors", row.divisors),
-        ("gradient", row.gradient),
-        ("defaults", row.defaults),
-        ("note", row.note),
-        ("checked on", "; ".join(recorded(golden) for golden in row.goldens)),
-        ("unrecorded" if row.call else "reason", row.reason),
+        ("meaning", entry.meaning),
+        ("option", entry.option),
+        ("sources", "; ".join(f"{argument}: {source}" for argument, source in entry.sources.items())),
+        ("clamps", entry.clamps),
+        ("divisors", entry.divisors),
+        ("gradient", entry.gradient),
+        ("defaults", entry.defaults),
+        ("note", entry.note),
+        ("checked on", "; ".join(golden_text(golden) for golden in entry.goldens)),
+        ("unrecorded" if entry.call else "reason", entry.reason),
     ):
         if text:
             yield from field(label, text)
 
 
-def recorded(golden: Golden) -> str:
-    """`function(argument=value)`."""
+def golden_text(golden: Golden) -> str:
+    """Writes `function(argument=value)`."""
     return f"{golden.function}({', '.join(f'{name}={value}' for name, value in golden.params.items())})"
 
 
-def by_kind(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """The rows of each kind that has any, in the order of the kinds."""
+def by_kind(entries: Sequence[Entry]) -> Iterator[tuple[str, list[Entry]]]:
+    """Yields each kind that has entries, in the order of `KINDS`."""
     order = list(KINDS)
-    ordered = sorted(rows, key=lambda row: order.index(row.kind))
-    for kind, group in itertools.groupby(ordered, key=lambda row: row.kind):
+    ordered = sorted(entries, key=lambda entry: order.index(entry.kind))
+    for kind, group in itertools.groupby(ordered, key=lambda entry: entry.kind):
         yield kind, list(group)

@@ -1,4 +1,4 @@
-"""`python -m kljax systems`: what each name of the PyTorch systems means here."""
+"""`python -m kljax systems`: looks up and compares the names of the PyTorch systems."""
 
 import argparse
 import difflib
@@ -8,100 +8,99 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kljax.systems import _text
-from kljax.systems._compare import as_data, compare, named
-from kljax.systems._lookup import rows
-from kljax.systems._row import SYSTEMS, Row
+from kljax.systems._compare import compare, comparison_as_json, find_by_name
+from kljax.systems._entry import Call, Entry
+from kljax.systems._lookup import entries
+from kljax.systems._table import SYSTEMS
 
 
-class Mistake(Exception):
-    """What the user asked for is not there."""
+class UsageError(Exception):
+    """A request that no entry of the table answers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the subcommand."""
+    """Adds the arguments of the subcommand."""
     parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="a system, system/name, or a name; none for all systems"
+        "name", nargs="?", metavar="NAME", help="a system, system/name, or a name; omit for all systems"
     )
-    parser.add_argument("--compare", metavar="NAME", help="what this name means in each system, with numbers")
-    parser.add_argument("--json", action="store_true", help="rows as JSON")
+    parser.add_argument("--compare", metavar="NAME", help="compare the meanings of this name, with numbers")
+    parser.add_argument("--json", action="store_true", help="print entries as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what was asked for; returns the exit code: 0, or 2 for a name that no system has."""
+    """Prints the entries or the comparison; returns the exit code: 0, or 2 for an unknown name."""
     try:
-        lines = list(_comparison(args) if args.compare is not None else _rows(args))
-    except Mistake as error:
+        lines = list(_compare_lines(args) if args.compare is not None else _entry_lines(args))
+    except UsageError as error:
         print(f"kljax systems: {error}", file=sys.stderr)
         return 2
     print("\n".join(lines))
     return 0
 
 
-def _comparison(args: argparse.Namespace) -> Iterable[str]:
+def _compare_lines(args: argparse.Namespace) -> Iterable[str]:
     system, _, rest = args.compare.partition("/")
     name = rest if system in SYSTEMS and rest else args.compare
     if args.name is not None:
-        raise Mistake("give a NAME or --compare NAME, not both")
-    if not named(name):
-        raise Mistake(unknown(name))
-    return [json.dumps(as_data(name), indent=2)] if args.json else compare(name)
+        raise UsageError("give a NAME or --compare NAME, not both")
+    if not find_by_name(name):
+        raise UsageError(unknown(name))
+    return [json.dumps(comparison_as_json(name), indent=2)] if args.json else compare(name)
 
 
-def _rows(args: argparse.Namespace) -> Iterable[str]:
-    chosen = select(args.name)
-    if not chosen:
-        raise Mistake(unknown(args.name))
+def _entry_lines(args: argparse.Namespace) -> Iterable[str]:
+    selected = select(args.name)
+    if not selected:
+        raise UsageError(unknown(args.name))
     if args.json:
-        return [json.dumps([as_json(row) for row in chosen], indent=2)]
+        return [json.dumps([entry_as_json(entry) for entry in selected], indent=2)]
     if args.name is None:
-        return _text.overview(chosen)
-    return _text.of_system(chosen) if args.name in SYSTEMS else _each(chosen)
+        return _text.overview(selected)
+    return _text.of_system(selected) if args.name in SYSTEMS else _details_of_each(selected)
 
 
-def select(name: str | None) -> list[Row]:
-    """The rows of a system, of `system/name`, of a name with its flags, or all of them."""
+def select(name: str | None) -> list[Entry]:
+    """Selects the entries of a system, of `system/name`, of a name with its flags, or all of them."""
     if name is None or name in SYSTEMS:
-        return list(rows(system=name))
-    exact = [row for row in rows() if row.key == name]
-    return exact or named(name)
+        return list(entries(system=name))
+    exact = [entry for entry in entries() if entry.key == name]
+    return exact or find_by_name(name)
 
 
 def unknown(name: str) -> str:
-    """The line for a name that no row has."""
+    """Writes the error for a name without an entry, with the closest known names."""
     system = name.partition("/")[0]
     if "/" in name and system in SYSTEMS:
-        known = [row.key for row in rows(system=system)]
+        known = [entry.key for entry in entries(system=system)]
     else:
-        known = [*SYSTEMS, *(row.name for row in rows()), *(row.key for row in rows())]
+        known = [*SYSTEMS, *(entry.name for entry in entries()), *(entry.key for entry in entries())]
     close = list(dict.fromkeys(difflib.get_close_matches(name, known, n=6, cutoff=0.5)))
     hint = f"; did you mean {', '.join(map(repr, close[:3]))}?" if close else ""
-    return f"got {name!r}, which is no system ({', '.join(SYSTEMS)}) and no name of one{hint}"
+    return f"NAME: got {name!r}, expected a system ({', '.join(SYSTEMS)}), system/name, or a name{hint}"
 
 
-def as_json(row: Row) -> dict[str, Any]:
-    """A row as plain data."""
-    fields = {name: getattr(row, name) for name in ("meaning", "option", "clamps", "divisors", "gradient", "defaults")}
+def entry_as_json(entry: Entry) -> dict[str, Any]:
+    """Returns an entry as plain data."""
+    texts = ("meaning", "option", "clamps", "divisors", "gradient", "defaults", "note", "reason")
     return {
-        "system": row.system,
-        "version": row.version or SYSTEMS[row.system].version,
-        "kind": row.kind,
-        "name": row.name,
-        "call": _call_as_json(row.call) if row.call else None,
-        "given": dict(row.given),
-        **fields,
-        "note": row.note,
-        "recorded": [{"function": golden.function, "params": dict(golden.params)} for golden in row.goldens],
-        "reason": row.reason,
+        "system": entry.system,
+        "version": entry.version or SYSTEMS[entry.system].version,
+        "kind": entry.kind,
+        "name": entry.name,
+        "call": _call_as_json(entry.call) if entry.call else None,
+        "sources": dict(entry.sources),
+        **{name: getattr(entry, name) for name in texts},
+        "recorded": [{"function": golden.function, "params": dict(golden.params)} for golden in entry.goldens],
     }
 
 
-def _call_as_json(call: Any) -> dict[str, Any]:
+def _call_as_json(call: Call) -> dict[str, Any]:
     steps = {name: [_call_as_json(step) for step in getattr(call, name)] for name in ("times", "plus", "then")}
     return {"function": call.function, "arguments": dict(call.arguments), "scale": call.scale, **steps}
 
 
-def _each(chosen: Iterable[Row]) -> Iterator[str]:
-    for number, row in enumerate(chosen):
+def _details_of_each(selected: Iterable[Entry]) -> Iterator[str]:
+    for number, entry in enumerate(selected):
         if number:
             yield ""
-        yield from _text.details(row)
+        yield from _text.details(entry)

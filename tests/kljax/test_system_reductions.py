@@ -50,7 +50,7 @@ def total(divisor: float) -> Formula:
 
 
 def of_group(ids: np.ndarray) -> np.ndarray:
-    """For each row, the tokens of all rows with its id."""
+    """For each entry, the tokens of all rows with its id."""
     return np.array([PER_ROW[ids == i].sum() for i in ids])
 
 

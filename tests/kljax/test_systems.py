@@ -1,4 +1,4 @@
-"""The table of names: every row on the recorded results of its system, the lookups, and the command."""
+"""The table of names: every entry on the recorded results of its system, the lookups, and the command."""
 
 import inspect
 import json
@@ -13,18 +13,19 @@ import pytest
 
 import kljax
 from kljax.__main__ import main
-from kljax.systems import Call, Golden, Row
-from kljax.systems._compare import as_data
-from kljax.systems._row import KINDS, SYSTEMS
+from kljax.systems import Call, Entry, Golden
+from kljax.systems._compare import comparison_as_json
+from kljax.systems._entry import KINDS
+from kljax.systems._table import SYSTEMS
 from kljax.systems._text import WIDTH
 from tests.goldens import cases
 from tests.kljax.systems import advantages, corrections, distillation, estimators, losses, others
-from tests.kljax.systems.rows import EXERCISES, cases_of
+from tests.kljax.systems.exercises import EXERCISES, cases_of
 
 MODULES = (advantages, corrections, distillation, estimators, losses, others)  # they fill EXERCISES
 ROOT = pathlib.Path(__file__).parents[2]
-ROWS = kljax.systems.rows()
-CHECKED = [(row, golden) for row in ROWS if row.call for golden in row.goldens]
+ENTRIES = kljax.systems.entries()
+CHECKED = [(entry, golden) for entry in ENTRIES if entry.call for golden in entry.goldens]
 # What a name may say about an argument in `given` that is not one of the function: a factor, or what a schedule needs.
 BESIDE = {"scale", "step"}
 
@@ -36,66 +37,72 @@ def calls_in(call: Call) -> Iterator[Call]:
         yield from calls_in(inner)
 
 
-def key_of(row: Row) -> str:
-    return f"{row.kind}-{row.key}"
+def key_of(entry: Entry) -> str:
+    return f"{entry.kind}-{entry.key}"
 
 
 @pytest.mark.parametrize(
-    ("row", "golden"), [pytest.param(*pair, id=f"{key_of(pair[0])}-{pair[1].function}") for pair in CHECKED]
+    ("entry", "golden"), [pytest.param(*pair, id=f"{key_of(pair[0])}-{pair[1].function}") for pair in CHECKED]
 )
-def test_row_on_the_recorded_results(row: Row, golden: Golden) -> None:
-    found = cases_of(row, golden)
+def test_entry_on_the_recorded_results(entry: Entry, golden: Golden) -> None:
+    found = cases_of(entry, golden)
     assert found, "no recorded case"
     for case in found:
-        EXERCISES[case.system, case.function](row, case)
+        EXERCISES[case.system, case.function](entry, case)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=key_of)
-def test_row_says_what_it_is(row: Row) -> None:
-    assert row.kind in KINDS
-    assert row.system in SYSTEMS
-    assert row.meaning
+@pytest.mark.parametrize("entry", ENTRIES, ids=key_of)
+def test_entry_says_what_it_is(entry: Entry) -> None:
+    assert entry.kind in KINDS
+    assert entry.system in SYSTEMS
+    assert entry.meaning
     # Without a call, or without recorded results, it says why.
-    assert bool(row.reason) == (row.call is None or not row.goldens)
-    for call in calls_in(row.call) if row.call else ():
+    assert bool(entry.reason) == (entry.call is None or not entry.goldens)
+    for call in calls_in(entry.call) if entry.call else ():
         function = getattr(kljax, call.function)
         inspect.signature(function).bind_partial(**call.arguments)
         assert call.function in kljax.__all__
-    if row.call:
+    if entry.call:
         known = {
-            name for call in calls_in(row.call) for name in inspect.signature(getattr(kljax, call.function)).parameters
+            name
+            for call in calls_in(entry.call)
+            for name in inspect.signature(getattr(kljax, call.function)).parameters
         }
-        assert set(row.given) <= known | BESIDE
+        assert set(entry.sources) <= known | BESIDE
 
 
-def test_each_name_has_one_row() -> None:
-    assert [key for key, number in Counter((r.kind, r.system, r.name) for r in ROWS).items() if number > 1] == []
+def test_each_name_has_one_entry() -> None:
+    assert [
+        key
+        for key, number in Counter((entry.kind, entry.system, entry.name) for entry in ENTRIES).items()
+        if number > 1
+    ] == []
 
 
 def test_every_recorded_function_is_used_by_a_row() -> None:
     recorded = {(case.system, case.function) for case in cases.all_cases()}
-    assert recorded == {(row.system, golden.function) for row in ROWS for golden in row.goldens}
+    assert recorded == {(entry.system, golden.function) for entry in ENTRIES for golden in entry.goldens}
 
 
-@pytest.mark.parametrize("row", kljax.systems.rows(kind="kl"), ids=key_of)
-def test_arguments_of_an_estimator(row: Row) -> None:
-    if row.call is None or row.call.function != "estimate_kl" or row.call.scale != 1:
-        with pytest.raises(ValueError, match=rf"{row.system}/"):
-            kljax.systems.kl(row.system, row.name)
+@pytest.mark.parametrize("entry", kljax.systems.entries(kind="kl"), ids=key_of)
+def test_arguments_of_an_estimator(entry: Entry) -> None:
+    if entry.call is None or entry.call.function != "estimate_kl" or entry.call.scale != 1:
+        with pytest.raises(ValueError, match=rf"{entry.system}/"):
+            kljax.systems.kl(entry.system, entry.name)
         return
     lp, ref = jnp.array([[-1.0, -2.0]]), jnp.array([[-2.0, -1.5]])
-    arguments = kljax.systems.kl(row.system, row.name)
-    sampling = {"sampling_log_probs": lp} if "sampling_log_probs" in row.given else {}
+    arguments = kljax.systems.kl(entry.system, entry.name)
+    sampling = {"sampling_log_probs": lp} if "sampling_log_probs" in entry.sources else {}
     assert kljax.estimate_kl(lp, ref, jnp.array([[1, 1]]), **arguments, **sampling).shape == (1, 2)
     arguments.clear()
-    assert kljax.systems.kl(row.system, row.name), "the table can be changed through what a lookup returns"
+    assert kljax.systems.kl(entry.system, entry.name), "the table can be changed through what a lookup returns"
 
 
-@pytest.mark.parametrize("row", kljax.systems.rows(kind="reduction"), ids=key_of)
-def test_arguments_of_a_reduction(row: Row) -> None:
-    arguments, mask = kljax.systems.reduction(row.system, row.name), jnp.array([[True, False], [True, True]])
+@pytest.mark.parametrize("entry", kljax.systems.entries(kind="reduction"), ids=key_of)
+def test_arguments_of_a_reduction(entry: Entry) -> None:
+    arguments, mask = kljax.systems.reduction(entry.system, entry.name), jnp.array([[True, False], [True, True]])
     given = {"max_length": 2.0, "group_ids": jnp.array([0, 1]), "num_groups": 2}
-    sizes = {name: value for name, value in given.items() if name in row.given}
+    sizes = {name: value for name, value in given.items() if name in entry.sources}
     weights = kljax.token_weights(mask, **arguments, **sizes)
     assert jnp.all((weights > 0) == mask)
 
@@ -108,9 +115,13 @@ def test_calls_of_the_other_kinds() -> None:
 
 
 def test_rows_are_chosen_by_any_field() -> None:
-    assert {row.system for row in kljax.systems.rows(name="low_var_kl", kind="kl")} == {"trinity", "verl", "slime"}
-    assert all(row.kind == "controller" for row in kljax.systems.rows(kind="controller"))
-    assert kljax.systems.rows(name="no such name") == ()
+    assert {entry.system for entry in kljax.systems.entries(name="low_var_kl", kind="kl")} == {
+        "trinity",
+        "verl",
+        "slime",
+    }
+    assert all(entry.kind == "controller" for entry in kljax.systems.entries(kind="controller"))
+    assert kljax.systems.entries(name="no such name") == ()
 
 
 def test_errors_name_what_is_there() -> None:
@@ -119,19 +130,19 @@ def test_errors_name_what_is_there() -> None:
     with pytest.raises(ValueError, match=r"verl kl: got 'low_var', expected one of .* did you mean 'low_var_kl"):
         kljax.systems.kl("verl", "low_var")
     with pytest.raises(ValueError, match="kind: got 'estimator'"):
-        kljax.systems.rows(kind="estimator")
+        kljax.systems.entries(kind="estimator")
     with pytest.raises(ValueError, match=r"verl/full has no call here: verl raises NotImplementedError"):
         kljax.systems.kl("verl", "full")
 
 
 def test_counts() -> None:
-    # The numbers of the documentation; a row that comes or goes changes them.
-    names = Counter(row.system for row in ROWS)
+    # The numbers of the documentation; an entry that comes or goes changes them.
+    names = Counter(entry.system for entry in ENTRIES)
     assert set(names) == set(SYSTEMS)
     assert min(names.values()) >= 15
-    without_call = [row for row in ROWS if row.call is None]
+    without_call = [entry for entry in ENTRIES if entry.call is None]
     assert len(CHECKED) > 250
-    assert len(without_call) < 0.15 * len(ROWS)
+    assert len(without_call) < 0.15 * len(ENTRIES)
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -145,19 +156,19 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_overview(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys)
-    assert text.startswith(f"{len(ROWS)} names of 8 systems")
+    assert text.startswith(f"{len(ENTRIES)} names of 8 systems")
     assert all(f"\n{key}: {system.title} {system.version}\n" in text for key, system in SYSTEMS.items())
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_names_of_a_system(system: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, system)
-    assert all(row.name.split("+")[0] in text for row in kljax.systems.rows(system=system))
+    assert all(entry.name.split("+")[0] in text for entry in kljax.systems.entries(system=system))
 
 
-@pytest.mark.parametrize("name", sorted({row.name for row in ROWS}))
+@pytest.mark.parametrize("name", sorted({entry.name for entry in ENTRIES}))
 def test_details_and_comparison_of_every_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    systems = {row.system for row in ROWS if row.name == name}
+    systems = {entry.system for entry in ENTRIES if entry.name == name}
     assert all(f"{system}/{name}" in output(capsys, name) for system in systems)
     assert all(f"{system}/{name}" in output(capsys, "--compare", name) for system in systems)
 
@@ -174,7 +185,7 @@ def test_comparison_has_the_numbers_of_the_library(capsys: pytest.CaptureFixture
     assert "k3 (kl): 7 meanings in 6 of 8 systems" in text
     assert "trinity/k3, slime/k3, trl/k3" in text
     assert "not in  art, prime-rl" in text
-    clamped = next(entry for entry in as_data("k3") if entry["names"] == ["skyrl/k3", "verl/k3"])
+    clamped = next(entry for entry in comparison_as_json("k3") if entry["names"] == ["skyrl/k3", "verl/k3"])
     assert clamped["also"] == ["trinity/low_var_kl", "verl/low_var_kl"]
     at = {point["at"]: (point["value"], point["gradient"]) for point in clamped["points"]}
     assert at["x = -30"] == (10.0, 0.0)
@@ -183,10 +194,10 @@ def test_comparison_has_the_numbers_of_the_library(capsys: pytest.CaptureFixture
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     everything = json.loads(output(capsys, "--json"))
-    assert len(everything) == len(ROWS)
-    (row,) = json.loads(output(capsys, "openrlhf/k3", "--json"))
-    assert row["call"]["arguments"] == {"estimator": "k3", "value_clip": 10.0}
-    assert row["version"] == "0.11.2"
+    assert len(everything) == len(ENTRIES)
+    (entry,) = json.loads(output(capsys, "openrlhf/k3", "--json"))
+    assert entry["call"]["arguments"] == {"estimator": "k3", "value_clip": 10.0}
+    assert entry["version"] == "0.11.2"
     compared = json.loads(output(capsys, "--compare", "token-mean", "--json"))
     assert {"kind", "names", "also", "call", "points"} == set(compared[0])
 
@@ -194,7 +205,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nothing-like-it"], "got 'nothing-like-it', which is no system"),
+        (["nothing-like-it"], "got 'nothing-like-it', expected a system"),
         (["verl/low_var_k"], "did you mean 'verl/low_var_kl'"),
         (["verll"], "did you mean 'verl'"),
         (["--compare", "k33"], "did you mean 'k3'"),

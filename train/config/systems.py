@@ -66,8 +66,8 @@ def _kl_fields(model: type[Section], system: str, name: str) -> Fields:
     from kljax import systems
 
     fields = {"gradient": "value", **systems.kl(system, name)}
-    (row,) = systems.rows(system=system, kind="kl", name=name)
-    fields["importance_corrected"] = "sampling_log_probs" in row.given
+    (entry,) = systems.entries(system=system, kind="kl", name=name)
+    fields["importance_corrected"] = "sampling_log_probs" in entry.sources
     if model is not LossKL:
         fields = {key: value for key, value in fields.items() if key not in ONLY_IN_THE_LOSS}
     _check_known(fields, set(model.model_fields))

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 import kljax
-from kljax.systems import Call, Row
+from kljax.systems import Call, Entry
 from kljax.systems._run import run
 from tests.goldens import compare, epsilon
 from tests.goldens.cases import Case
-from tests.kljax.systems.rows import call_of, exercise, options, part
+from tests.kljax.systems.exercises import call_of, exercise, options, part
 
 PAIRS = {"group_ids": jnp.array([0, 0, 1, 1, 2, 2]), "num_groups": 3}
 # Names that the systems' arrays of rewards have in the cases.
@@ -35,11 +35,11 @@ def arrays_of(case: Case) -> dict[str, Any]:
     return found
 
 
-def whitened(row: Row, case: Case, values: jax.Array, step: Call) -> jax.Array:
-    """The row's last step as the system does it: verl and Trinity with an epsilon in the mean too."""
+def whitened(entry: Entry, case: Case, values: jax.Array, step: Call) -> jax.Array:
+    """The entry's last step as the system does it: verl and Trinity with an epsilon in the mean too."""
     mask = case.given("mask")
     assert step.function == "masked_whiten"
-    if row.system in ("verl", "trinity"):
+    if entry.system in ("verl", "trinity"):
         assert not step.arguments
         return jnp.where(mask, epsilon.whiten(values, mask), 0)
     return kljax.masked_whiten(values, mask, **step.arguments)
@@ -60,28 +60,28 @@ def whitened(row: Row, case: Case, values: jax.Array, step: Call) -> jax.Array:
     ("slime", "get_reinforce_plus_plus_returns"),
     ("slime", "ppo_kl_shaped_gae"),
 )
-def estimator(named: Row, case: Case) -> None:
-    row = part("advantage", named, case)
-    call, mask = call_of(row), case.given("mask")
-    assert row is not None
+def estimator(named: Entry, case: Case) -> None:
+    entry = part("advantage", named, case)
+    call, mask = call_of(entry), case.given("mask")
+    assert entry is not None
     steps = [step for step in call.then if step.function != "broadcast_to_tokens"]
-    arrays = inputs_of(row, part("placement", named, case), case)
-    result = run(dataclasses.replace(call, then=()), arrays, **keywords(row, case))
+    arrays = inputs_of(entry, part("placement", named, case), case)
+    result = run(dataclasses.replace(call, then=()), arrays, **keywords(entry, case))
     advantages, returns = result if isinstance(result, tuple) else (result, None)
     if advantages.ndim == 1:
         advantages = kljax.broadcast_to_tokens(advantages, mask)
     if returns is None and call.function == "reinforce_plus_plus_returns":
         returns = advantages
     if steps and "advantages" in case.outputs and case.function != "get_advantages_and_returns":
-        advantages = whitened(row, case, advantages, *steps)
+        advantages = whitened(entry, case, advantages, *steps)
     for name, values in (("advantages", advantages), ("returns", returns)):
         if name in case.outputs and values is not None:
             case.assert_matches(values, jnp.where(mask, case.result(name), 0))
 
 
-def inputs_of(row: Row, placement: Row | None, case: Case) -> dict[str, Any]:
-    """The arrays of the row's function; rewards per token where it takes those, with slime's KL in them."""
-    arrays, function = arrays_of(case), call_of(row).function
+def inputs_of(entry: Entry, placement: Entry | None, case: Case) -> dict[str, Any]:
+    """The arrays of the entry's function; rewards per token where it takes those, with slime's KL in them."""
+    arrays, function = arrays_of(case), call_of(entry).function
     if case.system == "slime":
         kl, coef = arrays["kl"], case.params["kl_coef"]
         shaped = {"scores": arrays["rewards"], "log_probs": kl, "ref_log_probs": jnp.zeros_like(kl)}
@@ -93,9 +93,9 @@ def inputs_of(row: Row, placement: Row | None, case: Case) -> dict[str, Any]:
     return arrays
 
 
-def keywords(row: Row, case: Case) -> dict[str, Any]:
+def keywords(entry: Entry, case: Case) -> dict[str, Any]:
     """The options of the case, and how many groups there are."""
-    found = options(row, case) | {"num_groups": compare.NUM_GROUPS}
+    found = options(entry, case) | {"num_groups": compare.NUM_GROUPS}
     if isinstance(found.get("weights"), bool):
         del found["weights"]  # whether verl was given importance weights
     if "is_weights" in case.inputs:
@@ -106,19 +106,19 @@ def keywords(row: Row, case: Case) -> dict[str, Any]:
 
 
 @exercise(("slime", "get_reinforce_plus_plus_baseline_advantages"))
-def slime_baseline(row: Row, case: Case) -> None:
+def slime_baseline(entry: Entry, case: Case) -> None:
     # The recorded function gets rewards that are centred already, and subtracts the KL from the advantages.
     mask, kl = case.given("mask"), case.given("kl")
-    (to_tokens,) = call_of(row).then
+    (to_tokens,) = call_of(entry).then
     penalty = case.params["kl_coef"] * kljax.estimate_kl(kl, jnp.zeros_like(kl), mask, estimator="k1")
     arrays = {"advantages": case.given("rewards"), "mask": mask}
     case.assert_matches(run(to_tokens, arrays) - penalty, jnp.where(mask, case.result("advantages"), 0))
 
 
 @exercise(("openrlhf", "compute_advantages_and_returns"))
-def openrlhf(row: Row, case: Case) -> None:
-    """Baseline, clip of the reward, KL in the reward, returns, whitening: OpenRLHF's steps around the row."""
-    call, mask, params, kl = call_of(row), case.given("mask"), case.params, case.given("kl")
+def openrlhf(entry: Entry, case: Case) -> None:
+    """Baseline, clip of the reward, KL in the reward, returns, whitening: OpenRLHF's steps around the entry."""
+    call, mask, params, kl = call_of(entry), case.given("mask"), case.params, case.given("kl")
     per_row = call.function not in ("gae", "reinforce_plus_plus_returns")
     rewards = case.given("rewards")
     if per_row:
@@ -132,7 +132,7 @@ def openrlhf(row: Row, case: Case) -> None:
     else:
         arrays = {"rewards": shaped, "token_rewards": shaped, "mask": mask}
         arrays |= {"values": case.given("values")} if "values" in case.inputs else {}
-        result = run(dataclasses.replace(call, then=()), arrays, **options(row, case))
+        result = run(dataclasses.replace(call, then=()), arrays, **options(entry, case))
         advantages, returns = result if isinstance(result, tuple) else (result, result)
     if call.then or params["name"] == "reinforce_baseline":
         advantages = kljax.masked_whiten(advantages, mask, ddof=0, eps=0.0)
@@ -141,43 +141,43 @@ def openrlhf(row: Row, case: Case) -> None:
 
 
 @exercise(("trl", "advantages"))
-def trl(row: Row, case: Case) -> None:
+def trl(entry: Entry, case: Case) -> None:
     (name,) = case.inputs
     rewards, more = case.given(name), {}
     valid = ~jnp.isnan(rewards)  # a reward that is NaN does not count
     rewards = jnp.where(valid, rewards, 0)
-    if call_of(row).function == "gdpo_advantages":
+    if call_of(entry).function == "gdpo_advantages":
         more = {"weights": jnp.array(case.params["reward_weights"]), "valid": valid}
     elif rewards.ndim == 2:
         rewards, more = rewards.sum(-1), {"valid": valid.any(-1)}
-    result = run(call_of(row), {**PAIRS, "rewards": rewards}, num_groups=3, **more)
+    result = run(call_of(entry), {**PAIRS, "rewards": rewards}, num_groups=3, **more)
     case.assert_matches(result, case.result("advantages"))
 
 
 @exercise(("trl", "rloo_advantages"))
-def trl_rloo(row: Row, case: Case) -> None:
-    """The KL of the row, or of the kind of another row of the case, is in the rewards before the baseline."""
+def trl_rloo(entry: Entry, case: Case) -> None:
+    """The KL of the entry, or of the kind of another entry of the case, is in the rewards before the baseline."""
     rewards, beta = case.given("rewards"), case.params["beta"]
     if beta:
         arrays = {"log_probs": case.given("old_log_probs"), "ref_log_probs": case.given("ref_log_probs")}
         arrays |= {"mask": case.given("mask"), "scores": rewards}
-        if row.kind == "kl":
-            per_token = kljax.estimate_kl(*list(arrays.values())[:3], **kljax.systems.kl("trl", row.name))
+        if entry.kind == "kl":
+            per_token = kljax.estimate_kl(*list(arrays.values())[:3], **kljax.systems.kl("trl", entry.name))
             rewards = rewards - beta * per_token.sum(-1)
         else:
-            shaped, _ = run(call_of(part("placement", row, case)), arrays, coef=beta)
+            shaped, _ = run(call_of(part("placement", entry, case)), arrays, coef=beta)
             rewards = shaped.sum(-1)
-    advantages = run(call_of(part("advantage", row, case)), {**PAIRS, "rewards": rewards}, num_groups=3)
+    advantages = run(call_of(part("advantage", entry, case)), {**PAIRS, "rewards": rewards}, num_groups=3)
     case.assert_matches(advantages, case.result("advantages"))
 
 
 @exercise(("trinity", "StepWiseGRPOAdvantageFn"))
-def step_wise(row: Row, case: Case) -> None:
+def step_wise(entry: Entry, case: Case) -> None:
     # Trajectories of two steps; the last one has the reward, and the advantage is given to both.
-    call, mask, runs = call_of(row), case.given("mask"), case.given("run_ids")
+    call, mask, runs = call_of(entry), case.given("mask"), case.given("run_ids")
     last = jnp.arange(len(mask)) % 2 == 1
     arrays = {"rewards": case.given("rewards"), "group_ids": case.given("prompt_ids")}
     at_last = run(dataclasses.replace(call, then=()), arrays, num_groups=2, valid=last)
     (to_steps,) = call.then
-    steps = run(to_steps, {"advantages": at_last, "group_ids": runs}, num_groups=3, **options(row, case))
+    steps = run(to_steps, {"advantages": at_last, "group_ids": runs}, num_groups=3, **options(entry, case))
     case.assert_matches(kljax.broadcast_to_tokens(steps, mask), case.result("advantages"))

@@ -6,26 +6,26 @@ from typing import Any
 import jax.numpy as jnp
 
 import kljax
-from kljax.systems import Row
+from kljax.systems import Entry
 from kljax.systems._run import run
 from tests.goldens import epsilon
 from tests.goldens.cases import Case
-from tests.kljax.systems.rows import call_of, exercise, options
+from tests.kljax.systems.exercises import call_of, exercise, options
 
 
-def pair_of(row: Row, now: dict[str, Any]) -> dict[str, Any]:
+def pair_of(entry: Entry, now: dict[str, Any]) -> dict[str, Any]:
     """The two policies that a correction compares: old and sampler, or this one and the one that drew the tokens."""
     old, sampler = now.get("old_log_probs"), now.get("rollout_log_probs")
-    if call_of(row).function == "off_policy_sequence_mask" or old is None:
+    if call_of(entry).function == "off_policy_sequence_mask" or old is None:
         return {"behaviour_log_probs": old if sampler is None else sampler}
     if sampler is None:
         return {"behaviour_log_probs": old}  # ART without log-probs of its sampler
     return {"log_probs": old, "behaviour_log_probs": sampler, "old_log_probs": sampler}
 
 
-def correction_options(row: Row, case: Case) -> dict[str, Any]:
+def correction_options(entry: Entry, case: Case) -> dict[str, Any]:
     """The bounds of a correction as the case has them."""
-    found, params = options(row, case), case.params
+    found, params = options(entry, case), case.params
     for argument, value in list(found.items()):
         bounds = [float(bound) for bound in value.split("_")] if isinstance(value, str) else value
         if isinstance(bounds, (list, tuple)):
@@ -33,29 +33,29 @@ def correction_options(row: Row, case: Case) -> dict[str, Any]:
     if params.get("rollout_rs", "").endswith("k1"):
         low, high = (float(bound) for bound in params["rollout_rs_threshold"].split("_"))
         found |= {"lower": jnp.log(low), "upper": jnp.log(high)}
-    if "max_divergence" in row.given and "is_correction_threshold" in params:
+    if "max_divergence" in entry.sources and "is_correction_threshold" in params:
         found["max_divergence"] = params["is_correction_threshold"][1]
-    if row.key == "art/truncated_importance_sampling":
+    if entry.key == "art/truncated_importance_sampling":
         found["upper"] = params["truncated_importance_sampling"]
     return found
 
 
-def corrected(row: Row, case: Case) -> Any:
-    """The weights or the mask of a row."""
+def corrected(entry: Entry, case: Case) -> Any:
+    """The weights or the mask of an entry."""
     now = {name: case.given(name) for name in case.inputs}
     if "row_advantages" in now:
         now["advantages"] = kljax.broadcast_to_tokens(now["row_advantages"], now["mask"])
-    return run(call_of(row), {**now, **pair_of(row, now)}, **correction_options(row, case))
+    return run(call_of(entry), {**now, **pair_of(entry, now)}, **correction_options(entry, case))
 
 
 @exercise(("verl", "compute_rollout_correction_weights"))
-def verl_weights(row: Row, case: Case) -> None:
+def verl_weights(entry: Entry, case: Case) -> None:
     # verl's mean weight has an epsilon in its divisor: over tokens, or over the rows' tokens and then not.
-    weights, mask = corrected(row, case), case.given("mask")
+    weights, mask = corrected(entry, case), case.given("mask")
     if case.params.get("rollout_is_batch_normalize"):
         over = "batch" if case.params["rollout_is"] == "token" else "row"
         n = mask.sum(None if over == "batch" else -1, keepdims=True).astype(jnp.float64)
-        row_weights = jnp.where(mask, corrected_unnormalized(row, case), 0)
+        row_weights = jnp.where(mask, corrected_unnormalized(entry, case), 0)
         means = row_weights.sum(None if over == "batch" else -1, keepdims=True) / (n + epsilon.EPS)
         mean = means.sum() / (1.0 if over == "batch" else mask.any(-1).sum().astype(jnp.float64))
         plain = kljax.masked_mean(means * (n + epsilon.EPS) / jnp.where(n > 0, n, 1), n > 0)
@@ -63,54 +63,56 @@ def verl_weights(row: Row, case: Case) -> None:
     case.assert_matches(weights, case.result("weights"))
 
 
-def corrected_unnormalized(row: Row, case: Case) -> Any:
+def corrected_unnormalized(entry: Entry, case: Case) -> Any:
     """The weights before they are divided by their mean."""
     now = {name: case.given(name) for name in case.inputs}
-    arrays = {**now, **pair_of(row, now)}
-    return run(call_of(row), arrays, **correction_options(row, case), normalize="none")
+    arrays = {**now, **pair_of(entry, now)}
+    return run(call_of(entry), arrays, **correction_options(entry, case), normalize="none")
 
 
 @exercise(("verl", "compute_rollout_rejection_mask"))
-def verl_rejection(row: Row, case: Case) -> None:
-    case.assert_matches(corrected(row, case).astype(jnp.float64), case.result("kept"))
+def verl_rejection(entry: Entry, case: Case) -> None:
+    case.assert_matches(corrected(entry, case).astype(jnp.float64), case.result("kept"))
 
 
 @exercise(("verl", "compute_rollout_correction_and_rejection_mask"))
-def verl_weights_and_rejection(row: Row, case: Case) -> None:
+def verl_weights_and_rejection(entry: Entry, case: Case) -> None:
     """The two steps are the rows that the options of the case name."""
     names = f"rollout_is={case.params['rollout_is']}", case.params["rollout_rs"]
-    rows = [kljax.systems.rows(system="verl", kind="correction", name=name)[0] for name in names]
+    rows = [kljax.systems.entries(system="verl", kind="correction", name=name)[0] for name in names]
     now = {name: case.given(name) for name in case.inputs}
 
-    def step(of: Row, log_probs: Any, rollout: Any, mask: Any) -> Any:
+    def step(of: Entry, log_probs: Any, rollout: Any, mask: Any) -> Any:
         arrays = {"log_probs": log_probs, "behaviour_log_probs": rollout, "mask": mask}
         return run(call_of(of), arrays, **correction_options(of, case))
 
-    both = run(call_of(row), now, steps=[partial(step, of) for of in rows])
+    both = run(call_of(entry), now, steps=[partial(step, of) for of in rows])
     case.assert_matches(both.kept.astype(jnp.float64), case.result("kept"))
     case.assert_matches(both.weights, case.result("weights") * case.result("kept"))
 
 
 @exercise(("skyrl", "compute_off_policy_correction"))
-def skyrl_correction(row: Row, case: Case) -> None:
-    result = corrected(row, case)
+def skyrl_correction(entry: Entry, case: Case) -> None:
+    result = corrected(entry, case)
     if result.dtype == bool:
         case.assert_matches(result.astype(jnp.float64), case.result("kept"))
     else:
-        # One weight a row there where the level is a row's; masked positions hold one too.
+        # verl has one weight a row where the level is a row's, at masked positions too.
         mask = case.given("mask")
         case.assert_matches(result, jnp.where(mask, jnp.broadcast_to(case.result("weights"), mask.shape), 0))
 
 
 @exercise(("trl", "vllm_importance_sampling"))
-def trl_weights(row: Row, case: Case) -> None:
+def trl_weights(entry: Entry, case: Case) -> None:
     # Masked tokens have the weight 1 in TRL, 0 here.
     mask = case.given("mask")
-    case.assert_matches(corrected(row, case), jnp.where(mask, jnp.broadcast_to(case.result("weights"), mask.shape), 0))
+    case.assert_matches(
+        corrected(entry, case), jnp.where(mask, jnp.broadcast_to(case.result("weights"), mask.shape), 0)
+    )
 
 
 @exercise(("trl", "get_off_policy_mask"))
-def trl_off_policy_mask(row: Row, case: Case) -> None:
+def trl_off_policy_mask(entry: Entry, case: Case) -> None:
     mask = case.given("mask")
     kept = jnp.where(mask, jnp.broadcast_to(case.result("kept"), mask.shape), 0)
-    case.assert_matches(corrected(row, case).astype(jnp.float64), kept)
+    case.assert_matches(corrected(entry, case).astype(jnp.float64), kept)

@@ -5,11 +5,11 @@ from typing import Any
 import jax.numpy as jnp
 
 import kljax
-from kljax.systems import Row
+from kljax.systems import Entry
 from tests.goldens import batches, compare, epsilon
 from tests.goldens.cases import Case
 from tests.goldens.compare import Reduction
-from tests.kljax.systems.rows import exercise
+from tests.kljax.systems.exercises import exercise
 
 
 @exercise(
@@ -19,9 +19,9 @@ from tests.kljax.systems.rows import exercise
     ("openrlhf", "compute_approx_kl"),
     ("slime", "compute_approx_kl"),
 )
-def kl(row: Row, case: Case) -> None:
-    arguments = kljax.systems.kl(row.system, row.name)
-    if "sampling_log_probs" in row.given and case.params.get("old", "old_log_probs" in case.inputs):
+def kl(entry: Entry, case: Case) -> None:
+    arguments = kljax.systems.kl(entry.system, entry.name)
+    if "sampling_log_probs" in entry.sources and case.params.get("old", "old_log_probs" in case.inputs):
         arguments["sampling_log_probs"] = case.given("old_log_probs")
     else:
         arguments.pop("max_ratio", None)  # without an old policy the systems take no ratio
@@ -39,32 +39,32 @@ EPSILONS = {
 }
 
 
-def reduction(row: Row, case: Case) -> Reduction:
-    """The row's reduction, with the epsilon of the system and the numbers of a batch that is spread over devices."""
-    arguments, params = kljax.systems.reduction(row.system, row.name), case.params
-    mode, scale = arguments["mode"], params.get("dp_size", 1) * _accumulation(row, case)
+def reduction(entry: Entry, case: Case) -> Reduction:
+    """The entry's reduction, with the epsilon of the system and the numbers of a batch that is spread over devices."""
+    arguments, params = kljax.systems.reduction(entry.system, entry.name), case.params
+    mode, scale = arguments["mode"], params.get("dp_size", 1) * _accumulation(entry, case)
     if mode == "seq_mean_token_sum_norm":
-        arguments["max_length"] = _length(row, case)
-    if (row.system, row.name) == ("trinity", "seq-mean-token-sum-norm"):
+        arguments["max_length"] = _length(entry, case)
+    if (entry.system, entry.name) == ("trinity", "seq-mean-token-sum-norm"):
         scale *= batches.LENGTH / (batches.LENGTH + epsilon.EPS)
     counted = {"token_mean": "batch_num_tokens", "token_sum": ""}.get(mode, "global_batch_size")
     if params.get(counted) is not None:
         arguments["denominator"] = params[counted]
     if mode == "prompt_mean":
         arguments |= _groups_of_rows(case)
-    return Reduction(arguments, *EPSILONS.get((row.system, row.name), (None, 1e-8)), scale=scale)
+    return Reduction(arguments, *EPSILONS.get((entry.system, entry.name), (None, 1e-8)), scale=scale)
 
 
-def _length(row: Row, case: Case) -> float:
-    if row.system == "trl":
+def _length(entry: Entry, case: Case) -> float:
+    if entry.system == "trl":
         return 16.0  # max_completion_length of the recorded trainer
     return case.params.get("loss_scale_factor", case.params.get("max_seq_len", batches.LENGTH))
 
 
-def _accumulation(row: Row, case: Case) -> float:
+def _accumulation(entry: Entry, case: Case) -> float:
     """TRL divides for the accumulation of gradients; its token means are over the whole accumulation."""
     steps = case.params.get("gradient_accumulation_steps", 1)
-    return case.params.get("steps_per_generation", 1) / steps if row.name in ("dapo", "cispo", "vespo") else 1 / steps
+    return case.params.get("steps_per_generation", 1) / steps if entry.name in ("dapo", "cispo", "vespo") else 1 / steps
 
 
 def _groups_of_rows(case: Case) -> dict[str, Any]:
@@ -75,14 +75,14 @@ def _groups_of_rows(case: Case) -> dict[str, Any]:
 
 
 @exercise(("trinity", "aggregate_loss"), ("verl", "agg_loss"), ("openrlhf", "aggregate_loss"))
-def reduce_values(row: Row, case: Case) -> None:
-    reduced = reduction(row, case)
+def reduce_values(entry: Entry, case: Case) -> None:
+    reduced = reduction(entry, case)
     mask = case.given("mask")
     case.assert_value_and_grad(lambda values: compare.reduced(values, mask, reduced), "advantages")
 
 
 @exercise(("skyrl", "apply_loss_reduction_to_advantages_minibatch"))
-def scale_advantages(row: Row, case: Case) -> None:
+def scale_advantages(entry: Entry, case: Case) -> None:
     mask, advantages = case.given("mask"), case.given("advantages")
-    weights = kljax.token_weights(mask, **reduction(row, case).arguments)
+    weights = kljax.token_weights(mask, **reduction(entry, case).arguments)
     case.assert_matches(advantages * weights, jnp.where(mask, case.result("value"), 0))

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 import kljax
-from kljax.systems import Row
+from kljax.systems import Entry
 from kljax.systems._run import run
 from tests.goldens import compare, epsilon
 from tests.goldens.cases import Case
 from tests.goldens.compare import Reduction
 from tests.kljax.systems.corrections import correction_options, pair_of
 from tests.kljax.systems.estimators import reduction
-from tests.kljax.systems.rows import call_of, exercise, options, part
+from tests.kljax.systems.exercises import call_of, exercise, options, part
 
 ARRAYS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "mask", "advantages")
 
@@ -47,18 +47,18 @@ def _token_level(case: Case) -> bool:
     return case.params.get("token_level_loss", case.params.get("policy_loss_type") != "gspo")
 
 
-def reduction_of(row: Row, loss_row: Row, case: Case) -> Reduction:
-    """How the loss of a case is reduced: by the row, or by the one that the case names."""
-    if row.kind == "reduction":
-        return reduction(row, case)
-    if loss_row.name == "rec+clip_mode=gspo-one-side":
+def reduction_of(entry: Entry, loss_entry: Entry, case: Case) -> Reduction:
+    """How the loss of a case is reduced: by the entry, or by the one that the case names."""
+    if entry.kind == "reduction":
+        return reduction(entry, case)
+    if loss_entry.name == "rec+clip_mode=gspo-one-side":
         return compare.TRINITY["seq-mean-token-mean"]
-    if (case.system, loss_row.name) in ALWAYS:
-        return ALWAYS[case.system, loss_row.name]
+    if (case.system, loss_entry.name) in ALWAYS:
+        return ALWAYS[case.system, loss_entry.name]
     if case.system in ("skyrl", "prime-rl"):
         return compare.TOKEN_SUM
     name = MODES[case.system](case)
-    return reduction(next(r for r in kljax.systems.rows(system=case.system, kind="reduction", name=name)), case)
+    return reduction(kljax.systems.entries(system=case.system, kind="reduction", name=name)[0], case)
 
 
 LOSSES = (
@@ -79,26 +79,26 @@ LOSSES = (
 
 
 @exercise(*LOSSES)
-def policy_loss(row: Row, case: Case) -> None:
-    """The whole loss of a case: policy loss, weights and masks, KL term, reduction, each from its row."""
+def policy_loss(entry: Entry, case: Case) -> None:
+    """The whole loss of a case: policy loss, weights and masks, KL term, reduction, each from its entry."""
     arrays, mask = arrays_of(case), case.given("mask")
-    loss_row = part("policy_loss", row, case)
-    assert loss_row is not None
+    loss_entry = part("policy_loss", entry, case)
+    assert loss_entry is not None
     kept = _verl_rejected(case) if "rollout_rs" in case.params else mask
 
     def per_token(lp: jax.Array) -> jax.Array:
-        now = _changed(loss_row, case, {**arrays, "log_probs": lp, "mask": kept})
-        value, weights = _policy_term(loss_row, case, now), _weights(row, case, {**now, "log_probs": lp})
-        return jnp.where(weights == 0, 0, weights * value) + _kl_term(row, case, now)
+        now = _changed(loss_entry, case, {**arrays, "log_probs": lp, "mask": kept})
+        value, weights = _policy_term(loss_entry, case, now), _weights(entry, case, {**now, "log_probs": lp})
+        return jnp.where(weights == 0, 0, weights * value) + _kl_term(entry, case, now)
 
-    compare.assert_loss(case, per_token, reduction_of(row, loss_row, case), kept)
+    compare.assert_loss(case, per_token, reduction_of(entry, loss_entry, case), kept)
 
 
-def _policy_term(loss_row: Row, case: Case, now: dict[str, Any]) -> jax.Array:
-    call, keywords = call_of(loss_row), options(loss_row, case)
-    if loss_row.key == "trl/vespo" and "is_weights" in case.inputs:
+def _policy_term(loss_entry: Entry, case: Case, now: dict[str, Any]) -> jax.Array:
+    call, keywords = call_of(loss_entry), options(loss_entry, case)
+    if loss_entry.key == "trl/vespo" and "is_weights" in case.inputs:
         keywords["weights"] = case.given("is_weights")
-    if loss_row.system == "prime-rl":
+    if loss_entry.system == "prime-rl":
         drift = dataclasses.replace(call.plus[0], scale=2 * case.params.get("kl_tau", 1e-3))
         call = dataclasses.replace(call, plus=(drift,))
     if call.function == "rec_loss":
@@ -108,53 +108,53 @@ def _policy_term(loss_row: Row, case: Case, now: dict[str, Any]) -> jax.Array:
         }
         if "regularizer_coef" in case.params:
             keywords["coef"] = case.params["regularizer_coef"] * (2 if keywords["regularizer"] == "k2" else 1)
-    if loss_row.name == "ppo+max_negative_advantage_importance_sampling_weight":
+    if loss_entry.name == "ppo+max_negative_advantage_importance_sampling_weight":
         bound = case.params["max_negative_advantage_importance_sampling_weight"]
         keywords |= {"max_ratio": bound, "clip_high": min(case.params["epsilon_high"], bound - 1)}
     return run(call, now, **keywords)
 
 
-def _changed(loss_row: Row, case: Case, now: dict[str, Any]) -> dict[str, Any]:
-    """The arrays under the names that the row's `given` says they have."""
-    lp, source = now["log_probs"], loss_row.given.get("old_log_probs", "")
-    if "behaviour_log_probs" in loss_row.given:
+def _changed(loss_entry: Entry, case: Case, now: dict[str, Any]) -> dict[str, Any]:
+    """The arrays under the names that the `sources` of the entry."""
+    lp, source = now["log_probs"], loss_entry.sources.get("old_log_probs", "")
+    if "behaviour_log_probs" in loss_entry.sources:
         now["behaviour_log_probs"] = now.get("rollout_log_probs", now.get("old_log_probs"))
-    if _is_to_sampler(loss_row, case):
+    if _is_to_sampler(loss_entry, case):
         now["old_log_probs"] = now["rollout_log_probs"]
     if source == "stop_gradient(log_probs)":
         now["old_log_probs"] = jax.lax.stop_gradient(lp)
-    if loss_row.key == "prime-rl/ref_kl":
+    if loss_entry.key == "prime-rl/ref_kl":
         now["advantages"] = jax.lax.stop_gradient(now["ref_log_probs"] - lp)
-    if loss_row.key == "trinity/gspo":
-        # Trinity's epsilon in the mean log-ratio of a row: the row is nearer to the old policy by as much.
+    if loss_entry.key == "trinity/gspo":
+        # Trinity's epsilon in the mean log-ratio of a row moves the row towards the old policy by as much.
         n = now["mask"].sum(-1, keepdims=True).astype(jnp.float64)
         now["log_probs"] = lp - jax.lax.stop_gradient((lp - now["old_log_probs"]) * epsilon.EPS / (n + epsilon.EPS))
     return _adjusted(case, now) if case.system == "art" else now
 
 
-def _is_to_sampler(loss_row: Row, case: Case) -> bool:
+def _is_to_sampler(loss_entry: Entry, case: Case) -> bool:
     """Whether the ratio is to the policy that drew the tokens, as far as the case has its log-probs."""
-    names_it = re.search("rollout|sampler|inference", loss_row.given.get("old_log_probs", ""))
+    names_it = re.search("rollout|sampler|inference", loss_entry.sources.get("old_log_probs", ""))
     if "rollout_log_probs" not in case.inputs or not names_it:
         return False
-    return loss_row.key != "openrlhf/gspo" or "is_correction_level" in case.params
+    return loss_entry.key != "openrlhf/gspo" or "is_correction_level" in case.params
 
 
 def _adjusted(case: Case, now: dict[str, Any]) -> dict[str, Any]:
     """ART's shifts of the advantages, which are data."""
     lp, mask, params = jax.lax.stop_gradient(now["log_probs"]), now["mask"], case.params
     arrays = {**now, "log_probs": lp}
-    for row in kljax.systems.rows(system="art"):
+    for entry in kljax.systems.entries(system="art"):
         if (
-            row.name in ("kimi_k2_tau", "kl_penalty_coef")
-            and row.kind in ("advantage", "placement")
-            and params.get(row.name)
+            entry.name in ("kimi_k2_tau", "kl_penalty_coef")
+            and entry.kind in ("advantage", "placement")
+            and params.get(entry.name)
         ):
-            more = options(row, case)
-            if row.name == "kl_penalty_coef":
+            more = options(entry, case)
+            if entry.name == "kl_penalty_coef":
                 n = mask.sum().astype(jnp.float64)
                 more["mean_kl"] = kljax.masked_mean(lp - now["ref_log_probs"], mask) * n / (n + 1e-6)
-            shifted = run(call_of(row), arrays, **more)
+            shifted = run(call_of(entry), arrays, **more)
             arrays["advantages"] = shifted[0] if isinstance(shifted, tuple) else shifted
     return {**arrays, "log_probs": now["log_probs"]}
 
@@ -163,12 +163,12 @@ def _adjusted(case: Case, now: dict[str, Any]) -> dict[str, Any]:
 IN_THE_LOSS = {"trinity/enable_sequence_masking"}
 
 
-def _weights(row: Row, case: Case, now: dict[str, Any]) -> jax.Array:
+def _weights(entry: Entry, case: Case, now: dict[str, Any]) -> jax.Array:
     """The weights and masks of the corrections that the case switches on."""
     weights = jnp.ones_like(now["log_probs"])
     if "is_weights" in case.inputs and case.params.get("loss_type") != "vespo":
         weights = weights * _given_weights(case)
-    correction = part("correction", row, case)
+    correction = part("correction", entry, case)
     if correction is not None and correction.call is not None and correction.key not in IN_THE_LOSS:
         data = jax.lax.stop_gradient({**now, **pair_of(correction, now)})
         weights = weights * run(correction.call, data, **correction_options(correction, case)).astype(weights.dtype)
@@ -192,24 +192,24 @@ def _given_weights(case: Case) -> jax.Array:
 
 def _verl_rejected(case: Case) -> jax.Array:
     """The mask that verl's bypass mode leaves."""
-    rows = kljax.systems.rows(system="verl", kind="correction", name=case.params["rollout_rs"])
+    rows = kljax.systems.entries(system="verl", kind="correction", name=case.params["rollout_rs"])
     arrays = {name: case.given(name) for name in ("log_probs", "mask")}
     arrays["behaviour_log_probs"] = case.given("rollout_log_probs")
     return run(call_of(rows[0]), arrays, **correction_options(rows[0], case))
 
 
-def _kl_term(row: Row, case: Case, now: dict[str, Any]) -> jax.Array | float:
+def _kl_term(entry: Entry, case: Case, now: dict[str, Any]) -> jax.Array | float:
     """TRL's KL to the reference, beside the policy loss."""
     if not case.params.get("beta") or case.system != "trl":
         return 0.0
-    kl_row = part("kl", row, case)
+    kl_entry = part("kl", entry, case)
     lp, old, ref, mask = (now[name] for name in ("log_probs", "old_log_probs", "ref_log_probs", "mask"))
-    if row.kind == "placement":
+    if entry.kind == "placement":
         sampling = {"sampling_log_probs": old} if case.params.get("use_bias_correction_kl") else {}
-        return case.params["beta"] * run(call_of(row), now, **sampling)
-    if kl_row is None or kl_row.call is None:
+        return case.params["beta"] * run(call_of(entry), now, **sampling)
+    if kl_entry is None or kl_entry.call is None:
         plain = kljax.estimate_kl(lp, ref, mask, estimator="k3")
         weighted = case.params.get("use_bias_correction_kl")
         return case.params["beta"] * (kljax.geometric_ratios(lp, old, mask)[:, None] * plain if weighted else plain)
-    sampling = {"sampling_log_probs": old} if "sampling_log_probs" in kl_row.given else {}
-    return case.params["beta"] * run(kl_row.call, now, **sampling)
+    sampling = {"sampling_log_probs": old} if "sampling_log_probs" in kl_entry.sources else {}
+    return case.params["beta"] * run(kl_entry.call, now, **sampling)

@@ -37,7 +37,9 @@ def test_the_reward_and_the_advantages_take_the_value_alone() -> None:
     assert line.startswith("kl.advantage.estimator: got 'openrlhf/k1'; it needs value_clip=10.0, which this section")
 
 
-@pytest.mark.parametrize("name", [row.name for row in kljax.systems.rows(system="verl", kind="kl") if row.call])
+@pytest.mark.parametrize(
+    "name", [entry.name for entry in kljax.systems.entries(system="verl", kind="kl") if entry.call]
+)
 def test_the_fields_give_the_numbers_of_the_name(name: str) -> None:
     loss = {"coef": 0.1, "estimator": f"verl/{name}"}
     if name in ("kl", "k1"):

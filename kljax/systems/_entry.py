@@ -1,4 +1,4 @@
-"""What a row of the table holds."""
+"""The types of the table: a system, an entry for one of its names, and the call that an entry stands for."""
 
 import dataclasses
 import types
@@ -19,6 +19,16 @@ KINDS = {
 }
 
 
+def call(function: str, /, **arguments: Any) -> "Call":
+    """Makes a `Call` from keyword arguments, for calls without a factor and without further steps."""
+    return Call(function, types.MappingProxyType(arguments))
+
+
+def recorded(function: str, /, **params: Any) -> tuple["Golden", ...]:
+    """Selects the recorded cases of a function whose arguments include `params`."""
+    return (Golden(function, types.MappingProxyType(params)),)
+
+
 @dataclasses.dataclass(frozen=True)
 class System:
     """A system of the table.
@@ -36,31 +46,16 @@ class System:
     default_kl: str
 
 
-SYSTEMS = {
-    system.key: system
-    for system in (
-        System("trinity", "Trinity-RFT", "0.6.0", "k2 in the loss, coefficient 0.001; none in the reward"),
-        System("skyrl", "SkyRL", "0.3.0", "its k3 (clamped) in the loss, coefficient 0.001"),
-        System("slime", "slime", "0.3.1, commit 624b824", "none; type k1 once a coefficient is set"),
-        System("art", "ART (openpipe-art)", "0.5.18", "none; centred k1 in the advantages once a coefficient is set"),
-        System("verl", "verl", "0.9.1", "none; low_var_kl in the loss or kl (k1) in the reward once switched on"),
-        System("openrlhf", "OpenRLHF", "0.11.2", "k1 in the reward, coefficient 0.01"),
-        System("trl", "TRL", "1.16.0", "none (beta 0); importance-corrected k3 in the loss once beta is set"),
-        System("prime-rl", "prime-rl", "0.8.0, commit 559b447", "squared log-ratio to the sampler, coefficient 0.001"),
-    )
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of this library as data: `scale * kljax.<function>(arrays, **arguments)`, and what follows it.
+    """A call of this library as data: `scale * kljax.<function>(arrays, **arguments)`, and the calls combined with it.
 
     Attributes:
       function: the name of the function in `kljax`.
-      arguments: its keyword arguments. Those that only the user can know (a length, a schedule) are left out and
-        named in the `given` of the row.
+      arguments: its keyword arguments. Arguments that only the user can know (a length, a schedule) are left out and
+        named in the `sources` of the entry.
       scale: a constant factor of the result.
-      times: calls whose results, as constants, multiply it: importance weights, or a mask.
+      times: calls whose results multiply it as constants: importance weights, or a mask.
       then: calls applied to the result, one after the other.
       plus: calls whose results are added to it.
 
@@ -80,18 +75,17 @@ class Call:
     def __repr__(self) -> str:
         factor = "" if self.scale == 1 else f"{self.scale:g} * "
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-        text = f"{factor}kljax.{self.function}({arguments})"
-        more = [
-            f"{sign} {call!r}"
+        combined = [
+            f"{sign} {inner!r}"
             for sign, calls in (("*", self.times), ("+", self.plus), ("->", self.then))
-            for call in calls
+            for inner in calls
         ]
-        return " ".join([text, *more])
+        return " ".join([f"{factor}kljax.{self.function}({arguments})", *combined])
 
 
 @dataclasses.dataclass(frozen=True)
 class Golden:
-    """Recorded results that a row is checked against: `tests/goldens` holds them.
+    """Recorded results that check an entry; `tests/goldens` holds them.
 
     Attributes:
       function: name of the function of the system.
@@ -102,31 +96,26 @@ class Golden:
     params: Mapping[str, Any]
 
 
-def on(function: str, **params: Any) -> Golden:
-    """The recorded cases of a function whose arguments include `params`."""
-    return Golden(function, types.MappingProxyType(params))
-
-
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One name that one system accepts, and what it means there.
+class Entry:
+    """One name that one system accepts, and its meaning there.
 
     Attributes:
-      system: key of the system, see `kljax.systems.rows`.
+      system: key of the system, see `kljax.systems.entries`.
       kind: "kl", "reduction", "advantage", "policy_loss", "value_loss", "correction", "controller", "placement",
         "distillation" or "statistic".
       name: the name as the system spells it. A flag that changes the meaning follows a plus: "k3+use_unbiased_kl".
-      call: the same thing in this library; None where there is none, and `reason` says why.
-      meaning: what the name computes, with `x = log pi - log ref`, `d = log pi - log old`, `r = exp(d)`, `A` the
+      call: the equivalent call of this library; None where there is none, and `reason` says why.
+      meaning: the formula in words, with `x = log pi - log ref`, `d = log pi - log old`, `r = exp(d)`, `A` the
         advantage.
       option: the options of the system that take the name, or the function that it names.
-      given: argument of the call -> the option or the array of the system that it comes from.
+      sources: argument of the call -> the option or the array of the system that it comes from.
       clamps: every clamp that is always on.
-      divisors: what is divided by, epsilons included.
-      gradient: where the gradient goes, and what it is.
+      divisors: the denominators, epsilons included.
+      gradient: where the gradient goes, and its formula.
       defaults: whether the name is a default, and the defaults of the values beside it.
       note: where the code differs from the documentation, from the paper or from other systems.
-      goldens: the recorded cases that check the row.
+      goldens: the recorded cases that check the entry.
       reason: why there is no call, or no recorded case.
       version: the version read, where it is not that of the system.
     """
@@ -138,7 +127,7 @@ class Row:
     meaning: str
     _: dataclasses.KW_ONLY
     option: str = ""
-    given: Mapping[str, str] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
+    sources: Mapping[str, str] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
     clamps: str = "none"
     divisors: str = ""
     gradient: str = ""

@@ -1,0 +1,206 @@
+"""Corrections for the mismatch of trainer and sampler in verl, and its metrics."""
+
+from functools import partial
+
+from kljax.systems._entry import Entry, call, recorded
+
+# Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
+# fmt: off
+IS_THRESHOLD = {
+    "log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs",
+    "upper": "rollout_is_threshold"
+}
+RS_THRESHOLD = {
+    "log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs",
+    "upper": "rollout_rs_threshold"
+}
+K1_THRESHOLDS = {
+    "log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs",
+    "lower": "log of the lower part of rollout_rs_threshold", "upper": "log of the upper part of rollout_rs_threshold"
+}
+ROLLOUT = {"rollout_log_probs": "rollout_log_probs"}
+IS_OPTION = "rollout_correction.rollout_is"
+LOG_RATIO_CLAMP_OF_ROWS = "log-ratios to [-20, 20], of the sum for a row"
+ICEPOP_OPTION = "rollout_correction.rollout_is with a threshold lower_upper"
+LOG_RATIO_CLAMP = "log-ratios to [-20, 20]"
+NO_THRESHOLD = "no threshold: it has to be given"
+INVERSE_BOUNDS = (
+    "bounds sampler / trainer, the inverse of what other systems bound: 0.9_10 keeps r in [0.1, 1.11]; rejected "
+    "tokens leave the mask, so the denominators of the loss shrink with it"
+)
+LEAVE_THE_MASK = "rejected tokens leave the mask, so the denominators of the loss shrink with it"
+EMPTY_ROW_IS_1 = "n_i + 1e-8, then all rows: one without a token counts as 1"
+EMPTY_ROW_IS_0 = "n_i + 1e-8, then all rows: one without a token counts as 0"
+WHITEN = call("masked_whiten")
+
+correction = partial(Entry, "verl", "correction", option="rollout_correction.rollout_rs", gradient="data")
+statistic = partial(Entry, "verl", "statistic", option="a metric of rollout_correction", gradient="none")
+
+ENTRIES = (
+    # Corrections. r = trainer / sampler.
+    correction("rollout_is=token",
+        call("importance_weights", level="token", mode="truncate", upper=2.0, log_ratio_clip=20.0),
+        "weights: r of each token, at most the threshold", option=IS_OPTION, sources=IS_THRESHOLD,
+        clamps=LOG_RATIO_CLAMP_OF_ROWS,
+        goldens=recorded("compute_rollout_correction_weights", rollout_is="token", rollout_is_batch_normalize=None,
+            rollout_is_threshold=1.05) + recorded("compute_rollout_correction_weights", rollout_is="token",
+            rollout_is_batch_normalize=None,
+            rollout_is_threshold=1.5) + recorded("compute_rollout_correction_weights", rollout_is="token",
+            rollout_is_batch_normalize=None, rollout_is_threshold=2.0)),
+    correction("rollout_is=token+rollout_is_batch_normalize",
+        call("importance_weights", level="token", mode="truncate", upper=2.0, normalize="tokens", log_ratio_clip=20.0),
+        "weights: r of each token, at most the threshold, over their mean", option=IS_OPTION, sources=IS_THRESHOLD,
+        clamps=LOG_RATIO_CLAMP_OF_ROWS, divisors="the mean weight over tokens",
+        goldens=recorded("compute_rollout_correction_weights", rollout_is="token", rollout_is_batch_normalize=True,
+            rollout_is_threshold=1.5)),
+    correction("rollout_is=token+icepop",
+        call("importance_weights", level="token", mode="mask", lower=0.5, upper=5.0, log_ratio_clip=20.0),
+        "weights: r of each token, 0 outside [lower, upper]", option=ICEPOP_OPTION,
+        sources=IS_THRESHOLD | {"lower": "rollout_is_threshold"}, clamps=LOG_RATIO_CLAMP_OF_ROWS,
+        goldens=recorded("compute_rollout_correction_weights", rollout_is="token", rollout_is_batch_normalize=None,
+            rollout_is_threshold="0.7_1.5")),
+    correction("rollout_is=token+icepop+rollout_is_batch_normalize",
+        call("importance_weights", level="token", mode="mask", lower=0.5, upper=5.0, normalize="tokens",
+            log_ratio_clip=20.0),
+        "weights: r of each token, 0 outside [lower, upper], over their mean", option=ICEPOP_OPTION,
+        sources=IS_THRESHOLD | {"lower": "rollout_is_threshold"}, clamps=LOG_RATIO_CLAMP_OF_ROWS,
+        divisors="the mean weight over tokens",
+        goldens=recorded("compute_rollout_correction_weights", rollout_is="token", rollout_is_batch_normalize=True,
+            rollout_is_threshold="0.7_1.5")),
+    correction("rollout_is=sequence",
+        call("importance_weights", level="sequence", mode="truncate", upper=2.0, log_ratio_clip=20.0),
+        "weights: product of r over the row, at most the threshold", option=IS_OPTION, sources=IS_THRESHOLD,
+        clamps=LOG_RATIO_CLAMP_OF_ROWS, defaults="sequence, threshold 2.0",
+        goldens=recorded("compute_rollout_correction_weights", rollout_is="sequence", rollout_is_batch_normalize=None,
+            rollout_is_threshold=1.05) + recorded("compute_rollout_correction_weights", rollout_is="sequence",
+            rollout_is_batch_normalize=None,
+            rollout_is_threshold=1.5) + recorded("compute_rollout_correction_weights", rollout_is="sequence",
+            rollout_is_batch_normalize=None, rollout_is_threshold=2.0)),
+    correction("rollout_is=sequence+rollout_is_batch_normalize",
+        call("importance_weights", level="sequence", mode="truncate", upper=2.0, normalize="rows", log_ratio_clip=20.0),
+        "weights: product of r over the row, at most the threshold, over their mean", option=IS_OPTION,
+        sources=IS_THRESHOLD, clamps=LOG_RATIO_CLAMP_OF_ROWS, divisors="the mean weight over rows with a token",
+        goldens=recorded("compute_rollout_correction_weights", rollout_is="sequence", rollout_is_batch_normalize=True,
+            rollout_is_threshold=1.5)),
+    correction("rollout_is=sequence+icepop",
+        call("importance_weights", level="sequence", mode="mask", lower=0.5, upper=5.0, log_ratio_clip=20.0),
+        "weights: product of r over the row, 0 outside [lower, upper]", option=ICEPOP_OPTION,
+        sources=IS_THRESHOLD | {"lower": "rollout_is_threshold"}, clamps=LOG_RATIO_CLAMP_OF_ROWS,
+        goldens=recorded("compute_rollout_correction_weights", rollout_is="sequence", rollout_is_batch_normalize=None,
+            rollout_is_threshold="0.7_1.5")),
+    correction("rollout_is=sequence+icepop+rollout_is_batch_normalize",
+        call("importance_weights", level="sequence", mode="mask", lower=0.5, upper=5.0, normalize="rows",
+            log_ratio_clip=20.0),
+        "weights: product of r over the row, 0 outside [lower, upper], over their mean", option=ICEPOP_OPTION,
+        sources=IS_THRESHOLD | {"lower": "rollout_is_threshold"}, clamps=LOG_RATIO_CLAMP_OF_ROWS,
+        divisors="the mean weight over rows with a token",
+        goldens=recorded("compute_rollout_correction_weights", rollout_is="sequence", rollout_is_batch_normalize=True,
+            rollout_is_threshold="0.7_1.5")),
+    correction("token_k1", call("kl_rejection_mask", estimator="k1", reduction="token", log_ratio_clip=20.0),
+        "keeps where -log r, of each token, is within its threshold", sources=K1_THRESHOLDS, clamps=LOG_RATIO_CLAMP,
+        defaults=NO_THRESHOLD, note=INVERSE_BOUNDS,
+        goldens=recorded("compute_rollout_rejection_mask", rollout_rs="token_k1")),
+    correction("token_k2", call("kl_rejection_mask", estimator="k2", reduction="token", log_ratio_clip=20.0),
+        "keeps where (log r)^2 / 2, of each token, is within its threshold", sources=RS_THRESHOLD,
+        clamps=LOG_RATIO_CLAMP, defaults=NO_THRESHOLD, note=LEAVE_THE_MASK,
+        goldens=recorded("compute_rollout_rejection_mask", rollout_rs="token_k2")),
+    correction("token_k3", call("kl_rejection_mask", estimator="k3", reduction="token", log_ratio_clip=20.0),
+        "keeps where r - 1 - log r, of each token, is within its threshold", sources=RS_THRESHOLD,
+        clamps=LOG_RATIO_CLAMP, defaults=NO_THRESHOLD, note=LEAVE_THE_MASK,
+        goldens=recorded("compute_rollout_rejection_mask", rollout_rs="token_k3")),
+    correction("seq_sum_k1", call("kl_rejection_mask", estimator="k1", reduction="sum", log_ratio_clip=20.0),
+        "keeps where -log r, summed over the row, is within its threshold", sources=K1_THRESHOLDS,
+        clamps=LOG_RATIO_CLAMP, defaults=NO_THRESHOLD, note=INVERSE_BOUNDS,
+        goldens=recorded("compute_rollout_rejection_mask", rollout_rs="seq_sum_k1")),
+    correction("seq_sum_k2", call("kl_rejection_mask", estimator="k2", reduction="sum", log_ratio_clip=20.0),
+        "keeps where (log r)^2 / 2, summed over the row, is within its threshold", sources=RS_THRESHOLD,
+        clamps=LOG_RATIO_CLAMP, defaults=NO_THRESHOLD, note=LEAVE_THE_MASK,
+        goldens=recorded("compute_rollout_rejection_mask", rollout_rs="seq_sum_k2")),
+    correction("seq_sum_k3", call("kl_rejection_mask", estimator="k3", reduction="sum", log_ratio_clip=20.0),
+        "keeps where r - 1 - log r, summed over the row, is within its threshold", sources=RS_THRESHOLD,
+        clamps=LOG_RATIO_CLAMP, defaults=NO_THRESHOLD, note=LEAVE_THE_MASK,
+        goldens=recorded("compute_rollout_rejection_mask", rollout_rs="seq_sum_k3")),
+    correction("seq_mean_k1", call("kl_rejection_mask", estimator="k1", reduction="mean", log_ratio_clip=20.0),
+        "keeps where -log r, averaged over the row, is within its threshold", sources=K1_THRESHOLDS,
+        clamps=LOG_RATIO_CLAMP, divisors="n_i + 1e-8", defaults=NO_THRESHOLD, note=INVERSE_BOUNDS,
+        goldens=recorded("compute_rollout_rejection_mask", rollout_rs="seq_mean_k1")),
+    correction("seq_mean_k2", call("kl_rejection_mask", estimator="k2", reduction="mean", log_ratio_clip=20.0),
+        "keeps where (log r)^2 / 2, averaged over the row, is within its threshold", sources=RS_THRESHOLD,
+        clamps=LOG_RATIO_CLAMP, divisors="n_i + 1e-8", defaults=NO_THRESHOLD, note=LEAVE_THE_MASK,
+        goldens=recorded("compute_rollout_rejection_mask", rollout_rs="seq_mean_k2")),
+    correction("seq_mean_k3", call("kl_rejection_mask", estimator="k3", reduction="mean", log_ratio_clip=20.0),
+        "keeps where r - 1 - log r, averaged over the row, is within its threshold", sources=RS_THRESHOLD,
+        clamps=LOG_RATIO_CLAMP, divisors="n_i + 1e-8", defaults=NO_THRESHOLD, note=LEAVE_THE_MASK,
+        goldens=recorded("compute_rollout_rejection_mask", rollout_rs="seq_mean_k3")),
+    correction("seq_max_k2", call("kl_rejection_mask", estimator="k2", reduction="max", log_ratio_clip=20.0),
+        "keeps where (log r)^2 / 2, the highest of the row, is within its threshold", sources=RS_THRESHOLD,
+        clamps=LOG_RATIO_CLAMP, defaults=NO_THRESHOLD, note=LEAVE_THE_MASK,
+        goldens=recorded("compute_rollout_rejection_mask", rollout_rs="seq_max_k2")),
+    correction("seq_max_k3", call("kl_rejection_mask", estimator="k3", reduction="max", log_ratio_clip=20.0),
+        "keeps where r - 1 - log r, the highest of the row, is within its threshold", sources=RS_THRESHOLD,
+        clamps=LOG_RATIO_CLAMP, defaults=NO_THRESHOLD, note=LEAVE_THE_MASK,
+        goldens=recorded("compute_rollout_rejection_mask", rollout_rs="seq_max_k3")),
+    correction("rollout_correction", call("correct_rollout"),
+        "weights and rejection together, neither seeing the other; several options of rollout_rs must all pass",
+        option="rollout_correction",
+        sources={"log_probs": "old_log_probs", "steps": "the weights, then the rejection masks joined with & into one"},
+        defaults="decoupled; with bypass_mode the old policy is the sampler",
+        note="the presets (decoupled_seq_is_rs, bypass_pg_geo_rs, ...) are combinations of these names; rejected "
+        "tokens leave the mask, so the denominators of the loss shrink with it",
+        goldens=recorded("compute_rollout_correction_and_rejection_mask")),
+    # Metrics and masked statistics.
+    statistic("masked_mean", call("masked_mean"),
+        "mean over the mask", option="verl_F.masked_mean", divisors="n + 1e-8", gradient="1 / n",
+        goldens=recorded("masked_mean")),
+    statistic("masked_var", call("masked_var"),
+        "variance over the mask", option="verl_F.masked_var", sources={"ddof": "unbiased"},
+        divisors="n + 1e-8, times n / (n - 1) if unbiased", gradient="as its formula", defaults="unbiased",
+        note="raises where fewer than two tokens are unmasked; 0 here", goldens=recorded("masked_var")),
+    statistic("masked_whiten", WHITEN,
+        "(v - mean) / sqrt(var + 1e-8)", option="verl_F.masked_whiten", sources={"shift_mean": "shift_mean"},
+        divisors="sqrt(var + 1e-8), var with n - 1; n + 1e-8 in mean and var", gradient="as its formula",
+        note="masked positions are whitened too; 0 here. SkyRL and Trinity have the same code",
+        goldens=recorded("masked_whiten")),
+    statistic("actor/ppo_kl", call("ppo_kl", log_ratio_clip=20.0),
+        "mean of -d: k1 of KL(old || pi), can be negative", option="a metric of vanilla, dppo, sapo and cispo",
+        clamps="d to [-20, 20]; not in gspo, geo_mean, dro, clip_cov", divisors="n + 1e-8",
+        note="kl_cov logs the mean of |d| under the same name", goldens=recorded("compute_policy_loss_vanilla")),
+    statistic("rollout_corr/kl", call("rollout_kl", estimator="k1"),
+        "mean of log sampler - log trainer", sources=ROLLOUT, divisors="n + 1e-8",
+        goldens=recorded("compute_offpolicy_metrics")),
+    statistic("rollout_corr/k3_kl", call("rollout_kl", estimator="k3"),
+        "mean of r - 1 - log r", sources=ROLLOUT, divisors="n + 1e-8", goldens=recorded("compute_offpolicy_metrics")),
+    statistic("rollout_corr/training_ppl", call("perplexity"),
+        "mean over rows of exp(-mean log trainer)", sources={"log_probs": "old_log_probs"}, divisors=EMPTY_ROW_IS_1,
+        goldens=recorded("compute_offpolicy_metrics")),
+    statistic("rollout_corr/training_log_ppl", call("log_perplexity"),
+        "mean over rows of -mean log trainer", sources={"log_probs": "old_log_probs"}, divisors=EMPTY_ROW_IS_0,
+        goldens=recorded("compute_offpolicy_metrics")),
+    statistic("rollout_corr/rollout_ppl", call("perplexity"),
+        "mean over rows of exp(-mean log sampler)", sources={"log_probs": "rollout_log_probs"}, divisors=EMPTY_ROW_IS_1,
+        goldens=recorded("compute_offpolicy_metrics")),
+    statistic("rollout_corr/rollout_log_ppl", call("log_perplexity"),
+        "mean over rows of -mean log sampler", sources={"log_probs": "rollout_log_probs"}, divisors=EMPTY_ROW_IS_0,
+        goldens=recorded("compute_offpolicy_metrics")),
+    statistic("rollout_corr/log_ppl_diff", call("log_perplexity_diff"),
+        "mean over rows of log ppl trainer - sampler", sources=ROLLOUT, divisors=EMPTY_ROW_IS_0,
+        goldens=recorded("compute_offpolicy_metrics")),
+    statistic("rollout_corr/log_ppl_abs_diff", call("log_perplexity_diff", absolute=True),
+        "mean over rows of |log ppl trainer - sampler|", sources=ROLLOUT, divisors=EMPTY_ROW_IS_0,
+        goldens=recorded("compute_offpolicy_metrics")),
+    statistic("rollout_corr/ppl_ratio", call("perplexity_ratio"),
+        "mean over rows of ppl trainer / ppl sampler", sources=ROLLOUT, divisors=EMPTY_ROW_IS_1,
+        goldens=recorded("compute_offpolicy_metrics")),
+    statistic("rollout_corr/chi2_token", call("chi_squared", log_ratio_clip=20.0),
+        "mean of r^2, less 1", sources={"behaviour_log_probs": "rollout_log_probs"}, clamps="log r to [-20, 20]",
+        divisors="n + 1e-8", goldens=recorded("compute_offpolicy_metrics")),
+    statistic("rollout_corr/chi2_seq", call("chi_squared", level="sequence", log_ratio_clip=20.0),
+        "mean over rows of the squared product of r, less 1", sources={"behaviour_log_probs": "rollout_log_probs"},
+        clamps="the sum of log r to [-20, 20]", divisors="all rows: one without a token counts as 0",
+        goldens=recorded("compute_offpolicy_metrics")),
+    statistic("rollout_is_eff_sample_size", call("effective_sample_size"),
+        "1 / mean((w / mean w)^2), a share of the tokens", sources={"weights": "the importance weights"},
+        clamps="w to [0, threshold]", divisors="n + 1e-8; mean w + 1e-8",
+        note="the same share, between 0 and 1, without the epsilon",
+        reason="its epsilons enter a ratio of means; the test of verl's weights compares it"),
+)
