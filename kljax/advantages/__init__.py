@@ -9,6 +9,7 @@ from kljax.advantages.distillation import (
     kimi_advantages,
 )
 from kljax.advantages.entropy_clip import clip_b_mask, clip_v_mask
+from kljax.advantages.entropy_mask import high_entropy_mask
 from kljax.advantages.group import (
     broadcast_to_tokens,
     grpo_advantages,
@@ -18,6 +19,7 @@ from kljax.advantages.group import (
 )
 from kljax.advantages.multi_reward import gdpo_advantages
 from kljax.advantages.scaled import gpg_advantages, maxrl_advantages, pass_at_k_advantages
+from kljax.advantages.spread import groups_with_spread
 from kljax.advantages.steps import broadcast_to_steps
 from kljax.advantages.temporal import gae, reinforce_plus_plus_returns
 from kljax.advantages.token_baseline import otb_advantages
@@ -33,7 +35,9 @@ __all__ = [
     "gae",
     "gdpo_advantages",
     "gpg_advantages",
+    "groups_with_spread",
     "grpo_advantages",
+    "high_entropy_mask",
     "iw_opd_advantages",
     "jsd_advantages",
     "kimi_advantages",

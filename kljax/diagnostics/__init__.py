@@ -7,7 +7,13 @@ merge in the same way. Statistics of a whole batch (`effective_sample_size`, `ex
 `probability_correlation`, `ratio_quantiles`) are taken before it is split. Arrays are `[..., T]`.
 """
 
-from kljax.diagnostics.clipping import clip_fraction, clipped_tokens, dual_clip_fraction, ratio_fraction
+from kljax.diagnostics.clipping import (
+    clip_fraction,
+    clipped_tokens,
+    dual_clip_fraction,
+    ratio_fraction,
+    value_clip_fraction,
+)
 from kljax.diagnostics.divergence import (
     chi_squared,
     kl_by_position,
@@ -20,6 +26,8 @@ from kljax.diagnostics.divergence import (
 from kljax.diagnostics.means import masked_fraction, mean_by_position, mean_metric
 from kljax.diagnostics.order import Extremes, log_prob_diff_extremes, ratio_quantiles
 from kljax.diagnostics.perplexity import log_perplexity, log_perplexity_diff, perplexity, perplexity_ratio
+from kljax.diagnostics.probabilities import probability_diff
+from kljax.diagnostics.top_k import top_k_overlap
 from kljax.diagnostics.whole import effective_sample_size, explained_variance, probability_correlation
 
 __all__ = [
@@ -43,8 +51,11 @@ __all__ = [
     "perplexity_ratio",
     "ppo_kl",
     "probability_correlation",
+    "probability_diff",
     "ratio_fraction",
     "ratio_quantiles",
     "reference_kl",
     "rollout_kl",
+    "top_k_overlap",
+    "value_clip_fraction",
 ]

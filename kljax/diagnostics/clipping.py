@@ -7,10 +7,11 @@ from kljax._checks import as_float, check_choice, check_mask
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.aggregation import WeightedSum
 from kljax.losses._surrogate import beyond_clip, check_clip, loss_inputs
+from kljax.losses.value import value_errors
 from kljax.ratios import level_log_ratios
 from kljax.ratios.levels import check_bounds, within
 
-__all__ = ["clip_fraction", "clipped_tokens", "dual_clip_fraction", "ratio_fraction"]
+__all__ = ["clip_fraction", "clipped_tokens", "dual_clip_fraction", "ratio_fraction", "value_clip_fraction"]
 
 SIDES = ("both", "low", "high")
 
@@ -182,6 +183,40 @@ def ratio_fraction(
     ratio = jnp.exp(level_log_ratios(log_probs, behaviour_log_probs, mask, level))
     counted = check_mask(mask) if level == "token" else check_mask(mask).any(-1)
     return WeightedSum.of((~within(ratio, lower, upper)).astype(ratio.dtype), counted)
+
+
+def value_clip_fraction(
+    values: ArrayLike, old_values: ArrayLike, returns: ArrayLike, mask: ArrayLike, *, clip: Scalar
+) -> WeightedSum:
+    """Counts the values whose clip is active: `(clip(V, V_old - c, V_old + c) - R)^2 > (V - R)^2`.
+
+    Args:
+      values: `[..., T]` values `V` being trained, in the unit of the rewards.
+      old_values: same shape, the values at the start of the update.
+      returns: same shape, the targets `R`.
+      mask: same shape, boolean.
+      clip: how far `c` the value may move from the old one, positive; as in `value_loss`.
+
+    Returns:
+      `WeightedSum` of zeros and ones per token. The gradient of `value_loss` is 0 at the tokens counted.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: for differing shapes, or a `clip` that is not positive.
+
+    References:
+      verl `compute_value_loss`, `vf_clipfrac`; SkyRL `ppo_critic_loss`, `clipfrac`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> values, old, returns = jnp.array([2.0, 1.0]), jnp.array([0.0, 1.0]), jnp.array([2.0, 3.0])
+      >>> print(kljax.value_clip_fraction(values, old, returns, jnp.array([1, 1]), clip=0.5).value())
+      0.5
+    """
+    error, clipped_error = value_errors(values, old_values, returns, mask, clip)
+    return WeightedSum.of((clipped_error > error).astype(error.dtype), mask)
 
 
 def _ratios(

@@ -1,12 +1,9 @@
 """KL terms of a loss, per token; `[..., T]`, masked positions exactly 0. The coefficient is the caller's."""
 
-from kljax._checks import check_choice
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.kl import estimate_kl
 
 __all__ = ["reference_kl_loss", "rollout_kl_loss"]
-
-ROLLOUT_ESTIMATORS = ("k1", "abs", "k2", "k3")
 
 
 def reference_kl_loss(
@@ -76,7 +73,14 @@ def reference_kl_loss(
 
 
 def rollout_kl_loss(
-    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, estimator: str = "k2"
+    log_probs: ArrayLike,
+    rollout_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    estimator: str = "k2",
+    gradient: str = "value",
+    log_ratio_clip: Scalar | None = None,
+    value_clip: Scalar | None = None,
 ) -> Array:
     """Keeps the policy near the one that drew the tokens: an estimator of `x = log pi - log pi_rollout`.
 
@@ -86,18 +90,22 @@ def rollout_kl_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       rollout_log_probs: same shape, recorded log-probs of the sampler; data.
       mask: same shape, boolean.
-      estimator: "k1", "abs", "k2" or "k3" of `x`; prime-rl's squared log-ratio is twice "k2".
+      estimator: the value, as in `estimate_kl`; prime-rl's squared log-ratio is twice "k2".
+      gradient: "value" (default): that of the estimator; "k2": `x` whatever the value; "none": a constant.
+      log_ratio_clip: bound of the log-ratio, in nats.
+      value_clip: bound of the estimate, in nats.
 
     Returns:
       `[..., T]`, float32 or float64, in nats; masked positions hold 0.
 
     Gradient:
-      To `log_probs`: 1 (k1), `sign(x)` (abs), `x` (k2), `1 - exp(-x)` (k3). The tokens come from the rollout policy:
-      in expectation over it, k2 and k3 pull the policy back to the rollout with the same first-order strength, while
-      k1 has the gradient of minus KL(rollout || pi), which pushes away once the two differ. "k2" is the safe choice.
+      To `log_probs`: 1 (k1), `sign(x)` (abs), `x` (k2), `1 - exp(-x)` (k3); 0 beyond a clip. The tokens come from the
+      rollout policy: in expectation over it, k2 and k3 pull the policy back to the rollout with the same first-order
+      strength, while k1 has the gradient of minus KL(rollout || pi), which pushes away once the two differ. "k2" is the
+      safe choice.
 
     Raises:
-      ValueError: for an unknown estimator or differing shapes.
+      ValueError: for an unknown name, differing shapes, or a bound that is not positive.
 
     References:
       NovaSky-AI SkyRL pull request 1811 (mean over rows of k2); prime-rl `default_loss_fn` (`kl_tau`, no half).
@@ -107,5 +115,12 @@ def rollout_kl_loss(
       >>> print(kljax.rollout_kl_loss(jnp.array([[-1.0, -1.0]]), jnp.array([[-3.0, jnp.nan]]), jnp.array([[1, 0]])))
       [[2. 0.]]
     """
-    check_choice("estimator", estimator, ROLLOUT_ESTIMATORS)
-    return estimate_kl(log_probs, rollout_log_probs, mask, estimator=estimator)
+    return estimate_kl(
+        log_probs,
+        rollout_log_probs,
+        mask,
+        estimator=estimator,
+        gradient=gradient,
+        log_ratio_clip=log_ratio_clip,
+        value_clip=value_clip,
+    )

@@ -18,7 +18,7 @@ def value_loss(
     *,
     clip: Scalar | None = None,
 ) -> Array:
-    """Half the squared error, the larger of two: `max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2`.
+    """Takes half the larger of two squared errors: `max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2`.
 
     Args:
       values: `[..., T]` values `V` being trained, of the state before each token, in the unit of the rewards.
@@ -46,15 +46,22 @@ def value_loss(
       >>> print(kljax.value_loss(values, old, returns, jnp.array([[1, 1]]), clip=0.5))
       [[0.5 2. ]]
     """
-    check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
-    check_at_least("clip", clip, 0, strict=True)
     if clip is not None and old_values is None:
         raise ValueError("old_values: got None, expected the values at the start of the update, which clip needs")
+    error, clipped_error = value_errors(values, old_values, returns, mask, clip)
+    return masked(0.5 * (error if clip is None else jnp.maximum(error, clipped_error)), mask)
+
+
+def value_errors(
+    values: ArrayLike, old_values: ArrayLike | None, returns: ArrayLike, mask: ArrayLike, clip: Scalar | None
+) -> tuple[Array, Array]:
+    """Squares the errors of the values, and of the values clipped around the old ones; without a clip both are one."""
+    check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
+    check_at_least("clip", clip, 0, strict=True)
     values, old_values, returns = as_float(values, values if old_values is None else old_values, returns)
     values, old_values, returns = masked(values, mask), masked(old_values, mask), masked(returns, mask)
     error = jnp.square(values - returns)
-    if clip is not None:
-        clip = jnp.asarray(clip, values.dtype)
-        clipped = clip_values(values, old_values - clip, old_values + clip)
-        error = jnp.maximum(error, jnp.square(clipped - returns))
-    return masked(0.5 * error, mask)
+    if clip is None:
+        return error, error
+    clip = jnp.asarray(clip, values.dtype)
+    return error, jnp.square(clip_values(values, old_values - clip, old_values + clip) - returns)

@@ -84,6 +84,7 @@ SAMPLES: Options = {
         functools.partial(kljax.truncated_importance_weights, level="geometric", max_weight=1.02),
     ),
     "target": 0.1,
+    "threshold": 1.0,
     "tau": 0.5,
     "temperature": 0.7,
     "tile": kljax.Tile(24, 4),

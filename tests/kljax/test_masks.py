@@ -31,6 +31,7 @@ COMPARE = {
     "dual_clip_fraction": "counts",
     "importance_weights(lower=0.7, mode=mask, upper=1.3)": "rejects a ratio that is NaN",
     "ratio_fraction": "counts",
+    "value_clip_fraction": "counts",
 }
 
 Inputs = list[tuple[Any, Any]]

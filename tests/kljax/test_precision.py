@@ -329,6 +329,7 @@ DETACHED = {
     "rec_loss(weight=gspo": "the weight is a constant",
     "rec_loss(weight=importance": "the weight is a constant",
     "reference_kl_loss": "the gradient is that of k2 unless asked otherwise",
+    "rollout_kl_loss(gradient=none": "a constant",
     "sapo_loss(through=log_prob": "the gate is a constant",
     "topr_loss": "the weight is a constant",
     "vespo_loss": "the weight is a constant",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kljax
-from tests.masks import MASK, draw
+from tests.masks import MASK, check_masked, draw
 
 LP, OLD, ADV = draw(0.7, 0.7, 2.0)
 D = (LP - OLD)[MASK]
@@ -89,3 +89,17 @@ def test_errors_name_the_argument() -> None:
         kljax.clip_fraction(LP, OLD, ADV[:, 0], MASK)
     with pytest.raises(ValueError, match="lower, upper: got None"):
         kljax.ratio_fraction(LP, OLD, MASK)
+
+
+def test_the_values_whose_clip_is_active_are_those_without_a_gradient() -> None:
+    values, old, returns = draw(1.0, 1.0, 1.0, seed=3)
+    clipped = np.clip(values, old - 0.3, old + 0.3)
+    active = (clipped - returns) ** 2 > (values - returns) ** 2
+    got = kljax.value_clip_fraction(values, old, returns, MASK, clip=0.3)
+    assert 0 < active[MASK].sum() < MASK.sum()
+    np.testing.assert_array_equal((got.sum, got.weight), (active[MASK].sum(), MASK.sum()))
+    slope = jax.grad(lambda v: kljax.value_loss(v, old, returns, MASK, clip=0.3).sum())(jnp.asarray(values))
+    np.testing.assert_array_equal((np.asarray(slope) == 0) & MASK, active & MASK)
+    check_masked(lambda *x: kljax.value_clip_fraction(*x, MASK, clip=0.3), [values, old, returns])
+    with pytest.raises(ValueError, match="clip: got 0, expected a number > 0"):
+        kljax.value_clip_fraction(values, old, returns, MASK, clip=0)

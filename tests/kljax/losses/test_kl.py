@@ -23,6 +23,22 @@ def test_rollout_kl_value_and_gradient(estimator: str) -> None:
     check_masked(lambda lp, rollout: kljax.rollout_kl_loss(lp, rollout, MASK, estimator=estimator), [LP, OTHER])
 
 
+def test_rollout_kl_takes_the_names_and_clips_of_the_reference_kl() -> None:
+    def loss(lp: jax.Array, **options: object) -> jax.Array:
+        return kljax.rollout_kl_loss(lp, OTHER, MASK, **options)
+
+    clipped = np.where(abs(X) < 0.8, X, 0.8 * np.sign(X))
+    np.testing.assert_allclose(loss(LP, estimator="k1", log_ratio_clip=0.8), clipped, 1e-12, 1e-14)
+    np.testing.assert_allclose(loss(LP, estimator="k3", value_clip=0.1), np.minimum(VALUES["k3"], 0.1), 1e-12, 1e-14)
+    np.testing.assert_allclose(loss(LP, estimator="low_var_kl"), np.minimum(VALUES["k3"], 10), 1e-12, 1e-14)
+    np.testing.assert_array_equal(loss(LP, estimator="none"), 0)
+    for gradient, expected in (("k2", X), ("none", 0 * X), ("value", GRADIENTS["k3"] * MASK)):
+        options = {"estimator": "k3", "gradient": gradient}
+        np.testing.assert_allclose(loss(LP, **options), VALUES["k3"], 1e-12, 1e-14)
+        grad = jax.grad(lambda lp, options=options: loss(lp, **options).sum())(jnp.asarray(LP))
+        np.testing.assert_allclose(grad, expected, 1e-12, 1e-14)
+
+
 def test_rollout_kl_is_k2_by_default() -> None:
     np.testing.assert_allclose(kljax.rollout_kl_loss(LP, OTHER, MASK), VALUES["k2"], 1e-12, 1e-14)
 
@@ -61,8 +77,10 @@ def test_k1_with_its_own_gradient_is_refused_unless_importance_corrected() -> No
 
 
 def test_errors_name_the_argument() -> None:
-    with pytest.raises(ValueError, match=r"estimator: got 'low_var_kl', expected one of k1, abs, k2, k3"):
-        kljax.rollout_kl_loss(LP, OTHER, MASK, estimator="low_var_kl")
+    with pytest.raises(ValueError, match=r"estimator: got 'k5', expected one of none, k1, abs, k2, k3, low_var_kl"):
+        kljax.rollout_kl_loss(LP, OTHER, MASK, estimator="k5")
+    with pytest.raises(ValueError, match="value_clip: got 0"):
+        kljax.rollout_kl_loss(LP, OTHER, MASK, value_clip=0)
     with pytest.raises(ValueError, match="estimator: got 'k4'"):
         kljax.reference_kl_loss(LP, OTHER, MASK, estimator="k4")
     with pytest.raises(ValueError, match="shapes differ"):

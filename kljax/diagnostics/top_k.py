@@ -1,0 +1,47 @@
+"""How much the most probable tokens of two policies have in common."""
+
+import jax.numpy as jnp
+
+from kljax._checks import check_mask, check_same_shape
+from kljax._typing import Array, ArrayLike
+
+__all__ = ["top_k_overlap"]
+
+
+def top_k_overlap(indices: ArrayLike, teacher_indices: ArrayLike, mask: ArrayLike) -> Array:
+    """Compares two sets of `K` tokens at each position: the share of one that is in the other, `|A_t & B_t| / K`.
+
+    Args:
+      indices: `[..., T, K]` integers, distinct at each position: the most probable tokens of the policy.
+      teacher_indices: same shape, those of the teacher.
+      mask: `[..., T]`, boolean.
+
+    Returns:
+      `[..., T]`, float32, between 0 and 1; masked positions hold 0. Its mean is `mean_metric(overlap, mask)`.
+
+    Gradient:
+      None; metrics are data.
+
+    Raises:
+      ValueError: for shapes that do not fit.
+      TypeError: if the indices are not integers.
+
+    References:
+      verl, the overlap metrics of the distillation loss `forward_kl_topk`.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> print(kljax.top_k_overlap(jnp.array([[7, 3], [1, 2]]), jnp.array([[3, 5], [2, 1]]), jnp.array([1, 1])))
+      [0.5 1. ]
+    """
+    shape = check_same_shape(indices=indices, teacher_indices=teacher_indices)
+    if len(shape) == 0 or jnp.shape(mask) != shape[:-1]:
+        raise ValueError(
+            f"mask: got shape {list(jnp.shape(mask))}, expected {list(shape[:-1])}, indices without its last"
+        )
+    first, second = jnp.asarray(indices), jnp.asarray(teacher_indices)
+    for name, array in (("indices", first), ("teacher_indices", second)):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{name}: got dtype {array.dtype}, expected an integer type")
+    shared = (first[..., :, None] == second[..., None, :]).any(-1).sum(-1)
+    return jnp.where(check_mask(mask), shared.astype(jnp.float32) / max(shape[-1], 1), 0)
