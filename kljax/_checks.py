@@ -51,6 +51,14 @@ def check_at_most(name: str, value: object, high: float) -> None:
         raise ValueError(f"{name}: got {value!r}, expected a number <= {high}")
 
 
+def check_scalar(name: str, value: object) -> None:
+    """Raises `ValueError` for an array with axes where one number is meant; inside `vmap` each element is one."""
+    if np.shape(value) != ():
+        raise ValueError(
+            f"{name}: got shape {list(np.shape(value))}, expected a scalar; map over several with jax.vmap"
+        )
+
+
 def check_only_with(allowed: bool, explanation: str, arguments: Mapping[str, object]) -> None:
     """Raises `ValueError` naming each argument that was given although it has no meaning here."""
     given = [name for name, value in arguments.items() if value is not None]

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
+from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape, check_scalar
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.masking import masked
 
@@ -41,7 +41,7 @@ def reinforce_plus_plus_returns(
       Plain arithmetic, linear in the rewards; rewards and returns are data.
 
     Raises:
-      ValueError: for an unknown rule, differing shapes, or a negative `gamma`.
+      ValueError: for an unknown rule, differing shapes, or a `gamma` that is negative or no scalar.
 
     References:
       Hu et al., "REINFORCE++" (2025), eq. 4.
@@ -54,6 +54,7 @@ def reinforce_plus_plus_returns(
     """
     check_choice("masked_tokens", masked_tokens, MASKED_RULES)
     check_same_shape(token_rewards=token_rewards, mask=mask)
+    check_scalar("gamma", gamma)
     check_at_least("gamma", gamma, 0)
     rewards, keep = masked(token_rewards, mask), check_mask(mask)
     gamma = jnp.asarray(gamma, rewards.dtype)
@@ -113,7 +114,7 @@ def gae(
       function that is differentiated, or stop their gradient.
 
     Raises:
-      ValueError: for an unknown rule, differing shapes, or a negative `gamma` or `lam`.
+      ValueError: for an unknown rule, differing shapes, or a `gamma` or `lam` that is negative or no scalar.
 
     References:
       Schulman et al., "High-dimensional continuous control using GAE" (2016), eq. 16.
@@ -127,7 +128,9 @@ def gae(
     """
     check_choice("masked_tokens", masked_tokens, GAE_RULES)
     check_same_shape(rewards=rewards, values=values, mask=mask)
+    check_scalar("gamma", gamma)
     check_at_least("gamma", gamma, 0)
+    check_scalar("lam", lam)
     check_at_least("lam", lam, 0)
     rewards, values = as_float(rewards, values)
     keep = check_mask(mask)

@@ -146,5 +146,13 @@ def test_errors_name_the_argument() -> None:
         kljax.reinforce_plus_plus_returns(REWARDS, MASK, gamma=-1)
     with pytest.raises(ValueError, match="lam: got -1"):
         kljax.gae(REWARDS, VALUES, MASK, lam=-1)
+    for discount in (np.full((1, 7), 0.9), np.full(7, 0.9), np.ones(1)):
+        expected = rf"gamma: got shape \[{', '.join(map(str, discount.shape))}\], expected a scalar"
+        with pytest.raises(ValueError, match=expected):
+            kljax.reinforce_plus_plus_returns(REWARDS, MASK, gamma=discount)
+        with pytest.raises(ValueError, match=expected):
+            kljax.gae(REWARDS, VALUES, MASK, gamma=discount)
+        with pytest.raises(ValueError, match="lam: got shape"):
+            kljax.gae(REWARDS, VALUES, MASK, lam=discount)
     with pytest.raises(ValueError, match="shapes differ: rewards"):
         kljax.gae(REWARDS, VALUES[1:], MASK)
