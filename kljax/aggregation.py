@@ -11,10 +11,11 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_only_with, check_same_shape
+from kljax._checks import as_float, check_at_least, check_choice, check_only_with, check_same_shape
 from kljax._devices import over_devices
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.masking import masked
+from kljax.rows import check_segments, row_any, row_count, to_tokens
 
 __all__ = ["WeightedSum", "aggregate", "token_weights"]
 
@@ -85,6 +86,7 @@ def token_weights(
     num_groups: int | None = None,
     empty_rows: str = "drop",
     denominator: Scalar | None = None,
+    segment_ids: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:
     """The weight of each token in the loss, for one of six reductions.
@@ -115,6 +117,9 @@ def token_weights(
         a row names it. "count" is not invariant under added padding rows, by its meaning.
       denominator: a positive number in place of `N`, `S` or `P`, which are then not counted and to which `empty_rows`
         says nothing; None counts them. "token_sum" has none.
+      segment_ids: `[..., B, T]` integers below T, the sequence of each token where rows are packed; a sequence is one
+        run of positions, and a negative id marks padding. What is said above of a row is then said of a segment, and
+        `group_ids` are `[..., B, T]`, the prompt of each token. None takes each row as one sequence.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread; None takes the mask as all of it.
 
     Returns:
@@ -124,8 +129,9 @@ def token_weights(
       None; weights are data.
 
     Raises:
-      ValueError: for an unknown mode or rule, an argument the mode needs and lacks, or one it has no use for.
-      TypeError: if the mask has a floating type.
+      ValueError: for an unknown mode or rule, an argument the mode needs and lacks, or one it has no use for; for
+        segment ids of another shape, of T or more, or of several runs.
+      TypeError: if the mask has a floating type, or the segment ids have.
 
     References:
       Shao et al., "DeepSeekMath" (2024), eq. 3 (seq_mean_token_mean); Yu et al., "DAPO" (2025), eq. 8 (token_mean);
@@ -141,23 +147,30 @@ def token_weights(
     check_choice("mode", mode, MODES)
     check_choice("empty_rows", empty_rows, EMPTY_ROWS)
     _check_arguments(mode, max_length, group_ids, num_groups, denominator)
-    mask = check_mask(mask)
-    per_row = mask.sum(-1, keepdims=True).astype(jnp.result_type(float))
+    mask, segments = check_segments(segment_ids, mask)
+    per_row = row_count(mask, segment_ids=segments).astype(jnp.result_type(float))
     given = None if denominator is None else jnp.asarray(denominator, per_row.dtype)
-    rows = _count_rows(per_row, empty_rows, axis_name) if given is None else given
+    rows = _count_rows(per_row, segments, empty_rows, axis_name) if given is None else given
     if mode == "token_mean":
-        divisor = over_devices(per_row.sum(-2, keepdims=True), axis_name) if given is None else given
+        divisor = over_devices(per_row.sum((-2, -1), keepdims=True), axis_name) if given is None else given
     elif mode == "token_sum":
-        divisor = jnp.ones_like(per_row)
+        divisor = jnp.ones_like(per_row[..., :1])
     elif mode == "seq_mean_token_sum":
         divisor = rows
     elif mode == "seq_mean_token_mean":
-        divisor = rows * per_row
+        divisor = rows * (per_row if segments is None else to_tokens(per_row, mask.shape[-1], segment_ids=segments))
     elif mode == "seq_mean_token_sum_norm":
         divisor = rows * _needed("max_length", max_length, mode)
     else:
         ids, count = _needed("group_ids", group_ids, mode), _needed("num_groups", num_groups, mode)
-        prompts, tokens = _count_prompts(per_row, jnp.asarray(ids), count, empty_rows, axis_name)
+        groups = jnp.asarray(ids), count
+        if segments is None:
+            prompts, tokens = _count_prompts(per_row, *groups, empty_rows=empty_rows, axis_name=axis_name)
+        else:
+            in_segment = segments >= 0
+            prompts, tokens = _count_prompts_of_tokens(
+                mask, in_segment, *groups, empty_rows=empty_rows, axis_name=axis_name
+            )
         divisor = (prompts if given is None else given) * tokens
     return jnp.where(mask & (divisor > 0), 1 / jnp.where(divisor > 0, divisor, 1), 0)
 
@@ -172,6 +185,7 @@ def aggregate(
     num_groups: int | None = None,
     empty_rows: str = "drop",
     denominator: Scalar | None = None,
+    segment_ids: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:
     """Reduces per-token values of a whole batch to a scalar: `sum(where(mask, values, 0) * token_weights(mask, ...))`.
@@ -185,6 +199,7 @@ def aggregate(
       num_groups: see `token_weights`.
       empty_rows: see `token_weights`.
       denominator: see `token_weights`.
+      segment_ids: see `token_weights`.
       axis_name: see `token_weights`.
 
     Returns:
@@ -216,6 +231,7 @@ def aggregate(
         num_groups=num_groups,
         empty_rows=empty_rows,
         denominator=denominator,
+        segment_ids=segment_ids,
         axis_name=axis_name,
     )
     (values,) = as_float(values)
@@ -246,14 +262,16 @@ def _needed(name: str, value: Any, mode: str) -> Any:
     return value
 
 
-def _count_rows(per_row: Array, empty_rows: str, axis_name: AxisName) -> Array:
-    """`[..., 1, 1]`: how many rows a mean over sequences divides by."""
-    counted = per_row > 0 if empty_rows == "drop" else jnp.ones_like(per_row, bool)
-    return over_devices(counted.sum(-2, keepdims=True), axis_name).astype(per_row.dtype)
+def _count_rows(per_row: Array, segment_ids: Array | None, empty_rows: str, axis_name: AxisName) -> Array:
+    """`[..., 1, 1]`: how many rows, or segments, a mean over sequences divides by."""
+    counted = per_row > 0
+    if empty_rows == "count":
+        counted = jnp.ones_like(counted) if segment_ids is None else row_any(segment_ids >= 0, segment_ids=segment_ids)
+    return over_devices(counted.sum((-2, -1), keepdims=True), axis_name).astype(per_row.dtype)
 
 
 def _count_prompts(
-    per_row: Array, group_ids: Array, num_groups: int, empty_rows: str, axis_name: AxisName
+    per_row: Array, group_ids: Array, num_groups: int, *, empty_rows: str, axis_name: AxisName
 ) -> tuple[Array, Array]:
     """`[..., 1, 1]`: how many prompts a mean over them divides by; `[..., B, 1]`: the tokens of each row's prompt."""
     groups = jnp.arange(num_groups, dtype=group_ids.dtype).reshape((1,) * (per_row.ndim - 1) + (num_groups,))
@@ -263,3 +281,22 @@ def _count_prompts(
     present = (tokens if empty_rows == "drop" else named) > 0
     prompts = present.sum(-1, keepdims=True).astype(per_row.dtype)
     return prompts, jnp.where(member, tokens, 0).sum(-1, keepdims=True)
+
+
+def _count_prompts_of_tokens(
+    mask: Array, in_segment: Array, group_ids: Array, num_groups: int, *, empty_rows: str, axis_name: AxisName
+) -> tuple[Array, Array]:
+    """The same of packed rows, whose tokens are told apart by the prompt of each: `[..., 1, 1]` and `[..., B, T]`."""
+    check_same_shape(group_ids=group_ids, segment_ids=in_segment)
+    ids = jnp.where(in_segment & (group_ids < num_groups), group_ids, -1)
+
+    def per_prompt(counted: Array) -> Array:
+        counts = row_count(counted, segment_ids=ids, num_segments=num_groups)
+        return over_devices(counts.sum(-2, keepdims=True), axis_name)
+
+    tokens = per_prompt(mask)
+    present = (tokens if empty_rows == "drop" else per_prompt(in_segment)) > 0
+    prompts = present.sum(-1, keepdims=True)
+    per_row = jnp.broadcast_to(tokens, (*mask.shape[:-1], num_groups))
+    result = prompts, to_tokens(per_row, mask.shape[-1], segment_ids=ids)
+    return jax.tree.map(lambda count: count.astype(jnp.result_type(float)), result)

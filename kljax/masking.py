@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
 from kljax._devices import over_devices
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax.rows import check_segments, row_last
 
 __all__ = [
     "completion_mask",
@@ -220,20 +221,23 @@ def completion_mask(prompt_lengths: ArrayLike, completion_lengths: ArrayLike, le
     return (position >= start) & (position < stop)
 
 
-def last_token_mask(mask: ArrayLike) -> Array:
+def last_token_mask(mask: ArrayLike, *, segment_ids: ArrayLike | None = None) -> Array:
     """The last unmasked position of each row, and nothing in a row without one.
 
     Args:
       mask: `[..., T]`, boolean.
+      segment_ids: `[..., T]` integers below T, the sequence of each token where rows are packed; a sequence is one run
+        of positions, and a negative id marks padding. None takes each row as one sequence.
 
     Returns:
-      `[..., T]` booleans with at most one position set per row.
+      `[..., T]` booleans with at most one position set per row, or per segment.
 
     Gradient:
       None; masks are data.
 
     Raises:
-      TypeError: if the mask has a floating type.
+      ValueError: for segment ids of another shape, of T or more, or of several runs.
+      TypeError: if the mask has a floating type, or the segment ids have.
 
     Example:
       >>> import jax.numpy as jnp, kljax
@@ -241,9 +245,8 @@ def last_token_mask(mask: ArrayLike) -> Array:
       [[0 0 1 0]
        [0 0 0 0]]
     """
-    mask = check_mask(mask)
-    later = jnp.flip(jnp.cumsum(jnp.flip(mask, -1), -1), -1)
-    return mask & (later == 1)
+    mask, segment_ids = check_segments(segment_ids, mask)
+    return row_last(mask, segment_ids=segment_ids)
 
 
 def shift_right(values: ArrayLike, fill: Scalar = 0) -> Array:

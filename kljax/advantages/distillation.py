@@ -8,6 +8,7 @@ from kljax._numerics import expm1_minus, log_mix
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.advantages.group import per_token
 from kljax.masking import masked
+from kljax.rows import row_cumsum, row_sum
 
 __all__ = ["distillation_advantages", "iw_opd_advantages", "jsd_advantages", "kimi_advantages"]
 
@@ -185,8 +186,8 @@ def iw_opd_advantages(
     check_at_least("gamma", gamma, 0)
     gain = _log_ratio(teacher_log_probs, log_probs, mask)
     size = jnp.abs(gain)
-    total = size.sum(-1, keepdims=True)
-    before = (jnp.cumsum(size, -1) - size) / jnp.where(total > 0, total, 1)
+    total = row_sum(size)
+    before = (row_cumsum(size) - size) / jnp.where(total > 0, total, 1)
     return masked(gain * (1 + jnp.asarray(gamma, gain.dtype) * (1 - before)), mask)
 
 

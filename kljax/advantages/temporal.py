@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape, check_scalar
+from kljax._checks import as_float, check_at_least, check_choice, check_same_shape, check_scalar
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.masking import masked
+from kljax.rows import check_segments, row_cumsum, row_ends
 
 __all__ = ["gae", "reinforce_plus_plus_returns"]
 
@@ -17,7 +18,12 @@ GAE_RULES = ("skip", "carry", "none")
 
 
 def reinforce_plus_plus_returns(
-    token_rewards: ArrayLike, mask: ArrayLike, *, gamma: Scalar = 1.0, masked_tokens: str = "carry"
+    token_rewards: ArrayLike,
+    mask: ArrayLike,
+    *,
+    gamma: Scalar = 1.0,
+    masked_tokens: str = "carry",
+    segment_ids: ArrayLike | None = None,
 ) -> Array:
     """Discounted returns: `G_t = R_t + gamma * G_{t+1}` over the unmasked tokens of a row.
 
@@ -32,6 +38,8 @@ def reinforce_plus_plus_returns(
       mask: same shape, boolean.
       gamma: discount per token, usually between 0 and 1.
       masked_tokens: one of the three rules above.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0. REINFORCE++ whitens them
@@ -56,7 +64,8 @@ def reinforce_plus_plus_returns(
     check_same_shape(token_rewards=token_rewards, mask=mask)
     check_scalar("gamma", gamma)
     check_at_least("gamma", gamma, 0)
-    rewards, keep = masked(token_rewards, mask), check_mask(mask)
+    keep, ids = check_segments(segment_ids, mask)
+    rewards = masked(token_rewards, keep)
     gamma = jnp.asarray(gamma, rewards.dtype)
 
     def step(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -65,7 +74,7 @@ def reinforce_plus_plus_returns(
         skipped = {"carry": later, "reset": jnp.zeros_like(later), "none": total}[masked_tokens]
         return jnp.where(kept, total, skipped), jnp.where(kept, total, 0)
 
-    return _scan_back(step, _nothing(rewards), (rewards, keep))
+    return _scan_back(step, _nothing(rewards), (rewards, keep), ids)
 
 
 def gae(
@@ -76,6 +85,7 @@ def gae(
     gamma: Scalar = 1.0,
     lam: Scalar = 1.0,
     masked_tokens: str = "skip",
+    segment_ids: ArrayLike | None = None,
 ) -> tuple[Array, Array]:
     """Generalised advantage estimates, and the returns that the value function is fitted to.
 
@@ -102,6 +112,8 @@ def gae(
       lam: trace decay, 0 (one-step) to 1 (Monte Carlo).
       masked_tokens: one of the three rules above. The rules of `reinforce_plus_plus_returns` are named for returns:
         its "carry" is the "skip" of this function, and its "none" the "carry".
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `(advantages, returns)`, both `[..., T]`, float32 or float64, in the unit of the rewards; masked positions
@@ -133,8 +145,8 @@ def gae(
     check_scalar("lam", lam)
     check_at_least("lam", lam, 0)
     rewards, values = as_float(rewards, values)
-    keep = check_mask(mask)
-    enters = jnp.cumsum(keep, -1) > 0 if masked_tokens == "none" else keep
+    keep, ids = check_segments(segment_ids, mask)
+    enters = row_cumsum(keep, segment_ids=ids) > 0 if masked_tokens == "none" else keep
     rewards, values = jnp.where(enters, rewards, 0), jnp.where(enters, values, 0)
     gamma, lam = jnp.asarray(gamma, rewards.dtype), jnp.asarray(lam, rewards.dtype)
 
@@ -146,8 +158,8 @@ def gae(
             carry = jnp.where(kept, value, next_value), jnp.where(kept, advantage, next_advantage)
         return carry, jnp.where(kept, advantage, 0)
 
-    advantages = _scan_back(step, (_nothing(rewards), _nothing(values)), (rewards, values, keep))
-    return advantages, masked(advantages + values, mask)
+    advantages = _scan_back(step, (_nothing(rewards), _nothing(values)), (rewards, values, keep), ids)
+    return advantages, masked(advantages + values, keep)
 
 
 def _weighed(weight: Array, values: Array) -> Array:
@@ -160,8 +172,20 @@ def _nothing(values: Array) -> Array:
     return jnp.zeros_like(values.sum(-1))
 
 
-def _scan_back(step: Callable[[Any, Any], tuple[Any, Array]], start: Any, arrays: Any) -> Array:
-    """Runs `step` from the last position of the last axis to the first; results in the order of the positions."""
-    by_position = jax.tree.map(lambda array: jnp.moveaxis(array, -1, 0), arrays)
-    _, results = jax.lax.scan(step, start, by_position, reverse=True)
+def _scan_back(
+    step: Callable[[Any, Any], tuple[Any, Array]], start: Any, arrays: Any, segment_ids: Array | None
+) -> Array:
+    """Runs `step` from the last token of every sequence to its first; results in the order of the positions."""
+
+    def by_position(array: Array) -> Array:
+        return jnp.moveaxis(array, -1, 0)
+
+    def step_in_segment(later: Any, now: tuple[Array, Any]) -> tuple[Any, Array]:
+        ends, inputs = now
+        return step(jax.tree.map(lambda carry, zero: jnp.where(ends, zero, carry), later, start), inputs)
+
+    if segment_ids is not None:
+        arrays = row_ends(segment_ids), arrays
+    run = step if segment_ids is None else step_in_segment
+    _, results = jax.lax.scan(run, start, jax.tree.map(by_position, arrays), reverse=True)
     return jnp.moveaxis(results, 0, -1)

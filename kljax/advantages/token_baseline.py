@@ -9,6 +9,7 @@ from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.advantages._groups import SINGLETONS, safe_ids
 from kljax.advantages.temporal import reinforce_plus_plus_returns
 from kljax.masking import masked
+from kljax.rows import positions, row_any, row_count, row_cumsum, row_first
 
 __all__ = ["otb_advantages"]
 
@@ -91,21 +92,21 @@ def otb_advantages(
     rewards, log_probs, squares, weights = as_float(*arrays.values(), weights)
     ids, real, unknown = safe_ids(group_ids, num_groups, valid)
     keep = check_mask(mask) & real[:, None]
-    real = keep.any(-1)
+    real = row_any(keep)[:, 0]
     returns = reinforce_plus_plus_returns(rewards, keep)
     squared_norms = jnp.square(masked(weights, keep)) * (1 - 2 * jnp.exp(masked(log_probs, keep)) + squares)
-    energies = masked(jnp.cumsum(masked(squared_norms, keep), -1), keep)
+    energies = masked(row_cumsum(masked(squared_norms, keep)), keep)
 
     # Where the tokens of a group meet: the place of each among the places that they share.
-    first = jnp.argmax(keep, -1, keepdims=True)
-    places = jnp.cumsum(keep, -1) - 1 if align == "token" else jnp.arange(keep.shape[1])[None] - first
+    first = row_first(keep)
+    places = row_cumsum(keep) - 1 if align == "token" else positions(keep) - first
     shared = places if align == "token" else places + first
     sums = [_add_up(ids, shared, array, num_groups) for array in (energies, energies * returns)]
     weight, value = over_devices(sums, axis_name)
     weight = weight + jnp.asarray(eps, weight.dtype)
     baselines = jnp.where(weight != 0, value / jnp.where(weight != 0, weight, 1), 0)
     own = baselines[ids[:, None], jnp.maximum(shared, 0)]
-    lengths = keep.sum(-1)
+    lengths = row_count(keep)[:, 0]
     if zero_tail:
         longest, next_longest = _two_longest(lengths, ids, num_groups, axis_name)
         alone = (lengths == longest[ids]) & (next_longest[ids] < longest[ids])

@@ -8,7 +8,7 @@ from kljax._typing import Array, ArrayLike, Scalar
 from kljax.aggregation import WeightedSum
 from kljax.losses._surrogate import beyond_clip, check_clip, loss_inputs
 from kljax.losses.value import value_errors
-from kljax.ratios import level_log_ratios
+from kljax.ratios import level_log_ratios, level_mask
 from kljax.ratios.levels import check_bounds, within
 
 __all__ = ["clip_fraction", "clipped_tokens", "dual_clip_fraction", "ratio_fraction", "value_clip_fraction"]
@@ -181,8 +181,7 @@ def ratio_fraction(
     """
     check_bounds(lower, upper, low=0)
     ratio = jnp.exp(level_log_ratios(log_probs, behaviour_log_probs, mask, level))
-    counted = check_mask(mask) if level == "token" else check_mask(mask).any(-1)
-    return WeightedSum.of((~within(ratio, lower, upper)).astype(ratio.dtype), counted)
+    return WeightedSum.of((~within(ratio, lower, upper)).astype(ratio.dtype), level_mask(mask, level))
 
 
 def value_clip_fraction(
@@ -225,6 +224,4 @@ def _ratios(
     """The ratios of a level and the advantages, both `[..., T]` and detached."""
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     ratio = jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, level))
-    if level != "token":
-        ratio = jnp.broadcast_to(ratio[..., None], advantages.shape)
-    return jax.lax.stop_gradient((ratio, advantages))
+    return jax.lax.stop_gradient((jnp.broadcast_to(ratio, advantages.shape), advantages))

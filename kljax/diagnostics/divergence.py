@@ -2,12 +2,11 @@
 
 import jax.numpy as jnp
 
-from kljax._checks import check_mask
 from kljax._typing import ArrayLike, Scalar
 from kljax.aggregation import WeightedSum
 from kljax.diagnostics.means import mean_by_position, mean_metric
 from kljax.kl import estimate_kl
-from kljax.ratios import level_log_ratios, log_ratios
+from kljax.ratios import level_log_ratios, level_mask, log_ratios
 
 __all__ = [
     "chi_squared",
@@ -223,8 +222,7 @@ def chi_squared(
       0.2500
     """
     log_ratio = level_log_ratios(log_probs, behaviour_log_probs, mask, level, log_ratio_clip)
-    counted = check_mask(mask) if level == "token" else check_mask(mask).any(-1)
-    return WeightedSum.of(jnp.expm1(2 * log_ratio), counted)
+    return WeightedSum.of(jnp.expm1(2 * log_ratio), level_mask(mask, level))
 
 
 def kl_by_position(

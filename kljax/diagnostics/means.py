@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from kljax._checks import check_at_least, check_choice, check_mask, check_same_shape
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.aggregation import WeightedSum
-from kljax.masking import masked, masked_mean
+from kljax.masking import masked
+from kljax.rows import positions, row_any, row_first, row_max, row_mean, row_sum
 
 __all__ = ["masked_fraction", "mean_by_position", "mean_metric"]
 
@@ -48,16 +49,16 @@ def mean_metric(values: ArrayLike, mask: ArrayLike, *, mode: str = "token_mean")
       seq_mean_token_max 4.0
     """
     check_choice("mode", mode, MODES)
-    values = masked(values, mask)
+    values, kept = masked(values, mask), check_mask(mask)
     if mode == "token_mean":
         return WeightedSum.of(values, mask)
     if mode == "seq_mean_token_mean":
-        rows = masked_mean(values, mask, axis=-1)
+        rows = row_mean(values, kept)
     elif mode == "seq_mean_token_sum":
-        rows = values.sum(-1)
+        rows = row_sum(values)
     else:
-        rows = jnp.abs(values).max(-1, initial=0)
-    return WeightedSum.of(rows, check_mask(mask).any(-1))
+        rows = row_max(jnp.abs(values), kept, initial=0)
+    return WeightedSum.of(rows, row_any(kept))
 
 
 def masked_fraction(kept: ArrayLike, mask: ArrayLike, *, mode: str = "token_mean") -> WeightedSum:
@@ -121,9 +122,8 @@ def mean_by_position(
     check_at_least("max_length", max_length, 0, strict=True)
     values, mask = jax.lax.stop_gradient(masked(values, mask)), check_mask(mask)
     length = jnp.asarray(mask.shape[-1] if max_length is None else max_length, values.dtype)
-    first = jnp.argmax(mask, axis=-1, keepdims=True)
-    positions = jax.lax.broadcasted_iota(first.dtype, mask.shape, mask.ndim - 1) - first
-    bucket = jnp.floor(positions.astype(values.dtype) * num_buckets / length).clip(0, num_buckets - 1)
+    position = positions(mask) - row_first(mask)
+    bucket = jnp.floor(position.astype(values.dtype) * num_buckets / length).clip(0, num_buckets - 1)
 
     def of_bucket(number: Array) -> WeightedSum:
         return WeightedSum.of(values, mask & (bucket == number))

@@ -11,7 +11,7 @@ from kljax._checks import check_mask
 from kljax._devices import all_rows, greatest, least, same_everywhere
 from kljax._typing import Array, ArrayLike, AxisName
 from kljax.masking import masked
-from kljax.ratios import level_log_ratios
+from kljax.ratios import level_log_ratios, level_mask
 
 __all__ = ["Extremes", "log_prob_diff_extremes", "ratio_quantiles"]
 
@@ -82,7 +82,7 @@ def log_prob_diff_extremes(
       2.0
     """
     difference = level_log_ratios(log_probs, other_log_probs, mask, level)
-    extremes = Extremes.of(jnp.abs(difference) if absolute else difference, _counted(mask, level))
+    extremes = Extremes.of(jnp.abs(difference) if absolute else difference, level_mask(mask, level))
     return Extremes(least(extremes.min, axis_name), greatest(extremes.max, axis_name))
 
 
@@ -126,7 +126,7 @@ def ratio_quantiles(
     if not all(0 <= quantile <= 1 for quantile in quantiles):
         raise ValueError(f"quantiles: got {tuple(quantiles)!r}, expected numbers between 0 and 1")
     values = jax.lax.stop_gradient(level_log_ratios(log_probs, old_log_probs, mask, level)).ravel()
-    kept = _counted(mask, level).ravel()
+    kept = level_mask(mask, level).ravel()
     values, kept = all_rows((values, kept), axis_name)
     # What is masked goes behind everything else.
     ordered = jnp.sort(jnp.where(kept, values, jnp.inf))
@@ -139,7 +139,3 @@ def ratio_quantiles(
     between = jnp.where(exact, low, low + share * (high - low))
     between = jnp.where((kept & jnp.isnan(values)).any(), jnp.nan, between)
     return same_everywhere(jnp.where(kept.any(), jnp.exp(between), 1), axis_name)
-
-
-def _counted(mask: ArrayLike, level: str) -> Array:
-    return check_mask(mask) if level == "token" else check_mask(mask).any(-1)

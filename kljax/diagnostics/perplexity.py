@@ -2,11 +2,11 @@
 
 import jax.numpy as jnp
 
-from kljax._checks import check_mask
+from kljax._checks import check_mask, check_same_shape
 from kljax._typing import Array, ArrayLike
 from kljax.aggregation import WeightedSum
-from kljax.masking import masked_mean
 from kljax.ratios import level_log_ratios
+from kljax.rows import row_any, row_mean
 
 __all__ = ["log_perplexity", "log_perplexity_diff", "perplexity", "perplexity_ratio"]
 
@@ -32,7 +32,7 @@ def perplexity(log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
       >>> print(f"{kljax.perplexity(jnp.log(jnp.array([[0.5, 0.125]])), jnp.array([[1, 1]])).value():.4f}")
       4.0000
     """
-    return _over_rows(jnp.exp(-masked_mean(log_probs, mask, axis=-1)), mask)
+    return _over_rows(jnp.exp(-_mean_log_probs(log_probs, mask)), mask)
 
 
 def log_perplexity(log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
@@ -56,7 +56,7 @@ def log_perplexity(log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
       >>> print(kljax.log_perplexity(jnp.array([[-1.0, -3.0]]), jnp.array([[1, 1]])).value())
       2.0
     """
-    return _over_rows(-masked_mean(log_probs, mask, axis=-1), mask)
+    return _over_rows(-_mean_log_probs(log_probs, mask), mask)
 
 
 def log_perplexity_diff(
@@ -120,5 +120,10 @@ def perplexity_ratio(log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: A
     return _over_rows(jnp.exp(-level_log_ratios(log_probs, rollout_log_probs, mask, "geometric")), mask)
 
 
+def _mean_log_probs(log_probs: ArrayLike, mask: ArrayLike) -> Array:
+    check_same_shape(log_probs=log_probs, mask=mask)
+    return row_mean(log_probs, check_mask(mask))
+
+
 def _over_rows(values: Array, mask: ArrayLike) -> WeightedSum:
-    return WeightedSum.of(values, check_mask(mask).any(-1))
+    return WeightedSum.of(values, row_any(check_mask(mask)))

@@ -69,10 +69,11 @@ def log_ratios_of(
     check_choice("level", level, LEVELS)
     check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
     if level in ("token", "sequence", "geometric"):
-        ratios = level_log_ratios(log_probs, old_log_probs, mask, level, log_ratio_clip)
-        return ratios if level == "token" else jnp.broadcast_to(ratios[..., None], log_probs.shape)
+        return jnp.broadcast_to(
+            level_log_ratios(log_probs, old_log_probs, mask, level, log_ratio_clip), log_probs.shape
+        )
     token = level_log_ratios(log_probs, old_log_probs, mask, "token")
-    row = level_log_ratios(log_probs, old_log_probs, mask, "geometric")[..., None]
+    row = level_log_ratios(log_probs, old_log_probs, mask, "geometric")
     mixed = (token + row) / 2 if level == "geometric_average" else _log_mean(token, row)
     return clip_symmetric(mixed, log_ratio_clip)
 

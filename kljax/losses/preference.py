@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_same_shape
+from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
 from kljax._numerics import times
 from kljax._typing import Array, ArrayLike, Scalar
-from kljax.masking import masked_sum
+from kljax.rows import row_sum
 
 __all__ = ["dpo_loss"]
 
@@ -85,4 +85,5 @@ def dpo_loss(
 
 def _drift(log_probs: Array, ref_log_probs: Array, mask: ArrayLike) -> Array:
     """`sum_t m_t (log pi - log pi_ref)`."""
-    return masked_sum(log_probs, mask, axis=-1) - masked_sum(ref_log_probs, mask, axis=-1)
+    kept = check_mask(mask)
+    return (row_sum(log_probs, kept) - row_sum(ref_log_probs, kept))[..., 0]

@@ -6,7 +6,7 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import check_at_least, check_choice, check_same_shape
+from kljax._checks import check_at_least, check_choice, check_mask, check_same_shape
 from kljax._numerics import (
     Parts,
     clip,
@@ -21,7 +21,8 @@ from kljax._numerics import (
 )
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.losses._surrogate import check_clip, importance_weighted, log_ratios_of, loss_inputs
-from kljax.masking import masked, masked_mean
+from kljax.masking import masked
+from kljax.rows import row_mean, row_sum
 
 __all__ = ["gmpo_loss", "sapo_loss", "vespo_loss"]
 
@@ -142,8 +143,8 @@ def gmpo_loss(
     low, high = (jnp.asarray(bound, log_probs.dtype) for bound in (-clip_low, clip_high))
     lowest, highest = jnp.where(advantages < 0, low, -jnp.inf), jnp.where(advantages > 0, high, jnp.inf)
     clipped = jnp.where(advantages == 0, 0, clip(log_probs - old_log_probs, lowest, highest))
-    log_mean = masked_mean(clipped, mask, axis=-1)[..., None]
-    advantage = masked_mean(advantages, mask, axis=-1)[..., None]
+    kept = check_mask(mask)
+    log_mean, advantage = row_mean(clipped, kept), row_mean(advantages, kept)
     return -masked(jnp.broadcast_to(importance_weighted(advantage, log_mean), log_probs.shape), mask)
 
 
@@ -212,7 +213,7 @@ def vespo_loss(
     if weights is not None:
         check_same_shape(weights=weights, mask=mask)
         log_weights += masked(jnp.log(jnp.asarray(weights, log_probs.dtype)), mask)
-    log_weight = jax.lax.stop_gradient(log_weights).sum(-1, keepdims=True)
+    log_weight = row_sum(jax.lax.stop_gradient(log_weights))
     k = _chosen(advantages >= 0, k_positive, k_negative, log_weight.dtype)
     leading, trailing = _chosen(advantages >= 0, lambda_positive, lambda_negative, log_weight.dtype)
     # Without the infinities, where phi is 0.

@@ -4,6 +4,7 @@ from kljax.ratios.correction import RolloutCorrection, correct_rollout
 from kljax.ratios.divergence import divergence_mask, kl_rejection_mask, off_policy_sequence_mask
 from kljax.ratios.levels import geometric_ratios, log_ratios, sequence_ratios, token_ratios
 from kljax.ratios.levels import level_log_ratios as level_log_ratios
+from kljax.ratios.levels import level_mask as level_mask
 from kljax.ratios.rejection import rejection_mask, veto_mask
 from kljax.ratios.weights import importance_weights, truncated_importance_weights
 

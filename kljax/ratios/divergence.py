@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.kl import estimate_kl
-from kljax.masking import masked, masked_mean
+from kljax.masking import masked
 from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
 from kljax.ratios.levels import check_bounds, within
+from kljax.rows import row_max, row_mean, row_sum
 
 __all__ = ["divergence_mask", "kl_rejection_mask", "off_policy_sequence_mask"]
 
@@ -71,11 +72,11 @@ def kl_rejection_mask(
     # The tokens are the behaviour's, so it is the first of the two policies.
     kl = estimate_kl(behaviour_log_probs, log_probs, mask, estimator=estimator, log_ratio_clip=log_ratio_clip)
     if reduction == "sum":
-        kl = kl.sum(-1, keepdims=True)
+        kl = row_sum(kl)
     elif reduction == "mean":
-        kl = masked_mean(kl, mask, axis=-1)[..., None]
+        kl = row_mean(kl, kept)
     elif reduction == "max":
-        kl = jnp.where(kept, kl, -jnp.inf).max(-1, keepdims=True)
+        kl = row_max(kl, kept, initial=-jnp.inf)
     return kept & within(kl, lower, upper)
 
 
@@ -126,10 +127,11 @@ def divergence_mask(
     check_at_least("max_divergence", max_divergence, 0)
     check_same_shape(log_probs=log_probs, behaviour_log_probs=behaviour_log_probs, mask=mask)
     log_probs, behaviour_log_probs = as_float(log_probs, behaviour_log_probs)
+    kept = check_mask(mask)
     apart = DIVERGENCES[divergence](masked(behaviour_log_probs, mask), masked(log_probs, mask))
     if level == "sequence":
-        apart = masked_mean(apart, mask, axis=-1)[..., None]
-    return check_mask(mask) & within(apart, None, max_divergence)
+        apart = row_mean(apart, kept)
+    return kept & within(apart, None, max_divergence)
 
 
 def off_policy_sequence_mask(
@@ -175,5 +177,6 @@ def off_policy_sequence_mask(
     """
     check_same_shape(log_probs=log_probs, advantages=advantages)
     kl = estimate_kl(behaviour_log_probs, log_probs, mask, estimator="k1", log_ratio_clip=log_ratio_clip)
-    near = within(masked_mean(kl, mask, axis=-1)[..., None], None, max_kl)
-    return check_mask(mask) & (near | ~(masked(advantages, mask) < 0))
+    kept = check_mask(mask)
+    near = within(row_mean(kl, kept), None, max_kl)
+    return kept & (near | ~(masked(advantages, mask) < 0))

@@ -17,7 +17,8 @@ from kljax._checks import as_float, check_at_least, check_choice, check_same_sha
 from kljax._devices import greatest
 from kljax._numerics import clip_symmetric
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
-from kljax.masking import masked, masked_mean
+from kljax.masking import masked
+from kljax.rows import check_segments, row_any, row_mean, row_sum, to_tokens
 
 __all__ = ["geometric_ratios", "log_ratios", "sequence_ratios", "token_ratios"]
 
@@ -86,7 +87,12 @@ def token_ratios(
 
 
 def sequence_ratios(
-    log_probs: ArrayLike, old_log_probs: ArrayLike, mask: ArrayLike, *, log_ratio_clip: Scalar | None = None
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    log_ratio_clip: Scalar | None = None,
+    segment_ids: ArrayLike | None = None,
 ) -> Array:
     """Importance ratio of each sequence: the product of its token ratios, `exp(sum_t m_t d_t)`.
 
@@ -95,9 +101,12 @@ def sequence_ratios(
       old_log_probs: same shape, log-probs of the denominator policy.
       mask: same shape, boolean.
       log_ratio_clip: bound of the sum `sum_t m_t d_t`, in nats; None does not clip.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
-      `[...]` (no T), float32 or float64; 1 for a row without a token, the product over nothing.
+      `[...]` (no T), float32 or float64; 1 for a row without a token, the product over nothing. With `segment_ids`
+      `[..., T]`: each unmasked token has the ratio of its segment, and masked positions hold 0.
 
     Gradient:
       `m_t r` to `log_probs` at `t`; 0 outside the clip.
@@ -110,11 +119,18 @@ def sequence_ratios(
       >>> print(kljax.sequence_ratios(jnp.array([[-1.0, -2.0]]), jnp.array([[-1.5, -1.5]]), jnp.array([[1, 1]])))
       [1.]
     """
-    return jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, "sequence", log_ratio_clip))
+    return _row_ratios(
+        log_probs, old_log_probs, mask, "sequence", log_ratio_clip=log_ratio_clip, segment_ids=segment_ids
+    )
 
 
 def geometric_ratios(
-    log_probs: ArrayLike, old_log_probs: ArrayLike, mask: ArrayLike, *, log_ratio_clip: Scalar | None = None
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    mask: ArrayLike,
+    *,
+    log_ratio_clip: Scalar | None = None,
+    segment_ids: ArrayLike | None = None,
 ) -> Array:
     """Length-normalised ratio of each sequence: the geometric mean of its token ratios, `exp(sum_t m_t d_t / n)`.
 
@@ -123,9 +139,12 @@ def geometric_ratios(
       old_log_probs: same shape, log-probs of the denominator policy.
       mask: same shape, boolean; `n` is the number of unmasked tokens of the row.
       log_ratio_clip: bound of the mean `sum_t m_t d_t / n`, in nats; None does not clip.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
-      `[...]` (no T), float32 or float64; 1 for a row without a token.
+      `[...]` (no T), float32 or float64; 1 for a row without a token. With `segment_ids` `[..., T]`: each unmasked
+      token has the ratio of its segment, and masked positions hold 0.
 
     Gradient:
       `m_t r / n` to `log_probs` at `t`; 0 outside the clip.
@@ -142,7 +161,9 @@ def geometric_ratios(
       >>> print(kljax.geometric_ratios(lp, old, jnp.array([[1, 1]])).round(4))
       [2.]
     """
-    return jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, "geometric", log_ratio_clip))
+    return _row_ratios(
+        log_probs, old_log_probs, mask, "geometric", log_ratio_clip=log_ratio_clip, segment_ids=segment_ids
+    )
 
 
 def level_log_ratios(
@@ -151,21 +172,31 @@ def level_log_ratios(
     mask: ArrayLike,
     level: str,
     log_ratio_clip: Scalar | None = None,
+    *,
+    segment_ids: ArrayLike | None = None,
 ) -> Array:
-    """The log-ratio of a level, `[..., T]` for tokens and `[...]` for sequences, clipped after it is reduced."""
+    """The log-ratio of a level, `[..., T]` for tokens and `[..., S]` for sequences, clipped after it is reduced."""
     check_choice("level", level, LEVELS)
     check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
-    per_token = log_ratios(log_probs, old_log_probs, mask)
+    kept, ids = check_segments(segment_ids, mask)
+    values = log_ratios(log_probs, old_log_probs, kept)
     if level == "sequence":
-        per_token = per_token.sum(-1)
+        values = row_sum(values, segment_ids=ids)
     elif level == "geometric":
-        per_token = masked_mean(per_token, mask, axis=-1)
-    return clip_symmetric(per_token, log_ratio_clip)
+        values = row_mean(values, kept, segment_ids=ids)
+    return clip_symmetric(values, log_ratio_clip)
 
 
-def level_to_tokens(values: Array, mask: ArrayLike, level: str) -> Array:
+def level_mask(mask: ArrayLike, level: str, segment_ids: ArrayLike | None = None) -> Array:
+    """The unmasked tokens, `[..., T]`, or for the levels of sequences those that have one, `[..., S]`."""
+    kept, ids = check_segments(segment_ids, mask)
+    return kept if level == "token" else row_any(kept, segment_ids=ids)
+
+
+def level_to_tokens(values: Array, mask: ArrayLike, level: str, segment_ids: ArrayLike | None = None) -> Array:
     """Values of a level as `[..., T]`: repeated over the row where they belong to a sequence, 0 under the mask."""
-    return masked(values if level == "token" else jnp.broadcast_to(values[..., None], jnp.shape(mask)), mask)
+    kept, ids = check_segments(segment_ids, mask)
+    return masked(values if level == "token" else to_tokens(values, kept.shape[-1], segment_ids=ids), kept)
 
 
 def check_bounds(lower: Scalar | None, upper: Scalar | None, *, needed: bool = True, low: float | None = None) -> None:
@@ -190,3 +221,16 @@ def largest(values: Array, kept: Array, axis_name: AxisName) -> Array:
     """The largest of the values kept, a constant; 0 if it is not finite. In its unit no mean overflows or vanishes."""
     largest = greatest(jnp.max(jnp.where(kept, values, -jnp.inf), initial=-jnp.inf), axis_name)
     return jnp.where(jnp.isfinite(largest), largest, 0)
+
+
+def _row_ratios(
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    mask: ArrayLike,
+    level: str,
+    *,
+    log_ratio_clip: Scalar | None,
+    segment_ids: ArrayLike | None,
+) -> Array:
+    ratios = jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, level, log_ratio_clip, segment_ids=segment_ids))
+    return ratios[..., 0] if segment_ids is None else level_to_tokens(ratios, mask, level, segment_ids)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from kljax._checks import check_at_least, check_mask
 from kljax._typing import Array, ArrayLike, Scalar
 from kljax.ratios.levels import check_bounds, level_log_ratios, token_ratios, within
+from kljax.rows import row_any
 
 __all__ = ["rejection_mask", "veto_mask"]
 
@@ -52,7 +53,7 @@ def rejection_mask(
     """
     check_bounds(lower, upper, low=0)
     inside = within(jnp.exp(level_log_ratios(log_probs, behaviour_log_probs, mask, level)), lower, upper)
-    return check_mask(mask) & (inside if level == "token" else inside[..., None])
+    return check_mask(mask) & inside
 
 
 def veto_mask(
@@ -97,4 +98,4 @@ def veto_mask(
         raise ValueError("min_ratio, max_ratio: got None for both, expected at least one bound")
     keep = check_mask(mask)
     tolerated = within(token_ratios(log_probs, behaviour_log_probs, mask), min_ratio, max_ratio)
-    return keep & (tolerated | ~keep).all(-1, keepdims=True)
+    return keep & ~row_any(keep & ~tolerated)

@@ -6,7 +6,8 @@ from kljax._checks import check_at_least, check_choice, check_mask, check_only_w
 from kljax._numerics import clip, exp_capped
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.masking import masked, masked_mean
-from kljax.ratios.levels import check_bounds, largest, level_log_ratios, level_to_tokens, within
+from kljax.ratios.levels import check_bounds, largest, level_log_ratios, level_mask, level_to_tokens, within
+from kljax.rows import row_any, row_mean
 
 __all__ = ["importance_weights", "truncated_importance_weights"]
 
@@ -87,7 +88,7 @@ def importance_weights(
     bounds = (None, None) if mode == "mask" else (lower, upper)
     if normalize == "none":
         return level_to_tokens(jnp.where(kept, _exp_clipped(log_ratio, *bounds), 0), mask, level)
-    counted = check_mask(mask) if level == "token" else check_mask(mask).any(-1)
+    counted = level_mask(mask, level)
     log_weight = clip(log_ratio, *(None if x is None else jnp.log(jnp.asarray(x, log_ratio.dtype)) for x in bounds))
     log_weight = log_weight - largest(log_weight, kept & counted, axis_name)
     weights = level_to_tokens(jnp.where(kept & counted, jnp.exp(log_weight), 0), mask, level)
@@ -148,7 +149,7 @@ def _exp_clipped(log_values: Array, low: Scalar | None, high: Scalar | None) -> 
 def _mean_weight(weights: Array, mask: ArrayLike, normalize: str, axis_name: AxisName) -> Array:
     """The mean of the weights over tokens or rows; 1 where it is 0."""
     if normalize == "rows":
-        mask = check_mask(mask)
-        weights, mask = masked_mean(weights, mask, axis=-1), mask.any(-1)
+        kept = check_mask(mask)
+        weights, mask = row_mean(weights, kept), row_any(kept)
     mean = masked_mean(masked(weights, mask), mask, axis_name=axis_name)
     return jnp.where(mean == 0, 1, mean)

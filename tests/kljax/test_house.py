@@ -22,6 +22,7 @@ SOURCES = LIBRARY + sorted((ROOT / "train").rglob("*.py"))
 # A module imports from its own layer or a lower one.
 LAYERS = [
     {"_typing", "_checks", "_numerics", "_devices"},
+    {"rows"},
     {"masking"},
     {"log_probs", "kl", "ratios"},
     {"aggregation", "rewards", "advantages", "controllers"},
