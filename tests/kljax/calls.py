@@ -128,7 +128,9 @@ VARIANTS: dict[str, list[Options]] = {
     ],
     "masked_var": [{"axis": GIVEN, "ddof": 0}],
     "masked_whiten": [{"axis": GIVEN, "shift_mean": False}],
+    "token_weights": [{"mode": "seq_mean_token_mean", "segment_ids": GIVEN}],
     "aggregate": [
+        {"mode": "seq_mean_token_mean", "segment_ids": GIVEN, "empty_rows": "count"},
         {"mode": "seq_mean_token_mean", "empty_rows": "count"},
         {"mode": "prompt_mean", "group_ids": GIVEN, "num_groups": GIVEN, "empty_rows": "count"},
     ],
@@ -414,6 +416,8 @@ DRAWS: dict[str, Draw] = {
     "valid": lambda rng, shape, seed: np.arange(*shape) % 4 != 2,
     "key": lambda rng, shape, seed: jax.random.key(seed),
     "group_ids": lambda rng, shape, seed: np.roll([0, 1, 0, 2, 1, 0, 0, 1], seed),
+    # The sequences of a row; of the first seed with padding before them.
+    "segment_ids": lambda rng, shape, seed: np.broadcast_to(np.arange(shape[-1]) // 6 - (seed == 0), shape),
     "step": lambda rng, shape, seed: np.asarray(1 + seed),
     "targets": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),
     "indices": lambda rng, shape, seed: np.argsort(rng.random((*shape[:-1], SIZES["V"])), -1)[..., : shape[-1]],
