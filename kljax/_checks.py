@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import jax.numpy as jnp
 import numpy as np
 
-from kljax._typing import Array, ArrayLike
+from kljax._typing import Array, ArrayLike, Scalar
 
 
 def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
@@ -51,7 +51,7 @@ def check_at_most(name: str, value: object, high: float) -> None:
         raise ValueError(f"{name}: got {value!r}, expected a number <= {high}")
 
 
-def check_scalar(name: str, value: object) -> None:
+def check_scalar(name: str, value: Scalar) -> None:
     """Raises `ValueError` for an array with axes where one number is meant; inside `vmap` each element is one."""
     if np.shape(value) != ():
         raise ValueError(
