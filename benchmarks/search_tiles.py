@@ -1,32 +1,30 @@
-"""Finds the tile sizes of a device: times value and gradient over a grid, and prints a row for the library's table.
+"""Finds the tile sizes of a device: times value and gradient over a grid, and prints a line for the library's table.
 
     python -m benchmarks.search_tiles --size 16384x4096x151936 --dtype bf16
 
-All tiles are timed in the same rounds, against the one that the table has now. The fastest wins, and the smaller one of
-two within 2 % of each other; what it needs in temporary memory is shown beside it. The row goes into
-`kljax/log_probs/_tiles.py`.
+All tiles are timed in the same rounds, against the present one of the table. The fastest wins; of two within 2 %, the
+smaller. Temporary memory is shown beside the times. The line goes into `kljax/log_probs/_tiles.py`.
 """
 
 import argparse
+import functools
 import os
 from collections.abc import Mapping, Sequence
 
-from benchmarks._inputs import Options, Size, make_inputs, parse_numbers
+from benchmarks.harness import cli
+from benchmarks.suites.head.problem import Options, Size, make_inputs
 
 TOKENS, VOCAB = (256, 512, 1024, 2048, 4096, 8192), (1024, 2048, 4096, 8192)
 Pair = tuple[int, int]
-# Two tiles this close are as fast as each other.
+# Two tiles are as fast as each other within this factor.
 TIE = 1.02
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    found = argparse.ArgumentParser(
-        prog="python -m benchmarks.search_tiles",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    found.add_argument("--size", type=_size, default=Size(2048, 1024, 32_768), metavar="NxDxV")
+    """Returns the parser of the command."""
+    found = cli.parser("search_tiles", __doc__)
+    size = cli.numbers("2048x1024x32768")
+    found.add_argument("--size", type=size, default=(2048, 1024, 32_768), metavar="NxDxV")
     found.add_argument("--tokens", type=_sizes, default=TOKENS, metavar="N,N", help="rows of a tile to try")
     found.add_argument("--vocab", type=_sizes, default=VOCAB, metavar="V,V", help="columns of a tile to try")
     found.add_argument("--rounds", type=int, default=5)
@@ -36,32 +34,37 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Times the grid and prints it, then the row."""
+    """Times the grid and prints it, then the line of the table."""
     options = parser().parse_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cuda" if options.device == "gpu" else options.device)
-    # Only now: JAX reads the environment when it starts.
+    # JAX reads the environment at its import.
     import jax
 
-    from benchmarks._jax_contenders import Contenders
-    from benchmarks._measure import timed
+    from benchmarks.harness.race import race
+    from benchmarks.harness.results import Result
+    from benchmarks.suites.head.forms import FormsContender
+    from benchmarks.suites.head.jax_forms import JaxForms
     from kljax.log_probs._tiles import default_tile
 
-    kind, size = jax.devices()[0].device_kind, options.size
+    kind, size = jax.devices()[0].device_kind, Size(*options.size)
     now = default_tile(kind)
     tiles = {(now.tokens, now.vocab)}
     tiles |= {(min(n, size.tokens), min(v, size.vocab)) for n in options.tokens for v in options.vocab}
     inputs = make_inputs(size)
     tried = {
-        tile: Contenders(inputs, Options(device=options.device, dtype=options.dtype, tile=tile))
+        "x".join(map(str, tile)): FormsContender(
+            functools.partial(JaxForms, options=Options(device=options.device, dtype=options.dtype, tile=tile)), inputs
+        )
         for tile in sorted(tiles)
     }
-    seconds = dict.fromkeys(tried, float("inf"))
-    for contenders in tried.values():
-        contenders.run("tile")
-    for _ in range(options.rounds):
-        for tile, contenders in tried.items():
-            seconds[tile] = min(seconds[tile], timed(contenders, "tile")[0])
-    memory = {tile: contenders.temp_bytes("tile") for tile, contenders in tried.items()}
+    results = {name: Result(name) for name in tried}
+    race(results, options.rounds, lambda name: tried[name].run("tile"))
+    for result in results.values():
+        if result.failed:
+            raise RuntimeError(f"tile {result.name}: {result.problem}")
+    pairs = dict(zip(sorted(tiles), tried, strict=True))
+    seconds = {tile: results[name].best("wall") or float("nan") for tile, name in pairs.items()}
+    memory = {tile: tried[name].temporary("tile") or 0 for tile, name in pairs.items()}
     print(table(seconds, memory, (now.tokens, now.vocab)))
     tokens, vocab = best(seconds)
     print(f'\n    "{kind}": Tile({tokens}, {vocab}),')
@@ -69,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(seconds: Mapping[Pair, float], memory: Mapping[Pair, int], now: Pair) -> str:
-    """The grid as text, fastest first, each time as a ratio to that of the present tile."""
-    lines = [f"{'tokens':>8} {'vocab':>8} {'time, of the present':>22} {'temporary MiB':>14}"]
+    """Formats the grid, fastest first; times are relative to the present tile."""
+    lines = [f"{'tokens':>8} {'vocab':>8} {'time / present':>22} {'temporary MiB':>14}"]
     for tile in sorted(seconds, key=lambda tile: seconds[tile]):
         ratio, mark = seconds[tile] / seconds[now], "  <- present" if tile == now else ""
         lines.append(f"{tile[0]:>8} {tile[1]:>8} {ratio:>22.2f} {memory[tile] / 2**20:>14.1f}{mark}")
@@ -78,24 +81,13 @@ def table(seconds: Mapping[Pair, float], memory: Mapping[Pair, int], now: Pair) 
 
 
 def best(seconds: Mapping[Pair, float]) -> Pair:
-    """The fastest tile; of those that are as fast, the smallest."""
+    """Returns the fastest tile; the smallest of equally fast ones."""
     limit = TIE * min(seconds.values())
     return min((tile for tile, took in seconds.items() if took <= limit), key=lambda tile: (tile[0] * tile[1], tile))
 
 
-def _size(text: str) -> Size:
-    return Size(*_numbers(text, 3))
-
-
-def _numbers(text: str, count: int) -> tuple[int, ...]:
-    try:
-        return parse_numbers(text, count)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(_numbers(part, 1)[0] for part in text.split(","))
+    return tuple(cli.positive(part) for part in text.split(","))
 
 
 if __name__ == "__main__":

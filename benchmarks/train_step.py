@@ -2,40 +2,36 @@
 
     python -m benchmarks.train_step --make-envs ENVS   once; Tunix and transformers, in environments of their own
     python -m benchmarks.train_step --envs ENVS --json PATH --markdown PATH
+    python -m benchmarks.train_step --contenders kljax --against CHECKOUT
 
 Both do GRPO with a KL of 0.04 to the base (low_var_kl) and AdamW, from the same weights. Before anything is timed,
-kljax does the first update of Tunix on Tunix's batch, and what the two change is compared; the command fails if they
-differ. Peak memory is what the resident set grows by. A missed target is said, and is no failure of the command; what
-the parts of kljax's update take is measured at the end.
+kljax does the first update of Tunix on Tunix's batch; the command fails if the effects differ. Peak memory is the
+growth of the resident set. A missed target does not fail the command. A profile of kljax's update follows.
+
+With `--against`, another checkout of this repository races too: targets say whether this one is more than 3 % slower.
 """
 
 import argparse
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks._sides import ROOT
-from benchmarks._speed import command
+from benchmarks.suites.model import command, profile
+from benchmarks.suites.model.problem import QUICK, Work
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    assert __doc__ is not None
-    found = command.parser("python -m benchmarks.train_step", __doc__, ("kljax", "tunix"))
-    found.add_argument("--no-profile", action="store_true", help="leave out where the time of kljax goes")
-    options = found.parse_args(arguments)
-    return command.main(options, found, "step", None if options.no_profile else _profile)
+    """Runs the command."""
+    parser = command.parser("train_step", __doc__, ("kljax", "tunix"))
+    parser.add_argument("--no-profile", action="store_true", help="leave out the profile of kljax's update")
+    options = parser.parse_args(arguments)
+    return command.main(options, parser, "step", None if options.no_profile else _profile)
 
 
 def _profile(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The parts of an update, in a process of its own."""
-    run = [sys.executable, "-m", "benchmarks._speed.profile", "--rounds", str(options.rounds)]
-    run += ["--quick"] if options.quick else [f"--vocab={vocab}" for vocab in options.vocab or ()]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    text = subprocess.run(run, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-    lines = text.splitlines()
+    """Measures the parts of an update."""
+    works = [QUICK] if options.quick else [Work(vocab=vocab) for vocab in options.vocab or command.VOCABS]
+    lines = [line for work in works for line in profile.lines(work, options.rounds)]
     return {"profile": lines}, lines
 
 

@@ -1,36 +1,37 @@
 """The command that makes the tables: what it compiles, what it writes, what it says where a compiler is missing."""
 
+import dataclasses
 import json
 import pathlib
 
 import pytest
 
 from benchmarks import head_aot
-from benchmarks._aot import environment, rows, table, worker
-from benchmarks._aot.devices import DEVICES, TARGETS
-from benchmarks._aot.order import FULL, QUICK, Order, Plan
+from benchmarks.harness.process import RemoteError
+from benchmarks.suites.aot import compiler, plans, report
+from benchmarks.suites.aot.plans import DEVICES, FULL, GPU_TARGETS, QUICK, Order, Plan
 
 MIB = 2**20
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
-def compiler(monkeypatch):
+def compiled(monkeypatch):
     """Stands in for the compilers: plans that depend on the program alone. Records the orders."""
     orders: list[Order] = []
 
     def compile_in(directory, order):
         orders.append(order)
         if order.program == "naive_kl":
-            raise environment.CompilerError(f"{order}: internal error")
+            raise RemoteError(f"{order}: internal error")
         if order.program == "naive":
             return Plan(temp_bytes=20_000 * MIB, fits=order.device != "v5e", seconds=0.2)
         scale = 10 if order.program == "tunix" else 1
         return Plan(scale * 250 * MIB, seconds=scale / 10, collective_bytes=scale * MIB, collective_executions=3)
 
-    monkeypatch.setattr(environment, "compile_in", compile_in)
-    monkeypatch.setattr(environment, "missing", lambda directory, platform: None)
-    monkeypatch.setattr(environment, "installed", lambda directory: {"jax": "1.2.3"})
+    monkeypatch.setattr(compiler, "compile_in", compile_in)
+    monkeypatch.setattr(compiler, "missing", lambda directory, platform: None)
+    monkeypatch.setattr(compiler, "installed", lambda directory: {"jax": "1.2.3"})
     return orders
 
 
@@ -40,43 +41,46 @@ def test_orders_and_plans_travel_as_text():
     assert Order.from_json(Order("v5e", "one", "kljax").to_json()).problem == FULL
     assert str(order) == "v5e one kljax 8x16"
     plan = Plan(7, collectives=[{"kind": "all-gather"}])
-    assert Plan(**json.loads(plan.to_json())) == plan
+    assert Plan(**json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
 
 
-def test_the_tables(compiler, tmp_path, capsys):
+def test_the_tables(compiled, tmp_path, capsys):
     code = head_aot.main(["--targets", "v5e", "v5p", "h200", "--json", str(tmp_path / "a.json")])
     out = capsys.readouterr().out
     assert code == 1, "a program failed to compile"
     assert "**v5e, 16 devices, fsdp=4 x tensor=4**" in out
     assert "| naive JAX | 20,000, does not fit |" in out
     assert "| naive JAX, with exact KL | failed |" in out
-    assert "| v5e | one | temporary memory | 300 MiB | 250 MiB | met |" in out
-    assert "| v5e | one | temporary memory, forward only | 1 MiB | 250 MiB | missed |" in out
-    assert "| v5p | sharded | collectives, of Tunix chunked | 0.100 | 0.100 | met |" in out
-    assert "| v5p | one | estimated time, of naive JAX | 1.100 | 0.500 | met |" in out
-    assert "| h200 | one | temporary memory, of naive JAX | 0.020 | 0.013 | met |" in out
+    assert "| v5e, one: temporary memory | at most 300 MiB | 250 MiB | met |" in out
+    assert "| v5e, one: temporary memory, forward only | at most 1 MiB | 250 MiB | missed |" in out
+    assert "| v5p, sharded: collectives over Tunix, chunks | at most 0.100 | 0.100 | met |" in out
+    assert "| v5p, one: estimated time over naive JAX | at most 1.100 | 0.500 | met |" in out
+    assert "| h200, one: temporary memory over naive JAX | at most 0.020 | 0.013 | met |" in out
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["versions"] == {"jax": "1.2.3"}
-    assert len(found["results"]) == len(compiler)
+    assert len(found["results"]) == len(compiled)
     assert {"failed", "temp_bytes"} & set(found["results"][0])
 
 
 def test_nothing_to_compare_with_is_said():
-    plans = {("v5e", "one", "kljax"): Plan(MIB, seconds=0.1), ("v5e", "one", "naive"): Plan(MIB, fits=False)}
-    verdicts = {goal.what: goal.verdict for goal in rows.goals(plans)}
-    assert verdicts == {"temporary memory": "met", "estimated time, of naive JAX": "nothing to compare with"}
+    known = {("v5e", "one", "kljax"): Plan(MIB, seconds=0.1), ("v5e", "one", "naive"): Plan(MIB, fits=False)}
+    verdicts = {check.title: check.verdict for check in plans.checks(known)}
+    assert verdicts == {
+        "v5e, one: temporary memory": "met",
+        "v5e, one: estimated time over naive JAX": "nothing to compare with",
+    }
 
 
-def test_quick_has_no_goals(compiler, capsys):
+def test_quick_has_no_goals(compiled, capsys):
     head_aot.main(["--quick", "--targets", "v6e"])
     assert "verdict" not in capsys.readouterr().out
-    assert {order.problem for order in compiler} == {QUICK}
-    assert {order.effort for order in compiler} == {-1.0}
+    assert {order.problem for order in compiled} == {QUICK}
+    assert {order.effort for order in compiled} == {-1.0}
 
 
-def test_tiles_are_compared(compiler, capsys):
+def test_tiles_are_compared(compiled, capsys):
     assert head_aot.main(["--targets", "v6e", "--tiles", "8192x2048", "4096x1024"]) == 0
-    assert {(order.layout, order.program, order.tile) for order in compiler} == {
+    assert {(order.layout, order.program, order.tile) for order in compiled} == {
         (layout, "kljax", tile) for layout in ("one", "sharded") for tile in ((8192, 2048), (4096, 1024))
     }
     assert "| v6e | sharded | 4096x1024 | 250 | 100.0 |" in capsys.readouterr().out
@@ -93,17 +97,17 @@ def test_a_missing_environment_is_named(tmp_path, capsys):
     assert head_aot.main(["--env", str(tmp_path / "none"), "--targets", "v5e", "h100"]) == 1
     said = capsys.readouterr().err
     for target in ("v5e", "h100"):
-        assert f"skipped {target}: there is no environment at {tmp_path / 'none'}; `{environment.HOW}` makes it" in said
+        assert f"skipped {target}: there is no environment at {tmp_path / 'none'}; `{compiler.HOW}` makes it" in said
 
 
 def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(environment, "installed", lambda directory: {"jax": "1", "libtpu": "2"})
-    assert environment.missing(tmp_path, "tpu") is None
-    assert "jax-cuda12-pjrt is not installed" in environment.missing(tmp_path, "cuda")
+    monkeypatch.setattr(compiler, "installed", lambda directory: {"jax": "1", "libtpu": "2"})
+    assert compiler.missing(tmp_path, "tpu") is None
+    assert "jax-cuda12-pjrt is not installed" in compiler.missing(tmp_path, "cuda")
 
 
 def test_the_environment_of_a_compiler_is_quiet(tmp_path):
-    variables = environment.variables(str(tmp_path))
+    variables = compiler.variables(str(tmp_path))
     assert variables["JAX_PLATFORMS"] == "cpu"
     assert variables["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
     assert str(tmp_path) in variables["XLA_FLAGS"]
@@ -117,26 +121,26 @@ def test_the_environment_of_a_compiler_is_quiet(tmp_path):
     ],
 )
 def test_a_program_that_does_not_fit(message, size):
-    assert worker.too_large(f"RESOURCE_EXHAUSTED: {message}") == Plan(round(size), fits=False)
+    assert compiler.too_large(f"RESOURCE_EXHAUSTED: {message}") == Plan(round(size), fits=False)
 
 
 def test_another_error_is_an_error():
-    assert worker.too_large("INTERNAL: RET_CHECK failure") is None
+    assert compiler.too_large("INTERNAL: RET_CHECK failure") is None
 
 
 def test_every_device_has_what_it_needs():
     for name, device in DEVICES.items():
         if device.platform == "cuda":
-            text = (TARGETS / f"{name}.txtpb").read_text()
+            text = (GPU_TARGETS / f"{name}.txtpb").read_text()
             assert "gpu_device_info {" in text
             assert text.count("{") == text.count("}")
         else:
-            assert {name} <= set(rows.MEMORY_MIB) & set(rows.FORWARD_MIB) & set(rows.TIME_OF_NAIVE)
-    assert set(rows.TITLES) == {key[2] for name in DEVICES for key in rows.rows_of(name)}
+            assert {name} <= set(plans.MEMORY_MIB) & set(plans.FORWARD_MIB) & set(plans.TIME_OF_NAIVE)
+    assert set(plans.TITLES) == {key[2] for name in DEVICES for key in plans.programs_of(name)}
 
 
 def test_sizes_are_readable():
-    plans = {("v5e", "one", "kljax"): Plan(1234 * MIB, seconds=0.5), ("v5e", "one", "naive"): Plan(MIB // 2)}
-    text = table.plans_table(plans)
+    known = {("v5e", "one", "kljax"): Plan(1234 * MIB, seconds=0.5), ("v5e", "one", "naive"): Plan(MIB // 2)}
+    text = report.plans_table(known)
     assert "| kljax | 1,234 | 500.0 |  |  |" in text
     assert "| naive JAX | 0.5 |  |  |  |" in text

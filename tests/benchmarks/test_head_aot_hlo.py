@@ -4,8 +4,8 @@ import pathlib
 
 import pytest
 
-from benchmarks._aot import buffers, cost
-from benchmarks._aot.hlo import executions, parse, trip_count
+from benchmarks.suites.aot import hlo
+from benchmarks.suites.aot.hlo import executions, parse, trip_count
 
 TEXTS = pathlib.Path(__file__).parent / "hlo"
 # As the TPU's compiler prints it: tuples with layouts, no trip counts, cycles in the configuration of a kernel.
@@ -58,7 +58,7 @@ def test_a_trip_count_that_depends_on_data_is_an_error(condition):
 
 
 def test_collectives_by_loops():
-    found = {(c.kind, c.payload, c.executions) for c in cost.collectives(parse(TPU))}
+    found = {(c.kind, c.payload, c.executions) for c in hlo.collectives(parse(TPU))}
     assert found == {
         ("all-gather", 64 * 128 * 2, 3),
         ("all-reduce", 16 * 256 * 4, 3),  # the scatter that is a kernel of its own
@@ -66,17 +66,17 @@ def test_collectives_by_loops():
         ("all-reduce", 2 * 32 * 4, 1),
         ("reduce-scatter", 4 * 2 * 128 * 4, 1),  # what goes in
     }
-    most = cost.collectives(parse(TPU))[0]
+    most = hlo.collectives(parse(TPU))[0]
     assert most.total == 3 * 64 * 128 * 2 == 3 * 16 * 256 * 4
 
 
 def test_asynchronous_collectives():
-    found = {(c.kind, c.payload, c.executions) for c in cost.collectives(parse(GPU))}
+    found = {(c.kind, c.payload, c.executions) for c in hlo.collectives(parse(GPU))}
     assert found == {("all-reduce", 16, 6), ("all-gather", 16, 6), ("reduce-scatter", 32, 6)}
 
 
 def test_steps_of_one_collective_count_once():
-    assert [(c.kind, c.payload, c.executions) for c in cost.collectives(parse(ASYNC))] == [("all-gather", 32, 2)]
+    assert [(c.kind, c.payload, c.executions) for c in hlo.collectives(parse(ASYNC))] == [("all-gather", 32, 2)]
 
 
 @pytest.mark.parametrize(
@@ -90,24 +90,24 @@ def test_steps_of_one_collective_count_once():
     ],
 )
 def test_group_sizes(groups, members):
-    assert cost.group_size(f"  %r = f32[2] reduce-scatter(%a), replica_groups={groups}, dimensions={{0}}") == members
+    assert hlo.group_size(f"  %r = f32[2] reduce-scatter(%a), replica_groups={groups}, dimensions={{0}}") == members
 
 
 def test_unknown_groups_are_an_error():
     with pytest.raises(ValueError, match="replica_groups: got"):
-        cost.group_size("  %r = f32[2] reduce-scatter(%a), replica_groups=everyone")
+        hlo.group_size("  %r = f32[2] reduce-scatter(%a), replica_groups=everyone")
 
 
 def test_bytes_of_types():
-    assert cost.array_bytes("(bf16[3,5]{1,0:T(8,128)(2,1)}, pred[7]{0}, f32[], s4[2])") == [30, 7, 4, 1]
+    assert hlo.array_bytes("(bf16[3,5]{1,0:T(8,128)(2,1)}, pred[7]{0}, f32[], s4[2])") == [30, 7, 4, 1]
 
 
 def test_cycles_by_loops():
     # 15 kernels of the inner loop, 3 copies, 1 at the end; nothing inside a kernel, nothing without an estimate.
-    assert cost.estimated_cycles(parse(TPU)) == 15 * 100 + 3 * 10 + 1
+    assert hlo.estimated_cycles(parse(TPU)) == 15 * 100 + 3 * 10 + 1
 
 
 def test_largest_buffers():
-    assert buffers.largest(ASSIGNMENT, 1) == [(200, "f32[32], f32[50]")]
-    assert buffers.largest(ASSIGNMENT)[1:] == [(64, "(s32[], f32[32])")]
-    assert buffers.largest("") == []
+    assert hlo.largest_buffers(ASSIGNMENT, 1) == [(200, "f32[32], f32[50]")]
+    assert hlo.largest_buffers(ASSIGNMENT)[1:] == [(64, "(s32[], f32[32])")]
+    assert hlo.largest_buffers("") == []

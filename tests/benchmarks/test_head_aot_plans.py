@@ -7,19 +7,18 @@ import functools
 
 import pytest
 
-from benchmarks._aot import environment
-from benchmarks._aot.order import Order, Plan
-from benchmarks._aot.rows import COLLECTIVES, FORWARD_MIB, LAYOUTS, MEMORY_MIB, MIB
+from benchmarks.suites.aot import compiler
+from benchmarks.suites.aot.plans import COLLECTIVES, FORWARD_MIB, LAYOUTS, MEMORY_MIB, MIB, Order, Plan
 
 LIBTPU = "0.0.42"
 
 
 def reason_to_skip() -> str | None:
     """No compiler, or one whose plans are others: `docs/benchmarks-aot.md` says what newer ones do."""
-    missing = environment.missing(environment.DEFAULT, "tpu", how="make test-aot")
+    missing = compiler.missing(compiler.DEFAULT, "tpu", how="make test-aot")
     if missing is not None:
         return missing
-    found = environment.installed(environment.DEFAULT)["libtpu"]
+    found = compiler.installed(compiler.DEFAULT)["libtpu"]
     same = found == LIBTPU or found.startswith(f"{LIBTPU}.")
     return None if same else f"the goals are those of libtpu {LIBTPU}, which JAX 0.10.2 pins; found {found}"
 
@@ -33,7 +32,7 @@ FULL, LEAST = None, -1.0
 
 @functools.cache
 def plan(device: str, layout: str, program: str, effort: float | None) -> Plan:
-    return environment.compile_in(environment.DEFAULT, Order(device, layout, program, effort=effort))
+    return compiler.compile_in(compiler.DEFAULT, Order(device, layout, program, effort=effort))
 
 
 # Sharded, the chunks of all devices are made alike: one of them is enough where time is short.

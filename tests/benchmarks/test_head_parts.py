@@ -1,5 +1,6 @@
 """The parts of the head's benchmark on problems whose answers are known: inputs, verdicts, memory, processes."""
 
+import dataclasses
 import io
 import json
 from types import SimpleNamespace
@@ -7,12 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import _measure, _rates, _results, _sides, _torch_env, _worker
-from benchmarks._inputs import QUICK, SIZES, Inputs, Options, Size, log_probs, make_inputs
-from benchmarks._measure import Agreement
-from benchmarks._rows import ROWS
+from benchmarks.harness import environments, measure, worker
+from benchmarks.harness.process import RemoteError, start
+from benchmarks.harness.results import Result, failures
+from benchmarks.suites.head import jax_forms, report, suite
+from benchmarks.suites.head.forms import FormsContender
+from benchmarks.suites.head.problem import QUICK, SIZES, Inputs, Options, Size, log_probs, make_inputs
+from benchmarks.suites.head.rates import Rates, matmul_rate, traffic
 
-ROW = {row.name: row for row in ROWS}
+MODULE = "benchmarks.suites.head.jax_forms"
 
 
 def test_inputs_are_drawn_anew_and_kept(tmp_path):
@@ -38,74 +42,78 @@ def test_old_log_probs_decide_what_is_clipped():
 
 
 def measured(size=SIZES[0], rates=None, **seconds):
-    """Rows with the given seconds, and a byte of memory for each."""
+    """Forms with the given seconds, and a byte of memory for each."""
     results = {
-        name: _results.Result(ROW[name], wall=[time + 1, time], cpu=[2 * time, 3 * time], temp_bytes=int(time))
+        name: Result(name, seconds={"run": [(time + 1, 2 * time), (time, 3 * time)]}, temp_bytes=int(time))
         for name, time in seconds.items()
     }
-    return _results.Measured(size, results, rates)
+    return suite.SizeResults(size, results, rates)
 
 
 def verdicts(found, device="cpu"):
+    targets = {report.title(target): target for target in report.TARGETS[device]}
     return {
-        (check.target.measure, check.target.row, check.target.against): check for check in _results.check(found, device)
+        (target.measure, target.name, target.against) if (target := targets.get(check.title)) else "rate": check
+        for check in report.checks(found, device)
     }
 
 
 def test_verdicts_of_times_and_memory():
     found = verdicts(measured(tile=80.0, naive=100.0, tunix_full=1921.0, tunix_chunk=99.0, tile_kl=121.0))
     met = found["time", "tile", "naive"]
-    assert (met.value, met.cpu, met.limit, met.verdict) == (0.8, 0.8, 0.8, "met")
+    assert (met.value, met.other, met.limit, met.verdict) == (0.8, 0.8, 0.8, "met")
     assert found["time", "tile", "tunix_chunk"].verdict == "missed"
     assert found["time", "tile_kl", "tile"].verdict == "missed"
-    assert found["memory", "tile", "naive"].verdict == "missed"
-    assert found["memory", "tile", "tunix_full"].verdict == "met"
+    assert found["temporary", "tile", "naive"].verdict == "missed"
+    assert found["temporary", "tile", "tunix_full"].verdict == "met"
     assert found["time", "tile", "verl"].verdict == "not measured: not among the contenders"
-    assert found["rate", "tile", "matmul"].verdict == "not measured"
-    assert not _results.errors(measured(tile=1.0), 1e-4)
+    assert found["rate"].verdict == "not measured"
+    assert not failures(measured(tile=1.0).results, {})
 
 
 def test_a_large_vocabulary_has_bounds_of_its_own():
     large = verdicts(measured(Size(1024, 1024, 131_072), tile=10.0, naive=200.0))
-    assert large["memory", "tile", "naive"].limit == 1 / 24
-    assert large["memory", "tile", "naive"].verdict == "missed"
-    assert verdicts(measured(tile=10.0, naive=200.0))["memory", "tile", "naive"].verdict == "met"
+    assert large["temporary", "tile", "naive"].limit == 1 / 24
+    assert large["temporary", "tile", "naive"].verdict == "missed"
+    assert verdicts(measured(tile=10.0, naive=200.0))["temporary", "tile", "naive"].verdict == "met"
 
 
 @pytest.mark.parametrize(
     ("reached", "cpu", "gpu"), [(84.0, "missed", "met"), (86.0, "met", "met"), (64.0,) + ("missed",) * 2]
 )
 def test_the_part_of_the_matmul_rate(reached, cpu, gpu):
-    rates = _results.Rates((512, 4096), {}, mixed=100.0, reached=reached, copied=1.0, moved=1.0)
+    rates = Rates((512, 4096), {}, mixed=100.0, reached=reached, copied=1.0, moved=1.0)
     for device, verdict in (("cpu", cpu), ("gpu", gpu)):
-        assert verdicts(measured(rates=rates, tile=1.0), device)["rate", "tile", "matmul"].verdict == verdict
+        assert verdicts(measured(rates=rates, tile=1.0), device)["rate"].verdict == verdict
 
 
 def test_errors_name_what_makes_the_table_worthless():
-    found = measured(tile=1.0, naive=1.0, verl=1.0, trl=1.0)
-    found.results["tile"].agreement = Agreement(1.0, 1e-6, 2e-4)
-    found.results["verl"].agreement = Agreement(1.0, float("nan"), 0.0)
-    found.results["naive"].agreement = Agreement(1.0, 0.0, 0.0)
-    found.results["trl"].problem, found.results["trl"].failed = "no memory", True
-    assert _results.errors(found, 1e-4) == [
-        "tile: differs from naive by 2.0e-04, more than 1e-04",
-        "verl: differs from naive by nan, more than 1e-04",
+    results = measured(tile=1.0, naive=1.0, verl=1.0, trl=1.0).results
+    results["tile"].differences = {"loss": 1e-6, "gradients": 2e-4}
+    results["verl"].differences = {"loss": float("nan"), "gradients": 0.0}
+    results["naive"].differences = {"loss": 0.0, "gradients": 0.0}
+    results["trl"].problem, results["trl"].failed = "no memory", True
+    assert failures(results, {"loss": 1e-4, "gradients": 1e-4}) == [
         "trl: no memory",
+        "tile: got a difference of 2.0e-04 from the gradients of the baseline, expected at most 1e-04",
+        "verl: got a difference of nan from the loss of the baseline, expected at most 1e-04",
     ]
 
 
 def test_distances():
     expected = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
-    assert _measure.distance(expected, expected) == 0
-    assert _measure.distance(expected + np.array([[0.0, 0.0], [0.3, 0.4]], np.float32), expected) == pytest.approx(0.1)
-    assert _measure.distance(expected * np.float32(np.nan), expected) == float("inf")
+    assert measure.relative_distance(expected, expected) == 0
+    assert measure.relative_distance(
+        expected + np.array([[0.0, 0.0], [0.3, 0.4]], np.float32), expected
+    ) == pytest.approx(0.1)
+    assert measure.relative_distance(expected * np.float32(np.nan), expected) == float("inf")
     with pytest.raises(ValueError, match="shape"):
-        _measure.distance(expected[:1], expected)
+        measure.relative_distance(expected[:1], expected)
 
 
 def test_matmul_rate_is_the_time_of_two_logits_and_two_gradients():
     seconds = {"matmul_logits": 1.0, "matmul_hidden": 2.0, "matmul_head": 4.0}
-    assert _rates.matmul_rate(10, seconds) == 40 / (1 + 1 + 2 + 4)
+    assert matmul_rate(10, seconds) == 40 / (1 + 1 + 2 + 4)
 
 
 def test_traffic_counts_every_pass():
@@ -113,15 +121,18 @@ def test_traffic_counts_every_pass():
     logits, head, hidden = 32, 24, 12
     forward = 2 * (head + 2 * hidden) + 2 * 4 * logits
     backward = forward + 2 * 4 * (2 * hidden + 2 * head) + 2 * (head + hidden)
-    assert _rates.traffic(size, tile, itemsize=2) == forward + backward
+    assert traffic(size, tile, itemsize=2) == forward + backward
 
 
 class Allocating:
-    """Contenders whose memory is known: a run takes 96 MiB and returns 32 of them."""
+    """Forms whose memory is known: a run takes 96 MiB and returns 32 of them."""
 
     options = Options()
 
-    def run(self, name):
+    def prepare(self, name):
+        pass
+
+    def outputs(self, name):
         scratch = np.full(64 << 20, 1, np.uint8)
         return (np.full(32 << 20, scratch[0]),)
 
@@ -129,68 +140,76 @@ class Allocating:
         return sum(output.nbytes for output in outputs)
 
 
-@pytest.mark.skipif(not _measure.CLEAR.exists(), reason="the system does not tell a process's peak memory")
+@pytest.mark.skipif(not measure.known(), reason="the system does not tell a process's peak memory")
 def test_peak_memory_is_without_results():
-    assert _measure.peak(Allocating(), "any", Allocating()) == pytest.approx(64 << 20, rel=0.1)
+    contender = FormsContender(lambda inputs: Allocating(), make_inputs(QUICK))
+    assert contender.peak("any") == pytest.approx(64 << 20, rel=0.1)
 
 
 def test_peak_memory_of_a_gpu_is_asked_of_its_library():
-    gpu = SimpleNamespace(options=Options(device="gpu"), device_peak=lambda name: 7, run=lambda name: None)
-    assert _measure.peak(gpu, "any", gpu) == 7
+    gpu = SimpleNamespace(
+        options=Options(device="gpu"),
+        device_peak=lambda name: 7,
+        outputs=lambda name: None,
+        prepare=lambda name: None,
+    )
+    assert FormsContender(lambda inputs: gpu, make_inputs(QUICK)).peak("any") == 7
 
 
 def test_a_worker_answers_and_survives_errors(tmp_path):
     make_inputs(QUICK).save(tmp_path)
     options = {"device": "cpu", "dtype": "float32", "threads": 0, "tile": [32, 256]}
     requests = [
-        {"do": "load", "inputs": str(tmp_path), "options": options, "releases": ""},
-        {"do": "time", "name": "tile"},
-        {"do": "time", "name": "nothing"},
+        {"do": "load", "inputs": str(tmp_path), "options": options},
+        {"do": "run", "name": "naive_forward"},
+        {"do": "run", "name": "nothing"},
         {"do": "dance"},
         {"do": "versions"},
     ]
     replies = io.StringIO()
     lines = io.StringIO("".join(json.dumps(request) + "\n" for request in requests))
-    _worker.serve(_worker.Worker("jax"), lines, replies)
+    worker.serve(worker.Worker(jax_forms.load), lines, replies)
     loaded, timed, unknown, wrong, versions = map(json.loads, replies.getvalue().splitlines())
     assert loaded == {"result": None}
-    assert len(timed["result"]) == 2
+    assert len(timed["result"]["run"]) == 2
     assert unknown == {"error": "KeyError: 'nothing'"}
-    assert wrong == {"error": "ValueError: do: got 'dance', expected load, versions, time, compare or peak"}
+    expected = "compare, peak, run, save, temporary, versions"
+    assert wrong == {"error": f"ValueError: do: got 'dance', expected load or one of {expected}"}
     assert set(versions["result"]) == {"jax", "kljax"}
 
 
 def test_another_process_compares_and_measures_its_memory(tmp_path):
-    """What the rows of PyTorch go through, with the contenders of JAX in PyTorch's place."""
-    from benchmarks._jax_contenders import Contenders
-
+    """The forms of PyTorch go through this; the forms of JAX take their place."""
     size, options = Size(256, 8, 32_768), Options(threads=0, tile=(64, 1024))
     inputs = make_inputs(size)
     inputs.save(tmp_path)
-    _measure.save_outputs(Contenders(inputs, options), "naive", tmp_path)
-    with _sides.worker("jax", tmp_path, options, None) as remote:
-        wall, cpu = remote.time("tile")
-        agreement = remote.compare("tile", tmp_path, "naive")
+    arguments = {"inputs": str(tmp_path), "options": dataclasses.asdict(options)}
+    jax_forms.load(**arguments).save("naive_forward", str(tmp_path))
+    with start(MODULE) as remote:
+        remote.ask(do="load", **arguments)
+        wall, cpu = remote.ask(do="run", name="tile_forward")["run"]
+        found = remote.ask(do="compare", name="tile_forward", directory=str(tmp_path), baseline="naive_forward")
         peak = remote.ask(do="peak", name="naive")
-        with pytest.raises(_sides.RemoteError, match="KeyError: 'nothing'"):
-            remote.time("nothing")
+        with pytest.raises(RemoteError, match="KeyError: 'nothing'"):
+            remote.ask(do="run", name="nothing")
     assert min(wall, cpu) > 0
-    assert agreement.gradient_difference < 2e-6
+    assert found["differences"]["gradients"] < 2e-6
     # The naive form holds the logits, 32 MiB, at least twice.
     assert peak is None or peak > 2 * 4 * size.tokens * size.vocab * 0.9
 
 
-def test_a_process_that_cannot_start_is_an_error_and_not_a_hang(tmp_path):
-    with pytest.raises(_sides.RemoteError), _sides.worker("jax", tmp_path, Options(), None):
-        pass
+def test_a_process_that_cannot_load_or_start_is_an_error_and_not_a_hang(tmp_path):
+    with start(MODULE) as remote, pytest.raises(RemoteError, match="FileNotFoundError"):
+        remote.ask(do="load", inputs=str(tmp_path), options=dataclasses.asdict(Options()))
+    message = r"(?s)its process .*No module named 'benchmarks.nothing'"
+    with start("benchmarks.nothing", quiet=True) as remote, pytest.raises(RemoteError, match=message):
+        remote.ask(do="load")
 
 
 def test_what_an_environment_needs(tmp_path):
-    assert "no --torch-env was given" in _torch_env.why_not(None)
-    assert "is missing" in _torch_env.why_not(tmp_path)
-    for path in (
-        _torch_env.interpreter(tmp_path),
-        *(_torch_env.releases(tmp_path) / name for name in _torch_env.RELEASES),
-    ):
+    assert "no --torch-env was given" in suite.missing_torch_env(None)
+    assert "is missing" in suite.missing_torch_env(tmp_path)
+    venv, releases = suite.torch_paths(tmp_path)
+    for path in (environments.interpreter(venv), *(releases / name for name in suite.RELEASES)):
         path.mkdir(parents=True)
-    assert _torch_env.why_not(tmp_path) is None
+    assert suite.missing_torch_env(tmp_path) is None

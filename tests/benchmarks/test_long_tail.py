@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks._speed import long_tail
+from benchmarks.suites.model import long_tail
 from train.rollouts.sampler import Samples
 
-TAIL = long_tail.Tail(rows=8, slots=2, group=2, width=4, room=12, median=3.0, vocab=32, layers=1)
+TAIL = long_tail.Tail(rows=8, slots=2, group=2, prompt_length=4, max_new_tokens=12, median=3.0, vocab=32, layers=1)
 
 
 def test_the_queue_saves_the_steps_of_the_longest_rows(tmp_path, monkeypatch):
@@ -17,7 +17,7 @@ def test_the_queue_saves_the_steps_of_the_longest_rows(tmp_path, monkeypatch):
     found = json.loads((tmp_path / "found.json").read_text())
     lengths = TAIL.lengths()
     assert lengths.min() >= 1
-    assert lengths.max() <= TAIL.room
+    assert lengths.max() <= TAIL.max_new_tokens
     longest = [lengths[first : first + TAIL.slots].max() for first in range(0, TAIL.rows, TAIL.slots)]
     assert found["static"]["steps"] == sum(longest) - len(longest)
     assert found["continuous"]["steps"] < found["static"]["steps"]

@@ -1,1 +1,0 @@
-"""Compiling for accelerators that are not here: what their compilers plan in memory, collectives and time."""

@@ -1,1 +1,0 @@
-"""Sampling and updates of whole models: kljax, Tunix and transformers, each in a process of its own."""

@@ -1,0 +1,1 @@
+"""Processes, interleaved rounds, targets and tables that all benchmarks share."""

@@ -1,0 +1,77 @@
+"""Options, files and the exit status that the commands share."""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of `python -m benchmarks.COMMAND`."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{command}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_race_options(found: argparse.ArgumentParser, *, rounds: int, quick: str) -> None:
+    """Adds the options of commands that time contenders."""
+    found.add_argument("--rounds", type=int, default=rounds, help="interleaved rounds; the fastest counts")
+    found.add_argument("--contenders", type=names, metavar="NAMES", help="names separated by commas")
+    found.add_argument("--torch-index", help="package index for PyTorch in place of PyPI, when making environments")
+    found.add_argument("--quick", action="store_true", help=f"a smoke test: {quick}")
+    found.add_argument("--threads", type=int, default=2, help="of each process on the CPU; 0 sets no limit")
+    found.add_argument("--no-peak", action="store_true", help="leave out peak memory")
+    add_outputs(found)
+
+
+def add_outputs(found: argparse.ArgumentParser) -> None:
+    """Adds the files that a command writes."""
+    found.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write all measurements")
+    found.add_argument("--markdown", type=pathlib.Path, metavar="PATH", help="write the table, which is printed too")
+
+
+def limit_threads(count: int) -> None:
+    """Binds this process and its children to the first `count` cores; 0 sets no limit."""
+    if count and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+
+
+def finish(options: argparse.Namespace, text: str, report: dict[str, Any], failures: Sequence[str]) -> int:
+    """Prints and writes the results; returns 1 if a contender failed, else 0."""
+    print(text, end="")
+    for path, content in ((options.markdown, text), (options.json, json.dumps(report, indent=1) + "\n")):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+    for line in failures:
+        print(f"ERROR {line}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def numbers(example: str) -> Callable[[str], tuple[int, ...]]:
+    """Returns the type of an option that is written as the example, such as `2048x1024x32768`."""
+    count = example.count("x") + 1
+
+    def parse(text: str) -> tuple[int, ...]:
+        if not re.fullmatch(r"x".join([r"[1-9]\d*"] * count), text):
+            expected = f"{count} positive numbers" if count > 1 else "a positive number"
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected} such as {example}")
+        return tuple(int(part) for part in text.split("x"))
+
+    return parse
+
+
+def positive(text: str) -> int:
+    """Parses a positive number."""
+    return numbers("8")(text)[0]
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Parses names that are separated by commas."""
+    return tuple(text.split(","))

@@ -1,0 +1,59 @@
+"""Virtual environments of contenders, apart from that of this project."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+
+def interpreter(venv: pathlib.Path) -> pathlib.Path:
+    """Returns the path of an environment's interpreter, whether it exists or not."""
+    return venv.absolute() / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def missing(directory: pathlib.Path | None, paths: Sequence[pathlib.Path], option: str) -> str | None:
+    """Explains why an environment cannot be used, or returns None if it can.
+
+    Args:
+      directory: given with `--OPTION`, or None; paths: that have to exist; option: its name, such as "envs".
+    """
+    if directory is None:
+        return f"no --{option} was given; make it with --make-{option} DIR"
+    absent = [path for path in paths if not path.exists()]
+    return f"{absent[0]} is missing; make it with --make-{option} {directory}" if absent else None
+
+
+def make(venv: pathlib.Path, *installs: Sequence[str], python: str = sys.executable) -> None:
+    """Makes an environment if there is none, and installs packages.
+
+    Args:
+      installs: arguments of `pip install`, one call each; python: base interpreter.
+    """
+    if not interpreter(venv).exists():
+        subprocess.run([python, "-m", "venv", str(venv.absolute())], check=True)
+    pip = [str(interpreter(venv)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for arguments in installs:
+        subprocess.run([*pip, *arguments], check=True)
+
+
+def find_python312(path: str | None) -> str:
+    """Returns a Python 3.12: `path` if it is given, or the first one of this machine.
+
+    Raises:
+      FileNotFoundError: if there is none.
+    """
+    if path is not None:
+        return path
+    installed = sorted(pathlib.Path.home().glob(".pyenv/versions/3.12*/bin/python"))
+    for candidate in (sys.executable, shutil.which("python3.12"), *map(str, installed)):
+        if candidate is not None and is_python312(candidate):
+            return candidate
+    raise FileNotFoundError("Tunix needs Python 3.12, and this machine has none; set its path with --python312")
+
+
+def is_python312(python: str) -> bool:
+    """Tells whether an interpreter starts and is a 3.12; a pyenv shim is on PATH also where it does not start."""
+    check = "import sys; sys.exit(sys.version_info[:2] != (3, 12))"
+    return subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,123 @@
+"""Contenders in this process and in others, asked in the same way."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from benchmarks.harness.worker import Worker
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class RemoteError(RuntimeError):
+    """A failure in another process, in one line."""
+
+
+class Asked(Protocol):
+    """A contender that answers requests."""
+
+    def ask(self, **request: Any) -> Any:
+        """Returns the result of a request, see `benchmarks.harness.worker`."""
+
+
+class Local:
+    """A contender of this process.
+
+    Args:
+      load: makes the contender; arguments: its keyword arguments.
+    """
+
+    def __init__(self, load: Callable[..., Any], **arguments: Any) -> None:
+        self._worker = Worker(load)
+        self.ask(do="load", **arguments)
+
+    def ask(self, **request: Any) -> Any:
+        return self._worker.answer(request)
+
+
+class Remote:
+    """A contender of another process.
+
+    Args:
+      process: runs `benchmarks.harness.worker`; log: file that its stderr goes to, or None.
+    """
+
+    def __init__(self, process: "subprocess.Popen[str]", log: pathlib.Path | None = None) -> None:
+        self._process, self._log = process, log
+
+    def ask(self, **request: Any) -> Any:
+        """Returns the result of a request.
+
+        Raises:
+          RemoteError: if the request failed, or the process ended.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError as error:
+            raise RemoteError(f"its process is gone: {error}{self._tail()}") from error
+        if not line:
+            raise RemoteError(f"its process ended with status {self._process.wait()}{self._tail()}")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise RemoteError(reply["error"])
+        return reply["result"]
+
+    def _tail(self) -> str:
+        return "" if self._log is None else f"\n{self._log.read_text(errors='replace').strip()[-2000:]}"
+
+
+@contextlib.contextmanager
+def start(
+    module: str,
+    *,
+    python: pathlib.Path | None = None,
+    root: pathlib.Path = ROOT,
+    settings: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> Iterator[Remote]:
+    """Starts a process for the contender of a module, and ends it on the way out.
+
+    Args:
+      module: defines `load`.
+      python: interpreter of its environment; None takes this one.
+      root: checkout of the repository whose code it runs.
+      settings: environment variables.
+      quiet: shows stderr only in errors.
+    """
+    # A checkout from before `benchmarks.harness` has a worker of its own, which takes the same requests.
+    arguments = ["benchmarks.harness.worker", module]
+    if not (root / "benchmarks" / "harness").exists():
+        arguments = ["benchmarks._speed.worker", module.rpartition(".")[2]]
+    # No compiled program is read from a cache, so that the first run compiles.
+    fixed = {"PYTHONDONTWRITEBYTECODE": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    with contextlib.ExitStack() as stack:
+        log = None
+        if quiet:
+            log = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "stderr")
+        process = stack.enter_context(
+            subprocess.Popen(
+                [str(python or sys.executable), "-m", *arguments],
+                cwd=root,
+                env={**os.environ, **fixed, **(settings or {})},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if log is None else stack.enter_context(log.open("w")),
+                text=True,
+            )
+        )
+        assert process.stdin is not None
+        try:
+            yield Remote(process, log)
+        finally:
+            with contextlib.suppress(OSError):
+                process.stdin.close()

@@ -1,0 +1,72 @@
+"""A process that answers requests about a contender: `python -m benchmarks.harness.worker MODULE`.
+
+Requests and replies are lines of JSON. The request `{"do": "load", ...}` calls `load` of the module, which returns the
+contender; any other one calls its method of that name. A reply is `{"result": ...}` or `{"error": ...}`.
+The environment of the process needs NumPy and the libraries of the contender, nothing else.
+"""
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+
+class Worker:
+    """Calls the methods of one contender.
+
+    Attributes:
+      load: makes the contender from the keyword arguments of the request "load".
+    """
+
+    def __init__(self, load: Callable[..., Any]) -> None:
+        self.load = load
+        self.contender: Any = None
+
+    def answer(self, request: Mapping[str, Any]) -> Any:
+        """Returns the result of a request as plain data.
+
+        Raises:
+          ValueError: if the contender has no such method.
+        """
+        name, arguments = request["do"], {key: value for key, value in request.items() if key != "do"}
+        if name == "load":
+            self.contender = self.load(**arguments)
+            return None
+        methods = {key: getattr(self.contender, key) for key in dir(self.contender) if not key.startswith("_")}
+        known = [key for key, value in methods.items() if callable(value)]
+        if name not in known:
+            raise ValueError(f"do: got {name!r}, expected load or one of {', '.join(known)}")
+        return methods[name](**arguments)
+
+
+def one_line(error: Exception, limit: int) -> str:
+    """Returns the type and the message of an error in one line of at most `limit` characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:limit]
+
+
+def serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
+    """Answers requests until their stream ends."""
+    for line in requests:
+        try:
+            reply = {"result": worker.answer(json.loads(line))}
+        except Exception as error:
+            traceback.print_exc()
+            reply = {"error": one_line(error, 500)}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+def main() -> None:
+    # The output of libraries goes to stderr, so that stdout holds replies alone.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    module = importlib.import_module(sys.argv[1])
+    serve(Worker(module.load), sys.stdin, replies)
+    # Threads of a contender may wait for ever, as the loop of Tunix's learner does.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

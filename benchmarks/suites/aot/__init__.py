@@ -1,0 +1,1 @@
+"""Memory, collectives and time that the compilers of accelerators plan."""

@@ -1,0 +1,133 @@
+"""Programs of the head for shapes alone: kljax, the naive form and Tunix's chunks, on devices that are not here."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kljax
+from benchmarks.suites.aot.plans import DEVICES, GPU_TARGETS, Problem
+from benchmarks.suites.head.jax_forms import Constants, Stats, forward_of, gradient_of, naive, tunix_full
+from kljax.log_probs._tiles import default_tile
+
+Array = jax.Array
+AXES = ("data", "fsdp", "tensor")
+
+TOKENS = P(("data", "fsdp"))
+HEAD = P("fsdp", "tensor")
+
+
+def describe(name: str, topology: str) -> list[jax.Device]:
+    """Returns the devices of a topology, to compile for."""
+    if DEVICES[name].platform == "tpu":
+        return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    target = (GPU_TARGETS / f"{name}.txtpb").read_text()
+    return topologies.get_topology_desc(
+        topology_name="", platform="cuda", target_config=target, topology=topology
+    ).devices
+
+
+def mesh_of(name: str, layout: str) -> Mesh:
+    """Returns a mesh of one device, or of 16 as `fsdp=4 x tensor=4`, with all axes of the trainer."""
+    device = DEVICES[name]
+    if layout == "one":
+        return Mesh(np.array(describe(name, device.one)[:1]).reshape(1, 1, 1), AXES)
+    assert device.many is not None
+    return Mesh(np.array(describe(name, device.many)).reshape(1, 4, 4), AXES)
+
+
+class Program(NamedTuple):
+    """A function, with shapes, types and shardings of its arguments and shardings of its results."""
+
+    run: Callable[..., tuple[Array, ...]]
+    arguments: tuple[Any, ...]
+    out_shardings: tuple[NamedSharding, ...]
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lowers the function for the arguments."""
+        return jax.jit(self.run, out_shardings=self.out_shardings).lower(*self.arguments)
+
+
+def tunix_chunk(hidden: Array, head: Array, data: Constants, *, rows: int, columns: int) -> Stats:
+    """Follows `compute_chunked_logps` of google/tunix: a rematerialised scan over `columns` of all `rows`."""
+
+    def chunks(x: Array) -> Array:
+        return x.reshape(rows, -1, columns, *x.shape[1:]).swapaxes(0, 1)
+
+    def whole(x: Array) -> Array:
+        return x.swapaxes(0, 1).reshape(-1)
+
+    @jax.checkpoint
+    def step(carry: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
+        def row(hidden: Array, targets: Array) -> tuple[Array, Array]:
+            log_probs, entropies, _ = tunix_full(hidden, head, data._replace(targets=targets))
+            assert entropies is not None
+            return log_probs, entropies
+
+        return carry, jax.vmap(row)(*chunk)
+
+    _, (log_probs, entropies) = jax.lax.scan(step, None, (chunks(hidden), chunks(data.targets)))
+    return whole(log_probs), whole(entropies), None
+
+
+def tiled(
+    hidden: Array,
+    head: Array,
+    data: Constants,
+    *,
+    mesh: Mesh,
+    tile: kljax.Tile | None,
+    entropy: bool = True,
+    kl: bool = False,
+) -> Stats:
+    """Calls kljax, by default with its tile for the kind of device."""
+    sharding = kljax.HeadSharding(mesh=mesh, tokens=TOKENS, head=HEAD) if mesh.size > 1 else None
+    stats = kljax.log_probs_from_hidden(
+        hidden,
+        head,
+        data.targets,
+        entropy=entropy,
+        reference=(data.ref_hidden, None) if kl else None,
+        sharding=sharding,
+        tile=tile or default_tile(mesh.devices.flat[0].device_kind),
+        implementation="tile",
+    )
+    return stats.log_prob, stats.entropy, stats.kl
+
+
+def build(name: str, mesh: Mesh, problem: Problem, tile: kljax.Tile | None = None) -> Program:
+    """Builds a program by name: loss with gradients to hidden states and head, unless the name ends in another kind."""
+    contender, _, kind = name.partition("_")
+    devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    options: dict[str, Any] = {"kl": True} if kind == "kl" else {"entropy": False} if kind == "frozen" else {}
+    stats: dict[str, Callable[..., Stats]] = {
+        "naive": functools.partial(naive, **options),
+        "kljax": functools.partial(tiled, mesh=mesh, tile=tile, **options),
+        "tunix": functools.partial(tunix_chunk, rows=problem.rows * devices, columns=problem.chunk // problem.rows),
+    }
+    tokens, head, whole = (NamedSharding(mesh, spec) for spec in (TOKENS, HEAD, P()))
+    outputs: tuple[NamedSharding, ...]
+    if kind == "forward":
+        run, outputs = forward_of(stats[contender]), (whole, tokens, tokens)
+    elif kind == "frozen":
+        run, outputs = gradient_of(stats[contender], head=False), (whole, tokens)
+    else:
+        run, outputs = gradient_of(stats[contender]), (whole, tokens, head)
+    return Program(run, _arguments(problem, devices, tokens, head), outputs)
+
+
+def _arguments(problem: Problem, devices: int, tokens: NamedSharding, head: NamedSharding) -> tuple[Any, ...]:
+    count = problem.tokens * devices
+
+    def per_token(dtype: Any, *width: int) -> Any:
+        return jax.ShapeDtypeStruct((count, *width), dtype, sharding=tokens)
+
+    hidden = per_token(jnp.bfloat16, problem.width)
+    data = Constants(per_token(jnp.int32), per_token(jnp.float32), per_token(jnp.float32), per_token(jnp.bool), hidden)
+    return hidden, jax.ShapeDtypeStruct((problem.width, problem.vocab), jnp.bfloat16, sharding=head), data

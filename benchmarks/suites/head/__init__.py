@@ -1,0 +1,1 @@
+"""The LM head and its loss: contenders in JAX and PyTorch."""

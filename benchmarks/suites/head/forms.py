@@ -1,0 +1,174 @@
+"""The forms of the head that are measured, and the requests that the contender of each framework answers."""
+
+import dataclasses
+import gc
+import pathlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.harness import measure
+from benchmarks.harness.measure import Seconds
+from benchmarks.suites.head.problem import QUICK, Inputs, Options, make_inputs
+
+# Relative; rounding and another order of sums leave 1e-6 in float32.
+TOLERANCE = {"float32": 1e-4, "bf16": 3e-2}
+
+GROUPS = {
+    "loss": "PPO clip + 0.01 entropy, gradients to hidden states and head",
+    "plain": "PPO clip without entropy, gradients to hidden states and head",
+    "half": "half of the tokens masked; PPO clip + 0.01 entropy, gradients to hidden states and head",
+    "frozen": "frozen head; PPO clip without entropy, gradient to the hidden states only",
+    "kl": "exact KL to a reference; PPO clip + 0.01 entropy + 0.05 KL, gradients to hidden states and head",
+    "forward": "log-probs and entropies, no gradient",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """One way to compute log-probs, loss and gradients.
+
+    Attributes:
+      name: on the command line.
+      title: in the table.
+      group: key of `GROUPS`.
+      framework: of its process, "jax" or "torch".
+      baseline: form that its loss and gradients are compared with.
+      matmuls: number of matmuls of `2NDV` operations, with those that the backward pass recomputes.
+      devices: that it runs on.
+    """
+
+    name: str
+    title: str
+    group: str
+    framework: str
+    baseline: str
+    matmuls: float
+    devices: tuple[str, ...] = ("cpu", "gpu")
+
+
+FORMS = (
+    Form("naive", "naive JAX", "loss", "jax", "naive", 3),
+    Form("tile", "kljax", "loss", "jax", "naive", 4),
+    Form("tunix_full", "Tunix, full logits", "loss", "jax", "naive", 3),
+    Form("tunix_chunk", "Tunix, chunks of 256 tokens", "loss", "jax", "naive", 4),
+    Form("trl", "TRL chunked (its chunk, 32,768)", "loss", "torch", "naive", 4),
+    Form("trl_4096", "TRL chunked (chunk of 4,096)", "loss", "torch", "naive", 4),
+    Form("verl", "verl `FusedLinearForPPO`", "loss", "torch", "naive", 4),
+    Form("torch_chunk", "PyTorch, compiled chunks of 1,024 tokens", "loss", "torch", "naive", 4, devices=("gpu",)),
+    Form("naive_plain", "naive JAX", "plain", "jax", "naive_plain", 3),
+    Form("liger", "Liger GRPO", "plain", "torch", "naive_plain", 4),
+    Form("naive_half", "naive JAX", "half", "jax", "naive_half", 3),
+    Form("tile_half", "kljax", "half", "jax", "naive_half", 2),
+    Form("naive_frozen", "naive JAX", "frozen", "jax", "naive_frozen", 2),
+    Form("tile_frozen", "kljax", "frozen", "jax", "naive_frozen", 2),
+    Form("naive_kl", "naive JAX", "kl", "jax", "naive_kl", 4),
+    Form("tile_kl", "kljax", "kl", "jax", "naive_kl", 6),
+    Form("naive_forward", "naive JAX", "forward", "jax", "naive_forward", 1),
+    Form("tile_forward", "kljax", "forward", "jax", "naive_forward", 1),
+)
+TITLES = {form.name: form.title for form in FORMS}
+
+
+def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]:
+    """Returns the forms of a device by name: all, or the named ones with their baselines.
+
+    Raises:
+      ValueError: if a name is unknown on the device.
+    """
+    known = {form.name: form for form in FORMS if device in form.devices}
+    if names is None:
+        return known
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ValueError(f"got {unknown}, expected some of {sorted(known)} on this device")
+    chosen = set(names) | {known[name].baseline for name in names}
+    return {name: form for name, form in known.items() if name in chosen}
+
+
+class Computed(Protocol):
+    """Computes the forms of one framework on its device."""
+
+    options: Options
+
+    def prepare(self, name: str) -> None:
+        """Compiles a form, if that can be done apart from its first run."""
+
+    def outputs(self, name: str) -> Sequence[Any]:
+        """Returns the finished loss and gradients of a form, or the values of a forward pass."""
+
+    def arrays(self, outputs: Sequence[Any]) -> list[np.ndarray]:
+        """Converts outputs to float32 arrays; the gradient of the head is `[D, V]`."""
+
+    def nbytes(self, outputs: Sequence[Any]) -> int:
+        """Returns the memory of outputs."""
+
+    def device_peak(self, name: str) -> int | None:
+        """Returns the largest memory of the GPU during a run, less its results; None if unknown."""
+
+    def temp_bytes(self, name: str) -> int | None:
+        """Returns the temporary memory that the compiler assigned; None if unknown."""
+
+    def versions(self) -> dict[str, str]:
+        """Returns the versions of the libraries."""
+
+
+class FormsContender:
+    """Answers the requests about the forms of one framework.
+
+    Args:
+      make: puts arrays on the device; inputs: of the problem.
+    """
+
+    def __init__(self, make: Callable[[Inputs], Computed], inputs: Inputs) -> None:
+        self._make, self._forms = make, make(inputs)
+
+    def versions(self) -> dict[str, str]:
+        """Returns the versions of the libraries."""
+        return self._forms.versions()
+
+    def temporary(self, name: str) -> int | None:
+        """Returns the temporary memory that the compiler assigned; None if unknown."""
+        return self._forms.temp_bytes(name)
+
+    def run(self, name: str) -> dict[str, Seconds]:
+        """Times one run, without the release of its results."""
+        self._forms.prepare(name)
+        gc.collect()
+        clock = measure.Clock()
+        with clock.part("run"):
+            outputs = self._forms.outputs(name)
+        del outputs
+        return clock.parts
+
+    def save(self, name: str, directory: str) -> None:
+        """Writes the outputs of a form, to compare others with."""
+        for index, array in enumerate(self._forms.arrays(self._forms.outputs(name))):
+            np.save(pathlib.Path(directory, f"{name}.{index}.npy"), array)
+
+    def compare(self, name: str, directory: str, baseline: str) -> dict[str, Any]:
+        """Returns the loss, and the relative differences of loss and gradients from the saved ones of a baseline."""
+        arrays = self._forms.arrays(self._forms.outputs(name))
+        paths = [pathlib.Path(directory, f"{baseline}.{index}.npy") for index in range(len(arrays))]
+        loss, *gradients = (
+            measure.relative_distance(np.atleast_1d(array), np.atleast_1d(np.load(path, mmap_mode="r")))
+            for array, path in zip(arrays, paths, strict=True)
+        )
+        return {"loss": float(arrays[0]), "differences": {"loss": loss, "gradients": max(gradients)}}
+
+    def peak(self, name: str) -> int | None:
+        """Returns the bytes that a run adds to the process at its peak, less its results; None if unknown.
+
+        On the CPU this is the growth of the resident set, which is meaningful in a fresh process only. The form runs
+        on a small problem first, so that libraries, threads and compiled code do not count.
+        """
+        self._forms.prepare(name)
+        self._make(make_inputs(QUICK)).outputs(name)
+        if self._forms.options.device == "gpu":
+            return self._forms.device_peak(name)
+        if not measure.known():
+            return None
+        before = measure.begin_peak()
+        outputs = self._forms.outputs(name)
+        return measure.resident("VmHWM") - before - self._forms.nbytes(outputs)

@@ -1,0 +1,225 @@
+"""Forms of the head in JAX: kljax, the naive form, and the two of Tunix."""
+
+import functools
+import importlib.metadata
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kljax
+from benchmarks.harness.machine import commit
+from benchmarks.suites.head.forms import FormsContender
+from benchmarks.suites.head.problem import CLIP, ENTROPY_COEF, KL_COEF, Inputs, Options
+from benchmarks.suites.head.rates import RATES, build_rate
+
+Array = jax.Array
+# Log-probs, entropies and KL of the tokens; entropies and KL are None where the loss needs none.
+Stats = tuple[Array, Array | None, Array | None]
+TUNIX_CHUNK = 256
+
+
+class Constants(NamedTuple):
+    """Non-differentiable `[N]` inputs, and the `[N, D]` hidden states of the reference."""
+
+    targets: Array
+    advantages: Array
+    old_log_probs: Array
+    mask: Array
+    ref_hidden: Array
+
+
+def logits_of(hidden: Array, head: Array) -> Array:
+    """Returns float32 logits `[N, V]`."""
+    return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+
+
+def pick(values: Array, targets: Array) -> Array:
+    """Returns the value of each token's target, `[N]`."""
+    return jnp.take_along_axis(values, targets[:, None], axis=-1)[:, 0]
+
+
+def naive(hidden: Array, head: Array, data: Constants, *, entropy: bool = True, kl: bool = False) -> Stats:
+    """Takes the log-softmax of all logits."""
+    log_probs = jax.nn.log_softmax(logits_of(hidden, head))
+    probs = jnp.exp(log_probs) if entropy or kl else None
+    entropies = -(probs * log_probs).sum(-1) if probs is not None and entropy else None
+    divergence = None
+    if probs is not None and kl:
+        ref_log_probs = jax.nn.log_softmax(logits_of(data.ref_hidden, jax.lax.stop_gradient(head)))
+        divergence = (probs * (log_probs - ref_log_probs)).sum(-1)
+    return pick(log_probs, data.targets), entropies, divergence
+
+
+def tunix_full(hidden: Array, head: Array, data: Constants) -> Stats:
+    """Follows `compute_per_token_logps` of google/tunix: logits in the head's type, two float32 normalisations."""
+    logits = jnp.dot(hidden, head).astype(jnp.float32)
+    log_probs = jax.nn.log_softmax(logits)
+    entropies = -(jax.nn.softmax(log_probs) * log_probs).sum(-1)
+    return pick(logits, data.targets) - jax.nn.logsumexp(logits, axis=-1), entropies, None
+
+
+def tunix_chunk(hidden: Array, head: Array, data: Constants) -> Stats:
+    """Follows `compute_chunked_logps` of google/tunix: a rematerialised scan over padded chunks of tokens."""
+    tokens, width = hidden.shape
+    padding = -tokens % TUNIX_CHUNK
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, TUNIX_CHUNK, width)
+    targets = jnp.pad(data.targets, (0, padding)).reshape(-1, TUNIX_CHUNK)
+
+    @jax.checkpoint
+    def step(carry: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array | None]]:
+        log_probs, entropies, _ = tunix_full(chunk[0], head, data._replace(targets=chunk[1]))
+        return carry, (log_probs, entropies)
+
+    _, (log_probs, entropies) = jax.lax.scan(step, None, (hidden, targets))
+    return log_probs.reshape(-1)[:tokens], entropies.reshape(-1)[:tokens], None
+
+
+def tiled(
+    hidden: Array,
+    head: Array,
+    data: Constants,
+    *,
+    tile: tuple[int, int] | None,
+    entropy: bool = True,
+    kl: bool = False,
+    masked: bool = False,
+) -> Stats:
+    """Calls kljax."""
+    stats = kljax.log_probs_from_hidden(
+        hidden,
+        head,
+        data.targets,
+        mask=data.mask if masked else None,
+        entropy=entropy,
+        reference=(data.ref_hidden, None) if kl else None,
+        tile=None if tile is None else kljax.Tile(*tile),
+    )
+    return stats.log_prob, stats.entropy, stats.kl
+
+
+def loss(stats: Stats, data: Constants) -> Array:
+    """Returns PPO's clipped surrogate, less the entropy and plus the KL if given, as a mean of the unmasked tokens."""
+    log_probs, entropies, divergence = stats
+    per_token = kljax.ppo_clip_loss(
+        log_probs, data.old_log_probs, data.advantages, data.mask, clip_low=CLIP, clip_high=CLIP
+    )
+    if entropies is not None:
+        per_token = per_token - ENTROPY_COEF * entropies
+    if divergence is not None:
+        per_token = per_token + KL_COEF * divergence
+    return jnp.where(data.mask, per_token, 0).sum() / data.mask.sum()
+
+
+def gradient_of(stats: Callable[..., Stats], *, head: bool = True) -> Callable[..., tuple[Array, ...]]:
+    """Returns `(hidden, head, data) -> (loss, *gradients)`; a frozen head has no gradient."""
+
+    def objective(hidden: Array, head: Array, data: Constants) -> Array:
+        return loss(stats(hidden, head, data), data)
+
+    differentiate = jax.value_and_grad(objective, argnums=(0, 1) if head else (0,))
+
+    def run(hidden: Array, head: Array, data: Constants) -> tuple[Array, ...]:
+        value, gradients = differentiate(hidden, head, data)
+        return (value, *gradients)
+
+    return run
+
+
+def forward_of(stats: Callable[..., Stats]) -> Callable[..., tuple[Array, ...]]:
+    """Returns `(hidden, head, data) -> (mean log-prob, log-probs, entropies)`."""
+
+    def run(hidden: Array, head: Array, data: Constants) -> tuple[Array, ...]:
+        log_probs, entropies, _ = stats(hidden, head, data)
+        assert entropies is not None
+        return log_probs.mean(), log_probs, entropies
+
+    return run
+
+
+def build(name: str, tile: tuple[int, int] | None) -> Callable[..., tuple[Array, ...]]:
+    """Returns the function of a form."""
+    ours = functools.partial(tiled, tile=tile)
+    part = functools.partial
+    functions: dict[str, Callable[..., tuple[Array, ...]]] = {
+        "naive": gradient_of(naive),
+        "tile": gradient_of(ours),
+        "tunix_full": gradient_of(tunix_full),
+        "tunix_chunk": gradient_of(tunix_chunk),
+        "naive_plain": gradient_of(part(naive, entropy=False)),
+        "naive_half": gradient_of(naive),
+        "tile_half": gradient_of(part(ours, masked=True)),
+        "naive_frozen": gradient_of(part(naive, entropy=False), head=False),
+        "tile_frozen": gradient_of(part(ours, entropy=False), head=False),
+        "naive_kl": gradient_of(part(naive, kl=True)),
+        "tile_kl": gradient_of(part(ours, kl=True)),
+        "naive_forward": forward_of(naive),
+        "tile_forward": forward_of(ours),
+    }
+    return functions[name]
+
+
+class JaxForms:
+    """The forms of JAX on a device. Each is compiled at its first use, for these arrays.
+
+    Args:
+      inputs: of the problem; options: of the process.
+    """
+
+    def __init__(self, inputs: Inputs, options: Options) -> None:
+        self.inputs, self.options = inputs, options
+        self.device = jax.devices(options.device)[0]
+        self._compiled: dict[str, tuple[jax.stages.Compiled, tuple[Any, ...]]] = {}
+
+        def put(array: np.ndarray, dtype: Any = None) -> Array:
+            return jax.device_put(jnp.asarray(array, dtype, device=self.device))
+
+        dtype = jnp.bfloat16 if options.dtype == "bf16" else jnp.float32
+        self._hidden, self._head = put(inputs.hidden, dtype), put(inputs.head, dtype)
+        rest = put(inputs.targets), put(inputs.advantages), put(inputs.old_log_probs)
+        ref_hidden = put(inputs.ref_hidden, dtype)
+        self._all = Constants(*rest, put(np.ones_like(inputs.mask)), ref_hidden)
+        self._half = Constants(*rest, put(inputs.mask), ref_hidden)
+
+    def versions(self) -> dict[str, str]:
+        release = " ".join(filter(None, (importlib.metadata.version("kljax"), commit())))
+        return {"jax": jax.__version__, "kljax": release}
+
+    def prepare(self, name: str) -> None:
+        if name in self._compiled:
+            return
+        if name in RATES:
+            function, arguments = build_rate(name, self.inputs.size, self.options, self.device)
+        else:
+            function = build(name, self.options.tile)
+            arguments = (self._hidden, self._head, self._half if name.endswith("_half") else self._all)
+        self._compiled[name] = jax.jit(function).lower(*arguments).compile(), arguments
+
+    def outputs(self, name: str) -> Sequence[Any]:
+        self.prepare(name)
+        compiled, arguments = self._compiled[name]
+        return jax.block_until_ready(compiled(*arguments))
+
+    def temp_bytes(self, name: str) -> int | None:
+        self.prepare(name)
+        plan = self._compiled[name][0].memory_analysis()
+        return None if plan is None else int(plan.temp_size_in_bytes)
+
+    def arrays(self, outputs: Sequence[Any]) -> list[np.ndarray]:
+        return [np.asarray(output, np.float32) for output in outputs]
+
+    def nbytes(self, outputs: Sequence[Any]) -> int:
+        return sum(output.nbytes for output in outputs)
+
+    def device_peak(self, name: str) -> int | None:
+        # JAX counts the trial runs of the compiler too; the temporary memory says more.
+        return None
+
+
+def load(inputs: str, options: dict[str, Any]) -> FormsContender:
+    """Loads the arrays of a directory."""
+    make = functools.partial(JaxForms, options=Options.from_json(options))
+    return FormsContender(make, Inputs.load(pathlib.Path(inputs)))

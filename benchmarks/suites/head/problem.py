@@ -1,0 +1,129 @@
+"""Sizes, options and arrays of the problem that every form of the head solves. NumPy only, for PyTorch's process."""
+
+import dataclasses
+import pathlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CLIP = 0.2
+ENTROPY_COEF = 0.01
+KL_COEF = 0.05
+
+
+class Size(NamedTuple):
+    """Tokens `N`, model width `D`, vocabulary `V`."""
+
+    tokens: int
+    width: int
+    vocab: int
+
+    def __str__(self) -> str:
+        return "x".join(str(part) for part in self)
+
+    @property
+    def flops(self) -> int:
+        """Returns the operations of one matmul between hidden states and head."""
+        return 2 * self.tokens * self.width * self.vocab
+
+
+SIZES = (Size(2048, 1024, 32_768), Size(1024, 1024, 131_072))
+# Not divisible by the tile, nor by a power of two.
+QUICK = Size(72, 48, 1000)
+QUICK_TILE = (32, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of a process.
+
+    Attributes:
+      device: "cpu" or "gpu".
+      dtype: "float32" or "bf16", of hidden states and head.
+      threads: of each process on the CPU; 0 sets no limit.
+      tile: tokens and vocabulary of kljax's tile; None takes the default of the device.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 2
+    tile: tuple[int, int] | None = None
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Options":
+        """Returns the options from plain data, where a tile is a list."""
+        return cls(**{**fields, "tile": None if fields["tile"] is None else tuple(fields["tile"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Arrays of one problem, float32 unless stated.
+
+    Attributes:
+      hidden: `[N, D]`, standard normal.
+      head: `[D, V]`, normal, such that logits have a standard deviation of 2.
+      targets: `[N]` int32 ids, uniform.
+      advantages: `[N]`, standard normal.
+      old_log_probs: `[N]`; two thirds of the importance weights are well within the clip, the others well beyond it. At
+        the bound itself the gradient jumps, and rounding would decide.
+      mask: `[N]` boolean, a random half.
+      ref_hidden: `[N, D]`, the hidden states with noise of 0.1.
+    """
+
+    hidden: np.ndarray
+    head: np.ndarray
+    targets: np.ndarray
+    advantages: np.ndarray
+    old_log_probs: np.ndarray
+    mask: np.ndarray
+    ref_hidden: np.ndarray
+
+    @property
+    def size(self) -> Size:
+        """Returns the sizes."""
+        return Size(len(self.hidden), *self.head.shape)
+
+    def save(self, directory: pathlib.Path) -> None:
+        """Writes the arrays where `load` finds them."""
+        for field in dataclasses.fields(self):
+            np.save(directory / f"{field.name}.npy", getattr(self, field.name))
+
+    @classmethod
+    def load(cls, directory: pathlib.Path) -> "Inputs":
+        """Reads the arrays of a directory."""
+        return cls(**{field.name: np.load(directory / f"{field.name}.npy") for field in dataclasses.fields(cls)})
+
+
+def make_inputs(size: Size, seed: int = 0) -> Inputs:
+    """Draws the arrays of a problem."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
+
+    hidden, head = normal(size.tokens, size.width), normal(size.width, size.vocab)
+    head *= np.float32(2 / np.sqrt(size.width))
+    targets = rng.integers(0, size.vocab, size.tokens, np.int32)
+    shift = rng.uniform(-0.1, 0.1, size.tokens)
+    shift[::3] = rng.choice([-0.4, 0.4], len(shift[::3]))
+    mask = np.zeros(size.tokens, bool)
+    mask[rng.permutation(size.tokens)[: size.tokens // 2]] = True
+    return Inputs(
+        hidden=hidden,
+        head=head,
+        targets=targets,
+        advantages=normal(size.tokens),
+        old_log_probs=log_probs(hidden, head, targets) - shift.astype(np.float32),
+        mask=mask,
+        ref_hidden=hidden + np.float32(0.1) * normal(size.tokens, size.width),
+    )
+
+
+def log_probs(hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, chunk: int = 4096) -> np.ndarray:
+    """Returns the `[N]` log-probs of the targets, by chunks of the vocabulary."""
+    logsumexp = np.full(len(hidden), -np.inf, np.float32)
+    for start in range(0, head.shape[1], chunk):
+        logits = hidden @ head[:, start : start + chunk]
+        top = logits.max(axis=1)
+        logsumexp = np.logaddexp(logsumexp, top + np.log(np.exp(logits - top[:, None]).sum(axis=1)))
+    return np.einsum("nd,dn->n", hidden, head[:, targets]) - logsumexp

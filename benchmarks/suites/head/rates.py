@@ -1,0 +1,129 @@
+"""Rates of the machine, of the matmuls of a tile alone and of a copy, and those that kljax reaches."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.suites.head.problem import Options, Size
+from kljax.log_probs._tiles import default_tile
+
+# The matmuls of a tile, by their results.
+MATMULS = {"matmul_logits": "logits", "matmul_hidden": "gradient of the hidden states", "matmul_head": "of the head"}
+RATES = (*MATMULS, "copy")
+# Matmuls in one program, so that its start costs nothing.
+REPEATS = 4
+COPIED_BYTES = 1 << 28
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Rates of the machine, and of kljax on it.
+
+    Attributes:
+      tile: tokens and vocabulary of kljax's tile.
+      matmuls: operations per second, by shape.
+      mixed: of the four matmuls of a tile, weighted as kljax needs them.
+      reached: operations per second of kljax, with the recomputed ones; None if it was not timed.
+      copied: bytes per second of a copy, read and written.
+      moved: lower bound of the bytes per second that kljax moves; None if it was not timed.
+    """
+
+    tile: tuple[int, int]
+    matmuls: dict[str, float]
+    mixed: float
+    reached: float | None
+    copied: float
+    moved: float | None
+
+
+def rates_of(size: Size, options: Options, kind: str, seconds: Mapping[str, float], ours: float | None) -> Rates:
+    """Computes the rates from seconds.
+
+    Args:
+      kind: of device; seconds: of each of `RATES`; ours: of kljax's value and gradients, or None.
+    """
+    tile = tile_of(size, options, kind)
+    flops, itemsize = matmul_flops(size, tile), 2 if options.dtype == "bf16" else 4
+    return Rates(
+        tile=tile,
+        matmuls={name: flops / seconds[name] for name in MATMULS},
+        mixed=matmul_rate(flops, seconds),
+        reached=None if ours is None else 4 * size.flops / ours,
+        copied=copy_bytes(size) / seconds["copy"],
+        moved=None if ours is None else traffic(size, tile, itemsize) / ours,
+    )
+
+
+def tile_of(size: Size, options: Options, kind: str) -> tuple[int, int]:
+    """Returns tokens and vocabulary of the tile that kljax uses."""
+    if options.tile is None:
+        tile = default_tile(kind)
+        tokens, vocab = tile.tokens, tile.vocab
+    else:
+        tokens, vocab = options.tile
+    return min(tokens, size.tokens), min(vocab, size.vocab)
+
+
+def matmul_flops(size: Size, tile: tuple[int, int]) -> int:
+    """Returns the operations of one program of matmuls."""
+    return 2 * REPEATS * tile[0] * tile[1] * size.width
+
+
+def copy_bytes(size: Size) -> int:
+    """Returns the bytes that the copy reads and writes; fewer for a small problem."""
+    return 2 * 4 * (min(COPIED_BYTES, size.vocab * size.width * 4) // 4)
+
+
+def build_rate(
+    name: str, size: Size, options: Options, device: jax.Device
+) -> tuple[Callable[..., tuple[jax.Array, ...]], tuple[Any, ...]]:
+    """Returns the function of a rate, and its arguments."""
+    tokens, vocab = tile_of(size, options, device.device_kind)
+    dtype = jnp.bfloat16 if options.dtype == "bf16" else jnp.float32
+
+    def normal(*shape: int) -> jax.Array:
+        with jax.default_device(device):
+            return jax.random.normal(jax.random.key(0), shape, jnp.float32).astype(dtype)
+
+    if name == "copy":
+        return lambda x: (x + 1,), (jnp.zeros(copy_bytes(size) // 8, jnp.float32, device=device),)
+    # Contracted axes, shape of the operand that changes from one matmul to the next, shape of the fixed one.
+    axes, varying, fixed = {
+        "matmul_logits": ((1, 0), (tokens, size.width), (size.width, vocab)),
+        "matmul_hidden": ((1, 1), (tokens, vocab), (size.width, vocab)),
+        "matmul_head": ((0, 0), (tokens, size.width), (tokens, vocab)),
+    }[name]
+
+    def matmuls(several: jax.Array, fixed: jax.Array) -> tuple[jax.Array, ...]:
+        def one(carry: jax.Array, varying: jax.Array) -> tuple[jax.Array, None]:
+            return multiply(varying, fixed), None
+
+        return (jax.lax.scan(one, jnp.zeros_like(multiply(several[0], fixed)), several)[0],)
+
+    def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
+        contracted = (((axes[0],), (axes[1],)), ((), ()))
+        return jax.lax.dot_general(a, b, contracted, preferred_element_type=jnp.float32)
+
+    return matmuls, (normal(REPEATS, *varying), normal(*fixed))
+
+
+def matmul_rate(flops: int, seconds: Mapping[str, float]) -> float:
+    """Returns the operations per second of the four matmuls of kljax alone; it computes the logits twice."""
+    return 4 * flops / (2 * seconds["matmul_logits"] + seconds["matmul_hidden"] + seconds["matmul_head"])
+
+
+def traffic(size: Size, tile: tuple[int, int], itemsize: int) -> int:
+    """Returns a lower bound of the bytes that value and gradient move if no tile stays in a cache.
+
+    A pass over the vocabulary reads the head once, the hidden states once for each chunk of the vocabulary, and writes
+    and reads the float32 logits of each tile. The backward pass does the same, reads and writes the float32 gradient
+    of the hidden states once for each chunk, that of a chunk of the head once for each tile of tokens, and writes the
+    results.
+    """
+    chunks, tiles = -(-size.vocab // tile[1]), -(-size.tokens // tile[0])
+    logits, head, hidden = size.tokens * size.vocab, size.width * size.vocab, size.tokens * size.width
+    each_pass = itemsize * (head + chunks * hidden) + 2 * 4 * logits
+    return 2 * each_pass + 2 * 4 * (chunks * hidden + tiles * head) + itemsize * (head + hidden)

@@ -1,0 +1,1 @@
+"""Sampling and updates of whole models: kljax, Tunix and transformers."""

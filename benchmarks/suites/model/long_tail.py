@@ -1,0 +1,187 @@
+"""Completions with a long tail of lengths: continuous batching against batches that wait for their longest row.
+
+    python -m benchmarks.suites.model.long_tail [--json PATH]
+
+Both complete the same rows in the same number of slots and have to draw the same tokens. Their programs differ in the
+queue alone. Lengths are forced (`limits`), so that they have a long tail whatever the weights.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kljax
+from benchmarks.harness import cli
+from benchmarks.harness.measure import Clock, Seconds
+from benchmarks.harness.race import race
+from benchmarks.harness.report import table
+from benchmarks.harness.results import Check, Result, ratio
+from train.models import Decoder, DecoderConfig
+from train.models.sharding import make_mesh
+from train.rl.policy import init_params
+from train.rollouts.sampler import Samples, Sampling, sample
+
+TARGET = 1.5
+Programs = dict[str, Callable[[], list[Samples]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tail:
+    """Completions with lognormal lengths of this median and spread, at most `max_new_tokens`; `group` per prompt."""
+
+    rows: int = 64
+    slots: int = 8
+    group: int = 4
+    prompt_length: int = 64
+    max_new_tokens: int = 256
+    median: float = 24.0
+    sigma: float = 1.0
+    vocab: int = 4096
+    layers: int = 4
+
+    def lengths(self) -> np.ndarray:
+        """Returns `[rows]` int32, the tokens of each completion."""
+        drawn = self.median * np.exp(self.sigma * np.random.default_rng(0).normal(size=self.rows))
+        return np.clip(np.rint(drawn), 1, self.max_new_tokens).astype(np.int32)
+
+    def prompts(self) -> np.ndarray:
+        """Draws `[rows / group, prompt_length]` int32 ids."""
+        return np.random.default_rng(1).integers(
+            0, self.vocab, (self.rows // self.group, self.prompt_length), dtype=np.int32
+        )
+
+
+def model_of(tail: Tail) -> Decoder:
+    """Returns a tiny Qwen 3."""
+    return Decoder(
+        DecoderConfig(
+            vocab_size=tail.vocab,
+            layers=tail.layers,
+            width=256,
+            heads=4,
+            kv_heads=2,
+            head_dim=64,
+            mlp_width=768,
+            tie_embeddings=True,
+            qk_norm=True,
+        )
+    )
+
+
+def programs_of(tail: Tail) -> Programs:
+    """Returns the contenders: "continuous" is one call for all rows, "static" one for each batch of `slots` rows."""
+    model, mesh = model_of(tail), make_mesh()
+    policy = kljax.Policy(init_params(model, jax.random.key(0), mesh))
+    lengths, prompts = tail.lengths(), tail.prompts()
+    ids = np.repeat(np.arange(len(prompts), dtype=np.int32), tail.group)
+    key = jax.random.key(2)
+
+    @jax.jit
+    def draw(policy: kljax.Policy, prompts: jax.Array, **rows: np.ndarray) -> Samples:
+        return sample(
+            model,
+            policy,
+            prompts,
+            jnp.ones(prompts.shape, bool),
+            key=key,
+            max_new_tokens=tail.max_new_tokens,
+            sampling=Sampling(1.0),
+            eos_ids=(),
+            slots=tail.slots,
+            **rows,  # type: ignore[arg-type]
+        )
+
+    def complete(rows: slice) -> Samples:
+        first, last = ids[rows][0], ids[rows][-1] + 1
+        named = {"prompt_ids": ids[rows] - first, "row_ids": np.arange(tail.rows)[rows], "limits": lengths[rows]}
+        return draw(policy, jnp.asarray(prompts[first:last]), **named)
+
+    batches = [slice(begin, begin + tail.slots) for begin in range(0, tail.rows, tail.slots)]
+    return {
+        "continuous": lambda: [complete(slice(0, tail.rows))],
+        "static": lambda: [complete(rows) for rows in batches],
+    }
+
+
+def measure(tail: Tail, rounds: int) -> dict[str, dict[str, float]]:
+    """Measures tokens per second in the fastest of `rounds` interleaved rounds, decode steps and occupancy.
+
+    Raises:
+      RuntimeError: if the two draw different tokens.
+    """
+    programs = programs_of(tail)
+    done = {name: jax.device_get(program()) for name, program in programs.items()}
+    tokens = {name: np.concatenate([part.tokens for part in parts]) for name, parts in done.items()}
+    if (tokens["continuous"] != tokens["static"]).any():
+        raise RuntimeError("long tail: the tokens of continuous and static batching differ")
+    results = {name: Result(name) for name in programs}
+
+    def run(name: str) -> dict[str, Seconds]:
+        clock = Clock()
+        with clock.part("run"):
+            jax.block_until_ready(programs[name]())
+        return clock.parts
+
+    race(results, rounds, run)
+    drawn = int(tail.lengths().sum())
+    found: dict[str, dict[str, float]] = {}
+    for name, parts in done.items():
+        passes = sum(int(part.steps) + 1 for part in parts)
+        found[name] = {
+            "tokens_per_second": ratio(drawn, results[name].best("wall")) or 0.0,
+            "tokens_per_cpu_second": ratio(drawn, results[name].best("cpu")) or 0.0,
+            "steps": sum(int(part.steps) for part in parts),
+            "occupancy": drawn / (passes * tail.slots),
+        }
+    return found
+
+
+def report(measured: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Adds the gain of continuous batching, in wall-clock and in CPU seconds."""
+    gains = {
+        unit: measured["continuous"][unit] / measured["static"][unit]
+        for unit in ("tokens_per_second", "tokens_per_cpu_second")
+    }
+    return {**measured, "gain": gains, "target": TARGET}
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """Returns the comparison as Markdown."""
+    rows = [
+        [
+            title,
+            *(f"{found[name][key]:,.0f}" for key in ("tokens_per_second", "tokens_per_cpu_second", "steps")),
+            f"{found[name]['occupancy']:.0%}",
+        ]
+        for name, title in {"continuous": "continuous batching", "static": "static batches"}.items()
+    ]
+    wall, cpu = (found["gain"][f"tokens_per_{unit}"] for unit in ("second", "cpu_second"))
+    verdict = Check("gain", found["target"], cpu, at_least=True).verdict
+    return [
+        "",
+        "### A long tail of lengths",
+        "",
+        *table(["kljax, 8 slots", "tokens/s", "tokens/CPU s", "decode steps", "busy slots"], rows),
+        "",
+        f"Continuous batching is faster by {cpu:.2f} in CPU seconds and by {wall:.2f} in wall-clock seconds; the "
+        f"target is {found['target']:g} in CPU seconds: {verdict}.",
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command."""
+    parser = cli.parser("suites.model.long_tail", __doc__)
+    parser.add_argument("--rounds", type=cli.positive, default=5)
+    cli.add_outputs(parser)
+    options = parser.parse_args(arguments)
+    found = report(measure(Tail(), options.rounds))
+    return cli.finish(options, "\n".join(lines(found)) + "\n", found, [])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
