@@ -1,5 +1,7 @@
 """Type aliases. Shape letters used throughout: B rows, T positions, D width, V vocabulary, N tokens, G groups."""
 
+from typing import Literal
+
 import jax
 import jax.typing
 
@@ -7,3 +9,39 @@ Array = jax.Array
 ArrayLike = jax.typing.ArrayLike
 Scalar = float | jax.Array
 AxisName = str | tuple[str, ...] | None
+
+# The names that options take, each list once: for signatures, for the checks at trace time, and for callers.
+Estimator = Literal["none", "k1", "abs", "k2", "k3", "low_var_kl"]
+RejectionEstimator = Literal["k1", "k2", "k3"]
+KLGradient = Literal["value", "k2", "weighted_k2", "none"]
+GSPOGradient = Literal["token", "sequence"]
+Through = Literal["ratio", "log_prob"]
+Direction = Literal["reverse", "forward"]
+Divergence = Literal["tv", "kl"]
+
+Level = Literal["token", "sequence", "geometric"]
+SurrogateLevel = Literal[Level, "average", "geometric_average"]
+DivergenceLevel = Literal["token", "sequence"]
+RowStatistic = Literal["token", "sum", "mean", "max"]
+WeightMode = Literal["truncate", "mask", "clip"]
+WeightNormalization = Literal["none", "tokens", "rows"]
+RECClip = Literal["none", "one_side", "gspo_one_side", "two_side", "ring"]
+RECWeight = Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
+RECRegularizer = Literal["none", "k2", "forward_kl"]
+SupervisedWeight = Literal["none", "probability", "uncertainty"]
+
+Reduction = Literal[
+    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm", "prompt_mean"
+]
+EmptyRows = Literal["drop", "count"]
+MetricMode = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_max"]
+ClipSide = Literal["both", "low", "high"]
+
+Scale = Literal["std", "batch_std", "mean", "none"]
+StdScale = Literal["std", "none"]
+Singleton = Literal["zero", "reward"]
+Baseline = Literal["mean", "logavgexp"]
+RewardNormalization = Literal["none", "rows"]
+BaselineAlignment = Literal["token", "position"]
+ReturnsRule = Literal["carry", "reset", "none"]
+GAERule = Literal["skip", "carry", "none"]

@@ -6,28 +6,21 @@ devices and processes then only add, which is why the loss does not depend on ho
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_only_with, check_same_shape
 from kljax._devices import over_devices
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, EmptyRows, Reduction, Scalar
 from kljax.masking import masked
 from kljax.rows import check_segments, row_any, row_count, to_tokens
 
 __all__ = ["WeightedSum", "aggregate", "token_weights"]
 
-MODES = (
-    "token_mean",
-    "token_sum",
-    "seq_mean_token_sum",
-    "seq_mean_token_mean",
-    "seq_mean_token_sum_norm",
-    "prompt_mean",
-)
-EMPTY_ROWS = ("drop", "count")
+MODES = get_args(Reduction)
+EMPTY_ROWS = get_args(EmptyRows)
 
 
 @jax.tree_util.register_dataclass
@@ -80,11 +73,11 @@ class WeightedSum:
 def token_weights(
     mask: ArrayLike,
     *,
-    mode: str,
+    mode: Reduction,
     max_length: Scalar | None = None,
     group_ids: ArrayLike | None = None,
     num_groups: int | None = None,
-    empty_rows: str = "drop",
+    empty_rows: EmptyRows = "drop",
     denominator: Scalar | None = None,
     segment_ids: ArrayLike | None = None,
     axis_name: AxisName = None,
@@ -179,11 +172,11 @@ def aggregate(
     values: ArrayLike,
     mask: ArrayLike,
     *,
-    mode: str,
+    mode: Reduction,
     max_length: Scalar | None = None,
     group_ids: ArrayLike | None = None,
     num_groups: int | None = None,
-    empty_rows: str = "drop",
+    empty_rows: EmptyRows = "drop",
     denominator: Scalar | None = None,
     segment_ids: ArrayLike | None = None,
     axis_name: AxisName = None,
@@ -238,7 +231,9 @@ def aggregate(
     return over_devices((masked(values, mask) * weights.astype(values.dtype)).sum(), axis_name)
 
 
-def _check_arguments(mode: str, max_length: object, group_ids: object, num_groups: object, denominator: object) -> None:
+def _check_arguments(
+    mode: Reduction, max_length: object, group_ids: object, num_groups: object, denominator: object
+) -> None:
     check_only_with(
         mode == "seq_mean_token_sum_norm",
         f"has no meaning in mode {mode!r}, only in 'seq_mean_token_sum_norm'",
@@ -256,13 +251,13 @@ def _check_arguments(mode: str, max_length: object, group_ids: object, num_group
     check_at_least("denominator", denominator, 0, strict=True)
 
 
-def _needed(name: str, value: Any, mode: str) -> Any:
+def _needed(name: str, value: Any, mode: Reduction) -> Any:
     if value is None:
         raise ValueError(f"{name}: got None, but mode {mode!r} needs it")
     return value
 
 
-def _count_rows(per_row: Array, segment_ids: Array | None, empty_rows: str, axis_name: AxisName) -> Array:
+def _count_rows(per_row: Array, segment_ids: Array | None, empty_rows: EmptyRows, axis_name: AxisName) -> Array:
     """`[..., 1, 1]`: how many rows, or segments, a mean over sequences divides by."""
     counted = per_row > 0
     if empty_rows == "count":
@@ -271,7 +266,7 @@ def _count_rows(per_row: Array, segment_ids: Array | None, empty_rows: str, axis
 
 
 def _count_prompts(
-    per_row: Array, group_ids: Array, num_groups: int, *, empty_rows: str, axis_name: AxisName
+    per_row: Array, group_ids: Array, num_groups: int, *, empty_rows: EmptyRows, axis_name: AxisName
 ) -> tuple[Array, Array]:
     """`[..., 1, 1]`: how many prompts a mean over them divides by; `[..., B, 1]`: the tokens of each row's prompt."""
     groups = jnp.arange(num_groups, dtype=group_ids.dtype).reshape((1,) * (per_row.ndim - 1) + (num_groups,))
@@ -284,7 +279,7 @@ def _count_prompts(
 
 
 def _count_prompts_of_tokens(
-    mask: Array, in_segment: Array, group_ids: Array, num_groups: int, *, empty_rows: str, axis_name: AxisName
+    mask: Array, in_segment: Array, group_ids: Array, num_groups: int, *, empty_rows: EmptyRows, axis_name: AxisName
 ) -> tuple[Array, Array]:
     """The same of packed rows, whose tokens are told apart by the prompt of each: `[..., 1, 1]` and `[..., B, T]`."""
     check_same_shape(group_ids=group_ids, segment_ids=in_segment)

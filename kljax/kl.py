@@ -10,13 +10,14 @@ elsewhere. Only a token without probability under both policies has no log-ratio
 """
 
 from collections.abc import Callable
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
 from kljax._numerics import clip_symmetric, exp_capped, expm1_minus, times, with_gradient_of
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Estimator, KLGradient, Scalar
 
 __all__ = ["abs_diff", "estimate_kl", "k1", "k2", "k3", "low_var_kl"]
 
@@ -172,8 +173,8 @@ def estimate_kl(
     ref_log_probs: ArrayLike,
     mask: ArrayLike | None = None,
     *,
-    estimator: str = "k3",
-    gradient: str = "value",
+    estimator: Estimator = "k3",
+    gradient: KLGradient = "value",
     sampling_log_probs: ArrayLike | None = None,
     max_ratio: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,
@@ -331,5 +332,5 @@ _ESTIMATORS: dict[str, Callable[[Array], Array]] = {
     "k3": _k3,
     "low_var_kl": _k3,
 }
-ESTIMATORS = tuple(_ESTIMATORS)
-GRADIENTS = ("value", "k2", "weighted_k2", "none")
+ESTIMATORS = get_args(Estimator)
+GRADIENTS = get_args(KLGradient)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Estimator, Scalar
 from kljax.kl import estimate_kl
 from kljax.masking import last_token_mask, masked
 
@@ -80,7 +80,7 @@ def kl_shaped_rewards(
     mask: ArrayLike,
     *,
     coef: Scalar,
-    estimator: str = "k1",
+    estimator: Estimator = "k1",
     value_clip: Scalar | None = None,
 ) -> tuple[Array, Array]:
     """Subtracts the estimated KL to the reference from the rewards: `R_t = s [t = last] - coef * kl_t`.
@@ -131,7 +131,7 @@ def distillation_rewards(
     mask: ArrayLike,
     *,
     coef: Scalar = 1.0,
-    estimator: str = "k1",
+    estimator: Estimator = "k1",
     value_clip: Scalar | None = None,
 ) -> Array:
     """Rewards each token with minus the KL to a teacher: `R_t = -coef * kl_t`; k1 is `log pi - log teacher`.

@@ -1,15 +1,15 @@
 """Rows in groups: what the group advantages have in common. Padding rows are 0 everywhere and count in nothing."""
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
 from kljax._devices import all_rows, greatest, least, over_devices
-from kljax._typing import Array, ArrayLike, AxisName
+from kljax._typing import Array, ArrayLike, AxisName, Singleton
 
-SINGLETONS = ("zero", "reward")
+SINGLETONS = get_args(Singleton)
 
 
 class Groups(NamedTuple):
@@ -104,7 +104,7 @@ def deviations(groups: Groups, distances: Array, ddof: int) -> tuple[Array, Arra
     return jnp.where(varies, jnp.sqrt(jnp.where(varies, var, 1)), 1), varies
 
 
-def finish(groups: Groups, result: Array, alone: Array, singleton: str) -> Array:
+def finish(groups: Groups, result: Array, alone: Array, singleton: Singleton) -> Array:
     """Applies the rule for groups of one, and the values of rows that belong to no group."""
     only = groups.size[groups.ids] == 1
     result = jnp.where(only, alone if singleton == "reward" else 0, result)

@@ -1,18 +1,20 @@
 """Rewards compared with a baseline of another kind: a soft maximum, a shifted mean, a greedy row, a running mean."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
 from kljax._devices import all_rows, own_rows, same_everywhere
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, Baseline, Scalar, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, finish, make_groups, safe_ids
 from kljax.advantages.group import broadcast_to_tokens
 from kljax.advantages.temporal import reinforce_plus_plus_returns
 
 __all__ = ["asymre_advantages", "opmd_advantages", "rae_advantages", "remax_advantages"]
 
-BASELINES = ("mean", "logavgexp")
+BASELINES = get_args(Baseline)
 
 
 def opmd_advantages(
@@ -20,9 +22,9 @@ def opmd_advantages(
     group_ids: ArrayLike,
     *,
     num_groups: int,
-    baseline: str = "logavgexp",
+    baseline: Baseline = "logavgexp",
     tau: Scalar = 1.0,
-    singleton: str = "zero",
+    singleton: Singleton = "zero",
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:
@@ -78,7 +80,7 @@ def asymre_advantages(
     *,
     num_groups: int,
     shift: Scalar = -0.1,
-    singleton: str = "zero",
+    singleton: Singleton = "zero",
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:

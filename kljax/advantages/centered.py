@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_only_with, check_same_shape
 from kljax._devices import over_devices
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, Estimator, Scalar
 from kljax.advantages.group import per_token
 from kljax.aggregation import WeightedSum
 from kljax.kl import estimate_kl
@@ -20,7 +20,7 @@ def centered_kl_advantages(
     mask: ArrayLike,
     *,
     coef: Scalar,
-    estimator: str = "k1",
+    estimator: Estimator = "k1",
     mean_kl: Scalar | WeightedSum | None = None,
     axis_name: AxisName = None,
 ) -> tuple[Array, Array]:

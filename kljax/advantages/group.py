@@ -4,10 +4,12 @@ Rows of a group need not be adjacent. A padding row is one whose `valid` is Fals
 enters no statistic, its reward may be NaN, and its advantage is 0. Rewards are data; nothing here stops a gradient.
 """
 
+from typing import get_args
+
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_choice, check_same_shape
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, Scalar, Scale, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, deviations, finish, make_groups
 from kljax.masking import masked
 
@@ -19,7 +21,7 @@ __all__ = [
     "rloo_advantages",
 ]
 
-SCALES = ("std", "batch_std", "mean", "none")
+SCALES = get_args(Scale)
 
 
 def grpo_advantages(
@@ -27,10 +29,10 @@ def grpo_advantages(
     group_ids: ArrayLike,
     *,
     num_groups: int,
-    scale: str = "std",
+    scale: Scale = "std",
     ddof: int = 1,
     eps: Scalar = 1e-6,
-    singleton: str = "zero",
+    singleton: Singleton = "zero",
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:
@@ -97,7 +99,7 @@ def reinforce_plus_plus_baseline_advantages(
     group_ids: ArrayLike,
     *,
     num_groups: int,
-    singleton: str = "zero",
+    singleton: Singleton = "zero",
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:
@@ -146,7 +148,7 @@ def rloo_advantages(
     group_ids: ArrayLike,
     *,
     num_groups: int,
-    singleton: str = "zero",
+    singleton: Singleton = "zero",
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:
@@ -190,7 +192,7 @@ def opo_advantages(
     group_ids: ArrayLike,
     *,
     num_groups: int,
-    singleton: str = "zero",
+    singleton: Singleton = "zero",
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:

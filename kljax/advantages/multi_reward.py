@@ -1,16 +1,18 @@
 """Several rewards per row, each compared within the group before they are added."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_choice, check_mask
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, RewardNormalization, Scalar, Scale, Singleton
 from kljax.advantages._groups import safe_ids
 from kljax.advantages.group import grpo_advantages
 
 __all__ = ["gdpo_advantages"]
 
-NORMALIZATIONS = ("none", "rows")
+NORMALIZATIONS = get_args(RewardNormalization)
 
 
 def gdpo_advantages(
@@ -19,11 +21,11 @@ def gdpo_advantages(
     *,
     num_groups: int,
     weights: ArrayLike | None = None,
-    scale: str = "std",
+    scale: Scale = "std",
     ddof: int = 1,
     eps: Scalar = 1e-6,
-    normalize: str = "none",
-    singleton: str = "zero",
+    normalize: RewardNormalization = "none",
+    singleton: Singleton = "zero",
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from kljax._checks import check_choice
 from kljax._devices import over_devices, own_rows
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, Scalar, Singleton, StdScale
 from kljax.advantages._groups import SINGLETONS, Groups, centered, deviations, finish, make_groups
 
 __all__ = ["gpg_advantages", "maxrl_advantages", "pass_at_k_advantages"]
@@ -17,7 +17,7 @@ def maxrl_advantages(
     *,
     num_groups: int,
     eps: Scalar = 0.0,
-    singleton: str = "zero",
+    singleton: Singleton = "zero",
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:
@@ -68,7 +68,7 @@ def gpg_advantages(
     group_ids: ArrayLike,
     *,
     num_groups: int,
-    singleton: str = "zero",
+    singleton: Singleton = "zero",
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:
@@ -114,7 +114,7 @@ def pass_at_k_advantages(
     group_ids: ArrayLike,
     *,
     num_groups: int,
-    scale: str = "std",
+    scale: StdScale = "std",
     ddof: int = 1,
     eps: Scalar = 1e-6,
     valid: ArrayLike | None = None,

@@ -1,20 +1,20 @@
 """Returns and advantages that run backwards over the tokens of a row. Arrays are `[..., T]`; nothing is whitened."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape, check_scalar
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, GAERule, ReturnsRule, Scalar
 from kljax.masking import masked
 from kljax.rows import check_segments, row_cumsum, row_ends
 
 __all__ = ["gae", "reinforce_plus_plus_returns"]
 
-MASKED_RULES = ("carry", "reset", "none")
-GAE_RULES = ("skip", "carry", "none")
+MASKED_RULES = get_args(ReturnsRule)
+GAE_RULES = get_args(GAERule)
 
 
 def reinforce_plus_plus_returns(
@@ -22,7 +22,7 @@ def reinforce_plus_plus_returns(
     mask: ArrayLike,
     *,
     gamma: Scalar = 1.0,
-    masked_tokens: str = "carry",
+    masked_tokens: ReturnsRule = "carry",
     segment_ids: ArrayLike | None = None,
 ) -> Array:
     """Discounted returns: `G_t = R_t + gamma * G_{t+1}` over the unmasked tokens of a row.
@@ -84,7 +84,7 @@ def gae(
     *,
     gamma: Scalar = 1.0,
     lam: Scalar = 1.0,
-    masked_tokens: str = "skip",
+    masked_tokens: GAERule = "skip",
     segment_ids: ArrayLike | None = None,
 ) -> tuple[Array, Array]:
     """Generalised advantage estimates, and the returns that the value function is fitted to.

@@ -1,11 +1,13 @@
 """A baseline for every position: the one of least variance, given how much each row's gradient varies up to there."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
 from kljax._devices import greatest, over_devices
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, BaselineAlignment, Scalar, Singleton
 from kljax.advantages._groups import SINGLETONS, safe_ids
 from kljax.advantages.temporal import reinforce_plus_plus_returns
 from kljax.masking import masked
@@ -13,7 +15,7 @@ from kljax.rows import positions, row_any, row_count, row_cumsum, row_first
 
 __all__ = ["otb_advantages"]
 
-ALIGNMENTS = ("token", "position")
+ALIGNMENTS = get_args(BaselineAlignment)
 
 
 def otb_advantages(
@@ -25,10 +27,10 @@ def otb_advantages(
     *,
     num_groups: int,
     weights: ArrayLike | None = None,
-    align: str = "token",
+    align: BaselineAlignment = "token",
     zero_tail: bool = True,
     eps: Scalar = 0.0,
-    singleton: str = "zero",
+    singleton: Singleton = "zero",
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> tuple[Array, Array]:

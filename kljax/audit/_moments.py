@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from kljax._numerics import expm1_minus
-from kljax._typing import Array
+from kljax._typing import Array, Estimator, KLGradient
 from kljax.kl import estimate_kl
 
 # "none" estimates no KL, and neither has a value nor a gradient to measure.
-MEASURED = ("k1", "abs", "k2", "k3", "low_var_kl")
+MEASURED: tuple[Estimator, ...] = ("k1", "abs", "k2", "k3", "low_var_kl")
 
 
 @jax.tree_util.register_dataclass
@@ -257,7 +257,7 @@ def estimates(
     """
 
     def stacked(log_probs: Array) -> Array:
-        columns = [*((name, "value") for name in MEASURED), ("k1", "k2")]
+        columns: list[tuple[Estimator, KLGradient]] = [*((name, "value") for name in MEASURED), ("k1", "k2")]
         return jnp.stack(
             [
                 estimate_kl(

@@ -1,10 +1,12 @@
 """How many tokens a loss clips, and how many ratios are beyond bounds."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_choice, check_mask
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, ClipSide, Level, Scalar
 from kljax.aggregation import WeightedSum
 from kljax.losses._surrogate import beyond_clip, check_clip, loss_inputs
 from kljax.losses.value import value_errors
@@ -13,7 +15,7 @@ from kljax.ratios.levels import check_bounds, within
 
 __all__ = ["clip_fraction", "clipped_tokens", "dual_clip_fraction", "ratio_fraction", "value_clip_fraction"]
 
-SIDES = ("both", "low", "high")
+SIDES = get_args(ClipSide)
 
 
 def clipped_tokens(
@@ -24,8 +26,8 @@ def clipped_tokens(
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
-    side: str = "both",
-    level: str = "token",
+    side: ClipSide = "both",
+    level: Level = "token",
 ) -> Array:
     """The tokens whose clip is active: `r > 1 + clip_high` where `A > 0`, `r < 1 - clip_low` where `A < 0`.
 
@@ -69,8 +71,8 @@ def clip_fraction(
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
-    side: str = "both",
-    level: str = "token",
+    side: ClipSide = "both",
+    level: Level = "token",
 ) -> WeightedSum:
     """Fraction of tokens whose clip is active: `r > 1 + clip_high` where `A > 0`, `r < 1 - clip_low` where `A < 0`.
 
@@ -112,7 +114,7 @@ def dual_clip_fraction(
     mask: ArrayLike,
     *,
     dual_clip: Scalar,
-    level: str = "token",
+    level: Level = "token",
 ) -> WeightedSum:
     """Fraction of tokens that the dual clip bounds: `A < 0` and `r > dual_clip`.
 
@@ -152,7 +154,7 @@ def ratio_fraction(
     *,
     lower: Scalar | None = None,
     upper: Scalar | None = None,
-    level: str = "token",
+    level: Level = "token",
 ) -> WeightedSum:
     """Fraction of the ratios outside bounds: `r < lower` or `r > upper`, whatever the advantage.
 
@@ -219,7 +221,7 @@ def value_clip_fraction(
 
 
 def _ratios(
-    log_probs: ArrayLike, old_log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, level: str
+    log_probs: ArrayLike, old_log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, level: Level
 ) -> tuple[Array, Array]:
     """The ratios of a level and the advantages, both `[..., T]` and detached."""
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)

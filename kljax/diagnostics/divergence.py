@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from kljax._typing import ArrayLike, Scalar
+from kljax._typing import ArrayLike, Estimator, Level, MetricMode, Scalar
 from kljax.aggregation import WeightedSum
 from kljax.diagnostics.means import mean_by_position, mean_metric
 from kljax.kl import estimate_kl
@@ -24,9 +24,9 @@ def ppo_kl(
     old_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    estimator: str = "k1",
+    estimator: Estimator = "k1",
     log_ratio_clip: Scalar | None = None,
-    mode: str = "token_mean",
+    mode: MetricMode = "token_mean",
 ) -> WeightedSum:
     """How far an update has moved the policy: `E[log pi_old - log pi]`, k1 of KL(old || pi) over tokens of old.
 
@@ -61,8 +61,8 @@ def reference_kl(
     ref_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    estimator: str = "k3",
-    mode: str = "token_mean",
+    estimator: Estimator = "k3",
+    mode: MetricMode = "token_mean",
 ) -> WeightedSum:
     """KL(pi || ref) per token, over tokens drawn from pi.
 
@@ -95,8 +95,8 @@ def rollout_kl(
     rollout_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    estimator: str = "k3",
-    mode: str = "token_mean",
+    estimator: Estimator = "k3",
+    mode: MetricMode = "token_mean",
 ) -> WeightedSum:
     """KL(rollout || pi) per token: the mismatch between the sampler that drew the tokens and the trainer.
 
@@ -128,7 +128,7 @@ def rollout_kl(
 
 
 def log_prob_abs_diff(
-    log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, *, mode: str = "token_mean"
+    log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean"
 ) -> WeightedSum:
     """Mean absolute difference of two log-probs: `E[|log pi - log pi_other|]`.
 
@@ -156,7 +156,7 @@ def log_prob_abs_diff(
 
 
 def log_prob_squared_diff(
-    log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, *, mode: str = "token_mean"
+    log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean"
 ) -> WeightedSum:
     """Mean squared difference of two log-probs: `E[(log pi - log pi_other)^2]`, twice the mean of k2.
 
@@ -192,7 +192,7 @@ def chi_squared(
     behaviour_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    level: str = "token",
+    level: Level = "token",
     log_ratio_clip: Scalar | None = None,
 ) -> WeightedSum:
     """The chi-squared divergence of pi from the policy that drew the tokens, `E[r^2] - 1`: the variance of the ratios.
@@ -232,7 +232,7 @@ def kl_by_position(
     *,
     num_buckets: int,
     max_length: Scalar | None = None,
-    estimator: str = "k3",
+    estimator: Estimator = "k3",
 ) -> WeightedSum:
     """KL(pi || other) per token in each of a number of equal ranges of positions, over tokens drawn from pi.
 

@@ -1,20 +1,22 @@
 """Means of values per token that are there already: over tokens, over rows, over buckets of positions."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, MetricMode, Scalar
 from kljax.aggregation import WeightedSum
 from kljax.masking import masked
 from kljax.rows import positions, row_any, row_first, row_max, row_mean, row_sum
 
 __all__ = ["masked_fraction", "mean_by_position", "mean_metric"]
 
-MODES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_max")
+MODES = get_args(MetricMode)
 
 
-def mean_metric(values: ArrayLike, mask: ArrayLike, *, mode: str = "token_mean") -> WeightedSum:
+def mean_metric(values: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean") -> WeightedSum:
     """The mean of values per token, or of a statistic of each row, as a `WeightedSum`.
 
     With `n_i` tokens in row `i` and `S` rows that have one:
@@ -61,7 +63,7 @@ def mean_metric(values: ArrayLike, mask: ArrayLike, *, mode: str = "token_mean")
     return WeightedSum.of(rows, row_any(kept))
 
 
-def masked_fraction(kept: ArrayLike, mask: ArrayLike, *, mode: str = "token_mean") -> WeightedSum:
+def masked_fraction(kept: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean") -> WeightedSum:
     """The fraction of the unmasked tokens that a further mask drops: of a rejection, a veto, a divergence mask.
 
     Args:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kljax._checks import check_mask
 from kljax._devices import all_rows, greatest, least, same_everywhere
-from kljax._typing import Array, ArrayLike, AxisName
+from kljax._typing import Array, ArrayLike, AxisName, Level
 from kljax.masking import masked
 from kljax.ratios import level_log_ratios, level_mask
 
@@ -52,7 +52,7 @@ def log_prob_diff_extremes(
     other_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    level: str = "token",
+    level: Level = "token",
     absolute: bool = False,
     axis_name: AxisName = None,
 ) -> Extremes:
@@ -92,7 +92,7 @@ def ratio_quantiles(
     mask: ArrayLike,
     *,
     quantiles: Sequence[float] = (0.0, 0.01, 0.5, 0.99, 1.0),
-    level: str = "token",
+    level: Level = "token",
     axis_name: AxisName = None,
 ) -> Array:
     """Quantiles of the importance ratios of a whole batch, interpolated linearly between their logarithms.

@@ -1,17 +1,18 @@
 """What the policy losses share: the clipped surrogate, the ratio at a level, and the importance-weighted advantage."""
 
 import math
+from typing import get_args
 
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
 from kljax._numerics import clip_symmetric, difference, exp_capped
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Scalar, SurrogateLevel
 from kljax.masking import masked
 from kljax.ratios import level_log_ratios
 
 # ART mixes the ratio of the token with that of its row: the mean of the two, and their geometric mean.
-LEVELS = ("token", "sequence", "geometric", "average", "geometric_average")
+LEVELS = get_args(SurrogateLevel)
 
 
 def clipped_surrogate(
@@ -63,7 +64,12 @@ def importance_weighted(
 
 
 def log_ratios_of(
-    log_probs: Array, old_log_probs: Array, mask: ArrayLike, *, level: str, log_ratio_clip: Scalar | None = None
+    log_probs: Array,
+    old_log_probs: Array,
+    mask: ArrayLike,
+    *,
+    level: SurrogateLevel,
+    log_ratio_clip: Scalar | None = None,
 ) -> Array:
     """The log-ratio that each token has at a level, `[..., T]`, clipped last."""
     check_choice("level", level, LEVELS)

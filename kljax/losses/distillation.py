@@ -10,7 +10,7 @@ import numpy as np
 
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
 from kljax._numerics import bregman, clip, log_mix, times
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Estimator, KLGradient, Scalar
 from kljax.losses.kl import reference_kl_loss
 
 __all__ = ["append_tail", "distillation_loss", "generalized_jsd", "top_k_forward_kl", "top_k_with_tail"]
@@ -21,8 +21,8 @@ def distillation_loss(
     teacher_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    estimator: str = "k3",
-    gradient: str = "k2",
+    estimator: Estimator = "k3",
+    gradient: KLGradient = "k2",
     sampling_log_probs: ArrayLike | None = None,
     max_ratio: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,

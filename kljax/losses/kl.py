@@ -1,6 +1,6 @@
 """KL terms of a loss, per token; `[..., T]`, masked positions exactly 0. The coefficient is the caller's."""
 
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Estimator, KLGradient, Scalar
 from kljax.kl import estimate_kl
 
 __all__ = ["reference_kl_loss", "rollout_kl_loss"]
@@ -11,8 +11,8 @@ def reference_kl_loss(
     ref_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    estimator: str = "k3",
-    gradient: str = "k2",
+    estimator: Estimator = "k3",
+    gradient: KLGradient = "k2",
     sampling_log_probs: ArrayLike | None = None,
     max_ratio: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,
@@ -77,8 +77,8 @@ def rollout_kl_loss(
     rollout_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    estimator: str = "k2",
-    gradient: str = "value",
+    estimator: Estimator = "k2",
+    gradient: KLGradient = "value",
     log_ratio_clip: Scalar | None = None,
     value_clip: Scalar | None = None,
 ) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice
 from kljax._numerics import clip, times, with_gradient_of
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, GSPOGradient, Scalar, SurrogateLevel
 from kljax.losses._surrogate import check_clip, clipped_surrogate, log_ratios_of, loss_inputs
 from kljax.masking import masked
 
@@ -26,7 +26,7 @@ def ppo_clip_loss(
     clip_high: Scalar = 0.2,
     dual_clip: Scalar | None = None,
     max_ratio: Scalar | None = None,
-    level: str = "token",
+    level: SurrogateLevel = "token",
     log_ratio_clip: Scalar | None = None,
 ) -> Array:
     """PPO's clipped surrogate: `L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
@@ -90,7 +90,7 @@ def gspo_loss(
     *,
     clip_low: Scalar = 3e-4,
     clip_high: Scalar = 4e-4,
-    gradient: str = "token",
+    gradient: GSPOGradient = "token",
     dual_clip: Scalar | None = None,
     max_ratio: Scalar | None = None,
     max_log_ratio: Scalar | None = None,
@@ -157,7 +157,7 @@ def cispo_loss(
     clip_high: Scalar = 4.0,
     mask_low: Scalar | None = None,
     mask_high: Scalar | None = None,
-    level: str = "token",
+    level: SurrogateLevel = "token",
 ) -> Array:
     """Policy gradient with a clipped, constant importance weight: `L = -A * w * log pi`.
 

@@ -4,12 +4,14 @@
 own; `L = -A r` has the same gradient where `w = r`. All are `[..., T]`, masked positions exactly 0.
 """
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
 from kljax._numerics import clip, clip_symmetric, exp_capped, times
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Scalar, SupervisedWeight
 from kljax.losses._surrogate import check_per_token, importance_weighted, loss_inputs
 from kljax.masking import masked
 
@@ -22,7 +24,7 @@ __all__ = [
     "topr_loss",
 ]
 
-WEIGHTS = ("none", "probability", "uncertainty")
+WEIGHTS = get_args(SupervisedWeight)
 
 
 def reinforce_loss(log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> Array:
@@ -210,7 +212,7 @@ def opmd_loss(log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, t
 
 
 def cross_entropy_loss(
-    log_probs: ArrayLike, mask: ArrayLike, *, weight: str = "none", max_probability: Scalar | None = None
+    log_probs: ArrayLike, mask: ArrayLike, *, weight: SupervisedWeight = "none", max_probability: Scalar | None = None
 ) -> Array:
     """Supervised fine-tuning on the tokens given: `L = -w log pi`, with the weight `w` constant.
 

@@ -1,11 +1,13 @@
 """Policy gradients held near the old policy by a penalty on the log-ratio; `[..., T]`, masked positions exactly 0."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice
 from kljax._numerics import times
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, RECClip, RECRegularizer, RECWeight, Scalar
 from kljax.losses._surrogate import check_clip, log_ratios_of, loss_inputs
 from kljax.losses.kl import rollout_kl_loss
 from kljax.losses.policy_gradient import reinforce_loss
@@ -13,9 +15,9 @@ from kljax.masking import masked
 
 __all__ = ["dro_loss", "rec_loss"]
 
-CLIP_MODES = ("none", "one_side", "gspo_one_side", "two_side", "ring")
-WEIGHTS = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
-REGULARIZERS = ("none", "k2", "forward_kl")
+CLIP_MODES = get_args(RECClip)
+WEIGHTS = get_args(RECWeight)
+REGULARIZERS = get_args(RECRegularizer)
 
 
 def dro_loss(
@@ -65,9 +67,9 @@ def rec_loss(
     advantages: ArrayLike,
     mask: ArrayLike,
     *,
-    clip_mode: str = "none",
-    weight: str = "none",
-    regularizer: str = "none",
+    clip_mode: RECClip = "none",
+    weight: RECWeight = "none",
+    regularizer: RECRegularizer = "none",
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     ring_low: Scalar = 0.6,

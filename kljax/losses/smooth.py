@@ -3,6 +3,8 @@
 `d = log_probs - old_log_probs` and `r = exp(d)` at a sampled token; `A` is its advantage.
 """
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 
@@ -19,14 +21,14 @@ from kljax._numerics import (
     split,
     times,
 )
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Scalar, SurrogateLevel, Through
 from kljax.losses._surrogate import check_clip, importance_weighted, log_ratios_of, loss_inputs
 from kljax.masking import masked
 from kljax.rows import row_mean, row_sum
 
 __all__ = ["gmpo_loss", "sapo_loss", "vespo_loss"]
 
-THROUGH = ("ratio", "log_prob")
+THROUGH = get_args(Through)
 # sigmoid(x) is 1 in float64, and its slope 0, long before x gets here.
 _SATURATED = 800.0
 
@@ -39,8 +41,8 @@ def sapo_loss(
     *,
     tau_positive: Scalar = 1.0,
     tau_negative: Scalar = 1.05,
-    through: str = "ratio",
-    level: str = "token",
+    through: Through = "ratio",
+    level: SurrogateLevel = "token",
     log_ratio_clip: Scalar | None = None,
 ) -> Array:
     """SAPO, a soft gate in place of the clip: `L = -A f(r)` with `f(r) = 4 / tau * sigmoid(tau (r - 1))`.

@@ -3,19 +3,21 @@
 `d = log_probs - old_log_probs`, `r = exp(d)`. All losses are `[..., T]`, masked positions exactly 0.
 """
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask
 from kljax._numerics import clip_symmetric, times
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Divergence, Scalar, Through
 from kljax.losses._surrogate import check_clip, importance_weighted, loss_inputs
 from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
 
 __all__ = ["dppo_loss", "dppo_mask", "sppo_loss"]
 
 DIVERGENCES = {"tv": bernoulli_tv, "kl": bernoulli_kl}
-THROUGH = ("ratio", "log_prob")
+THROUGH = get_args(Through)
 
 
 def dppo_mask(
@@ -24,7 +26,7 @@ def dppo_mask(
     advantages: ArrayLike,
     mask: ArrayLike,
     *,
-    divergence: str = "tv",
+    divergence: Divergence = "tv",
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     symmetric: bool = False,
@@ -83,10 +85,10 @@ def dppo_loss(
     advantages: ArrayLike,
     mask: ArrayLike,
     *,
-    divergence: str = "tv",
+    divergence: Divergence = "tv",
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
-    through: str = "ratio",
+    through: Through = "ratio",
     symmetric: bool = False,
     max_ratio: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,

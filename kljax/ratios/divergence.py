@@ -1,9 +1,11 @@
 """Rejection by an estimate of the divergence of two policies, per token or per sequence; arrays are `[..., T]`."""
 
+from typing import get_args
+
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Divergence, DivergenceLevel, RejectionEstimator, RowStatistic, Scalar
 from kljax.kl import estimate_kl
 from kljax.masking import masked
 from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
@@ -12,10 +14,10 @@ from kljax.rows import row_max, row_mean, row_sum
 
 __all__ = ["divergence_mask", "kl_rejection_mask", "off_policy_sequence_mask"]
 
-ESTIMATORS = ("k1", "k2", "k3")
-REDUCTIONS = ("token", "sum", "mean", "max")
+ESTIMATORS = get_args(RejectionEstimator)
+REDUCTIONS = get_args(RowStatistic)
 DIVERGENCES = {"tv": bernoulli_tv, "kl": bernoulli_kl}
-LEVELS = ("token", "sequence")
+LEVELS = get_args(DivergenceLevel)
 
 
 def kl_rejection_mask(
@@ -23,8 +25,8 @@ def kl_rejection_mask(
     behaviour_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    estimator: str = "k1",
-    reduction: str = "token",
+    estimator: RejectionEstimator = "k1",
+    reduction: RowStatistic = "token",
     lower: Scalar | None = None,
     upper: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,
@@ -85,8 +87,8 @@ def divergence_mask(
     behaviour_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    divergence: str = "tv",
-    level: str = "token",
+    divergence: Divergence = "tv",
+    level: DivergenceLevel = "token",
     max_divergence: Scalar,
 ) -> Array:
     """The tokens, or rows, at which the two policies are close, judged by the probability of the sampled token alone.

@@ -11,18 +11,20 @@ plain differentiable functions. Ratios of two recorded policies (old against rol
 because their log-probs are; whoever recorded those stopped the gradient. Arrays are `[..., T]`.
 """
 
+from typing import get_args
+
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
 from kljax._devices import greatest
 from kljax._numerics import clip_symmetric
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, Level, Scalar
 from kljax.masking import masked
 from kljax.rows import check_segments, row_any, row_mean, row_sum, to_tokens
 
 __all__ = ["geometric_ratios", "log_ratios", "sequence_ratios", "token_ratios"]
 
-LEVELS = ("token", "sequence", "geometric")
+LEVELS = get_args(Level)
 
 
 def log_ratios(
@@ -170,7 +172,7 @@ def level_log_ratios(
     log_probs: ArrayLike,
     old_log_probs: ArrayLike,
     mask: ArrayLike,
-    level: str,
+    level: Level,
     log_ratio_clip: Scalar | None = None,
     *,
     segment_ids: ArrayLike | None = None,
@@ -187,13 +189,13 @@ def level_log_ratios(
     return clip_symmetric(values, log_ratio_clip)
 
 
-def level_mask(mask: ArrayLike, level: str, segment_ids: ArrayLike | None = None) -> Array:
+def level_mask(mask: ArrayLike, level: Level, segment_ids: ArrayLike | None = None) -> Array:
     """The unmasked tokens, `[..., T]`, or for the levels of sequences those that have one, `[..., S]`."""
     kept, ids = check_segments(segment_ids, mask)
     return kept if level == "token" else row_any(kept, segment_ids=ids)
 
 
-def level_to_tokens(values: Array, mask: ArrayLike, level: str, segment_ids: ArrayLike | None = None) -> Array:
+def level_to_tokens(values: Array, mask: ArrayLike, level: Level, segment_ids: ArrayLike | None = None) -> Array:
     """Values of a level as `[..., T]`: repeated over the row where they belong to a sequence, 0 under the mask."""
     kept, ids = check_segments(segment_ids, mask)
     return masked(values if level == "token" else to_tokens(values, kept.shape[-1], segment_ids=ids), kept)
@@ -227,7 +229,7 @@ def _row_ratios(
     log_probs: ArrayLike,
     old_log_probs: ArrayLike,
     mask: ArrayLike,
-    level: str,
+    level: Level,
     *,
     log_ratio_clip: Scalar | None,
     segment_ids: ArrayLike | None,

@@ -7,7 +7,7 @@ loss and the denominators stay; with the weights of the returned mask they are d
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_mask
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Level, Scalar
 from kljax.ratios.levels import check_bounds, level_log_ratios, token_ratios, within
 from kljax.rows import row_any
 
@@ -19,7 +19,7 @@ def rejection_mask(
     behaviour_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    level: str = "token",
+    level: Level = "token",
     lower: Scalar | None = None,
     upper: Scalar | None = None,
 ) -> Array:

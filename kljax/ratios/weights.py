@@ -1,18 +1,20 @@
 """Importance weights: what a token's loss is multiplied by because another policy drew it; `[..., T]`."""
 
+from typing import get_args
+
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask, check_only_with
 from kljax._numerics import clip, exp_capped
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, Level, Scalar, WeightMode, WeightNormalization
 from kljax.masking import masked, masked_mean
 from kljax.ratios.levels import check_bounds, largest, level_log_ratios, level_mask, level_to_tokens, within
 from kljax.rows import row_any, row_mean
 
 __all__ = ["importance_weights", "truncated_importance_weights"]
 
-MODES = ("truncate", "mask", "clip")
-NORMALIZE = ("none", "tokens", "rows")
+MODES = get_args(WeightMode)
+NORMALIZE = get_args(WeightNormalization)
 
 
 def importance_weights(
@@ -20,12 +22,12 @@ def importance_weights(
     behaviour_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    level: str = "token",
-    mode: str = "truncate",
+    level: Level = "token",
+    mode: WeightMode = "truncate",
     lower: Scalar | None = None,
     upper: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,
-    normalize: str = "none",
+    normalize: WeightNormalization = "none",
     axis_name: AxisName = None,
 ) -> Array:
     """Importance weights: the ratio `r` of a level, kept within bounds in one of three ways, given to every token.
@@ -100,7 +102,7 @@ def truncated_importance_weights(
     behaviour_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
-    level: str = "token",
+    level: Level = "token",
     max_weight: Scalar | None = 2.0,
 ) -> Array:
     """Truncated importance weights: `w = min(r, max_weight)` with the ratio `r` of a level, given to every token.
@@ -146,7 +148,7 @@ def _exp_clipped(log_values: Array, low: Scalar | None, high: Scalar | None) -> 
     return jnp.where(log_values < jnp.log(low), low, values)
 
 
-def _mean_weight(weights: Array, mask: ArrayLike, normalize: str, axis_name: AxisName) -> Array:
+def _mean_weight(weights: Array, mask: ArrayLike, normalize: WeightNormalization, axis_name: AxisName) -> Array:
     """The mean of the weights over tokens or rows; 1 where it is 0."""
     if normalize == "rows":
         kept = check_mask(mask)

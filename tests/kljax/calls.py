@@ -268,6 +268,12 @@ def allowed_names(name: str, parameter: str) -> tuple[str, ...]:
     return tuple(names[1].split(", "))
 
 
+def names_of(about: inspect.Parameter) -> tuple[str, ...]:
+    """The names that the signature lists: those of a `Literal`, alone or beside None."""
+    kinds = [about.annotation, *typing.get_args(about.annotation)]
+    return next((typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is typing.Literal), ())
+
+
 def _plain_options(name: str) -> Options:
     known = parameters(name)
     required = {parameter: GIVEN for parameter, about in known.items() if about.default is about.empty}
@@ -295,9 +301,12 @@ def _option_sets(name: str) -> Iterator[Options]:
 def _deviations(name: str, parameter: str, about: inspect.Parameter, plain: Options) -> list[Any]:
     """The values of one parameter beside the one in the plain call."""
     usual = SAMPLES.get(parameter) if plain.get(parameter) is GIVEN else plain.get(parameter, about.default)
-    if str in (about.annotation, *typing.get_args(about.annotation)) and parameter != "axis_name":
+    choices = names_of(about)
+    if choices or (str in (about.annotation, *typing.get_args(about.annotation)) and parameter != "axis_name"):
         same = (usual, NONE_MEANS.get(parameter))
-        return [value for value in allowed_names(name, parameter) if value not in same]
+        allowed = allowed_names(name, parameter)
+        assert set(choices or allowed) == set(allowed), f"{name}({parameter}): the signature lists other names"
+        return [value for value in allowed if value not in same]
     if about.annotation is bool:
         return [not usual]
     if parameter in plain or parameter == "axis_name":

@@ -6,12 +6,13 @@ a micro-batch of the prepared one into a scalar. No formula is written here; eve
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 import kljax
+from kljax.typing import Estimator
 from train.config.schema import Config
 from train.models import Decoder
 from train.rl.batch import Batch, given
@@ -200,7 +201,7 @@ def _kl_shaped(config: Config, batch: Batch, coef: Array) -> tuple[Array, Array]
         given(batch.ref_log_probs),
         mask,
         coef=coef,
-        estimator=section.estimator,
+        estimator=cast(Estimator, section.estimator),
         value_clip=section.value_clip,
     )
 
@@ -298,7 +299,7 @@ def _reference_kl(config: Config, stats: kljax.TokenStats, batch: Batch) -> Arra
         stats.log_prob,
         given(batch.ref_log_probs),
         batch.completion_mask,
-        estimator=section.estimator,
+        estimator=cast(Estimator, section.estimator),
         gradient=section.gradient,
         sampling_log_probs=given(batch.old_log_probs) if section.importance_corrected else None,
         max_ratio=section.max_ratio,
