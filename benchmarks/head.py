@@ -20,23 +20,23 @@ from benchmarks.harness import cli
 from benchmarks.suites.head.problem import QUICK, QUICK_TILE, SIZES, Options, Size
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command."""
-    found = cli.parser("head", __doc__)
-    found.add_argument("--size", action="append", type=cli.numbers("2048x1024x32768"), metavar="NxDxV",
+    parser = cli.make_parser("head", __doc__)
+    parser.add_argument("--size", action="append", type=cli.numbers("2048x1024x32768"), metavar="NxDxV",
                        help=f"tokens x width x vocabulary, repeatable; {' and '.join(map(str, SIZES))}")  # fmt: skip
-    found.add_argument("--torch-env", type=pathlib.Path, metavar="DIR", help="made with --make-torch-env")
-    found.add_argument("--make-torch-env", type=pathlib.Path, metavar="DIR", help="make it, and measure nothing")
-    found.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    found.add_argument("--dtype", choices=("float32", "bf16"), default="float32", help="of hidden states and head")
-    found.add_argument("--tile", type=cli.numbers("2048x1024"), metavar="NxV", help="in place of kljax's default")
-    cli.add_race_options(found, rounds=5, quick=f"{QUICK}, two rounds, no peak memory")
-    return found
+    parser.add_argument("--torch-env", type=pathlib.Path, metavar="DIR", help="made with --make-torch-env")
+    parser.add_argument("--make-torch-env", type=pathlib.Path, metavar="DIR", help="make it, and measure nothing")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bf16"), default="float32", help="of hidden states and head")
+    parser.add_argument("--tile", type=cli.numbers("2048x1024"), metavar="NxV", help="in place of kljax's default")
+    cli.add_race_options(parser, rounds=5, quick=f"{QUICK}, two rounds, no peak memory")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if a contender failed or differs from the naive form."""
-    options = parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     _configure(options)
     # JAX reads the environment at its import.
     import jax
@@ -52,24 +52,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         forms.choose(options.device, options.contenders)
     except ValueError as error:
-        parser().error(f"argument --contenders: {error}")
+        make_parser().error(f"argument --contenders: {error}")
     if options.device == "gpu" and options.dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")  # the default of PyTorch
     shared = Options(options.device, options.dtype, options.threads, options.tile)
-    found = machine.begin(jax.devices(options.device)[0], rounds=options.rounds, options=vars(shared))
+    result = machine.begin(jax.devices(options.device)[0], rounds=options.rounds, options=vars(shared))
     sizes = []
     for size in [Size(*numbers) for numbers in options.size or ()] or ((QUICK,) if options.quick else SIZES):
         measured, versions = suite.measure(size, options, shared)
         sizes.append(measured)
-        found["versions"] |= versions
-    machine.end(found)
-    text = report.markdown(found, sizes, options.device)
-    found["sizes"] = [
+        result["versions"] |= versions
+    machine.end(result)
+    text = report.markdown(result, sizes, options.device)
+    result["sizes"] = [
         {**one.as_json(), "targets": [check.as_json() for check in report.checks(one, options.device)]} for one in sizes
     ]
     tolerances = dict.fromkeys(("loss", "gradients"), forms.TOLERANCE[options.dtype])
     wrong = [f"{one.size} {line}" for one in sizes for line in failures(one.results, tolerances)]
-    return cli.finish(options, text, found, wrong)
+    return cli.finish(options, text, result, wrong)
 
 
 def _configure(options: argparse.Namespace) -> None:

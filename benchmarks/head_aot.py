@@ -19,7 +19,7 @@ from benchmarks.harness.race import log
 from benchmarks.suites.aot import compiler, report
 from benchmarks.suites.aot.plans import DEVICES, FULL, MIB, QUICK, Order, Plan, programs_of
 
-Found = list[tuple[Order, Plan | str]]
+Compiled = list[tuple[Order, Plan | str]]
 
 
 def parse_tile(text: str) -> tuple[int, int]:
@@ -32,7 +32,7 @@ def parse_tile(text: str) -> tuple[int, int]:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = cli.parser("head_aot", __doc__)
+    parser = cli.make_parser("head_aot", __doc__)
     add = parser.add_argument
     add("--targets", nargs="+", choices=DEVICES, default=list(DEVICES), help="devices to compile for")
     add("--tiles", nargs="+", type=parse_tile, metavar="TOKENSxVOCAB", help="compare tiles of kljax instead")
@@ -67,28 +67,28 @@ def orders_of(options: argparse.Namespace) -> list[Order]:
     ]
 
 
-def compile_all(orders: Sequence[Order], directory: pathlib.Path) -> Found:
+def compile_all(orders: Sequence[Order], directory: pathlib.Path) -> Compiled:
     """Compiles one program after the other, since each takes all cores and gigabytes; keeps plans or errors."""
-    found: Found = []
+    compiled: Compiled = []
     for number, order in enumerate(orders, 1):
         try:
             plan = compiler.compile_in(directory, order)
         except RemoteError as error:
-            found.append((order, str(error)))
+            compiled.append((order, str(error)))
             log(f"{number}/{len(orders)} {order}: failed\n{error}")
         else:
-            found.append((order, plan))
+            compiled.append((order, plan))
             size, seconds = plan.temp_bytes / MIB, plan.compile_seconds
             log(f"{number}/{len(orders)} {order}: {size:.1f} MiB, compiled in {seconds} s")
-    return found
+    return compiled
 
 
-def as_json(found: Found, versions: dict[str, str]) -> dict[str, Any]:
+def as_json(compiled: Compiled, versions: dict[str, str]) -> dict[str, Any]:
     """Returns orders and plans as plain data."""
     results = [
         {**dataclasses.asdict(order), "keep": None, "problem": order.problem._asdict()}
         | ({"failed": plan} if isinstance(plan, str) else dataclasses.asdict(plan))
-        for order, plan in found
+        for order, plan in compiled
     ]
     return {"date": report.today(), "versions": versions, "results": results}
 
@@ -114,11 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
     orders, versions = orders_of(options), compiler.installed(options.env)
-    found = compile_all(orders, options.env)
+    compiled = compile_all(orders, options.env)
     problem = orders[0].problem
-    text = report.markdown(found, versions, problem, date=report.today(), goals=not options.quick)
-    wrong = [f"{order}: {plan}" for order, plan in found if isinstance(plan, str)]
-    return cli.finish(options, text, as_json(found, versions), wrong)
+    text = report.markdown(compiled, versions, problem, date=report.today(), goals=not options.quick)
+    wrong = [f"{order}: {plan}" for order, plan in compiled if isinstance(plan, str)]
+    return cli.finish(options, text, as_json(compiled, versions), wrong)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from benchmarks.suites.model import command, long_tail
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    parser = command.parser("rollout", __doc__, ("kljax", "tunix", "transformers"))
+    parser = command.make_parser("rollout", __doc__, ("kljax", "tunix", "transformers"))
     parser.add_argument("--no-long-tail", action="store_true", help="leave out the completions of all lengths")
     options = parser.parse_args(arguments)
     return command.main(options, parser, "rollout", None if options.quick or options.no_long_tail else _long_tail)

@@ -20,22 +20,22 @@ Pair = tuple[int, int]
 TIE = 1.02
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command."""
-    found = cli.parser("search_tiles", __doc__)
+    parser = cli.make_parser("search_tiles", __doc__)
     size = cli.numbers("2048x1024x32768")
-    found.add_argument("--size", type=size, default=(2048, 1024, 32_768), metavar="NxDxV")
-    found.add_argument("--tokens", type=_sizes, default=TOKENS, metavar="N,N", help="rows of a tile to try")
-    found.add_argument("--vocab", type=_sizes, default=VOCAB, metavar="V,V", help="columns of a tile to try")
-    found.add_argument("--rounds", type=int, default=5)
-    found.add_argument("--device", choices=("cpu", "gpu", "tpu"), default="cpu")
-    found.add_argument("--dtype", choices=("float32", "bf16"), default="float32", help="of hidden states and head")
-    return found
+    parser.add_argument("--size", type=size, default=(2048, 1024, 32_768), metavar="NxDxV")
+    parser.add_argument("--tokens", type=_sizes, default=TOKENS, metavar="N,N", help="rows of a tile to try")
+    parser.add_argument("--vocab", type=_sizes, default=VOCAB, metavar="V,V", help="columns of a tile to try")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "gpu", "tpu"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bf16"), default="float32", help="of hidden states and head")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Times the grid and prints it, then the line of the table."""
-    options = parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     os.environ.setdefault("JAX_PLATFORMS", "cuda" if options.device == "gpu" else options.device)
     # JAX reads the environment at its import.
     import jax

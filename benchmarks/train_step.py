@@ -22,7 +22,7 @@ from benchmarks.suites.model.problem import QUICK, Work
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    parser = command.parser("train_step", __doc__, ("kljax", "tunix"))
+    parser = command.make_parser("train_step", __doc__, ("kljax", "tunix"))
     parser.add_argument("--no-profile", action="store_true", help="leave out the profile of kljax's update")
     options = parser.parse_args(arguments)
     return command.main(options, parser, "step", None if options.no_profile else _profile)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def parser(command: str, description: str | None) -> argparse.ArgumentParser:
+def make_parser(command: str, description: str | None) -> argparse.ArgumentParser:
     """Returns the parser of `python -m benchmarks.COMMAND`."""
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{command}",
@@ -19,21 +19,21 @@ def parser(command: str, description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def add_race_options(found: argparse.ArgumentParser, *, rounds: int, quick: str) -> None:
+def add_race_options(parser: argparse.ArgumentParser, *, rounds: int, quick: str) -> None:
     """Adds the options of commands that time contenders."""
-    found.add_argument("--rounds", type=int, default=rounds, help="interleaved rounds; the fastest counts")
-    found.add_argument("--contenders", type=names, metavar="NAMES", help="names separated by commas")
-    found.add_argument("--torch-index", help="package index for PyTorch in place of PyPI, when making environments")
-    found.add_argument("--quick", action="store_true", help=f"a smoke test: {quick}")
-    found.add_argument("--threads", type=int, default=2, help="of each process on the CPU; 0 sets no limit")
-    found.add_argument("--no-peak", action="store_true", help="leave out peak memory")
-    add_outputs(found)
+    parser.add_argument("--rounds", type=int, default=rounds, help="interleaved rounds; the fastest counts")
+    parser.add_argument("--contenders", type=names, metavar="NAMES", help="names separated by commas")
+    parser.add_argument("--torch-index", help="package index for PyTorch in place of PyPI, when making environments")
+    parser.add_argument("--quick", action="store_true", help=f"a smoke test: {quick}")
+    parser.add_argument("--threads", type=int, default=2, help="of each process on the CPU; 0 sets no limit")
+    parser.add_argument("--no-peak", action="store_true", help="leave out peak memory")
+    add_outputs(parser)
 
 
-def add_outputs(found: argparse.ArgumentParser) -> None:
+def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Adds the files that a command writes."""
-    found.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write all measurements")
-    found.add_argument("--markdown", type=pathlib.Path, metavar="PATH", help="write the table, which is printed too")
+    parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write all measurements")
+    parser.add_argument("--markdown", type=pathlib.Path, metavar="PATH", help="write the table, which is printed too")
 
 
 def limit_threads(count: int) -> None:

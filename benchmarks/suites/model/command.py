@@ -17,32 +17,32 @@ VOCABS = (4096, 32_768)
 Section = Callable[[argparse.Namespace], tuple[dict[str, Any], list[str]]]
 
 
-def parser(command: str, description: str | None, contenders: Sequence[str]) -> argparse.ArgumentParser:
+def make_parser(command: str, description: str | None, contenders: Sequence[str]) -> argparse.ArgumentParser:
     """Returns the parser of a command."""
-    found = cli.parser(command, description)
-    found.add_argument("--vocab", action="append", type=cli.positive, metavar="V",
+    parser = cli.make_parser(command, description)
+    parser.add_argument("--vocab", action="append", type=cli.positive, metavar="V",
                        help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}")  # fmt: skip
-    found.add_argument("--envs", type=pathlib.Path, metavar="DIR", help="made with --make-envs")
-    found.add_argument("--make-envs", type=pathlib.Path, metavar="DIR", help="make them, and measure nothing")
-    found.add_argument("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs")
-    found.add_argument("--against", type=pathlib.Path, metavar="CHECKOUT",
+    parser.add_argument("--envs", type=pathlib.Path, metavar="DIR", help="made with --make-envs")
+    parser.add_argument("--make-envs", type=pathlib.Path, metavar="DIR", help="make them, and measure nothing")
+    parser.add_argument("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs")
+    parser.add_argument("--against", type=pathlib.Path, metavar="CHECKOUT",
                        help="another checkout of this repository, to race against")  # fmt: skip
-    cli.add_race_options(found, rounds=10, quick="a tiny model, two rounds")
-    found.set_defaults(contenders=tuple(contenders))
-    return found
+    cli.add_race_options(parser, rounds=10, quick="a tiny model, two rounds")
+    parser.set_defaults(contenders=tuple(contenders))
+    return parser
 
 
-def main(options: argparse.Namespace, found: argparse.ArgumentParser, part: str, section: Section | None) -> int:
+def main(options: argparse.Namespace, parser: argparse.ArgumentParser, part: str, section: Section | None) -> int:
     """Measures, prints and writes; returns 1 if a contender failed or differs from kljax.
 
     Args:
-      options: of the command line; found: their parser; part: of a run; section: is measured last.
+      options: of the command line; parser: their parser; part: of a run; section: is measured last.
     """
     if options.make_envs is not None:
         suite.make_envs(options.make_envs, python312=options.python312, torch_index=options.torch_index)
-        print(f"made; now: {found.prog} --envs {options.make_envs}")
+        print(f"made; now: {parser.prog} --envs {options.make_envs}")
         return 0
-    _check(options, found)
+    _check(options, parser)
     options.rounds = min(options.rounds, 2) if options.quick else options.rounds
     cli.limit_threads(options.threads)
     jax.config.update("jax_platforms", "cpu")
@@ -64,13 +64,13 @@ def main(options: argparse.Namespace, found: argparse.ArgumentParser, part: str,
     return cli.finish(options, text, result, wrong)
 
 
-def _check(options: argparse.Namespace, found: argparse.ArgumentParser) -> None:
+def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Ends the command if an option is wrong."""
     known = sorted(set(suite.TITLES) - {suite.OTHER})
     unknown = sorted(set(options.contenders) - set(known))
     if unknown:
-        found.error(f"argument --contenders: got {unknown}, expected some of {known}")
+        parser.error(f"argument --contenders: got {unknown}, expected some of {known}")
     if options.rounds < 1:
-        found.error(f"argument --rounds: got {options.rounds}, expected 1 or more")
+        parser.error(f"argument --rounds: got {options.rounds}, expected 1 or more")
     if options.against is not None and not (options.against / "benchmarks" / "train_step.py").exists():
-        found.error(f"argument --against: got {options.against}, expected a checkout of this repository")
+        parser.error(f"argument --against: got {options.against}, expected a checkout of this repository")

@@ -175,7 +175,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    parser = cli.parser("suites.model.long_tail", __doc__)
+    parser = cli.make_parser("suites.model.long_tail", __doc__)
     parser.add_argument("--rounds", type=cli.positive, default=5)
     cli.add_outputs(parser)
     options = parser.parse_args(arguments)

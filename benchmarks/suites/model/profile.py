@@ -136,7 +136,7 @@ def lines(work: Work, rounds: int) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    parser = cli.parser("suites.model.profile", __doc__)
+    parser = cli.make_parser("suites.model.profile", __doc__)
     parser.add_argument("--vocab", type=cli.positive, action="append", help="repeatable; 4096 and 32768")
     parser.add_argument("--rounds", type=cli.positive, default=10)
     parser.add_argument("--quick", action="store_true", help="a tiny model, as a smoke test")
