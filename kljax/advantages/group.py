@@ -8,10 +8,11 @@ from typing import get_args
 
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_choice, check_same_shape
+from kljax._checks import as_float, check_choice, check_mask, check_same_shape
 from kljax._typing import Array, ArrayLike, AxisName, Scalar, Scale, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, deviations, finish, make_groups
 from kljax.masking import masked
+from kljax.rows import row_count
 
 __all__ = [
     "broadcast_to_tokens",
@@ -188,20 +189,20 @@ def rloo_advantages(
 
 def opo_advantages(
     rewards: ArrayLike,
-    lengths: ArrayLike,
     group_ids: ArrayLike,
+    mask: ArrayLike,
     *,
     num_groups: int,
     singleton: Singleton = "zero",
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:
-    """Rewards minus the length-weighted mean of their group: `A_i = r_i - sum_g len_j r_j / sum_g len_j`.
+    """Subtracts the length-weighted mean of their group from the rewards: `A_i = r_i - sum_g n_j r_j / sum_g n_j`.
 
     Args:
       rewards: `[B]`, one reward per row.
-      lengths: `[B]`, number of sampled tokens of each row (`mask.sum(-1)`), at least 0.
       group_ids: `[B]` integers below `num_groups`; negative marks a padding row.
+      mask: `[B, T]`, boolean, the sampled tokens; `n_i` is their number in row `i`.
       num_groups: static number of groups.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself as in verl.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
@@ -214,21 +215,24 @@ def opo_advantages(
       Advantages are data.
 
     Raises:
-      ValueError: as `grpo_advantages`, and if `lengths` has another shape.
+      ValueError: as `grpo_advantages`, and if `mask` is not `[B, T]`.
 
     References:
       Hao et al., "On-policy RL with optimal reward baseline" (2025), eq. 6.
 
     Example:
       >>> import jax.numpy as jnp, kljax
-      >>> rewards, lengths, groups = jnp.array([1.0, 0.0]), jnp.array([3, 1]), jnp.array([0, 0])
-      >>> print(kljax.opo_advantages(rewards, lengths, groups, num_groups=1))
+      >>> rewards, groups, mask = jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([[1, 1, 1], [1, 0, 0]])
+      >>> print(kljax.opo_advantages(rewards, groups, mask, num_groups=1))
       [ 0.25 -0.75]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    check_same_shape(rewards=rewards, lengths=lengths)
+    if jnp.ndim(mask) != 2 or jnp.shape(mask)[:1] != jnp.shape(rewards):
+        expected = ", ".join([*map(str, jnp.shape(rewards)), "T"])
+        raise ValueError(f"mask: got shape {list(jnp.shape(mask))}, expected [{expected}], the tokens of each row")
     groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
-    weights = jnp.where(groups.real, jnp.asarray(lengths).astype(groups.rewards.dtype), 0)
+    lengths = row_count(check_mask(mask))[:, 0].astype(groups.rewards.dtype)
+    weights = jnp.where(groups.real, lengths, 0)
     return finish(groups, centered(groups, weights), groups.rewards, singleton)
 
 

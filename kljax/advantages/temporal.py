@@ -22,16 +22,16 @@ def reinforce_plus_plus_returns(
     mask: ArrayLike,
     *,
     gamma: Scalar = 1.0,
-    masked_tokens: ReturnsRule = "carry",
+    masked_tokens: ReturnsRule = "skip",
     segment_ids: ArrayLike | None = None,
 ) -> Array:
     """Discounted returns: `G_t = R_t + gamma * G_{t+1}` over the unmasked tokens of a row.
 
-    What a masked token in between (the output of a tool, say) does is the difference between the systems:
+    The systems differ in the effect of a masked token in between, such as the output of a tool:
 
-    - "carry": it is skipped and takes no discount; the return of the next unmasked token goes on (verl 0.9.1);
+    - "skip": it takes no discount; the return of the next unmasked token goes on (verl 0.9.1);
     - "reset": it cuts the row; credit from behind it does not reach the tokens before it (SkyRL, earlier verl);
-    - "none": it takes one step of discount like any other token (Trinity-RFT, OpenRLHF, slime).
+    - "zero": its reward is 0, and it takes one step of discount like any other token (Trinity-RFT, OpenRLHF, slime).
 
     Args:
       token_rewards: `[..., T]`, rewards per token, usually from `kl_shaped_rewards`; masked ones are ignored.
@@ -71,7 +71,7 @@ def reinforce_plus_plus_returns(
     def step(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
         reward, kept = now
         total = reward + gamma * later
-        skipped = {"carry": later, "reset": jnp.zeros_like(later), "none": total}[masked_tokens]
+        skipped = {"skip": later, "reset": jnp.zeros_like(later), "zero": total}[masked_tokens]
         return jnp.where(kept, total, skipped), jnp.where(kept, total, 0)
 
     return _scan_back(step, _nothing(rewards), (rewards, keep), ids)
@@ -95,11 +95,11 @@ def gae(
         A_t      = delta_t + gamma * lam * A_{t'}
         return_t = A_t + V_t
 
-    Which token is `t'`, and what a masked one counts, is the difference between the systems:
+    The systems differ in which token is `t'`, and in how a masked token counts:
 
     - "skip": `t'` is the next unmasked token, so a span that the policy did not write neither discounts nor breaks the
       credit, and padding never enters (verl);
-    - "carry": `t'` is `t + 1`; rewards and values under the mask are 0, and the recursion runs on through them with a
+    - "zero": `t'` is `t + 1`; rewards and values under the mask are 0, and the recursion runs on through them with a
       discount each (OpenRLHF). A value in front of a masked token is compared with 0, even inside a row;
     - "none": `t'` is `t + 1`, and rewards and values under the mask enter as they are (SkyRL, Trinity-RFT, slime, TRL):
       what the value function says of a tool's output, or of padding, becomes credit.
@@ -110,8 +110,7 @@ def gae(
       mask: same shape, boolean.
       gamma: discount per token, usually between 0 and 1.
       lam: trace decay, 0 (one-step) to 1 (Monte Carlo).
-      masked_tokens: one of the three rules above. The rules of `reinforce_plus_plus_returns` are named for returns:
-        its "carry" is the "skip" of this function, and its "none" the "carry".
+      masked_tokens: one of the three rules above; "skip" and "zero" are those of `reinforce_plus_plus_returns`.
       segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
         takes each row as one sequence.
 

@@ -149,7 +149,7 @@ def dual_clip_fraction(
 
 def ratio_fraction(
     log_probs: ArrayLike,
-    behaviour_log_probs: ArrayLike,
+    sampling_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
     lower: Scalar | None = None,
@@ -160,7 +160,7 @@ def ratio_fraction(
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
-      behaviour_log_probs: same shape, log-probs of the denominator policy, usually the one that drew the tokens.
+      sampling_log_probs: same shape, log-probs of the denominator policy, usually the one that drew the tokens.
       mask: same shape, boolean.
       lower: lowest ratio inside, inclusive; None has no lower bound.
       upper: highest ratio inside, inclusive; None has no upper bound.
@@ -182,7 +182,7 @@ def ratio_fraction(
       0.5
     """
     check_bounds(lower, upper, low=0)
-    ratio = jnp.exp(level_log_ratios(log_probs, behaviour_log_probs, mask, level))
+    ratio = jnp.exp(level_log_ratios(log_probs, sampling_log_probs, mask, level))
     return WeightedSum.of((~within(ratio, lower, upper)).astype(ratio.dtype), level_mask(mask, level))
 
 

@@ -128,13 +128,13 @@ def rollout_kl(
 
 
 def log_prob_abs_diff(
-    log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean"
+    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean"
 ) -> WeightedSum:
-    """Mean absolute difference of two log-probs: `E[|log pi - log pi_other|]`.
+    """Mean absolute difference of two log-probs: `E[|log pi - log pi_rollout|]`.
 
     Args:
       log_probs: `[..., T]` log-probs, in nats.
-      other_log_probs: same shape, e.g. the ones the sampler recorded.
+      rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
       mask: same shape, boolean.
       mode: as in `mean_metric`.
 
@@ -152,19 +152,19 @@ def log_prob_abs_diff(
       >>> print(kljax.log_prob_abs_diff(jnp.array([-2.0, -1.0]), jnp.array([-1.0, -2.0]), jnp.array([1, 1])).value())
       1.0
     """
-    return mean_metric(estimate_kl(log_probs, other_log_probs, mask, estimator="abs"), mask, mode=mode)
+    return mean_metric(estimate_kl(log_probs, rollout_log_probs, mask, estimator="abs"), mask, mode=mode)
 
 
 def log_prob_squared_diff(
-    log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean"
+    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean"
 ) -> WeightedSum:
-    """Mean squared difference of two log-probs: `E[(log pi - log pi_other)^2]`, twice the mean of k2.
+    """Mean squared difference of two log-probs: `E[(log pi - log pi_rollout)^2]`, twice the mean of k2.
 
     With a mean of the difference, signed or absolute, it has the standard deviation of it: `mean.std(squares)`.
 
     Args:
       log_probs: `[..., T]` log-probs, in nats.
-      other_log_probs: same shape, e.g. the ones the sampler recorded.
+      rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
       mask: same shape, boolean.
       mode: as in `mean_metric`.
 
@@ -184,12 +184,12 @@ def log_prob_squared_diff(
       >>> print(squares.value(), kljax.log_prob_abs_diff(*given).std(squares))
       5.0 1.0
     """
-    return mean_metric(jnp.square(log_ratios(log_probs, other_log_probs, mask)), mask, mode=mode)
+    return mean_metric(jnp.square(log_ratios(log_probs, rollout_log_probs, mask)), mask, mode=mode)
 
 
 def chi_squared(
     log_probs: ArrayLike,
-    behaviour_log_probs: ArrayLike,
+    sampling_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
     level: Level = "token",
@@ -199,7 +199,7 @@ def chi_squared(
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
+      sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
       mask: same shape, boolean.
       level: whose ratio: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       log_ratio_clip: bound of the level's log-ratio, in nats; None does not clip. `r^2` of a sequence overflows
@@ -221,27 +221,27 @@ def chi_squared(
       >>> print(f"{kljax.chi_squared(lp, rollout, jnp.array([[1, 1]])).value():.4f}")
       0.2500
     """
-    log_ratio = level_log_ratios(log_probs, behaviour_log_probs, mask, level, log_ratio_clip)
+    log_ratio = level_log_ratios(log_probs, sampling_log_probs, mask, level, log_ratio_clip)
     return WeightedSum.of(jnp.expm1(2 * log_ratio), level_mask(mask, level))
 
 
 def kl_by_position(
     log_probs: ArrayLike,
-    other_log_probs: ArrayLike,
+    ref_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
     num_buckets: int,
     max_length: Scalar | None = None,
     estimator: Estimator = "k3",
 ) -> WeightedSum:
-    """KL(pi || other) per token in each of a number of equal ranges of positions, over tokens drawn from pi.
+    """KL(pi || ref) per token in each of a number of equal ranges of positions, over tokens drawn from pi.
 
     Drift often starts late in a completion, or in its first tokens; one mean over all of them hides it.
 
     Args:
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats. For the mismatch of a sampler that
         is the rollout policy.
-      other_log_probs: same shape, log-probs of the other policy.
+      ref_log_probs: same shape, log-probs of the other policy.
       mask: same shape, boolean.
       num_buckets: static number `K` of ranges, see `mean_by_position`.
       max_length: the length that the ranges divide, in tokens; None is T.
@@ -262,5 +262,5 @@ def kl_by_position(
       >>> print(kljax.kl_by_position(lp, ref, mask, num_buckets=2, estimator="k1").value())
       [0. 2.]
     """
-    kl = estimate_kl(log_probs, other_log_probs, mask, estimator=estimator)
+    kl = estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator)
     return mean_by_position(kl, mask, num_buckets=num_buckets, max_length=max_length)

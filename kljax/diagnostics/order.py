@@ -49,7 +49,7 @@ class Extremes:
 
 def log_prob_diff_extremes(
     log_probs: ArrayLike,
-    other_log_probs: ArrayLike,
+    rollout_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
     level: Level = "token",
@@ -60,7 +60,7 @@ def log_prob_diff_extremes(
 
     Args:
       log_probs: `[..., T]` log-probs, in nats.
-      other_log_probs: same shape, e.g. the ones the sampler recorded.
+      rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
       mask: same shape, boolean.
       level: "token", "sequence" (sum over the row) or "geometric" (mean over the row).
       absolute: takes the absolute difference.
@@ -81,7 +81,7 @@ def log_prob_diff_extremes(
       >>> print(kljax.log_prob_diff_extremes(lp, rollout, jnp.array([1, 1, 1])).max)
       2.0
     """
-    difference = level_log_ratios(log_probs, other_log_probs, mask, level)
+    difference = level_log_ratios(log_probs, rollout_log_probs, mask, level)
     extremes = Extremes.of(jnp.abs(difference) if absolute else difference, level_mask(mask, level))
     return Extremes(least(extremes.min, axis_name), greatest(extremes.max, axis_name))
 

@@ -81,13 +81,13 @@ def explained_variance(values: ArrayLike, returns: ArrayLike, mask: ArrayLike, *
 
 
 def probability_correlation(
-    log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, *, axis_name: AxisName = None
+    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, axis_name: AxisName = None
 ) -> Array:
     """Pearson's correlation of the probabilities that two policies give the sampled tokens.
 
     Args:
       log_probs: `[..., T]` log-probs of the whole batch, in nats.
-      other_log_probs: same shape, e.g. the ones the sampler recorded.
+      rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
       mask: same shape, boolean.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread.
 
@@ -109,9 +109,9 @@ def probability_correlation(
       >>> print(f"{kljax.probability_correlation(lp, rollout, jnp.array([1, 1, 1])):.4f}")
       1.0000
     """
-    check_same_shape(log_probs=log_probs, other_log_probs=other_log_probs, mask=mask)
+    check_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, mask=mask)
     kept = check_mask(mask)
-    logs = [masked(jax.lax.stop_gradient(x), mask) for x in as_float(log_probs, other_log_probs)]
+    logs = [masked(jax.lax.stop_gradient(x), mask) for x in as_float(log_probs, rollout_log_probs)]
     # In units of the largest probability, so that squares of small ones do not vanish.
     first, second = (jnp.exp(x - largest(x, kept, axis_name)) for x in logs)
     first, second = (x - masked_mean(x, mask, axis_name=axis_name) for x in (first, second))

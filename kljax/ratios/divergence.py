@@ -22,7 +22,7 @@ LEVELS = get_args(DivergenceLevel)
 
 def kl_rejection_mask(
     log_probs: ArrayLike,
-    behaviour_log_probs: ArrayLike,
+    sampling_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
     estimator: RejectionEstimator = "k1",
@@ -38,7 +38,7 @@ def kl_rejection_mask(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
+      sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
       mask: same shape, boolean.
       estimator: "k1", "k2" or "k3".
       reduction: "token" keeps or rejects each token; "sum", "mean" and "max" over the row do so with whole rows.
@@ -72,7 +72,7 @@ def kl_rejection_mask(
     check_bounds(lower, upper)
     kept = check_mask(mask)
     # The tokens are the behaviour's, so it is the first of the two policies.
-    kl = estimate_kl(behaviour_log_probs, log_probs, mask, estimator=estimator, log_ratio_clip=log_ratio_clip)
+    kl = estimate_kl(sampling_log_probs, log_probs, mask, estimator=estimator, log_ratio_clip=log_ratio_clip)
     if reduction == "sum":
         kl = row_sum(kl)
     elif reduction == "mean":
@@ -84,7 +84,7 @@ def kl_rejection_mask(
 
 def divergence_mask(
     log_probs: ArrayLike,
-    behaviour_log_probs: ArrayLike,
+    sampling_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
     divergence: Divergence = "tv",
@@ -93,14 +93,14 @@ def divergence_mask(
 ) -> Array:
     """The tokens, or rows, at which the two policies are close, judged by the probability of the sampled token alone.
 
-    Seen as a coin with the outcomes "this token" and "any other token", with `p = exp(behaviour_log_probs)` and
+    Seen as a coin with the outcomes "this token" and "any other token", with `p = exp(sampling_log_probs)` and
     `q = exp(log_probs)`, the policies are apart by `|p - q|` ("tv") or by
     `p log(p / q) + (1 - p) log((1 - p) / (1 - q))` ("kl", KL(behaviour || pi)). Both are lower bounds of what they are
     over the vocabulary. Unlike a ratio they leave rare tokens alone.
 
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
+      sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
       mask: same shape, boolean.
       divergence: "tv" or "kl".
       level: "token", or "sequence" for the mean over the unmasked tokens of the row.
@@ -127,10 +127,10 @@ def divergence_mask(
     check_choice("divergence", divergence, DIVERGENCES)
     check_choice("level", level, LEVELS)
     check_at_least("max_divergence", max_divergence, 0)
-    check_same_shape(log_probs=log_probs, behaviour_log_probs=behaviour_log_probs, mask=mask)
-    log_probs, behaviour_log_probs = as_float(log_probs, behaviour_log_probs)
+    check_same_shape(log_probs=log_probs, sampling_log_probs=sampling_log_probs, mask=mask)
+    log_probs, sampling_log_probs = as_float(log_probs, sampling_log_probs)
     kept = check_mask(mask)
-    apart = DIVERGENCES[divergence](masked(behaviour_log_probs, mask), masked(log_probs, mask))
+    apart = DIVERGENCES[divergence](masked(sampling_log_probs, mask), masked(log_probs, mask))
     if level == "sequence":
         apart = row_mean(apart, kept)
     return kept & within(apart, None, max_divergence)
@@ -138,7 +138,7 @@ def divergence_mask(
 
 def off_policy_sequence_mask(
     log_probs: ArrayLike,
-    behaviour_log_probs: ArrayLike,
+    sampling_log_probs: ArrayLike,
     advantages: ArrayLike,
     mask: ArrayLike,
     *,
@@ -153,7 +153,7 @@ def off_policy_sequence_mask(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens, or of the start of the update.
+      sampling_log_probs: same shape, log-probs of the policy that drew the tokens, or of the start of the update.
       advantages: same shape.
       mask: same shape, boolean.
       max_kl: highest mean tolerated, inclusive, in nats. slime uses 1e-4, Trinity-RFT 0.1.
@@ -178,7 +178,7 @@ def off_policy_sequence_mask(
       [[ True False]]
     """
     check_same_shape(log_probs=log_probs, advantages=advantages)
-    kl = estimate_kl(behaviour_log_probs, log_probs, mask, estimator="k1", log_ratio_clip=log_ratio_clip)
+    kl = estimate_kl(sampling_log_probs, log_probs, mask, estimator="k1", log_ratio_clip=log_ratio_clip)
     kept = check_mask(mask)
     near = within(row_mean(kl, kept), None, max_kl)
     return kept & (near | ~(masked(advantages, mask) < 0))

@@ -16,7 +16,7 @@ __all__ = ["rejection_mask", "veto_mask"]
 
 def rejection_mask(
     log_probs: ArrayLike,
-    behaviour_log_probs: ArrayLike,
+    sampling_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
     level: Level = "token",
@@ -30,7 +30,7 @@ def rejection_mask(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
+      sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
       mask: same shape, boolean.
       level: "token", "sequence" (rejects whole rows by their product) or "geometric" (by their geometric mean).
       lower: lowest ratio kept, inclusive; None has no lower bound.
@@ -52,13 +52,13 @@ def rejection_mask(
       [[ True False]]
     """
     check_bounds(lower, upper, low=0)
-    inside = within(jnp.exp(level_log_ratios(log_probs, behaviour_log_probs, mask, level)), lower, upper)
+    inside = within(jnp.exp(level_log_ratios(log_probs, sampling_log_probs, mask, level)), lower, upper)
     return check_mask(mask) & inside
 
 
 def veto_mask(
     log_probs: ArrayLike,
-    behaviour_log_probs: ArrayLike,
+    sampling_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
     min_ratio: Scalar | None = 1e-4,
@@ -68,7 +68,7 @@ def veto_mask(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens.
+      sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
       mask: same shape, boolean.
       min_ratio: lowest token ratio tolerated, inclusive; None tolerates any.
       max_ratio: highest token ratio tolerated, inclusive; None tolerates any.
@@ -97,5 +97,5 @@ def veto_mask(
     if min_ratio is None and max_ratio is None:
         raise ValueError("min_ratio, max_ratio: got None for both, expected at least one bound")
     keep = check_mask(mask)
-    tolerated = within(token_ratios(log_probs, behaviour_log_probs, mask), min_ratio, max_ratio)
+    tolerated = within(token_ratios(log_probs, sampling_log_probs, mask), min_ratio, max_ratio)
     return keep & ~row_any(keep & ~tolerated)

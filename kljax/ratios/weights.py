@@ -19,7 +19,7 @@ NORMALIZE = get_args(WeightNormalization)
 
 def importance_weights(
     log_probs: ArrayLike,
-    behaviour_log_probs: ArrayLike,
+    sampling_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
     level: Level = "token",
@@ -42,7 +42,7 @@ def importance_weights(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; data.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens (usually the rollout engine).
+      sampling_log_probs: same shape, log-probs of the policy that drew the tokens (usually the rollout engine).
       mask: same shape, boolean.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       mode: "truncate", "mask" or "clip".
@@ -83,7 +83,7 @@ def importance_weights(
     check_only_with(mode != "truncate", "has no meaning in mode 'truncate'", {"lower": lower})
     check_bounds(lower, upper, needed=mode != "truncate", low=0)
     check_at_least("upper", upper, 0, strict=True)
-    log_ratio = level_log_ratios(log_probs, behaviour_log_probs, mask, level, log_ratio_clip)
+    log_ratio = level_log_ratios(log_probs, sampling_log_probs, mask, level, log_ratio_clip)
     kept = within(jnp.exp(log_ratio), lower, upper) if mode == "mask" else jnp.ones(log_ratio.shape, bool)
     # Replaced before `exp`: an overflow that is masked then leaves a gradient of 0 instead of `0 * inf`.
     log_ratio = jnp.where(kept, log_ratio, 0)
@@ -99,7 +99,7 @@ def importance_weights(
 
 def truncated_importance_weights(
     log_probs: ArrayLike,
-    behaviour_log_probs: ArrayLike,
+    sampling_log_probs: ArrayLike,
     mask: ArrayLike,
     *,
     level: Level = "token",
@@ -111,7 +111,7 @@ def truncated_importance_weights(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; data.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens (usually the rollout engine).
+      sampling_log_probs: same shape, log-probs of the policy that drew the tokens (usually the rollout engine).
       mask: same shape, boolean.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       max_weight: the cap; None does not truncate.
@@ -136,7 +136,7 @@ def truncated_importance_weights(
       [[1. 2.]]
     """
     check_at_least("max_weight", max_weight, 0, strict=True)
-    return importance_weights(log_probs, behaviour_log_probs, mask, level=level, upper=max_weight)
+    return importance_weights(log_probs, sampling_log_probs, mask, level=level, upper=max_weight)
 
 
 def _exp_clipped(log_values: Array, low: Scalar | None, high: Scalar | None) -> Array:

@@ -14,9 +14,9 @@ OLD_LOG_PROB, LOG_WEIGHT = -1.5, 0.5
 # A row of three tokens, one of a single token, one without; the first two share a prompt.
 MASK, PROMPTS, MAX_LENGTH = ((1, 1, 1), (1, 0, 0), (0, 0, 0)), (0, 0, 1), 4.0
 # The library's names for the log-probs of the policy that drew the tokens.
-SAMPLER_LOG_PROBS = ("old_log_probs", "rollout_log_probs", "behaviour_log_probs", "ref_log_probs")
+SAMPLER_LOG_PROBS = ("old_log_probs", "rollout_log_probs", "sampling_log_probs", "ref_log_probs")
 POLICY_LOSS_ARRAYS = (*SAMPLER_LOG_PROBS, "log_probs", "advantages", "mask", "key")
-ADVANTAGE_ARRAYS = ("rewards", "group_ids", "lengths", "num_groups")
+ADVANTAGE_ARRAYS = ("rewards", "group_ids", "mask", "num_groups")
 REWARDS, GROUPS = (1.0, 0.0, 0.0, 0.5, 2.0), (0, 0, 0, 0, 1)
 
 HEADINGS = {
@@ -94,7 +94,7 @@ def _reduction(call: Call) -> list[Point]:
 
 def _advantage(call: Call) -> list[Point]:
     ids = jnp.array(GROUPS)
-    arrays = {"rewards": jnp.array(REWARDS), "group_ids": ids, "lengths": jnp.arange(1, len(REWARDS) + 1)}
+    arrays = {"rewards": jnp.array(REWARDS), "group_ids": ids, "mask": jnp.tril(jnp.ones((len(REWARDS),) * 2, bool))}
     values = run(call, arrays, num_groups=2)
     labels = [f"reward {reward:g}" + (" alone" if group else "") for reward, group in zip(REWARDS, GROUPS, strict=True)]
     return [Point(label, float(value)) for label, value in zip(labels, values, strict=True)]

@@ -430,7 +430,6 @@ DRAWS: dict[str, Draw] = {
     "step": lambda rng, shape, seed: np.asarray(1 + seed),
     "targets": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),
     "indices": lambda rng, shape, seed: np.argsort(rng.random((*shape[:-1], SIZES["V"])), -1)[..., : shape[-1]],
-    "lengths": lambda rng, shape, seed: rng.integers(0, LENGTH // 2, shape),
     "vocab_log_probs": lambda rng, shape, seed: jax.nn.log_softmax(jnp.asarray(rng.normal(size=shape))),
     "squared_probs": lambda rng, shape, seed: rng.uniform(0.1, 0.9, shape),
     "log_probs": lambda rng, shape, seed: rng.normal(-1.0, 0.4, shape),

@@ -38,7 +38,7 @@ def rloo(case: cases.Case, singleton: str = "reward") -> jax.Array:
 
 
 def opo(case: cases.Case) -> jax.Array:
-    return kljax.opo_advantages(outcome(case), case.given("mask").sum(-1), **groups(case))
+    return kljax.opo_advantages(outcome(case), mask=case.given("mask"), **groups(case))
 
 
 def pass_at_k(case: cases.Case) -> jax.Array:
@@ -178,7 +178,7 @@ def whitened(case: cases.Case, advantages: jax.Array) -> jax.Array:
 )
 def test_gae(case: cases.Case) -> None:
     mask, params = case.given("mask"), case.params
-    rule = {"verl": "skip", "openrlhf": "carry"}.get(case.system, "none")
+    rule = {"verl": "skip", "openrlhf": "zero"}.get(case.system, "none")
     lam = next(params[name] for name in ("lam", "lambd") if name in params)
     arrays = case.given("token_rewards"), case.given("values"), mask
     advantages, returns = kljax.gae(*arrays, gamma=params["gamma"], lam=lam, masked_tokens=rule)
@@ -197,7 +197,7 @@ def test_gae(case: cases.Case) -> None:
     file=GENERATED,
 )
 def test_reinforce_plus_plus(case: cases.Case) -> None:
-    mask, rule = case.given("mask"), {"verl": "carry", "skyrl": "reset"}.get(case.system, "none")
+    mask, rule = case.given("mask"), {"verl": "skip", "skyrl": "reset"}.get(case.system, "zero")
     gamma = case.params["gamma"]
     returns = kljax.reinforce_plus_plus_returns(case.given("token_rewards"), mask, gamma=gamma, masked_tokens=rule)
     expected = {"returns": returns}
@@ -236,10 +236,10 @@ def test_openrlhf_from_rewards_to_advantages(case: cases.Case) -> None:
     shaped = kljax.subtract_kl(clipped, kl, mask, coef=params["kl_coef"])
     gamma = params.get("gamma", 1.0)
     if name == "gae":
-        options = {"gamma": gamma, "lam": params["lambd"], "masked_tokens": "carry"}
+        options = {"gamma": gamma, "lam": params["lambd"], "masked_tokens": "zero"}
         advantages, returns = kljax.gae(shaped, case.given("values"), mask, **options)
     else:
-        advantages = returns = kljax.reinforce_plus_plus_returns(shaped, mask, gamma=gamma, masked_tokens="none")
+        advantages = returns = kljax.reinforce_plus_plus_returns(shaped, mask, gamma=gamma, masked_tokens="zero")
     if params.get("no_std_norm"):
         advantages = jnp.where(mask, advantages - kljax.masked_mean(advantages, mask), 0)
     elif name in ("gae", "reinforce", "reinforce_baseline"):

@@ -107,10 +107,7 @@ def _rloo(config: Config) -> Callable[..., Advantages]:
 
 
 def _opo(config: Config) -> Callable[..., Advantages]:
-    def estimate(rewards: Array, batch: Batch, options: Mapping[str, Any]) -> Array:
-        return kljax.opo_advantages(rewards, batch.completion_mask.sum(-1), given(batch.group_ids), **options)
-
-    return _group(config, estimate)
+    return _group(config, lambda r, b, o: kljax.opo_advantages(r, b.group_ids, b.completion_mask, **o))
 
 
 def _reinforce_plus_plus_baseline(config: Config) -> Callable[..., Advantages]:

@@ -101,7 +101,7 @@ ENTRIES = (
     Entry("art", "correction", "truncated_importance_sampling",
         call("importance_weights", level="token", mode="truncate"),
         "weights: old / original, at most the bound", option="TrainConfig.truncated_importance_sampling",
-        sources={"log_probs": "old log-probs", "behaviour_log_probs": "original log-probs", "upper": "the option"},
+        sources={"log_probs": "old log-probs", "sampling_log_probs": "original log-probs", "upper": "the option"},
         gradient="data", defaults="None: off",
         note="without original log-probs it takes new / old, which CISPO has in already: counted twice",
         goldens=recorded("loss_fn", truncated_importance_sampling=1.2)),

@@ -10,11 +10,11 @@ SYSTEM = System("openrlhf", "OpenRLHF", "0.11.2", "k1 in the reward, coefficient
 
 GROUP_REWARDS = {"rewards": "reward model score", "group_ids": "i // n_samples_per_prompt"}
 GATE = {
-    "log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs",
+    "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs",
     "max_divergence": "is_correction_threshold, one number"
 }
 BOUNDS = {
-    "log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs",
+    "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs",
     "lower": "is_correction_threshold", "upper": "is_correction_threshold"
 }
 UNBIASED_OPTION = "--algo.kl.estimator with --algo.kl.unbiased_gradient"
@@ -73,7 +73,7 @@ ENTRIES = (
         note="always used by the GSPO loss", goldens=recorded("aggregate_loss", token_level_loss=False)),
     # Advantages. r is the reward of a row, mean and std are of its group.
     advantage("gae",
-        Call("gae", {"gamma": 1.0, "lam": 1.0, "masked_tokens": "carry"}, then=(call("masked_whiten", ddof=0,
+        Call("gae", {"gamma": 1.0, "lam": 1.0, "masked_tokens": "zero"}, then=(call("masked_whiten", ddof=0,
             eps=0.0),)),
         "GAE with rewards and values 0 under the mask, then whitened",
         sources={"rewards": "see the placement compute_reward", "gamma": "gamma", "lam": "lambd"}, divisors=WHITENED,
@@ -81,7 +81,7 @@ ENTRIES = (
         goldens=recorded("compute_advantages_and_returns", name="gae",
             no_std_norm=None) + recorded("get_advantages_and_returns")),
     advantage("reinforce",
-        Call("reinforce_plus_plus_returns", {"gamma": 1.0, "masked_tokens": "none"}, then=(call("masked_whiten", ddof=0,
+        Call("reinforce_plus_plus_returns", {"gamma": 1.0, "masked_tokens": "zero"}, then=(call("masked_whiten", ddof=0,
             eps=0.0),)),
         "discounted returns, then whitened: REINFORCE++",
         sources={"token_rewards": "see the placement compute_reward", "gamma": "gamma"}, divisors=WHITENED,

@@ -10,7 +10,7 @@ SYSTEM = System("skyrl", "SkyRL", "0.3.0", "its k3 (clamped) in the loss, coeffi
 
 ROW_REWARDS = {"rewards": "token_level_rewards summed over a row", "group_ids": "uid"}
 CLIP_OPTIONS = {"clip_low": "eps_clip_low", "clip_high": "eps_clip_high"}
-ARRAYS = {"log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs"}
+ARRAYS = {"log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs"}
 DPPO_OPTIONS = {
     "clip_low": "dppo.delta_low", "clip_high": "dppo.delta_high",
     "old_log_probs": "rollout_logprobs, else the old ones"
@@ -139,7 +139,7 @@ ENTRIES = (
     policy_loss("rollout_is",
         Call("reinforce_loss", times=(call("importance_weights", level="token", mode="mask", lower=0.8, upper=1.2),)),
         "-A sg(w) log pi with w = pi / sampler, 0 outside (1 - low, 1 + high)",
-        sources={"behaviour_log_probs": "rollout_logprobs", "lower": "1 - eps_clip_low", "upper": "1 + eps_clip_high"},
+        sources={"sampling_log_probs": "rollout_logprobs", "lower": "1 - eps_clip_low", "upper": "1 + eps_clip_high"},
         clamps=D_CLAMP, gradient="-A w", defaults="0.2, 0.2", goldens=recorded("rollout_is_policy_loss")),
     policy_loss("dppo",
         call("dppo_loss", divergence="tv", clip_low=0.2, clip_high=0.2, through="ratio", log_ratio_clip=20.0),

@@ -9,14 +9,14 @@ from kljax.systems._entry import Call, Entry, System, call, recorded
 SYSTEM = System("slime", "slime", "0.3.1, commit 624b824", "none; type k1 once a coefficient is set")
 
 TIS_BOUNDS = {
-    "log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs",
+    "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs",
     "lower": "tis_lower_bound, or 1 / tis_upper_bound", "upper": "tis_upper_bound"
 }
 RS_BOUNDS = {
-    "log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs", "lower": "rs_lower_bound",
+    "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs", "lower": "rs_lower_bound",
     "upper": "rs_upper_bound"
 }
-ARRAYS = {"log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs"}
+ARRAYS = {"log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs"}
 OLD_LOG_PROBS = {"sampling_log_probs": "old log-probs (rollout log-probs with --use-rollout-logprobs)"}
 GROUP_REWARDS = {"rewards": "raw reward", "group_ids": "i // n_samples_per_prompt"}
 CLIP_OPTIONS = {"clip_low": "--eps-clip", "clip_high": "--eps-clip-high, else --eps-clip"}
@@ -114,7 +114,7 @@ ENTRIES = (
             "gamma": "--gamma", "lam": "--lambd"}, divisors="none; whitened with --normalize-advantages",
         note="knows no loss mask: tool outputs count like tokens, and the reward lands on the last position",
         goldens=recorded("ppo_kl_shaped_gae")),
-    advantage("reinforce_plus_plus", call("reinforce_plus_plus_returns", gamma=1.0, masked_tokens="none"),
+    advantage("reinforce_plus_plus", call("reinforce_plus_plus_returns", gamma=1.0, masked_tokens="zero"),
         "discounted returns of rewards with the KL subtracted",
         sources={"token_rewards": "see the placement kl_coef", "gamma": "--gamma"},
         divisors="none; --normalize-advantages is required with it", note="a row without a token raises there",
@@ -164,7 +164,7 @@ ENTRIES = (
         reason=NO_CORRECTION_RECORDED),
     correction("opsm", call("off_policy_sequence_mask", max_kl=0.0001),
         "drops tokens of A < 0 in rows whose mean of old - new exceeds delta", option="--use-opsm",
-        sources={"behaviour_log_probs": "old log-probs", "max_kl": "--opsm-delta"}, divisors="max(n_i, 1)",
+        sources={"sampling_log_probs": "old log-probs", "max_kl": "--opsm-delta"}, divisors="max(n_i, 1)",
         defaults="off; 1e-4", note="the numerator only: the denominators stay those of the rollout; 0.1 in Trinity",
         reason=NO_CORRECTION_RECORDED),
     correction("mis:token+truncate", call("importance_weights", level="token", mode="truncate", log_ratio_clip=20.0),
@@ -261,6 +261,6 @@ ENTRIES = (
     # Metrics and masked statistics.
     Entry("slime", "statistic", "train_rollout_logprob_abs_diff",
         call("log_prob_abs_diff", mode="seq_mean_token_mean"),
-        "mean of |log trainer - log sampler|", option="a metric", sources={"other_log_probs": "rollout log-probs"},
+        "mean of |log trainer - log sampler|", option="a metric", sources={"rollout_log_probs": "rollout log-probs"},
         divisors="the reduction of the loss", gradient="none", reason="a metric that no case recorded"),
 )

@@ -11,7 +11,7 @@ SYSTEM = System("trl", "TRL", "1.16.0", "none (beta 0); importance-corrected k3 
 CLIP_OPTIONS = {"clip_low": "epsilon", "clip_high": "epsilon_high, else epsilon"}
 VOCABULARY = {"vocab_log_probs": "log_softmax(logits)", "teacher_vocab_log_probs": "those of the teacher"}
 VLLM_BOUNDS = {
-    "log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs",
+    "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs",
     "lower": "vllm_importance_sampling_clip_min", "upper": "vllm_importance_sampling_clip_max"
 }
 GROUP_REWARDS = {"rewards": "the weighted sum of the reward functions", "group_ids": "i // num_generations"}
@@ -203,7 +203,7 @@ ENTRIES = (
     correction("off_policy_mask_threshold", call("off_policy_sequence_mask"),
         "drops tokens of A < 0 in rows whose mean of behaviour - new exceeds the threshold",
         option="GRPOConfig.off_policy_mask_threshold",
-        sources={"behaviour_log_probs": "vLLM's log-probs, else the old ones",
+        sources={"sampling_log_probs": "vLLM's log-probs, else the old ones",
             "max_kl": "off_policy_mask_threshold, else off_policy_threshold"}, divisors="max(n_i, 1)",
         defaults="None: off", note="the KL term is added after it: a dropped sequence still pays its KL",
         goldens=recorded("get_off_policy_mask") + recorded("GRPOTrainer._compute_loss",
@@ -212,7 +212,7 @@ ENTRIES = (
         call("importance_weights", level="token", mode="truncate", upper=2.0, log_ratio_clip=20.0),
         "weights of the self-distillation loss: new / old of each token, at most the bound",
         option="SDPOConfig.distillation_is_clip, SDFTConfig.distillation_is_clip",
-        sources={"behaviour_log_probs": "old log-probs", "upper": "distillation_is_clip"},
+        sources={"sampling_log_probs": "old log-probs", "upper": "distillation_is_clip"},
         clamps="log-ratios to [-20, 20]", defaults="2.0", goldens=recorded("apply_importance_sampling_clipping")),
     # KL coefficients over time, and references that follow the policy.
     controller("fixed", call("fixed_kl", coef=0.0),

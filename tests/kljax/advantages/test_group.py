@@ -10,6 +10,7 @@ from tests.masks import MASK, check_masked, draw
 IDS = np.array([0, 1, 0, 2, 1, 0, 1, -1, -1])
 REWARDS = np.array([1.0, 0.5, 0.0, 3.0, -2.0, 0.25, 4.0, np.nan, np.inf])
 LENGTHS = np.array([3, 1, 7, 2, 0, 5, 4, 9, 9])
+TOKENS = np.arange(9)[::-1] < LENGTHS[:, None]
 REAL = IDS >= 0
 GROUPS = 4
 
@@ -17,7 +18,7 @@ FUNCTIONS = {
     "grpo": lambda r, ids, **kw: kljax.grpo_advantages(r, ids, num_groups=GROUPS, **kw),
     "centered": lambda r, ids, **kw: kljax.reinforce_plus_plus_baseline_advantages(r, ids, num_groups=GROUPS, **kw),
     "rloo": lambda r, ids, **kw: kljax.rloo_advantages(r, ids, num_groups=GROUPS, **kw),
-    "opo": lambda r, ids, **kw: kljax.opo_advantages(r, LENGTHS, ids, num_groups=GROUPS, **kw),
+    "opo": lambda r, ids, **kw: kljax.opo_advantages(r, ids, TOKENS, num_groups=GROUPS, **kw),
 }
 
 
@@ -118,7 +119,7 @@ def test_the_other_scales_have_finite_gradients_and_no_advantage_among_equals(sc
 
 
 def test_a_group_without_tokens_has_no_baseline_to_compare_with() -> None:
-    got = kljax.opo_advantages(np.array([1.0, 2.0]), np.zeros(2, int), np.zeros(2, int), num_groups=1)
+    got = kljax.opo_advantages(np.array([1.0, 2.0]), np.zeros(2, int), np.zeros((2, 3), bool), num_groups=1)
     np.testing.assert_array_equal(got, 0)
 
 
@@ -155,7 +156,10 @@ def test_errors_name_the_argument() -> None:
         kljax.grpo_advantages(r[:, None], ids, num_groups=1)
     with pytest.raises(TypeError, match="group_ids: got dtype float64"):
         kljax.grpo_advantages(r, r, num_groups=1)
-    with pytest.raises(ValueError, match="shapes differ"):
-        kljax.opo_advantages(r, np.ones(2), ids, num_groups=1)
+    for mask in (np.ones(3, int), np.ones((2, 4), int), np.ones((3, 4, 1), int)):
+        with pytest.raises(ValueError, match=r"mask: got shape .*, expected \[3, T\], the tokens of each row"):
+            kljax.opo_advantages(r, ids, mask, num_groups=1)
+    with pytest.raises(ValueError, match="shapes differ: rewards"):
+        kljax.opo_advantages(r, np.ones((3, 4), int), np.ones((3, 4), int), num_groups=1)
     with pytest.raises(ValueError, match=r"advantages: got shape \[3\], expected \[6\]"):
         kljax.broadcast_to_tokens(r, MASK)

@@ -18,7 +18,7 @@ def returns_by_hand(masked_tokens: str, gamma: float) -> np.ndarray:
             if mask[t]:
                 result[row, t] = later = total
             else:
-                later = {"carry": later, "reset": 0.0, "none": total}[masked_tokens]
+                later = {"skip": later, "reset": 0.0, "zero": total}[masked_tokens]
     return result
 
 
@@ -42,7 +42,7 @@ def gae_over_all_positions(rewards: np.ndarray, values: np.ndarray, gamma: float
     return np.where(MASK, delta @ weight, 0)
 
 
-@pytest.mark.parametrize("masked_tokens", ["carry", "reset", "none"])
+@pytest.mark.parametrize("masked_tokens", ["skip", "reset", "zero"])
 def test_returns(masked_tokens: str) -> None:
     def returns(rewards: jax.Array) -> jax.Array:
         return kljax.reinforce_plus_plus_returns(rewards, MASK, gamma=0.9, masked_tokens=masked_tokens)
@@ -53,7 +53,7 @@ def test_returns(masked_tokens: str) -> None:
 
 def test_the_recorded_returns_of_the_three_rules() -> None:
     rewards, mask = np.array([[0.0, 0.7, 0.0, 1.0]]), np.array([[1, 0, 1, 1]])
-    expected = {"carry": [0.81, 0, 0.9, 1], "reset": [0, 0, 0.9, 1], "none": [0.729, 0, 0.9, 1]}
+    expected = {"skip": [0.81, 0, 0.9, 1], "reset": [0, 0, 0.9, 1], "zero": [0.729, 0, 0.9, 1]}
     for rule, row in expected.items():
         got = kljax.reinforce_plus_plus_returns(rewards, mask, gamma=0.9, masked_tokens=rule)
         np.testing.assert_allclose(got, [row], 1e-14)
@@ -71,16 +71,16 @@ def test_gae_does_not_see_what_is_masked() -> None:
     check_masked(lambda rewards, values: kljax.gae(rewards, values, MASK, gamma=0.9, lam=0.8), [REWARDS, VALUES])
 
 
-@pytest.mark.parametrize("masked_tokens", ["carry", "none"])
+@pytest.mark.parametrize("masked_tokens", ["zero", "none"])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.9, 0.0), (0.0, 0.8)])
 def test_gae_that_runs_through_what_is_masked(masked_tokens: str, gamma: float, lam: float) -> None:
     options = {"gamma": gamma, "lam": lam, "masked_tokens": masked_tokens}
-    seen = (np.where(MASK, x, 0) if masked_tokens == "carry" else x for x in (REWARDS, VALUES))
+    seen = (np.where(MASK, x, 0) if masked_tokens == "zero" else x for x in (REWARDS, VALUES))
     expected = gae_over_all_positions(*seen, gamma, lam)
     advantages, returns = kljax.gae(REWARDS, VALUES, MASK, **options)
     np.testing.assert_allclose(advantages, expected, 1e-12, 1e-14)
     np.testing.assert_allclose(returns, np.where(MASK, expected + VALUES, 0), 1e-12, 1e-14)
-    if masked_tokens == "carry":
+    if masked_tokens == "zero":
         check_masked(lambda rewards, values: kljax.gae(rewards, values, MASK, **options), [REWARDS, VALUES])
 
 
@@ -88,7 +88,7 @@ def test_the_three_rules_agree_where_nothing_is_masked_in_between_or_behind() ->
     mask = np.array([[0, 1, 1, 1], [1, 1, 1, 1]])
     rewards, values = REWARDS[:2, :4], VALUES[:2, :4]
     skip, carry, none = (
-        kljax.gae(rewards, values, mask, gamma=0.9, lam=0.8, masked_tokens=rule) for rule in ("skip", "carry", "none")
+        kljax.gae(rewards, values, mask, gamma=0.9, lam=0.8, masked_tokens=rule) for rule in ("skip", "zero", "none")
     )
     jax.tree.map(np.testing.assert_array_equal, (carry, none), (skip, skip))
 
@@ -138,9 +138,9 @@ def test_more_leading_axes_and_traced_discounts() -> None:
 
 
 def test_errors_name_the_argument() -> None:
-    with pytest.raises(ValueError, match=r"masked_tokens: got 'cary'.*did you mean 'carry'"):
-        kljax.reinforce_plus_plus_returns(REWARDS, MASK, masked_tokens="cary")
-    with pytest.raises(ValueError, match=r"masked_tokens: got 'reset', expected one of skip, carry, none"):
+    with pytest.raises(ValueError, match=r"masked_tokens: got 'zeros'.*did you mean 'zero'"):
+        kljax.reinforce_plus_plus_returns(REWARDS, MASK, masked_tokens="zeros")
+    with pytest.raises(ValueError, match=r"masked_tokens: got 'reset', expected one of skip, zero, none"):
         kljax.gae(REWARDS, VALUES, MASK, masked_tokens="reset")
     with pytest.raises(ValueError, match="gamma: got -1"):
         kljax.reinforce_plus_plus_returns(REWARDS, MASK, gamma=-1)

@@ -30,8 +30,6 @@ def arrays_of(case: Case) -> dict[str, Any]:
         found["rewards"] = found["reward_components"]
     elif "rewards" not in found:
         found["rewards"] = kljax.masked_sum(found["token_rewards"], found["mask"], axis=-1)
-    if "mask" in found:
-        found["lengths"] = found["mask"].sum(-1)
     return found
 
 
@@ -128,7 +126,7 @@ def openrlhf(entry: Entry, case: Case) -> None:
     clipped = jnp.clip(rewards, *params["reward_clip_range"])
     shaped = kljax.subtract_kl(clipped, kl, mask, coef=params["kl_coef"])
     if per_row:
-        advantages = returns = kljax.reinforce_plus_plus_returns(shaped, mask, masked_tokens="none")
+        advantages = returns = kljax.reinforce_plus_plus_returns(shaped, mask, masked_tokens="zero")
     else:
         arrays = {"rewards": shaped, "token_rewards": shaped, "mask": mask}
         arrays |= {"values": case.given("values")} if "values" in case.inputs else {}

@@ -17,10 +17,10 @@ def pair_of(entry: Entry, now: dict[str, Any]) -> dict[str, Any]:
     """The two policies that a correction compares: old and sampler, or this one and the one that drew the tokens."""
     old, sampler = now.get("old_log_probs"), now.get("rollout_log_probs")
     if call_of(entry).function == "off_policy_sequence_mask" or old is None:
-        return {"behaviour_log_probs": old if sampler is None else sampler}
+        return {"sampling_log_probs": old if sampler is None else sampler}
     if sampler is None:
-        return {"behaviour_log_probs": old}  # ART without log-probs of its sampler
-    return {"log_probs": old, "behaviour_log_probs": sampler, "old_log_probs": sampler}
+        return {"sampling_log_probs": old}  # ART without log-probs of its sampler
+    return {"log_probs": old, "sampling_log_probs": sampler, "old_log_probs": sampler}
 
 
 def correction_options(entry: Entry, case: Case) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def verl_weights_and_rejection(entry: Entry, case: Case) -> None:
     now = {name: case.given(name) for name in case.inputs}
 
     def step(of: Entry, log_probs: Any, rollout: Any, mask: Any) -> Any:
-        arrays = {"log_probs": log_probs, "behaviour_log_probs": rollout, "mask": mask}
+        arrays = {"log_probs": log_probs, "sampling_log_probs": rollout, "mask": mask}
         return run(call_of(of), arrays, **correction_options(of, case))
 
     both = run(call_of(entry), now, steps=[partial(step, of) for of in rows])

@@ -82,7 +82,7 @@ def tail(entry: Entry, case: Case) -> None:
 @exercise(("trl", "apply_importance_sampling_clipping"))
 def weights_of_the_loss(entry: Entry, case: Case) -> None:
     log_probs, old = case.given("log_probs"), case.given("old_log_probs")
-    arrays = {"log_probs": log_probs, "behaviour_log_probs": old, "mask": jnp.ones(log_probs.shape, bool)}
+    arrays = {"log_probs": log_probs, "sampling_log_probs": old, "mask": jnp.ones(log_probs.shape, bool)}
     weights = run(call_of(entry), arrays, upper=case.params["clip_coeff"])
     case.assert_value_and_grad(lambda loss: weights * loss, "advantages")
 

@@ -117,8 +117,8 @@ def _policy_term(loss_entry: Entry, case: Case, now: dict[str, Any]) -> jax.Arra
 def _changed(loss_entry: Entry, case: Case, now: dict[str, Any]) -> dict[str, Any]:
     """The arrays under the names that the `sources` of the entry."""
     lp, source = now["log_probs"], loss_entry.sources.get("old_log_probs", "")
-    if "behaviour_log_probs" in loss_entry.sources:
-        now["behaviour_log_probs"] = now.get("rollout_log_probs", now.get("old_log_probs"))
+    if "sampling_log_probs" in loss_entry.sources:
+        now["sampling_log_probs"] = now.get("rollout_log_probs", now.get("old_log_probs"))
     if _is_to_sampler(loss_entry, case):
         now["old_log_probs"] = now["rollout_log_probs"]
     if source == "stop_gradient(log_probs)":
@@ -194,7 +194,7 @@ def _verl_rejected(case: Case) -> jax.Array:
     """The mask that verl's bypass mode leaves."""
     rows = kljax.systems.entries(system="verl", kind="correction", name=case.params["rollout_rs"])
     arrays = {name: case.given(name) for name in ("log_probs", "mask")}
-    arrays["behaviour_log_probs"] = case.given("rollout_log_probs")
+    arrays["sampling_log_probs"] = case.given("rollout_log_probs")
     return run(call_of(rows[0]), arrays, **correction_options(rows[0], case))
 
 

@@ -139,7 +139,7 @@ def verl_mismatch(entry: Entry, case: Case) -> None:
     factors = epsilon.factors(mask, "row") if scaled else 1.0
     lp, rollout = case.given("log_probs") * factors, case.given("rollout_log_probs") * factors
     arrays = {"log_probs": rollout if name.startswith("rollout") else lp, "rollout_log_probs": rollout, "mask": mask}
-    metric = run(call_of(entry), arrays | {"behaviour_log_probs": rollout})
+    metric = run(call_of(entry), arrays | {"sampling_log_probs": rollout})
     n = mask.sum().astype(jnp.float64)
     if scaled or name == "chi2_seq":
         empty = (~mask.any(-1)).sum().astype(jnp.float64)

@@ -89,7 +89,7 @@ ENTRIES = (
         Call("reinforce_loss", times=(call("importance_weights", level="sequence", mode="truncate", upper=2.0,
             log_ratio_clip=20.0),)),
         "-A sg(w) log pi with truncated weights w = pi / sampler", option="rollout_correction.loss_type",
-        sources={"behaviour_log_probs": "rollout_log_probs", "level": "rollout_is", "upper": "rollout_is_threshold"},
+        sources={"sampling_log_probs": "rollout_log_probs", "level": "rollout_is", "upper": "rollout_is_threshold"},
         clamps="log w to [-20, 20]", gradient="-A w", defaults="rollout_is sequence, threshold 2.0",
         goldens=recorded("compute_policy_loss_bypass_mode", loss_type="reinforce")),
     policy_loss("reinforce", call("reinforce_loss"),

@@ -7,15 +7,15 @@ from kljax.systems._entry import Entry, call, recorded
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off
 IS_THRESHOLD = {
-    "log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs",
+    "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs",
     "upper": "rollout_is_threshold"
 }
 RS_THRESHOLD = {
-    "log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs",
+    "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs",
     "upper": "rollout_rs_threshold"
 }
 K1_THRESHOLDS = {
-    "log_probs": "old log-probs of the trainer", "behaviour_log_probs": "rollout log-probs",
+    "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs",
     "lower": "log of the lower part of rollout_rs_threshold", "upper": "log of the upper part of rollout_rs_threshold"
 }
 ROLLOUT = {"rollout_log_probs": "rollout_log_probs"}
@@ -192,10 +192,10 @@ ENTRIES = (
         "mean over rows of ppl trainer / ppl sampler", sources=ROLLOUT, divisors=EMPTY_ROW_IS_1,
         goldens=recorded("compute_offpolicy_metrics")),
     statistic("rollout_corr/chi2_token", call("chi_squared", log_ratio_clip=20.0),
-        "mean of r^2, less 1", sources={"behaviour_log_probs": "rollout_log_probs"}, clamps="log r to [-20, 20]",
+        "mean of r^2, less 1", sources={"sampling_log_probs": "rollout_log_probs"}, clamps="log r to [-20, 20]",
         divisors="n + 1e-8", goldens=recorded("compute_offpolicy_metrics")),
     statistic("rollout_corr/chi2_seq", call("chi_squared", level="sequence", log_ratio_clip=20.0),
-        "mean over rows of the squared product of r, less 1", sources={"behaviour_log_probs": "rollout_log_probs"},
+        "mean over rows of the squared product of r, less 1", sources={"sampling_log_probs": "rollout_log_probs"},
         clamps="the sum of log r to [-20, 20]", divisors="all rows: one without a token counts as 0",
         goldens=recorded("compute_offpolicy_metrics")),
     statistic("rollout_is_eff_sample_size", call("effective_sample_size"),
