@@ -159,6 +159,4 @@ def _compiled_bytes(name, size):
         ref_hidden=shape(tokens, width),
     )
     lowered = jax.jit(jax_forms.build(name, None)).lower(shape(tokens, width), shape(width, vocab), data)
-    # Buffers are assigned before LLVM begins, so that its effort does not change them.
-    compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
-    return compiled.memory_analysis().temp_size_in_bytes
+    return lowered.compile().memory_analysis().temp_size_in_bytes

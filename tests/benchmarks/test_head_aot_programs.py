@@ -43,14 +43,10 @@ def arguments_like(shapes: tuple) -> tuple:
     )
 
 
-# Code that runs once is not worth LLVM's effort.
-LEAST_EFFORT = {"xla_backend_optimization_level": 0}
-
-
 @functools.cache
 def run(name: str, layout: str) -> list[np.ndarray]:
     program = build(name, mesh_of(layout), PROBLEM, kljax.Tile(8, 16))
-    outputs = program.lower().compile(compiler_options=LEAST_EFFORT)(*arguments_like(program.arguments))
+    outputs = program.lower().compile()(*arguments_like(program.arguments))
     return [np.asarray(output, np.float32) for output in outputs]
 
 
