@@ -1,18 +1,20 @@
-"""The audit: how good each KL estimator is, in value and in gradient, for a given pair of policies.
+"""Audits: how good each KL estimator is, in value and in gradient, for a pair of policies.
 
-`audit_logits` and `audit_checkpoints` know the whole distributions and compare with the exact KL over the vocabulary;
-`audit_batch` has the recorded log-probs of the sampled tokens alone. `python -m kljax audit` is the command.
+`audit_logits` and `audit_checkpoints` have the whole distributions and compare with the exact KL over the vocabulary.
+`audit_batch` has only the recorded log-probs of the sampled tokens. The command is `python -m kljax audit`.
 """
 
 from kljax.audit.batch import audit_batch
-from kljax.audit.checkpoints import audit_checkpoints
+from kljax.audit.checkpoints import Checkpoints, audit_checkpoints
 from kljax.audit.example import example_logits
 from kljax.audit.logits import audit_logits
-from kljax.audit.report import Answer, Audit, Interval, Result
+from kljax.audit.report import Audit
+from kljax.audit.results import Answer, Interval, Result
 
 __all__ = [
     "Answer",
     "Audit",
+    "Checkpoints",
     "Interval",
     "Result",
     "audit_batch",

@@ -1,10 +1,10 @@
-"""Moments of every estimator at each position: value and gradient, summed over the vocabulary or over drawn tokens.
+"""Moments of every estimator at each position, value and gradient, over the vocabulary or over drawn tokens.
 
 A position has three distributions over the vocabulary: the policy pi, the reference and the behaviour q that draws the
-token (pi itself on-policy). Whatever an estimator does in a loss or in a reward, the gradient with respect to the
-policy's logits that one drawn token `v` gives is `c(v) u(v)`, with a coefficient `c(v)` and the score
-`u(v) = onehot(v) - pi`. Everything the audit reports follows from a few moments of the value `e(v)` and of `c(v) u(v)`
-under q, against the exact KL and its exact gradient `g = pi (x - KL)`, where `x = log pi - log ref`.
+token (pi itself on-policy). In a loss or in a reward, one drawn token `v` has the gradient `c(v) u(v)` with respect to
+the policy's logits, with a coefficient `c(v)` and the score `u(v) = onehot(v) - pi`. The audit compares a few moments
+of the value `e(v)` and of `c(v) u(v)` under q with the exact KL and its exact gradient `g = pi (x - KL)`, where
+`x = log pi - log ref`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from kljax._numerics import expm1_minus
 from kljax._typing import Array, Estimator, KLGradient
 from kljax.kl import estimate_kl
 
-# "none" estimates no KL, and neither has a value nor a gradient to measure.
+# The estimator "none" has neither a value nor a gradient to measure.
 MEASURED: tuple[Estimator, ...] = ("k1", "abs", "k2", "k3", "low_var_kl")
 
 
@@ -28,8 +28,8 @@ MEASURED: tuple[Estimator, ...] = ("k1", "abs", "k2", "k3", "low_var_kl")
 class Moments:
     """Expectations under q of one token, the last axis over positions: `[C]`, `[K, C]`, `[K, E, C]`.
 
-    K counts corrections, E estimators; the loss has one row more, the straight-through gradient. `mean_squared`, each
-    `norm` and each `bias` are squares of expectations; from drawn tokens they are estimated without bias, so they can
+    K counts corrections, E estimators; the loss has one column more, the straight-through gradient. `mean_squared`,
+    each `norm` and each `bias` are squares of expectations. Their estimates from drawn tokens are unbiased, so they can
     be negative.
 
     Attributes:
@@ -74,7 +74,7 @@ class Moments:
 
 
 class Position(NamedTuple):
-    """The three distributions `[C, V]`, and what is exact about them: KL `[C, 1]` and gradient `[C, V]`."""
+    """The three distributions `[C, V]`, and their exact KL `[C, 1]` and its gradient `[C, V]`."""
 
     log_probs: Array
     ref_log_probs: Array
@@ -86,7 +86,14 @@ class Position(NamedTuple):
 
 
 class Events(NamedTuple):
-    """What an expectation runs over, `[C, L]`: the vocabulary with its probabilities, or drawn tokens."""
+    """The tokens `[C, L]` of an expectation: the vocabulary with its probabilities, or drawn tokens.
+
+    Attributes:
+      at: selects the values `[..., L]` of these tokens from `[..., V]`.
+      probability: `[C, L]` weight of each token.
+      squared_norms: maps coefficients to the squared norms of expected gradient less g, and of the expected gradient.
+      squared_mean: maps values to the square of their expectation.
+    """
 
     at: Callable[[Array], Array]
     probability: Array
@@ -98,9 +105,9 @@ class Events(NamedTuple):
 def exact_moments(
     logits: Array, ref_logits: Array, behaviour_logits: Array, caps: Array | None, kl: Array | None = None
 ) -> Moments:
-    """Moments of `[C, V]` positions summed over the vocabulary, corrected by ratios with `[K]` caps or not at all.
+    """Computes the moments of `[C, V]` positions over the vocabulary; `caps` `[K]` bound the importance ratios.
 
-    `kl` is the exact KL `[C]` if it is known; None takes it from the logits.
+    Without `caps` the moments are uncorrected. `kl` is the exact KL `[C]` if known; None computes it from the logits.
     """
     position = _position(logits, ref_logits, behaviour_logits, kl)
     return _collect(_vocabulary(position), position, caps)
@@ -117,7 +124,7 @@ def sampled_moments(
     keys: Array,
     draws: int,
 ) -> Moments:
-    """The same from `draws` tokens drawn at each position with its own key."""
+    """Computes the moments from `draws` tokens, drawn at each position with its own key."""
     position = _position(logits, ref_logits, behaviour_logits, kl)
     return _collect(_draws(position, keys, draws), position, caps)
 
@@ -128,7 +135,7 @@ def _sum(values: Array) -> Array:
 
 def _position(logits: Array, ref_logits: Array, behaviour_logits: Array, known_kl: Array | None) -> Position:
     log_probs, ref, behaviour = map(jax.nn.log_softmax, (logits, ref_logits, behaviour_logits))
-    # NaN counts as support, so that it shows in the KL.
+    # NaN counts as support, so that the KL shows it.
     pi, support = jnp.exp(log_probs), log_probs != -jnp.inf
     x = jnp.where(support, log_probs - ref, 0)
     if known_kl is not None:
@@ -169,11 +176,11 @@ def _draws(position: Position, keys: Array, draws: int) -> Events:
     add_up = functools.partial(jax.ops.segment_sum, num_segments=position.pi.shape[-1])
 
     def squared_norms(coefficients: Array, inner: Array) -> tuple[Array, Array]:
-        # |sum_j c_j u_j|^2 with u = onehot - pi: equal tokens add up before they are squared.
+        # |sum_j c_j u_j|^2 with u = onehot - pi: coefficients of equal tokens add up before the square.
         sums = jax.vmap(jax.vmap(add_up), (0, None))(coefficients, tokens)
         total, along_pi = coefficients.sum(-1), (coefficients * pi).sum(-1)
-        whole = jnp.square(sums).sum(-1) - 2 * total * along_pi + jnp.square(total) * square
-        norm = (whole - (jnp.square(coefficients) * score_square).sum(-1)) / pairs
+        squared = jnp.square(sums).sum(-1) - 2 * total * along_pi + jnp.square(total) * square
+        norm = (squared - (jnp.square(coefficients) * score_square).sum(-1)) / pairs
         return norm - 2 * inner + exact_norm, norm
 
     def squared_mean(values: Array) -> Array:
@@ -183,11 +190,11 @@ def _draws(position: Position, keys: Array, draws: int) -> Events:
 
 
 def _draw(key: Array, probabilities: Array, *, draws: int) -> Array:
-    """Inverts the cumulative distribution: one pass over the vocabulary however many tokens are drawn."""
+    """Draws tokens by inverting the cumulative distribution, one pass over the vocabulary for any number of draws."""
     cumulative = jnp.cumsum(probabilities)
     uniform = jax.random.uniform(key, (draws,), probabilities.dtype) * cumulative[-1]
     tokens = jnp.searchsorted(cumulative, uniform, side="right")
-    # Rounding can reach the total itself, beyond the last token that has a probability.
+    # Rounding can reach the total itself, past the last token of positive probability.
     last = probabilities.shape[-1] - 1 - jnp.argmax(jnp.flip(probabilities) > 0)
     return jnp.minimum(tokens, last.astype(tokens.dtype))
 
@@ -205,7 +212,7 @@ def _collect(events: Events, position: Position, caps: Array | None) -> Moments:
 
 
 def _one_correction(events: Events, position: Position, cap: Array | None) -> tuple[Array, ...]:
-    """All moments but the exact ones, `[E, C]` or `[C]`."""
+    """Computes all moments but the exact ones, `[E, C]` or `[C]`."""
     weight = _weight(position, cap)
     mean_score = position.drawn * weight - position.pi * _sum(position.drawn * weight)
     weight, score_square = events.at(weight)[None], _score_square(position, events.at)[None]
@@ -240,7 +247,7 @@ def _one_correction(events: Events, position: Position, cap: Array | None) -> tu
 
 
 def _weight(position: Position, cap: Array | None) -> Array:
-    """The importance ratio, 1 without a correction and where no token is drawn."""
+    """Computes the importance ratio; 1 without a correction and where q is 0."""
     if cap is None:
         return jnp.ones_like(position.pi)
     possible = position.drawn > 0
@@ -251,9 +258,9 @@ def _weight(position: Position, cap: Array | None) -> Array:
 def estimates(
     log_probs: Array, ref_log_probs: Array, behaviour_log_probs: Array, possible: Array, cap: Array | None
 ) -> tuple[Array, Array]:
-    """Values `[E, ...]` of the library's estimators at tokens `[...]`, and derivatives `[E + 1, ...]` by log-prob.
+    """Computes values `[E, ...]` of the estimators at tokens `[...]`, and derivatives `[E + 1, ...]` by log-prob.
 
-    The last derivative is the straight-through one. With a cap, which may be infinite, all are importance-corrected.
+    The last derivative is the straight-through one. With a cap, which may be infinite, importance ratios correct all.
     """
 
     def stacked(log_probs: Array) -> Array:
@@ -273,6 +280,6 @@ def estimates(
             ]
         )
 
-    # Each estimate depends on its own log-prob alone: one direction of ones has every derivative.
+    # Each estimate depends on its own log-prob alone, so the direction of ones gives every derivative.
     values, derivatives = jax.jvp(stacked, (log_probs,), (jnp.ones_like(log_probs),))
     return values[:-1], derivatives

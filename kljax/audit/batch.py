@@ -1,9 +1,9 @@
-"""The audit of a recorded batch: the log-probs of the sampled tokens, without the rest of the vocabulary."""
+"""Audits a recorded batch: the log-probs of the sampled tokens, without the rest of the vocabulary."""
 
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,19 @@ import numpy as np
 
 from kljax._checks import check_at_least, check_mask, check_same_shape
 from kljax._typing import Array, ArrayLike
-from kljax.audit._measure import check_intervals, labelled, summarise
+from kljax.audit._metrics import (
+    Labels,
+    Sums,
+    check_intervals,
+    gradient_labels,
+    label_results,
+    ratio,
+    summarize,
+    value_labels,
+)
 from kljax.audit._moments import estimates
-from kljax.audit._quality import Labels, Sums, gradient_labels, ratio, value_labels
-from kljax.audit.report import Audit, Interval, Result
+from kljax.audit.report import Audit
+from kljax.audit.results import Interval, Result
 
 __all__ = ["audit_batch"]
 
@@ -41,11 +50,11 @@ def audit_batch(
     max_ratio: float | None = 2.0,
     key: Array | None = None,
 ) -> Audit:
-    """What a recorded batch can say about the estimators: their values against a yardstick, and their derivatives.
+    """Compares the estimators on a recorded batch: their values with a yardstick, and their derivatives.
 
-    The yardstick is the exact KL per token if it is recorded. If not, it is the mean of k1, times the importance ratio
-    where behaviour log-probs are given: unbiased, but of high variance, so differences from it carry its noise, which
-    is what the intervals show. Rows are resampled, and estimate and yardstick come from the same tokens.
+    The yardstick is the exact KL per token if the batch records it. Otherwise it is the mean of k1, times the
+    importance ratio with behaviour log-probs: unbiased, but of high variance, and the intervals show its noise. The
+    bootstrap resamples rows; estimate and yardstick come from the same tokens.
 
     Metrics of a value, per token and per sequence (sum over the row): mean, bias, relative_bias, variance, snr, rmse as
     in `audit_logits`. Metrics of a coefficient, the derivative of a token's estimate by its log-prob, against the
@@ -55,22 +64,22 @@ def audit_batch(
       log_probs: `[B, T]` log-probs of the policy at the sampled tokens, in nats.
       ref_log_probs: same shape, log-probs of the reference.
       mask: same shape, boolean.
-      kl: same shape, exact KL(policy || reference) over the vocabulary at each position, in nats; None is not recorded.
+      kl: same shape, exact KL(policy || reference) over the vocabulary at each position, in nats; None if not recorded.
       behaviour_log_probs: same shape, log-probs of the policy that drew the tokens (the rollout engine, or the policy
-        before the update); None says that the policy itself drew them.
+        before the update); None if the policy itself drew them.
       bootstrap: replicates of the bootstrap; 0 has no intervals.
       confidence: coverage of the percentile intervals.
       max_ratio: cap of the capped correction; None leaves that correction out.
       key: PRNG key of the bootstrap; None is `jax.random.key(0)`.
 
     Returns:
-      An `Audit`, on the host. `Audit.yardstick` says which yardstick it was.
+      An `Audit`, on the host. `Audit.yardstick` names the yardstick.
 
     Gradient:
       None; an audit is a report.
 
     Raises:
-      ValueError: if shapes differ, nothing is unmasked, an unmasked number is not finite, or for a senseless option.
+      ValueError: if shapes differ, nothing is unmasked, an unmasked number is not finite, or an option is out of range.
       TypeError: if the mask has a floating type.
 
     References:
@@ -85,36 +94,36 @@ def audit_batch(
     """
     check_intervals(bootstrap, confidence)
     check_at_least("max_ratio", max_ratio, 0, strict=True)
-    given = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "kl": kl, "behaviour": behaviour_log_probs}
-    shape = check_same_shape(mask=mask, **given)
+    inputs = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "kl": kl, "behaviour": behaviour_log_probs}
+    shape = check_same_shape(mask=mask, **inputs)
     if len(shape) != 2:
         raise ValueError(f"log_probs: got shape {list(shape)}, expected [B, T]")
-    kept = np.asarray(check_mask(mask))
-    if not kept.any():
+    mask = np.asarray(check_mask(mask))
+    if not mask.any():
         raise ValueError("mask: no position is unmasked, so there is nothing to audit")
-    arrays = {name: _filled(name, array, kept) for name, array in given.items() if array is not None}
+    arrays = {name: _filled(name, array, mask) for name, array in inputs.items() if array is not None}
     corrections: tuple[str, ...] = ("none",)
     if behaviour_log_probs is not None:
         corrections = ("none", "ratio") if max_ratio is None else ("none", "ratio", "capped")
-    found = {correction: _estimates(arrays, correction, max_ratio) for correction in corrections}
-    exact = arrays["kl"] if kl is not None else found["none" if len(corrections) == 1 else "ratio"][0][0]
-    unbiased = found["none" if len(corrections) == 1 else "ratio"][1][-1]
-    levels, coefficients = _levels(found, exact, kept), _coefficients(found, unbiased, kept)
+    by_correction = {correction: _estimates(arrays, correction, max_ratio) for correction in corrections}
+    unbiased = by_correction["none" if len(corrections) == 1 else "ratio"]
+    exact = arrays["kl"] if kl is not None else unbiased.values[0]
+    levels, coefficients = _levels(by_correction, exact, mask), _coefficients(by_correction, unbiased, mask)
     keys = jax.random.split(jax.random.key(0) if key is None else key)
     results: list[Result] = []
     means: dict[str, Interval] = {}
     metrics = functools.partial(_value_metrics, of_error=kl is not None)
     for (level, sums), level_key in zip(levels.items(), keys, strict=True):
-        values = summarise(level_key, bootstrap, confidence, sums, metrics)
-        results += labelled(values, value_labels(corrections), "value", level, "recorded")
+        values = summarize(level_key, bootstrap, confidence, sums, metrics)
+        results += label_results(values, value_labels(corrections), "value", level, "recorded")
         first = {name: field[:, :1] for name, field in sums.items()}
-        means[level] = summarise(level_key, bootstrap, confidence, first, _exact_mean)["kl"][0]
-    compared = summarise(keys[0], bootstrap, confidence, coefficients, _coefficient_metrics)
-    results += labelled(compared, _coefficient_labels(corrections), "coefficient", "token", "recorded")
+        means[level] = summarize(level_key, bootstrap, confidence, first, _exact_mean)["kl"][0]
+    compared = summarize(keys[0], bootstrap, confidence, coefficients, _coefficient_metrics)
+    results += label_results(compared, _coefficient_labels(corrections), "coefficient", "token", "recorded")
     settings = {
         "source": "batch",
-        "rows": int(kept.any(-1).sum()),
-        "positions": int(kept.sum()),
+        "rows": int(mask.any(-1).sum()),
+        "positions": int(mask.sum()),
         "policy": "on-policy" if len(corrections) == 1 else "off-policy",
         "bootstrap": bootstrap,
         "confidence": confidence,
@@ -125,16 +134,23 @@ def audit_batch(
     return Audit(yardstick, notes, settings, means, tuple(results))
 
 
-def _filled(name: str, array: ArrayLike, kept: np.ndarray) -> np.ndarray:
-    """On the host in float64, 0 under the mask."""
-    values = np.where(kept, np.asarray(array, np.float64), 0)
+class Estimates(NamedTuple):
+    """Values `[E, B, T]`, derivatives by the log-prob `[E + 1, B, T]`, the last straight-through, weights `[B, T]`."""
+
+    values: np.ndarray
+    derivatives: np.ndarray
+    weights: np.ndarray
+
+
+def _filled(name: str, array: ArrayLike, mask: np.ndarray) -> np.ndarray:
+    """Returns the array on the host in float64, 0 under the mask."""
+    values = np.where(mask, np.asarray(array, np.float64), 0)
     if not np.isfinite(values).all():
         raise ValueError(f"{name}: {int((~np.isfinite(values)).sum())} unmasked numbers are not finite")
     return values
 
 
-def _estimates(arrays: dict[str, np.ndarray], correction: str, max_ratio: float | None) -> tuple[Any, Any, Any]:
-    """Values `[E, B, T]`, derivatives `[E + 1, B, T]` by the log-prob, the last straight-through, weights `[B, T]`."""
+def _estimates(arrays: dict[str, np.ndarray], correction: str, max_ratio: float | None) -> Estimates:
     cap = {"none": None, "ratio": math.inf, "capped": max_ratio}[correction]
     behaviour = arrays.get("behaviour", arrays["log_probs"])
     tokens = (jnp.asarray(array, float) for array in (arrays["log_probs"], arrays["ref_log_probs"], behaviour))
@@ -142,7 +158,7 @@ def _estimates(arrays: dict[str, np.ndarray], correction: str, max_ratio: float 
     weights = np.exp(np.minimum(arrays["log_probs"] - behaviour, math.inf if cap is None else math.log(cap)))
     if cap is None:
         weights = np.ones_like(weights)
-    return np.asarray(values, np.float64), np.asarray(derivatives, np.float64), weights
+    return Estimates(np.asarray(values, np.float64), np.asarray(derivatives, np.float64), weights)
 
 
 @jax.jit
@@ -150,25 +166,25 @@ def _compiled(log_probs: Array, ref_log_probs: Array, behaviour_log_probs: Array
     return estimates(log_probs, ref_log_probs, behaviour_log_probs, jnp.ones(log_probs.shape, bool), cap)
 
 
-def _levels(found: Mapping[str, tuple[Any, Any, Any]], exact: np.ndarray, kept: np.ndarray) -> dict[str, Sums]:
-    """Per row: sums over its tokens, and for sequences the row as one number."""
-    rows, columns = kept.any(-1), sum(len(values) for values, _, _ in found.values())
-    means = np.concatenate([values for values, _, _ in found.values()])
+def _levels(by_correction: Mapping[str, Estimates], exact: np.ndarray, mask: np.ndarray) -> dict[str, Sums]:
+    """Sums the fields of values per row, for tokens, and makes each row one number, for sequences."""
+    means = np.concatenate([corrected.values for corrected in by_correction.values()])
+    rows, columns = mask.any(-1), len(means)
     exacts = np.broadcast_to(exact, means.shape)
     ones = np.ones((int(rows.sum()), columns))
     levels = {}
-    per_row = (_row_sums(means, kept), _row_sums(exacts, kept))
+    per_row = (_row_sums(means, mask), _row_sums(exacts, mask))
     for level, (mean, truth) in {"token": (means, exacts), "sequence": per_row}.items():
         fields = {"exact": truth, "mean": mean, "square": mean**2, "squared_error": (mean - truth) ** 2}
         if level == "token":
-            fields = {name: _row_sums(field, kept) for name, field in fields.items()}
-        count = kept.sum(-1)[rows, None] * ones if level == "token" else ones
+            fields = {name: _row_sums(field, mask) for name, field in fields.items()}
+        count = mask.sum(-1)[rows, None] * ones if level == "token" else ones
         levels[level] = {**{name: field.T[rows] for name, field in fields.items()}, "count": count}
     return levels
 
 
-def _row_sums(values: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    return np.where(kept, values, 0).sum(-1)
+def _row_sums(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    return np.where(mask, values, 0).sum(-1)
 
 
 def _value_metrics(sums: Sums, *, of_error: bool) -> Sums:
@@ -195,19 +211,19 @@ def _coefficient_labels(corrections: tuple[str, ...]) -> list[Labels]:
     return [label for label in gradient_labels(corrections) if label.place != "reward_baseline"]
 
 
-def _coefficients(found: Mapping[str, tuple[Any, Any, Any]], unbiased: np.ndarray, kept: np.ndarray) -> Sums:
-    """Per row, sums over tokens of every place's coefficients; as a reward a token is paid its own estimate alone."""
+def _coefficients(by_correction: Mapping[str, Estimates], unbiased: Estimates, mask: np.ndarray) -> Sums:
+    """Sums the coefficients of every place per row; in the place "reward", a token gets its own estimate alone."""
     columns = []
-    for values, derivatives, weight in found.values():
-        mean = np.where(kept, values, 0).sum((-2, -1), keepdims=True) / kept.sum()
-        columns += [derivatives, values, values - weight * mean]
+    for values, derivatives, weights in by_correction.values():
+        mean = np.where(mask, values, 0).sum((-2, -1), keepdims=True) / mask.sum()
+        columns += [derivatives, values, values - weights * mean]
     coefficients = np.concatenate(columns)
-    exact = np.broadcast_to(unbiased, coefficients.shape)
+    exact = np.broadcast_to(unbiased.derivatives[-1], coefficients.shape)
     fields = {"square": coefficients**2, "inner": coefficients * exact, "exact": exact**2}
     fields["difference"] = (coefficients - exact) ** 2
-    rows = kept.any(-1)
-    sums = {name: _row_sums(field, kept).T[rows] for name, field in fields.items()}
-    return {**sums, "count": kept.sum(-1)[rows, None] * np.ones_like(sums["square"])}
+    rows = mask.any(-1)
+    sums = {name: _row_sums(field, mask).T[rows] for name, field in fields.items()}
+    return {**sums, "count": mask.sum(-1)[rows, None] * np.ones_like(sums["square"])}
 
 
 def _coefficient_metrics(sums: Sums) -> Sums:

@@ -1,4 +1,4 @@
-"""`python -m kljax audit`: the audit from files."""
+"""`python -m kljax audit`: audits files."""
 
 import argparse
 import importlib
@@ -12,13 +12,13 @@ import numpy as np
 
 from kljax.audit._plot import have_matplotlib
 from kljax.audit.batch import audit_batch
-from kljax.audit.checkpoints import audit_checkpoints
+from kljax.audit.checkpoints import Checkpoints, audit_checkpoints
 from kljax.audit.example import example_logits
 from kljax.audit.logits import audit_logits
 from kljax.audit.report import Audit
 
 BATCH_NEEDED = ("log_probs", "ref_log_probs", "mask")
-# Whoever drew the tokens: the rollout engine if it was recorded, else the policy before the update.
+# The policy that drew the tokens: the rollout engine if recorded, else the policy before the update.
 BATCH_BEHAVIOUR = ("rollout_log_probs", "old_log_probs")
 EXAMPLES = """\
 sources, one of them:
@@ -34,16 +34,16 @@ It writes audit.txt, audit.json and, if matplotlib is installed, audit.png.
 
 
 class UserError(Exception):
-    """Something that whoever runs the command can put right."""
+    """A mistake in the arguments or files of the user."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     parser.description = "Bias, variance and signal-to-noise of each KL estimator against the exact KL."
     parser.epilog = EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--out", metavar="DIR", required=True, help="folder for the report; made if it is not there")
+    add("--out", metavar="DIR", default="audit", help="folder for the report, created if missing (%(default)s)")
     add("--logits", metavar="NPY", help="logits of the policy [N, T, V]")
     add("--ref-logits", metavar="NPY", help="logits of the reference, same shape")
     add("--rollout-logits", metavar="NPY", help="logits of the policy that draws the tokens, same shape")
@@ -52,8 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoints", metavar=("POLICY", "REF"), nargs=2, help="two orbax checkpoints of weights")
     add("--rollout-checkpoint", metavar="PATH", help="checkpoint of the policy that draws the tokens")
     add("--item", metavar="NAME", help="dotted path of the weights inside the checkpoints")
-    add("--apply", metavar="MODULE:FUNCTION", help="function of weights and tokens: hidden states, or logits")
-    add("--head", metavar="MODULE:FUNCTION", help="function of weights: the LM head, where --apply has hidden states")
+    add(
+        "--apply",
+        metavar="MODULE:FUNCTION",
+        help="function of weights and tokens: returns hidden states, or logits",
+    )
+    add(
+        "--head",
+        metavar="MODULE:FUNCTION",
+        help="function of weights: returns the LM head of the hidden states",
+    )
     add("--tokens", metavar="NPY", help="integers [N, T], the input of that function")
     add("--example", action="store_true", help="synthetic policies with the size and the entropy of a language model")
     add("--kl", type=float, default=0.1, help="example: mean KL(policy || reference) per token in nats (%(default)s)")
@@ -61,15 +69,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocabulary", type=int, default=1000, help="example: number of tokens (%(default)s)")
     add("--rows", type=int, default=32, help="example: number of rows (%(default)s)")
     add("--length", type=int, default=16, help="example: positions per row (%(default)s)")
-    add("--draws", type=int, default=0, help="also measure by drawing so many tokens per position (%(default)s)")
+    add(
+        "--draws",
+        type=int,
+        default=0,
+        help="tokens drawn per position for a sampled measurement (%(default)s)",
+    )
     add("--bootstrap", type=int, default=1000, help="bootstrap replicates, 0 for no intervals (%(default)s)")
     add("--confidence", type=float, default=0.95, help="coverage of the intervals (%(default)s)")
     add("--max-ratio", type=float, default=2.0, help="cap of the capped importance ratio (%(default)s)")
-    add("--seed", type=int, default=0, help="of the draws, the bootstrap and the example (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of the draws, the bootstrap and the example (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the audit in float64 and writes the report; 0, or 2 for what the user can put right."""
+    """Runs the audit in float64 and writes the report; returns 0, or 2 for a mistake of the user."""
     try:
         out = pathlib.Path(args.out)
         if out.exists() and not out.is_dir():
@@ -94,16 +107,16 @@ def _audit(args: argparse.Namespace) -> Audit:
         "--checkpoints": (args.checkpoints, _from_checkpoints),
         "--example": (args.example, _from_example),
     }
-    given = [name for name, (value, _) in sources.items() if value]
-    if len(given) != 1:
-        raise UserError(f"expected one of {', '.join(sources)}, got {' and '.join(given) or 'none of them'}")
+    chosen = [name for name, (value, _) in sources.items() if value]
+    if len(chosen) != 1:
+        raise UserError(f"expected one of {', '.join(sources)}, got {' and '.join(chosen) or 'none of them'}")
     options: dict[str, Any] = {
         "bootstrap": args.bootstrap,
         "confidence": args.confidence,
         "max_ratio": args.max_ratio,
         "key": jax.random.key(args.seed),
     }
-    return sources[given[0]][1](args, options)
+    return sources[chosen[0]][1](args, options)
 
 
 def _from_logits(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
@@ -133,8 +146,8 @@ def _from_batch(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
     with opened as file:
         missing = [name for name in BATCH_NEEDED if name not in file.files]
         if missing:
-            found = ", ".join(file.files) or "nothing"
-            raise UserError(f"--batch: {args.batch} has no {' and no '.join(missing)}; it has {found}")
+            names = ", ".join(file.files) or "nothing"
+            raise UserError(f"--batch: {args.batch} has no {' and no '.join(missing)}; it has {names}")
         batch = {name: file[name] for name in file.files if name in (*BATCH_NEEDED, *BATCH_BEHAVIOUR, "kl")}
     behaviour = next((batch[name] for name in BATCH_BEHAVIOUR if name in batch), None)
     mask = batch["mask"].astype(bool)
@@ -144,15 +157,13 @@ def _from_batch(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
 def _from_checkpoints(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
     if args.apply is None or args.tokens is None:
         raise UserError("--checkpoints needs --apply and --tokens")
+    policy, reference = args.checkpoints
     return audit_checkpoints(
         _array("--tokens", args.tokens),
         _mask(args),
+        checkpoints=Checkpoints(policy, reference, args.rollout_checkpoint, item=args.item),
         apply=_function("--apply", args.apply),
         head=None if args.head is None else _function("--head", args.head),
-        path=args.checkpoints[0],
-        ref_path=args.checkpoints[1],
-        behaviour_path=args.rollout_checkpoint,
-        item=args.item,
         draws=args.draws,
         **options,
     )
@@ -184,17 +195,17 @@ def _function(option: str, name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     if not function:
         raise UserError(f"{option}: got {name!r}, expected module:function")
-    # As `python -m` itself does: modules in the folder the command runs in are found.
+    # `python -m` puts the working directory on the path, so modules there can be named.
     try:
-        found = getattr(importlib.import_module(module), function)
+        function_object = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise UserError(f"{option}: {name}: {error}") from error
-    if not callable(found):
+    if not callable(function_object):
         raise UserError(f"{option}: {name} is not a function")
 
     def call(*arguments: Any) -> Any:
         try:
-            return found(*arguments)
+            return function_object(*arguments)
         except Exception as error:
             raise UserError(f"{option}: {name} raised {type(error).__name__}: {error}") from error
 

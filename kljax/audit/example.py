@@ -1,4 +1,4 @@
-"""Synthetic policies to audit: logits of language-model size with a drift of known KL."""
+"""Synthetic policies to audit: logits of language-model size at a known KL."""
 
 import math
 
@@ -26,7 +26,7 @@ def example_logits(
     staleness: float = 0.0,
     key: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """Logits of a policy, of a reference at a mean KL of `kl` per token, and of a stale behaviour policy.
+    """Draws logits of a policy, of a reference at a mean KL of `kl` per token, and of a stale behaviour policy.
 
     The policy's logits are normal, of a scale that differs between positions: some tokens are nearly certain, some are
     open, and the mean entropy is about 1 nat, as that of text. The reference is the policy with normal noise of one
@@ -39,14 +39,14 @@ def example_logits(
       length: T, positions of each.
       vocabulary: V, number of tokens, at least 2.
       kl: mean of KL(policy || reference) per position, in nats, at least 0.
-      staleness: mean of KL(policy || behaviour) per position, in nats; 0 has no behaviour policy.
+      staleness: mean of KL(policy || behaviour) per position, in nats; 0 returns no behaviour policy.
       key: PRNG key; None is `jax.random.key(0)`.
 
     Returns:
       `(logits, ref_logits, behaviour_logits)`, each `[N, T, V]` float32; the last is None without staleness.
 
     Gradient:
-      None; data.
+      None; logits are treated as constants.
 
     Raises:
       ValueError: for a size below 1 or a negative KL.
@@ -54,8 +54,8 @@ def example_logits(
     Example:
       >>> import kljax
       >>> policy, ref, behaviour = kljax.audit.example_logits(rows=8, length=4, vocabulary=50, kl=0.1)
-      >>> found = kljax.audit.audit_logits(policy, ref, bootstrap=0).kl["token"]
-      >>> print(policy.shape, behaviour, f"{found.value:.3f}")
+      >>> measured = kljax.audit.audit_logits(policy, ref, bootstrap=0).kl["token"]
+      >>> print(policy.shape, behaviour, f"{measured.value:.3f}")
       (8, 4, 50) None 0.100
     """
     for name, size, least in (("rows", rows, 1), ("length", length, 1), ("vocabulary", vocabulary, 2)):
@@ -66,24 +66,24 @@ def example_logits(
     low, high = (scale * math.sqrt(2 * math.log(vocabulary)) for scale in _SCALES)
     scales = jax.random.uniform(keys[3], (rows, length, 1), jnp.float32, low, high)
     logits = scales * jax.random.normal(keys[0], (rows, length, vocabulary), jnp.float32)
-    towards, own = (jax.random.normal(key, logits.shape, logits.dtype) for key in keys[1:3])
-    behaviour = _perturbed(logits, (towards + own) / 2**0.5, staleness) if staleness > 0 else None
-    return logits, _perturbed(logits, towards, kl), behaviour
+    towards_ref, independent = (jax.random.normal(key, logits.shape, logits.dtype) for key in keys[1:3])
+    behaviour = _perturbed(logits, (towards_ref + independent) / 2**0.5, staleness) if staleness > 0 else None
+    return logits, _perturbed(logits, towards_ref, kl), behaviour
 
 
 @jax.jit
 def _perturbed(logits: Array, noise: Array, mean_kl: float) -> Array:
-    """The logits plus the noise at the size that makes the mean KL to the result `mean_kl`."""
+    """Adds the noise at the size that makes the mean KL to the result `mean_kl`."""
     log_probs, target = jax.nn.log_softmax(logits), jnp.asarray(mean_kl, logits.dtype)
 
     def mean_kl_and_slope(size: Array) -> tuple[Array, Array]:
         log_other = jax.nn.log_softmax(logits + size * noise)
-        found = (jnp.exp(log_probs) * (log_probs - log_other)).sum(-1).mean()
-        return found, ((jnp.exp(log_other) - jnp.exp(log_probs)) * noise).sum(-1).mean()
+        current = (jnp.exp(log_probs) * (log_probs - log_other)).sum(-1).mean()
+        return current, ((jnp.exp(log_other) - jnp.exp(log_probs)) * noise).sum(-1).mean()
 
     def improved(_: int, size: Array) -> Array:
-        found, slope = mean_kl_and_slope(size)
-        return size - (found - target) / slope
+        current, slope = mean_kl_and_slope(size)
+        return size - (current - target) / slope
 
     size = jax.lax.fori_loop(0, _STEPS, improved, jnp.sqrt(2 * target))
     return logits + jnp.where(target > 0, size, 0) * noise

@@ -1,99 +1,51 @@
-"""What an audit found, as data: results with intervals, the answers that follow, text, JSON and a plot."""
+"""The report of an audit: data, text of at most 120 columns, JSON and a plot."""
 
 import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-__all__ = ["Answer", "Audit", "Interval", "Result"]
+from kljax.audit._plot import draw, have_matplotlib
+from kljax.audit.results import Answer, Interval, Result, best_estimators, select
 
-# An answer calls an estimator right if its bias is at most this share of the exact value or gradient.
-TOLERANCE = 0.01
+__all__ = ["Audit"]
 
-
-class Interval(NamedTuple):
-    """A number with its bootstrap interval; NaN where it has no meaning or no interval was asked for.
-
-    Attributes:
-      value: the number measured.
-      low: lower end of the percentile interval.
-      high: upper end.
-
-    Example:
-      >>> import kljax
-      >>> kljax.audit.Interval(0.1, 0.05, 0.2).value
-      0.1
-    """
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One estimator at one place, on one level.
-
-    Attributes:
-      kind: "value", "gradient" (with respect to the logits) or "coefficient" (with respect to recorded log-probs).
-      level: "token" or "sequence".
-      how: "exact" (summed over the vocabulary), "sampled" (from drawn tokens) or "recorded" (from a batch).
-      estimator: a name of `kljax.estimate_kl`, or "any" where all have the same gradient.
-      place: "" for a value, else "loss", "straight_through", "reward", "reward_baseline" or "advantage".
-      correction: "none", "ratio" (multiplied by the importance ratio) or "capped" (by at most `max_ratio`).
-      metrics: name to `Interval`.
-
-    Example:
-      >>> import kljax
-      >>> mean = kljax.audit.Interval(0.1, 0.1, 0.1)
-      >>> kljax.audit.Result("value", "token", "exact", "k3", "", "none", {"mean": mean}).metrics["mean"].value
-      0.1
-    """
-
-    kind: str
-    level: str
-    how: str
-    estimator: str
-    place: str
-    correction: str
-    metrics: Mapping[str, Interval]
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """The estimator to take: of those whose bias is at most 1 % the one of least variance, else the least biased.
-
-    Attributes:
-      place: where it is used: "value" for a logged number, or the place of a gradient.
-      correction: as in `Result`.
-      estimator: the name.
-      right: whether its bias is at most 1 % of the exact value or gradient.
-      relative_bias: its bias over the exact value or gradient.
-      snr: signal-to-noise of one token.
-
-    Example:
-      >>> import kljax
-      >>> kljax.audit.Answer("loss", "none", "k2", True, 0.0, 0.3).estimator
-      'k2'
-    """
-
-    place: str
-    correction: str
-    estimator: str
-    right: bool
-    relative_bias: float
-    snr: float
+TITLES = {
+    "value": "Values: bias and signal-to-noise of one estimate",
+    "gradient": "Gradients with respect to the logits: expected gradient against that of the exact KL",
+    "coefficient": "Gradients with respect to the recorded log-probs, against those of the unbiased k2 loss",
+}
+HEADINGS = {
+    "relative_bias": "bias/exact",
+    "relative_difference": "difference",
+    "root_mean_square": "rms",
+    "snr": "SNR",
+}
+# The metrics shown per kind and level; the others are in the JSON file.
+COLUMNS = {
+    ("value", "token"): ("relative_bias", "variance", "snr"),
+    ("value", "sequence"): ("variance", "snr"),
+    # A recorded yardstick has noise of its own, which would enter a quotient: the table shows the bias itself.
+    ("recorded value", "token"): ("bias", "variance", "snr"),
+    ("recorded value", "sequence"): ("bias", "variance", "snr"),
+    ("gradient", "token"): ("relative_bias", "cosine", "gain", "snr"),
+    ("gradient", "sequence"): ("relative_bias", "snr"),
+    ("coefficient", "token"): ("relative_difference", "cosine", "root_mean_square"),
+}
+# Metrics that the table shows with their interval, per token.
+WITH_INTERVAL = ("bias", "relative_bias", "relative_difference")
 
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """The whole report of an audit.
+    """The report of an audit.
 
     Attributes:
-      yardstick: what the estimates are compared with, in words.
-      notes: what is exact and what is not, in words.
+      yardstick: the exact or unbiased quantity that estimates are compared with, in words.
+      notes: assumptions behind the numbers, in words.
       settings: sizes and options of the audit.
       kl: mean KL(pi || ref) per "token" and per "sequence", in nats.
       results: every measurement.
@@ -102,8 +54,8 @@ class Audit:
       >>> import jax, kljax
       >>> policy, ref = jax.random.normal(jax.random.key(0), (2, 4, 3, 5))
       >>> audit = kljax.audit.audit_logits(policy, ref, bootstrap=20)
-      >>> found = audit.find(kind="gradient", level="token", place="loss", estimator="k2")
-      >>> print(f"{found.metrics['cosine'].value:.3f}")
+      >>> result = audit.find(kind="gradient", level="token", place="loss", estimator="k2")
+      >>> print(f"{result.metrics['cosine'].value:.3f}")
       1.000
     """
 
@@ -114,29 +66,26 @@ class Audit:
     results: tuple[Result, ...]
 
     def select(self, **labels: str) -> list[Result]:
-        """The results whose attributes have the values given, in the order measured."""
-        return [r for r in self.results if all(getattr(r, name) == value for name, value in labels.items())]
+        """Selects the results whose attributes equal the labels, in the order measured."""
+        return select(self.results, **labels)
 
     def find(self, **labels: str) -> Result:
-        """The first result whose attributes have the values given: exact before sampled, uncorrected before corrected.
+        """Returns the first result that matches: exact before sampled, uncorrected before corrected.
 
         Raises:
           KeyError: if there is none.
         """
-        found = self.select(**labels)
-        if not found:
+        matches = self.select(**labels)
+        if not matches:
             raise KeyError(f"no result with {labels}")
-        return found[0]
+        return matches[0]
 
     def answers(self) -> list[Answer]:
-        """Which estimator in which place, per correction, from the results per token that are exact."""
-        groups: dict[tuple[str, str], list[Result]] = {}
-        for result in self.select(level="token", how="exact"):
-            groups.setdefault((result.place or "value", result.correction), []).append(result)
-        return [answer for key, results in groups.items() for answer in _best(*key, results)]
+        """Chooses an estimator for every place and correction, from the exact results per token."""
+        return best_estimators(self.results)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: numbers that have no meaning become None."""
+        """Returns plain data for JSON; numbers without a meaning become None."""
         return {
             "yardstick": self.yardstick,
             "notes": list(self.notes),
@@ -153,15 +102,21 @@ class Audit:
         }
 
     def table(self) -> str:
-        """The report as plain text of at most 120 columns."""
-        from kljax.audit._table import table
-
-        return table(self)
+        """Writes the report as plain text of at most 120 columns."""
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        texts = [f"KL audit: {settings}", f"Yardstick: {self.yardstick}", *(f"Note: {note}" for note in self.notes)]
+        lines = [line for text in texts for line in textwrap.wrap(text, 120, subsequent_indent="  ")]
+        lines += [f"KL(policy || reference) per {level}: {_interval(kl)} nats" for level, kl in self.kl.items()]
+        for how in ("exact", "recorded", "sampled"):
+            for kind, title in TITLES.items():
+                results = self.select(kind=kind, how=how)
+                if results:
+                    name = "recorded value" if (how, kind) == ("recorded", "value") else kind
+                    lines += ["", f"{title} ({how})", *_results_table(name, results)]
+        return "\n".join([*lines, *_answers_table(self.answers())])
 
     def write(self, directory: str | pathlib.Path) -> list[pathlib.Path]:
-        """Writes `audit.txt`, `audit.json` and, if matplotlib is installed, `audit.png`; returns what was written."""
-        from kljax.audit._plot import draw, have_matplotlib
-
+        """Writes `audit.txt`, `audit.json` and, if matplotlib is installed, `audit.png`; returns their paths."""
         text, data = self.table(), json.dumps(self.to_dict(), indent=1, allow_nan=False)
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -169,28 +124,73 @@ class Audit:
         written[0].write_text(text + "\n")
         written[1].write_text(data + "\n")
         if have_matplotlib():
-            written.append(draw(self, directory / "audit.png"))
+            written.append(draw(self.results, f"KL audit against {self.yardstick}", directory / "audit.png"))
         return written
 
 
-def _best(place: str, correction: str, results: Iterable[Result]) -> list[Answer]:
-    def bias(result: Result) -> float:
-        return abs(result.metrics["relative_bias"].value)
-
-    known = [result for result in results if math.isfinite(bias(result))]
-    if not known:
-        return []
-    right = [result for result in known if bias(result) <= TOLERANCE]
-    chosen = _least_variance(right) if right else min(known, key=bias)
-    relative_bias, snr = (chosen.metrics[name].value for name in ("relative_bias", "snr"))
-    return [Answer(place, correction, chosen.estimator, bool(right), relative_bias, snr)]
+def number(value: float) -> str:
+    """Writes a number with three significant digits; a dash where it has no meaning."""
+    if not math.isfinite(value):
+        return "-" if math.isnan(value) else str(value)
+    if abs(value) < 1e-9:
+        return "0"
+    return f"{value:.3g}" if 1e-3 <= abs(value) < 1e4 else f"{value:.1e}"
 
 
-def _least_variance(results: Iterable[Result]) -> Result:
-    """The first, in the order from plain to clipped, that is within the tolerance of the least variance."""
-    variances = [(result.metrics["variance"].value, result) for result in results]
-    least = min(variance for variance, _ in variances)
-    return next(result for variance, result in variances if variance <= (1 + TOLERANCE) * least)
+def _interval(interval: Interval) -> str:
+    return f"{number(interval.value)} [{number(interval.low)}, {number(interval.high)}]"
+
+
+def _results_table(kind: str, results: Sequence[Result]) -> list[str]:
+    """Writes one line per estimator, place and correction, tokens on the left, sequences on the right."""
+    by_labels: dict[tuple[str, str, str], dict[str, Result]] = {}
+    for result in results:
+        by_labels.setdefault((result.correction, result.place, result.estimator), {})[result.level] = result
+    levels = [level for level in ("token", "sequence") if any(level in by_level for by_level in by_labels.values())]
+    label_headings = ["correction", "place", "estimator"] if results[0].place else ["correction", "estimator"]
+    headings = [*label_headings, *(_heading(name, level) for level in levels for name in COLUMNS[kind, level])]
+    lines = []
+    for labels, by_level in by_labels.items():
+        line = [label for label in labels if label]
+        for level in levels:
+            line += _cells(kind, level, by_level.get(level))
+        lines.append(line)
+    return _aligned([headings, *lines], left=len(label_headings))
+
+
+def _heading(metric: str, level: str) -> str:
+    name = HEADINGS.get(metric, metric)
+    return name if level == "token" else f"{name}/seq"
+
+
+def _cells(kind: str, level: str, result: Result | None) -> list[str]:
+    if result is None:
+        return [""] * len(COLUMNS[kind, level])
+    metrics = [(result.metrics[name], name in WITH_INTERVAL and level == "token") for name in COLUMNS[kind, level]]
+    return [_interval(metric) if with_interval else number(metric.value) for metric, with_interval in metrics]
+
+
+def _aligned(lines: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+
+
+def _answers_table(answers: Sequence[Answer]) -> Iterable[str]:
+    if not answers:
+        return
+    yield ""
+    yield "Which estimator in which place: of those within 1 % of the exact answer, the one of least variance per token"
+    lines = [["place", "correction", "estimator", "", "bias/exact", "SNR"]]
+    for a in answers:
+        verdict = "right" if a.right else "none is right; least wrong"
+        lines.append([a.place, a.correction, a.estimator, verdict, number(a.relative_bias), number(a.snr)])
+    yield from _aligned(lines, left=4)
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reference policies, the frozen other side of the KL: where they come from, and how they follow the policy."""
+"""Reference policies: where they come from, and how they follow the policy."""
 
 from kljax.reference.sources import (
     Policy,

@@ -1,8 +1,8 @@
-"""Reference policies: the frozen other side of the KL.
+"""Reference policies: the frozen policy that the KL is measured against.
 
-A policy is a pair `(params, adapter)`. The reference is another such pair, so "the base model with the adapter off"
-shares the very arrays of the policy and costs no memory. The other sources restore one half of the pair from disk with
-orbax, directly into the shapes and shardings of an abstract tree, so that the reference is laid out as the policy is.
+A policy is a pair `(params, adapter)`, and so is the reference. The base model with the adapter off therefore shares
+the arrays of the policy and costs no memory. The other sources restore one half of the pair from disk with orbax,
+directly into the shapes and shardings of an abstract tree.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from kljax import _orbax
 from kljax._typing import Array
 
 __all__ = [
@@ -31,7 +31,7 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Base weights plus an optional LoRA adapter.
+    """Base weights with an optional LoRA adapter.
 
     Attributes:
       params: pytree of base weights.
@@ -48,16 +48,16 @@ class Policy:
 
 
 def base_reference(policy: Policy) -> Policy:
-    """The base model: the same weights with the adapter off, `(params, None)`.
+    """Returns the base model, the same weights with the adapter off: `(params, None)`.
 
     Args:
-      policy: the policy being trained, which must have an adapter; without one its own weights move.
+      policy: the policy being trained. It must have an adapter; without one, training moves its base weights.
 
     Returns:
       A policy whose `params` are the same array objects as those of `policy`: no second copy of the weights.
 
     Gradient:
-      The weights are the policy's own; whoever scores with the reference stops the gradient of the log-probs.
+      The weights are the policy's own, so the caller applies `stop_gradient` to the log-probs of the reference.
 
     Raises:
       ValueError: if `policy` has no adapter.
@@ -78,19 +78,19 @@ def base_reference(policy: Policy) -> Policy:
 def adapter_reference(
     policy: Policy, path: str | pathlib.Path, abstract_adapter: Tree, *, item: str | None = None
 ) -> Policy:
-    """The base weights of the policy with an adapter that orbax saved.
+    """Combines the base weights of the policy with an adapter that orbax saved.
 
     Args:
       policy: supplies the base weights, which are shared, not copied.
       path: directory that orbax wrote.
       abstract_adapter: pytree of `jax.ShapeDtypeStruct` with shardings, the adapter's structure.
-      item: dotted path of the subtree that holds the adapter, if the checkpoint holds more than it.
+      item: dotted path of the adapter inside the checkpoint; None if the checkpoint is the adapter.
 
     Returns:
       A policy with the restored adapter, sharded as `abstract_adapter` says.
 
     Gradient:
-      None; a reference is data.
+      None; a reference is treated as a constant.
 
     Raises:
       FileNotFoundError: if there is no checkpoint at `path`.
@@ -112,18 +112,18 @@ def adapter_reference(
 
 
 def checkpoint_reference(path: str | pathlib.Path, abstract_params: Tree, *, item: str | None = None) -> Policy:
-    """A policy of its own, without an adapter, from weights that orbax saved.
+    """Loads a policy without an adapter from weights that orbax saved.
 
     Args:
       path: directory that orbax wrote.
       abstract_params: pytree of `jax.ShapeDtypeStruct` with shardings, the structure of the weights.
-      item: dotted path of the subtree that holds the weights, if the checkpoint holds more than them.
+      item: dotted path of the weights inside the checkpoint; None if the checkpoint is the weights.
 
     Returns:
       A policy with the restored weights, sharded as `abstract_params` says.
 
     Gradient:
-      None; a reference is data.
+      None; a reference is treated as a constant.
 
     Raises:
       FileNotFoundError: if there is no checkpoint at `path`.
@@ -156,7 +156,7 @@ def restore_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None =
       A pytree of arrays, each created directly in its sharding.
 
     Gradient:
-      None; what is restored is data.
+      None; restored arrays are treated as constants.
 
     Raises:
       FileNotFoundError: if there is no checkpoint at `path`.
@@ -174,22 +174,12 @@ def restore_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None =
       >>> print(kljax.restore_tree(path, abstract, item="policy")["w"])
       [1. 1.]
     """
-    import orbax.checkpoint as ocp
-
     check_tree(path, abstract, item=item)
-    directory, keys, nested = pathlib.Path(path).absolute(), _keys(item), _nest(abstract, item)
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        arguments = ocp.args.PyTreeRestore(
-            item=nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested), partial_restore=True
-        )
-        restored = checkpointer.restore(directory, args=arguments)
-    for key in keys:
-        restored = restored[key]
-    return restored
+    return _orbax.restore(path, abstract, item)
 
 
 def check_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None = None) -> None:
-    """Checks from the metadata alone that `restore_tree` with these arguments would fit; reads no array.
+    """Checks that `restore_tree` with these arguments would fit, from the metadata alone.
 
     Args:
       path: directory that orbax wrote.
@@ -217,20 +207,16 @@ def check_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None = N
       ...     print(str(error).split(" at ")[0])
       no checkpoint
     """
-    import orbax.checkpoint as ocp
-
-    directory = pathlib.Path(path).absolute()
-    if not directory.is_dir():
-        raise FileNotFoundError(f"no checkpoint at {directory}")
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        _check_structure(directory, _saved_leaves(checkpointer, directory), _nest(abstract, item))
+    saved, expected = _orbax.saved_tree(path), _orbax.nest(abstract, item)
+    label = f"checkpoint {pathlib.Path(path).absolute()}"
+    _orbax.check_leaves(label, _orbax.named_leaves(saved), _orbax.named_leaves(expected))
 
 
 def fingerprint(tree: Tree) -> Array:
-    """A checksum of every bit of every leaf, computed where the leaves live: equal trees have equal fingerprints.
+    """Computes a checksum of every bit of every leaf, on the devices of the leaf; equal trees have equal fingerprints.
 
-    Each leaf's 32-bit words are mixed with their position by a multiplicative hash and added modulo 2^32, so one
-    changed bit changes the sum and no array travels to the host.
+    A multiplicative hash mixes each 32-bit word of a leaf with its position; the sum modulo 2^32 is the checksum. One
+    changed bit changes it, and no array travels to the host.
 
     Args:
       tree: pytree of arrays of any type and sharding.
@@ -255,16 +241,6 @@ def fingerprint(tree: Tree) -> Array:
     return jnp.stack([_leaf_hash(leaf) for leaf in jax.tree.leaves(tree)])
 
 
-def _keys(item: str | None) -> list[str]:
-    return item.split(".") if item else []
-
-
-def _nest(abstract: Tree, item: str | None) -> Tree:
-    for key in reversed(_keys(item)):
-        abstract = {key: abstract}
-    return abstract
-
-
 def _leaf_hash(leaf: Array) -> Array:
     leaf = jnp.asarray(leaf)
     unsigned = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}") if leaf.dtype != jnp.bool_ else jnp.dtype("uint8")
@@ -280,30 +256,3 @@ def _leaf_hash(leaf: Array) -> Array:
     mixed = (words ^ (position * jnp.uint32(0x9E3779B1))) * jnp.uint32(0xC2B2AE35)
     mixed = (mixed ^ (mixed >> jnp.uint32(15))) * jnp.uint32(0x27D4EB2F)
     return mixed.sum(dtype=jnp.uint32)
-
-
-def _leaves(tree: Tree) -> dict[str, Any]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path): x for path, x in flat
-    }
-
-
-def _saved_leaves(checkpointer: Any, directory: pathlib.Path) -> dict[str, Any]:
-    try:
-        return _leaves(checkpointer.metadata(directory).item_metadata.tree)
-    except (AttributeError, FileNotFoundError, ValueError) as error:
-        raise FileNotFoundError(f"no readable checkpoint at {directory}: {error}") from error
-
-
-def _check_structure(directory: pathlib.Path, saved: dict[str, Any], wanted: Tree) -> None:
-    problems = []
-    for name, leaf in _leaves(wanted).items():
-        if name not in saved:
-            problems.append(f"{name} is not in it")
-        elif tuple(saved[name].shape) != leaf.shape or np.dtype(saved[name].dtype) != leaf.dtype:
-            found = f"{np.dtype(saved[name].dtype)}{list(saved[name].shape)}"
-            problems.append(f"{name} is {found}, expected {leaf.dtype}{list(leaf.shape)}")
-    if problems:
-        shown = "; ".join(problems[:5]) + ("" if len(problems) <= 5 else f"; and {len(problems) - 5} more")
-        raise ValueError(f"checkpoint {directory} does not fit: {shown}")

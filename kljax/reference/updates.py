@@ -1,7 +1,7 @@
 """References that follow the policy: pure functions from the old reference to the next.
 
-A result has the shapes, dtypes and layout of the reference, so that inside a jitted step whose state is donated it
-takes the place of the old one in memory.
+A result has the shapes, dtypes and layout of the reference, so a jitted step that donates its state reuses the memory
+of the old one.
 """
 
 from typing import Any
@@ -19,23 +19,23 @@ Tree = Any
 
 
 def ema_reference(reference: Tree, params: Tree, *, decay: Scalar) -> Tree:
-    """The reference as a moving average of the weights: `ref <- decay * ref + (1 - decay) * params`, leaf by leaf.
+    """Averages the weights exponentially: `ref <- decay * ref + (1 - decay) * params`, leaf by leaf.
 
-    Mixing every few steps instead of a little at each is
-    `refreshed_reference(reference, ema_reference(reference, params, decay=decay), step, every=n)`; TRL mixes
+    To mix every n steps instead of at each, use
+    `refreshed_reference(reference, ema_reference(reference, params, decay=decay), step, every=n)`. TRL mixes
     0.6 of the policy (`decay=0.4`) every 512 steps.
 
     Args:
       reference: pytree of arrays, such as a `Policy`; its dtypes are kept. In bfloat16 a step smaller than 1/256 of a
         weight is lost to rounding: with a decay near 1 keep the average in float32.
       params: pytree of the same structure and shapes, the weights of the policy.
-      decay: weight of the old reference, between 0 (the policy itself) and 1 (the reference as it is).
+      decay: weight of the old reference, between 0 (takes the policy) and 1 (keeps the reference).
 
     Returns:
       A pytree like `reference`. Leaves that are not of a floating type are those of `params`.
 
     Gradient:
-      None is meant; a reference is data.
+      Not meant to be differentiated; a reference is treated as a constant.
 
     Raises:
       ValueError: if structure or shapes differ, or `decay` is not between 0 and 1.
@@ -66,19 +66,19 @@ def ema_reference(reference: Tree, params: Tree, *, decay: Scalar) -> Tree:
 
 
 def refreshed_reference(reference: Tree, params: Tree, step: ArrayLike, *, every: Scalar) -> Tree:
-    """The reference, replaced by the policy every few steps: `ref <- params` if `step > 0` and `step % every == 0`.
+    """Replaces the reference by the policy every few steps: `ref <- params` if `step > 0` and `step % every == 0`.
 
     Args:
       reference: pytree of arrays, such as a `Policy`; its dtypes are kept.
-      params: pytree of the same structure and shapes: the weights of the policy, or what else should take its place.
-      step: the number of steps done, an integer scalar that may be traced.
+      params: pytree of the same structure and shapes: the weights of the policy, or any other replacement.
+      step: the number of finished steps, an integer scalar that may be traced.
       every: the number of steps between two replacements, a positive integer.
 
     Returns:
       A pytree like `reference`.
 
     Gradient:
-      None is meant; a reference is data.
+      Not meant to be differentiated; a reference is treated as a constant.
 
     Raises:
       ValueError: if structure or shapes differ, or `every` is not positive.

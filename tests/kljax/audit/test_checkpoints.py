@@ -43,9 +43,8 @@ def logits(params, tokens):
 
 
 def audit_of(saved: dict[str, pathlib.Path], stale: bool = False, **options) -> Audit:
-    behaviour = saved["rollout"] if stale else None
-    paths = {"path": saved["policy"], "ref_path": saved["ref"], "behaviour_path": behaviour}
-    return kljax.audit.audit_checkpoints(TOKENS, MASK, **paths, bootstrap=0, rows_per_call=2, **options)
+    paths = kljax.audit.Checkpoints(saved["policy"], saved["ref"], saved["rollout"] if stale else None)
+    return kljax.audit.audit_checkpoints(TOKENS, MASK, checkpoints=paths, bootstrap=0, rows_per_call=2, **options)
 
 
 @pytest.mark.parametrize(("stale", "draws"), [(False, 3), (True, 0)])
@@ -85,9 +84,9 @@ def test_a_head_that_does_not_fit_is_said(saved) -> None:
     for head, message in (
         (
             lambda params: params["head"].T,
-            r"apply: returned shape \[2, 30, 6\] .* \[rows, T, D\] with the D of its head",
+            r"apply: got shape \[2, 30, 6\] .* \[rows, T, D\] with the D of its head",
         ),
-        (lambda params: params["head"][0], r"head: returned shape \[11\], expected two axes"),
+        (lambda params: params["head"][0], r"head: got shape \[11\], expected two axes"),
     ):
         with pytest.raises(ValueError, match=message):
             audit_of(saved, apply=hidden, head=head)

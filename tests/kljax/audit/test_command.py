@@ -11,7 +11,7 @@ import pytest
 
 import kljax
 from kljax.__main__ import main
-from kljax.audit import _plot, report
+from kljax.audit import _plot
 
 SHAPE = (3, 2, 4)
 
@@ -91,9 +91,11 @@ def test_checkpoints(files: pathlib.Path, capsys: pytest.CaptureFixture[str], mo
     sys.modules.pop("tiny_parts")
     found = json.loads((files / "parts" / "audit.json").read_text())
     assert found["kl"]["token"]["value"] == pytest.approx(same["kl"]["token"]["value"], rel=1e-9)
-    with pytest.raises(ValueError, match="apply: returned shape"):
+    with pytest.raises(ValueError, match="apply: got shape"):
         kljax.audit.audit_checkpoints(
-            tokens, apply=lambda params, _: params["table"], path=files / "a", ref_path=files / "b", item="model"
+            tokens,
+            checkpoints=kljax.audit.Checkpoints(files / "a", files / "b", item="model"),
+            apply=lambda params, _: params["table"],
         )
     assert audit(*given[:5], "--apply", "tiny_model:logits", "--item", "none", "--out", files / "no") == 2
     capsys.readouterr()
@@ -137,6 +139,12 @@ def test_mistakes_are_named_and_write_nothing(
     assert not (files / "out").exists()
 
 
+def test_reports_go_to_the_folder_audit_by_default(files: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    assert audit("--batch", "batch.npz") == 0
+    assert (files / "audit" / "audit.txt").exists()
+
+
 def test_out_must_be_a_folder(files: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit("--batch", files / "batch.npz", "--out", files / "policy.npy") == 2
     assert "is not a folder" in capsys.readouterr().err
@@ -150,6 +158,5 @@ def test_without_matplotlib_there_is_a_report_and_a_word_about_it(
     assert audit("--batch", files / "batch.npz", "--out", files / "out") == 0
     assert sorted(path.name for path in (files / "out").iterdir()) == ["audit.json", "audit.txt"]
     assert "pip install matplotlib" in capsys.readouterr().out
-    empty = report.Audit("nothing", (), {}, {}, ())
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        _plot.draw(empty, files / "plot.png")
+        _plot.draw((), "nothing", files / "plot.png")

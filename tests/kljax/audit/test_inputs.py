@@ -9,7 +9,7 @@ import pytest
 
 import kljax
 from kljax.audit import Audit
-from kljax.audit._quality import bootstrap, value_metrics
+from kljax.audit._metrics import bootstrap, value_metrics
 
 
 @pytest.fixture(scope="module")

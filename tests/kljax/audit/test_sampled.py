@@ -6,7 +6,7 @@ import pytest
 
 import kljax
 from kljax.audit import Audit
-from kljax.audit._measure import Block, Options, measure
+from kljax.audit.logits import Block, Options, measure
 
 METRICS = {"value": ("mean", "variance"), "gradient": ("gain", "variance")}
 

@@ -158,10 +158,10 @@ def test_what_is_not_there_is_said(runs, tmp_path):
     with pytest.raises(UserError, match=rf"^reference\.path: no readable checkpoint at {tmp_path}"):
         load(config_of(f"{{source: checkpoint, path: {tmp_path}}}"), runs[False])
     path = runs[False] / "checkpoints" / "3"
-    with pytest.raises(UserError, match=r"^reference\.path: .*trainable\.adapter\.\S+ is not in it"):
+    with pytest.raises(UserError, match=r"^reference\.path: .*trainable\.adapter\.\S+: got no such leaf"):
         load(config_of(f"{{source: adapter, path: {path}}}", lora=True), runs[True], base=policy_base())
     path = runs[True] / "checkpoints" / "3"
-    with pytest.raises(UserError, match=r"^reference\.path: .*trainable\.params\.\S+ is not in it"):
+    with pytest.raises(UserError, match=r"^reference\.path: .*trainable\.params\.\S+: got no such leaf"):
         load(config_of(f"{{source: checkpoint, path: {path}}}"), runs[False])
     with pytest.raises(UserError, match=r"^reference\.path: .* expected float32\[3, 16, 3\]"):
         load(config_of(f"{{source: adapter, path: {path}}}", "lora.rank=3", lora=True), runs[True], base=policy_base())

@@ -1,32 +1,35 @@
-"""From moments per position to what is reported: per token and per sequence, with bootstrap intervals.
+"""Metrics per token and per sequence, with bootstrap intervals, from moments per position.
 
-A level has units that are resampled (rows, or single positions) and, per unit and result, a few sums: the exact KL, the
-mean, the squared bias, the variance, and for gradients squared norms and inner products over all positions taken as one
-long vector. Every metric is a ratio of such sums, so a bootstrap replicate is a weighted sum over units.
+A level has units to resample (rows, or single positions). Per unit and result it has a few sums: the exact KL, the
+mean, the squared bias and the variance; for gradients, squared norms and inner products over all positions as one long
+vector. Every metric is a ratio of such sums, so a bootstrap replicate is a weighted sum over units.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kljax._checks import check_at_least
 from kljax._typing import Array
 from kljax.audit._moments import MEASURED, Moments
+from kljax.audit.results import Interval, Result
 
 PLACES = ("loss", "straight_through", "reward", "reward_baseline", "advantage")
 
 Sums = dict[str, Any]
 Offsets = Mapping[str, tuple[Any, Any, Any]]
-# Numbers of replicates whose resampling counts are held at a time.
+Summary = Callable[[Sums, Callable[[Sums], Sums]], dict[str, list[Interval]]]
+# Bootstrap replicates in memory at a time.
 _REPLICATES = 64
 
 
 class Labels(NamedTuple):
-    """What one column of the sums is about; `place` is empty for a value."""
+    """The estimator, place and correction of one column of the sums; `place` is empty for a value."""
 
     estimator: str
     place: str
@@ -34,19 +37,19 @@ class Labels(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Sums `[units, results]` of the values and of the gradients, and `[units, 1]` what a mean divides by."""
+    """Sums `[units, results]` of the values and of the gradients; `count` `[units, 1]` is the divisor of a mean."""
 
     value: Sums
     gradient: Sums
 
 
 def value_labels(corrections: tuple[str, ...]) -> list[Labels]:
-    """The columns of the value sums."""
+    """Lists the columns of the value sums."""
     return [Labels(name, "", correction) for correction in corrections for name in MEASURED]
 
 
 def gradient_labels(corrections: tuple[str, ...]) -> list[Labels]:
-    """The columns of the gradient sums; the straight-through gradient is the same whatever the estimator."""
+    """Lists the columns of the gradient sums; all estimators share the straight-through gradient."""
     labels = []
     for correction in corrections:
         for place in PLACES:
@@ -56,13 +59,13 @@ def gradient_labels(corrections: tuple[str, ...]) -> list[Labels]:
 
 
 def token_level(moments: Moments, mask: np.ndarray, *, by_row: bool) -> Level:
-    """Sums per row or per position of the moments `[..., N, T]`, each token on its own."""
+    """Sums the moments `[..., N, T]` per row or per position, with every token on its own."""
     value = _value_fields(moments)
     mean = _tokens_mean(moments.mean, mask)
     zero = np.zeros_like(moments.mean)
     offsets = {
         "reward": (zero, zero, zero),
-        # The baseline comes from the same draws, as that of a group does; from few draws it is a little noisy.
+        # The baseline comes from the same draws, as a group baseline does; few draws make it noisy.
         "reward_baseline": (-moments.mean, moments.mean_squared, moments.mean_squared),
         "advantage": (zero - mean, zero + mean**2, zero + mean**2),
     }
@@ -72,35 +75,36 @@ def token_level(moments: Moments, mask: np.ndarray, *, by_row: bool) -> Level:
 
 
 def sequence_level(moments: Moments, mask: np.ndarray, *, draws: int) -> Level:
-    """Sums per row of the moments `[..., N, T]`: an estimate is the sum over the row, a reward is paid to all before.
+    """Sums the moments `[..., N, T]` per row: estimates add up, and a reward goes to all tokens before it.
 
-    The tokens of a row are independent given the prefixes that the logits were computed at, so variances add up.
+    The tokens of a row are independent given the prefixes of the logits, so variances add up.
     """
     moments = _zero_under(moments, mask)
     variance = moments.square - moments.mean_squared
     mean = _tokens_mean(moments.mean, mask)
+    zero = np.zeros_like(moments.mean)
     later, later_variance = _after(moments.mean), _after(variance)
     # From drawn tokens the square of an estimated mean is too large by the variance of that mean.
     later_squared = later**2 - (later_variance / draws if draws else 0)
-    less = -moments.mean
+    minus_mean = -moments.mean
     offsets = {
         "reward": (later, later_squared, later_squared + later_variance),
-        # A perfect baseline takes away the mean of the token's own KL and of everything after it.
-        "reward_baseline": (less, moments.mean_squared, moments.mean_squared + later_variance),
-        "advantage": (np.zeros_like(less) - mean, np.zeros_like(less) + mean**2, np.zeros_like(less) + mean**2),
+        # A perfect baseline subtracts the mean of the token's own KL and of everything after it.
+        "reward_baseline": (minus_mean, moments.mean_squared, moments.mean_squared + later_variance),
+        "advantage": (zero - mean, zero + mean**2, zero + mean**2),
     }
     fields = _value_fields(moments)
     kl, row_mean = fields["exact"].sum(-1), fields["mean"].sum(-1)
     row_variance = fields["variance"].sum(-1)
     bias = (row_mean - kl) ** 2 - (row_variance / draws if draws else 0)
     value = {"exact": kl, "mean": row_mean, "squared_bias": bias, "variance": row_variance}
-    kept = mask.any(-1)
+    not_empty = mask.any(-1)
     gradient = {name: field.sum(-1) for name, field in _gradient_fields(moments, offsets).items()}
-    return Level(_flat(value, kept), _flat(gradient, kept))
+    return Level(_flat(value, not_empty), _flat(gradient, not_empty))
 
 
 def value_metrics(sums: Mapping[str, Any]) -> Sums:
-    """Metrics of values from sums over units."""
+    """Computes the metrics of values from sums over units."""
     count = sums["count"]
     exact, mean, variance = (sums[name] / count for name in ("exact", "mean", "variance"))
     return {
@@ -114,9 +118,9 @@ def value_metrics(sums: Mapping[str, Any]) -> Sums:
 
 
 def gradient_metrics(sums: Mapping[str, Any], *, eps: float) -> Sums:
-    """Metrics of expected gradients, all positions taken as one vector, from sums over units; `eps` of their type."""
+    """Computes the metrics of expected gradients from sums over units; `eps` is that of their dtype."""
     exact, inner, second = (sums[name] for name in ("exact", "inner", "second"))
-    # What rounding leaves of a gradient that is zero has a direction, but no meaning.
+    # Rounding leaves a zero gradient with a direction that has no meaning.
     norm = np.where(sums["norm"] <= (64 * eps) ** 2 * second, 0, sums["norm"])
     bias = np.maximum(sums["bias"], 0)
     variance = np.maximum(second - sums["norm"], 0)
@@ -131,21 +135,53 @@ def gradient_metrics(sums: Mapping[str, Any], *, eps: float) -> Sums:
     }
 
 
+def summarize(
+    key: Array, replicates: int, confidence: float, sums: Sums, metrics: Callable[[Sums], Sums]
+) -> dict[str, list[Interval]]:
+    """Computes each metric of each column with its bootstrap interval."""
+    values = metrics(weighted(sums, np.ones(len(sums["count"]))))
+    if replicates:
+        ends = bootstrap(key, sums, metrics, replicates=replicates, confidence=confidence)
+    else:
+        ends = {name: np.full((2, *np.shape(value)), np.nan) for name, value in values.items()}
+    return {
+        name: [Interval(*map(float, trio)) for trio in zip(value, *ends[name], strict=True)]
+        for name, value in values.items()
+    }
+
+
+def label_results(
+    columns: dict[str, list[Interval]], labels: Iterable[Labels], kind: str, level: str, how: str
+) -> list[Result]:
+    """Makes one result of each column and its label."""
+    return [
+        Result(kind, level, how, *label, {name: column[i] for name, column in columns.items()})
+        for i, label in enumerate(labels)
+    ]
+
+
+def check_intervals(replicates: int, confidence: float) -> None:
+    """Checks the arguments of the bootstrap."""
+    check_at_least("bootstrap", replicates, 0)
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence: got {confidence!r}, expected a number between 0 and 1")
+
+
 def bootstrap(key: Array, sums: Sums, metrics: Callable[[Sums], Sums], *, replicates: int, confidence: float) -> Sums:
-    """Percentile intervals `[2, results]` of each metric over resampled units."""
+    """Computes percentile intervals `[2, results]` of each metric over resampled units."""
     units = len(sums["count"])
-    found: dict[str, list[Any]] = {}
+    replicated: dict[str, list[Any]] = {}
     for start in range(0, replicates, _REPLICATES):
         counts = np.asarray(_resampled(key, start, units), np.float64)[: replicates - start]
         for name, value in metrics(weighted(sums, counts)).items():
-            found.setdefault(name, []).append(value)
+            replicated.setdefault(name, []).append(value)
     tails = [(1 - confidence) / 2, (1 + confidence) / 2]
-    return {name: np.quantile(np.concatenate(values), tails, axis=0) for name, values in found.items()}
+    return {name: np.quantile(np.concatenate(values), tails, axis=0) for name, values in replicated.items()}
 
 
 @functools.partial(jax.jit, static_argnames="units")
 def _resampled(key: Array, first: int, units: int) -> Array:
-    """`[replicates, units]` how often each unit is drawn in as many draws with replacement as there are units."""
+    """Counts `[replicates, units]` how often each of the units occurs in as many draws with replacement."""
 
     def once(key: Array) -> Array:
         return jnp.bincount(jax.random.randint(key, (units,), 0, units), length=units)
@@ -154,12 +190,12 @@ def _resampled(key: Array, first: int, units: int) -> Array:
 
 
 def weighted(sums: Sums, counts: np.ndarray) -> Sums:
-    """Sums over units that occur `counts` times each: `[..., units]` with `[units, results]`."""
+    """Sums over units that occur `counts` times each: `[..., units] @ [units, results]`."""
     return {name: counts @ field for name, field in sums.items()}
 
 
 def ratio(numerator: Any, denominator: Any) -> Any:
-    """The quotient, NaN where the denominator is 0: what has no exact answer has no relative error."""
+    """Divides; NaN where the denominator is 0, since a relative error of 0 has no meaning."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(denominator > 0, numerator / np.where(denominator > 0, denominator, 1), np.nan)
 
@@ -172,39 +208,39 @@ def _value_fields(moments: Moments) -> Sums:
 
 
 def _gradient_fields(moments: Moments, offsets: Offsets) -> Sums:
-    """Fields `[K, results, N, T]` of every place: the loss as it is, a reward with what is added to it.
+    """Computes the fields `[K, results, N, T]` of every place: a loss uncorrected, a reward with its offset.
 
-    With a reward `e + r`, `r` independent of the token and weighted as it, the expected gradient is that of `e` plus
-    `E[r] E[w u]`. An offset is `(E[r], E[r]^2, E[r^2])`.
+    With a reward `e + r`, `r` independent of the token and of the same weight, the expected gradient is that of `e`
+    plus `E[r] E[w u]`. An offset is `(E[r], E[r]^2, E[r^2])`.
     """
-    found = {name: [np.asarray(getattr(moments, f"loss_{name}"))] for name in ("bias", "norm", "inner", "second")}
+    parts = {name: [np.asarray(getattr(moments, f"loss_{name}"))] for name in ("bias", "norm", "inner", "second")}
     score_norm, score_inner, score_second = (
         np.asarray(field)[:, None] for field in (moments.score_norm, moments.score_inner, moments.score_second)
     )
     for mean, mean_squared, square in (offsets[place] for place in PLACES[2:]):
         shift, along = mean_squared * score_norm, 2 * mean * moments.reward_drift
-        found["bias"].append(moments.reward_bias + along - 2 * mean * score_inner + shift)
-        found["norm"].append(moments.reward_norm + along + shift)
-        found["inner"].append(moments.reward_inner + mean * score_inner)
-        found["second"].append(moments.reward_second + 2 * mean * moments.reward_cross + square * score_second)
-    fields: Sums = {name: np.concatenate(parts, axis=1) for name, parts in found.items()}
+        parts["bias"].append(moments.reward_bias + along - 2 * mean * score_inner + shift)
+        parts["norm"].append(moments.reward_norm + along + shift)
+        parts["inner"].append(moments.reward_inner + mean * score_inner)
+        parts["second"].append(moments.reward_second + 2 * mean * moments.reward_cross + square * score_second)
+    fields: Sums = {name: np.concatenate(arrays, axis=1) for name, arrays in parts.items()}
     return {"exact": np.broadcast_to(moments.exact_norm, fields["norm"].shape), **fields}
 
 
 def _units(fields: Sums, *, mask: np.ndarray, by_row: bool) -> Sums:
-    """`[..., N, T]` fields as `[units, results]`: sums over the unmasked tokens of a row, or a unit per token."""
+    """Reshapes `[..., N, T]` fields to `[units, results]`: sums over the tokens of a row, or one unit per token."""
     if not by_row:
-        chosen = {name: np.asarray(field)[..., mask] for name, field in fields.items()}
-        return _flat(chosen, np.ones(int(mask.sum()), bool))
+        unmasked = {name: np.asarray(field)[..., mask] for name, field in fields.items()}
+        return _flat(unmasked, np.ones(int(mask.sum()), bool))
     sums = {name: np.where(mask, field, 0).sum(-1) for name, field in fields.items()}
-    kept = mask.any(-1)
-    return {**_flat(sums, kept), "count": mask.sum(-1)[kept, None].astype(np.float64)}
+    not_empty = mask.any(-1)
+    return {**_flat(sums, not_empty), "count": mask.sum(-1)[not_empty, None].astype(np.float64)}
 
 
-def _flat(fields: Sums, kept: Any) -> Sums:
-    """`[..., units]` as `[units, results]`, each unit counted once."""
-    flat = {name: field.reshape(-1, field.shape[-1]).T[kept] for name, field in fields.items()}
-    return {**flat, "count": np.ones((int(kept.sum()), 1))}
+def _flat(fields: Sums, units: Any) -> Sums:
+    """Reshapes `[..., units]` to `[units, results]`, each unit counted once."""
+    flat = {name: field.reshape(-1, field.shape[-1]).T[units] for name, field in fields.items()}
+    return {**flat, "count": np.ones((int(units.sum()), 1))}
 
 
 def _zero_under(moments: Moments, mask: np.ndarray) -> Moments:
@@ -213,10 +249,10 @@ def _zero_under(moments: Moments, mask: np.ndarray) -> Moments:
 
 
 def _tokens_mean(values: Any, mask: np.ndarray) -> Any:
-    """`[..., 1, 1]` mean over the unmasked tokens."""
+    """Returns the mean over the unmasked tokens, `[..., 1, 1]`."""
     return np.where(mask, values, 0).sum((-2, -1), keepdims=True) / mask.sum()
 
 
 def _after(values: Any) -> Any:
-    """Sum over the later positions of the row, the own one left out."""
+    """Sums over the later positions of the row, without the position itself."""
     return np.flip(np.cumsum(np.flip(values, -1), -1), -1) - values
