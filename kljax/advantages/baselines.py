@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
-from kljax._devices import all_rows, own_rows, same_everywhere
+from kljax._devices import all_rows, auto_sharded, own_rows, same_everywhere
 from kljax._typing import Array, ArrayLike, AxisName, Baseline, Scalar, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, finish, make_groups, safe_ids
 from kljax.advantages.group import broadcast_to_tokens
@@ -17,6 +17,7 @@ __all__ = ["asymre_advantages", "opmd_advantages", "rae_advantages", "remax_adva
 BASELINES = get_args(Baseline)
 
 
+@auto_sharded
 def opmd_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike,
@@ -74,6 +75,7 @@ def opmd_advantages(
     return finish(groups, below - soft[ids], groups.rewards, singleton)
 
 
+@auto_sharded
 def asymre_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike,
@@ -151,6 +153,7 @@ def remax_advantages(token_rewards: ArrayLike, baselines: ArrayLike, mask: Array
     return returns - broadcast_to_tokens(baselines, mask), returns
 
 
+@auto_sharded
 def rae_advantages(
     rewards: ArrayLike,
     baselines: ArrayLike,

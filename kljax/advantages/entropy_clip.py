@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
-from kljax._devices import all_rows, own_rows
+from kljax._devices import all_rows, auto_sharded, own_rows
 from kljax._numerics import floor_share
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.masking import highest, masked, masked_mean, masked_var
@@ -64,6 +64,7 @@ def clip_b_mask(
     return check_mask(mask) & ~(low & (jnp.asarray(advantages) < 0))
 
 
+@auto_sharded
 def clip_v_mask(
     advantages: ArrayLike,
     log_probs: ArrayLike,

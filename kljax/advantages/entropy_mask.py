@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
-from kljax._devices import all_rows
+from kljax._devices import all_rows, auto_sharded
 from kljax._numerics import floor_share
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 
 __all__ = ["high_entropy_mask"]
 
 
+@auto_sharded
 def high_entropy_mask(
     entropies: ArrayLike, mask: ArrayLike, *, fraction: Scalar = 0.2, axis_name: AxisName = None
 ) -> Array:

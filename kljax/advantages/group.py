@@ -9,6 +9,7 @@ from typing import get_args
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_choice, check_mask, check_same_shape
+from kljax._devices import auto_sharded
 from kljax._typing import Array, ArrayLike, AxisName, Scalar, Scale, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, deviations, finish, make_groups
 from kljax.masking import masked
@@ -25,6 +26,7 @@ __all__ = [
 SCALES = get_args(Scale)
 
 
+@auto_sharded
 def grpo_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike,
@@ -95,6 +97,7 @@ def grpo_advantages(
     return finish(groups, result, alone, singleton)
 
 
+@auto_sharded
 def reinforce_plus_plus_baseline_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike,
@@ -144,6 +147,7 @@ def reinforce_plus_plus_baseline_advantages(
     )
 
 
+@auto_sharded
 def rloo_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike,
@@ -187,6 +191,7 @@ def rloo_advantages(
     return finish(groups, distances * without_self[groups.ids], groups.rewards, singleton)
 
 
+@auto_sharded
 def opo_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike,

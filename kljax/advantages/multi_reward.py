@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_choice, check_mask
+from kljax._devices import auto_sharded
 from kljax._typing import Array, ArrayLike, AxisName, RewardNormalization, Scalar, Scale, Singleton
 from kljax.advantages._groups import safe_ids
 from kljax.advantages.group import grpo_advantages
@@ -15,6 +16,7 @@ __all__ = ["gdpo_advantages"]
 NORMALIZATIONS = get_args(RewardNormalization)
 
 
+@auto_sharded
 def gdpo_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike,

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_choice
-from kljax._devices import over_devices, own_rows
+from kljax._devices import auto_sharded, over_devices, own_rows
 from kljax._typing import Array, ArrayLike, AxisName, Scalar, Singleton, StdScale
 from kljax.advantages._groups import SINGLETONS, Groups, centered, deviations, finish, make_groups
 
 __all__ = ["gpg_advantages", "maxrl_advantages", "pass_at_k_advantages"]
 
 
+@auto_sharded
 def maxrl_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike,
@@ -63,6 +64,7 @@ def maxrl_advantages(
     return finish(groups, jnp.where(useless, 0, distances / divisor), groups.rewards, singleton)
 
 
+@auto_sharded
 def gpg_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike,
@@ -109,6 +111,7 @@ def gpg_advantages(
     return finish(groups, factor * centered(groups, groups.weights()), factor * groups.rewards, singleton)
 
 
+@auto_sharded
 def pass_at_k_advantages(
     rewards: ArrayLike,
     group_ids: ArrayLike,

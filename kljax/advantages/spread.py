@@ -1,12 +1,14 @@
 """The groups whose rewards differ. A group of equal rewards has no advantage to learn from."""
 
 from kljax._checks import check_at_least
+from kljax._devices import auto_sharded
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.advantages._groups import centered, deviations, make_groups
 
 __all__ = ["groups_with_spread"]
 
 
+@auto_sharded
 def groups_with_spread(
     rewards: ArrayLike,
     group_ids: ArrayLike,

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_same_shape
-from kljax._devices import over_devices
+from kljax._devices import auto_sharded, over_devices
 from kljax._typing import Array, ArrayLike, AxisName
 from kljax.advantages._groups import safe_ids
 
 __all__ = ["broadcast_to_steps"]
 
 
+@auto_sharded
 def broadcast_to_steps(
     advantages: ArrayLike,
     group_ids: ArrayLike,

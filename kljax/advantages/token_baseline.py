@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
-from kljax._devices import greatest, over_devices
+from kljax._devices import auto_sharded, greatest, over_devices
 from kljax._typing import Array, ArrayLike, AxisName, BaselineAlignment, Scalar, Singleton
 from kljax.advantages._groups import SINGLETONS, safe_ids
 from kljax.advantages.temporal import reinforce_plus_plus_returns
@@ -18,6 +18,7 @@ __all__ = ["otb_advantages"]
 ALIGNMENTS = get_args(BaselineAlignment)
 
 
+@auto_sharded
 def otb_advantages(
     token_rewards: ArrayLike,
     old_log_probs: ArrayLike,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_mask
-from kljax._devices import all_rows, greatest, least, same_everywhere
+from kljax._devices import all_rows, auto_sharded, greatest, least, same_everywhere
 from kljax._typing import Array, ArrayLike, AxisName, Level
 from kljax.masking import masked
 from kljax.ratios import level_log_ratios, level_mask
@@ -86,6 +86,7 @@ def log_prob_diff_extremes(
     return Extremes(least(extremes.min, axis_name), greatest(extremes.max, axis_name))
 
 
+@auto_sharded
 def ratio_quantiles(
     log_probs: ArrayLike,
     old_log_probs: ArrayLike,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_mask
-from kljax._devices import all_rows, own_rows
+from kljax._devices import all_rows, auto_sharded, own_rows
 from kljax._numerics import floor_share
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.kl import abs_diff
@@ -19,6 +19,7 @@ from kljax.masking import highest, masked, masked_mean
 __all__ = ["clip_cov_loss", "kl_cov_loss"]
 
 
+@auto_sharded
 def clip_cov_loss(
     log_probs: ArrayLike,
     old_log_probs: ArrayLike,
@@ -87,6 +88,7 @@ def clip_cov_loss(
     return masked(loss, keep & ~chosen)
 
 
+@auto_sharded
 def kl_cov_loss(
     log_probs: ArrayLike,
     old_log_probs: ArrayLike,

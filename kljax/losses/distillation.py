@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
+from kljax._devices import auto_sharded
 from kljax._numerics import bregman, clip, log_mix, times
 from kljax._typing import Array, ArrayLike, Estimator, KLGradient, Scalar
 from kljax.losses.kl import reference_kl_loss
@@ -129,6 +130,7 @@ def generalized_jsd(
     return jnp.where(keep, terms.sum(-1), 0)
 
 
+@auto_sharded
 def top_k_with_tail(vocab_log_probs: ArrayLike, indices: ArrayLike) -> Array:
     """The log-probs of some tokens and of all others together: `[log p_i for i in indices] + [log sum_{v not in} p_v]`.
 

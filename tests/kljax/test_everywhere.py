@@ -19,6 +19,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import kljax
 from tests.kljax import calls
 from tests.kljax.calls import (
     LENGTH,
@@ -34,6 +35,8 @@ from tests.kljax.calls import (
 
 # Without an `axis_name` although not a function of rows: inside `shard_map` their inputs are gathered first.
 GATHERED = {"fingerprint": "a sum over leaves that are split over different axes, some of them over none"}
+# Spread over explicit axes in a test of their own, `log_probs/test_mesh_axes.py`.
+WITH_HEAD = ("jsd_from_hidden", "kl_from_hidden", "log_probs_from_hidden")
 # With one of these the result of a row does not depend on the others, and there is nothing to add over devices.
 REPLACE_AXIS_NAME = ("axis", "mean_kl")
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
@@ -105,6 +108,22 @@ def on_eight_devices(name: str, rows: Any, columns: Any) -> None:
     given = jax.tree.map(lambda array: spread(array, rows, columns), inputs(name))
     run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
     check(name, compiled(run, given), eager(name))
+
+
+def on_explicit_axes(name: str) -> None:
+    """Rows split over a mesh as `jax.make_mesh` makes it by default: JAX checks the sharding of every operation."""
+    if name in WITH_HEAD:
+        pytest.skip("has a test of its own")
+    explicit = jax.make_mesh((8,), ("rows",))
+    assert explicit.axis_types == (jax.sharding.AxisType.Explicit,)
+    whole = inputs(name)
+    given = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(explicit, spec)), whole, by_rows(whole))
+    run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
+    if hasattr(getattr(kljax, name), "__wrapped__"):
+        # Its operations are the compiler's to spread.
+        check(name, compiled(run, given), eager(name))
+    else:
+        jax.eval_shape(run, given)
 
 
 def in_vmap(name: str) -> None:
@@ -202,6 +221,7 @@ TRANSFORMATIONS: dict[str, Callable[[str], None]] = {
     "rows": functools.partial(on_eight_devices, rows=("a", "b"), columns=None),
     "columns": functools.partial(on_eight_devices, rows=None, columns=("a", "b")),
     "rows and columns": functools.partial(on_eight_devices, rows="a", columns="b"),
+    "explicit axes": on_explicit_axes,
     "vmap": in_vmap,
     "scan": in_scan,
     "remat": in_remat,
@@ -211,7 +231,7 @@ TRANSFORMATIONS: dict[str, Callable[[str], None]] = {
 
 
 # What a new release of JAX may change is how programs are compiled and spread over devices.
-ON_EVERY_JAX = ("jit", "rows and columns", "shard_map")
+ON_EVERY_JAX = ("jit", "rows and columns", "explicit axes", "shard_map")
 # What vmap does to a function, scan and remat hardly do worse; rows and columns are split together in any case.
 THOROUGH = ("scan", "remat", "rows", "columns")
 
@@ -240,6 +260,16 @@ def test_every_public_function_is_called_or_says_why_not() -> None:
             [call() for call in calls_of(name)]
     for name in public - set(NOT_CALLED):
         assert calls_of(name), name
+
+
+def test_rows_stay_where_they_are_on_explicit_axes() -> None:
+    rows = NamedSharding(jax.make_mesh((8,), ("rows",)), P("rows"))
+    rewards = jax.device_put(jnp.arange(16.0), rows)
+    ids = jax.device_put(jnp.arange(16) // 4, rows)
+    advantages = kljax.grpo_advantages(rewards, ids, num_groups=4)
+    assert advantages.sharding == rows
+    expected = kljax.grpo_advantages(jnp.arange(16.0), jnp.arange(16) // 4, num_groups=4)
+    np.testing.assert_allclose(advantages, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", GATHERED)
