@@ -133,7 +133,8 @@ def measure(work: Work, part: str, options: argparse.Namespace) -> tuple[WorkRes
         race(results, options.rounds, lambda name: remotes[name].ask(do="run", part=part))
         if options.against:
             log("compares the time to compile")
-            for name in (["kljax", OTHER, OTHER, "kljax"] * STARTS)[: 2 * STARTS]:
+            starts = 1 if options.quick else STARTS
+            for name in (["kljax", OTHER, OTHER, "kljax"] * starts)[: 2 * starts]:
                 with noted(results[name]), process(name, work, directory, options) as remote:
                     for key, (wall, cpu) in remote.ask(do="run", part=part).items():
                         results[name].first.setdefault(key, []).append((wall, cpu))
