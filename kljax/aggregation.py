@@ -61,6 +61,10 @@ class WeightedSum:
         """The mean `sum / weight`; 0 where the weight is 0."""
         return jnp.where(self.weight == 0, 0, self.sum / jnp.where(self.weight == 0, 1, self.weight))
 
+    def reduce(self, axis: int = 0) -> Self:
+        """Adds up parts that lie along an axis, such as the micro-batches of a scan."""
+        return type(self)(self.sum.sum(axis), self.weight.sum(axis))
+
     def std(self, squares: Self) -> Array:
         """The population standard deviation of the values, given the `WeightedSum` of their squares."""
         variance = squares.value() - jnp.square(self.value())

@@ -22,8 +22,9 @@ from train.models.sharding import make_mesh
 from train.rl.batch import Batch
 from train.rl.state import TrainState
 from train.rl.step import make_optimizer
-from train.run.setting import Setting
-from train.run.setup import first_state, make_model
+from train.rollouts.context import RunContext
+from train.run.setup import first_state
+from train.weights.model import make_model
 
 PROMPT, ROOM = 5, 4
 SAMPLES = 2
@@ -127,8 +128,8 @@ def full_batch(log_probs: np.ndarray, seed: int = 0) -> Batch:
     )
 
 
-def setting_of(config: Config, **changes: Any) -> Setting:
-    """The setting of a config on one device, without a reference; `changes` replace fields of it."""
+def context_of(config: Config, **changes: Any) -> RunContext:
+    """The context of a config on one device, without a reference; `changes` replace fields of it."""
     task = changes.get("task") or load_task(config)
     built = {
         "config": config,
@@ -142,4 +143,4 @@ def setting_of(config: Config, **changes: Any) -> Setting:
         ),
         "held_out": [],
     }
-    return Setting(**(built | changes))
+    return RunContext(**(built | changes))

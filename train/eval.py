@@ -11,7 +11,7 @@ from train.run.console import load_config, run_command
 
 if TYPE_CHECKING:
     import kljax
-    from train.run.setting import Setting
+    from train.rollouts.context import RunContext
 
 EXAMPLES = """\
 examples:
@@ -52,10 +52,9 @@ def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path |
     # Only now, so that a mistake on the command line shows before JAX starts.
     import jax
 
-    from train.rl.tracing import forget_traces
     from train.run.report import default_console, print_evaluation, write_summary
-    from train.run.run import make_setting
     from train.run.saved import SavedRun, fitting
+    from train.run.setup import make_context
 
     if file is not None and not file.absolute().parent.is_dir():
         raise UserError(f"--json: there is no directory {file.parent}")
@@ -63,22 +62,21 @@ def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path |
     if saved is None and step is not None:
         raise UserError(f"--step: got {step}, but {what} is no directory of a run")
     config = fitting(saved.config if saved else load_config(what, overrides).config)
-    forget_traces()
-    setting = make_setting(config)
-    with jax.set_mesh(setting.mesh):
+    context = make_context(config)
+    with jax.set_mesh(context.mesh):
         if saved is None:
-            policy, name = _start(setting), str(what)
+            policy, name = _start(context), str(what)
         else:
             step = saved.step(step)
-            policy, name = saved.policy(setting.model, setting.mesh, step), f"{what} after step {step}"
-        found = measure(setting, policy)
-    print_evaluation(default_console(), f"{name}: {len(setting.held_out)} prompts", found, config.temperature)
+            policy, name = saved.policy(context.model, context.mesh, step), f"{what} after step {step}"
+        found = measure(context, policy)
+    print_evaluation(default_console(), f"{name}: {len(context.held_out)} prompts", found, config.temperature)
     if file is not None:
-        about = {"of": str(what), "step": step, "prompts": len(setting.held_out), "temperature": config.temperature}
+        about = {"of": str(what), "step": step, "prompts": len(context.held_out), "temperature": config.temperature}
         write_summary(file, about | found)
 
 
-def measure(setting: "Setting", policy: "kljax.Policy") -> dict[str, Any]:
+def measure(context: "RunContext", policy: "kljax.Policy") -> dict[str, Any]:
     """`sampled` and `greedy`, the means over the held-out prompts, with the keys that a run evaluates with.
 
     Returns:
@@ -89,23 +87,24 @@ def measure(setting: "Setting", policy: "kljax.Policy") -> dict[str, Any]:
     from train.rollouts import make_sampler
     from train.run.evaluate import evaluate
 
-    key = purpose_key(setting.config.seed, "held_out")
-    sampled = evaluate(setting, make_sampler(setting, name="held_out"), policy, key)
-    greedy = evaluate(setting, make_sampler(setting, name="greedy", greedy=True), policy, key)
+    key = purpose_key(context.config.seed, "held_out")
+    sampled = evaluate(context, make_sampler(context, name="held_out"), policy, key)
+    greedy = evaluate(context, make_sampler(context, name="greedy", greedy=True), policy, key)
     return {"sampled": sampled.metrics, "greedy": greedy.metrics, "samples": sampled.samples}
 
 
-def _start(setting: "Setting") -> "kljax.Policy":
+def _start(context: "RunContext") -> "kljax.Policy":
     """The policy that the config starts from, which has to be one that exists."""
     import kljax
-    from train.run.setup import check_start, first_adapter, saved_base
+    from train.run.base import load_initial_base
+    from train.run.setup import check_start, load_initial_adapter
 
-    config, model, mesh = setting.config, setting.model, setting.mesh
+    config, model, mesh = context.config, context.model, context.mesh
     check_start(config, model)
-    base = saved_base(config, model, mesh)
+    base = load_initial_base(config, model, mesh)
     if base is None:
         raise UserError("nothing to evaluate: name a run, or set model.path or warm_start.checkpoint")
-    return kljax.Policy(base, None if config.lora is None else first_adapter(config, model, mesh))
+    return kljax.Policy(base, None if config.lora is None else load_initial_adapter(config, model, mesh))
 
 
 if __name__ == "__main__":

@@ -66,8 +66,9 @@ def export(
     from train.data.tokenizers import load_tokenizer
     from train.models.lora import merge as merged
     from train.run.saved import SavedRun, fitting
-    from train.run.setup import config_mesh, make_model
+    from train.run.setup import config_mesh
     from train.weights.files import check_free
+    from train.weights.model import make_model
 
     saved = SavedRun.at(root)
     config = fitting(saved.config)

@@ -46,6 +46,14 @@ class Extremes:
     def __add__(self, other: Self) -> Self:
         return type(self)(jnp.minimum(self.min, other.min), jnp.maximum(self.max, other.max))
 
+    def reduce(self, axis: int = 0) -> Self:
+        """Merges parts that lie along an axis, such as the micro-batches of a scan."""
+        return type(self)(self.min.min(axis), self.max.max(axis))
+
+    def value(self) -> Array:
+        """The largest value; 0 if there was none."""
+        return jnp.where(self.max == -jnp.inf, 0, self.max)
+
 
 def log_prob_diff_extremes(
     log_probs: ArrayLike,

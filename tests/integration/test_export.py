@@ -16,9 +16,10 @@ from train.export import main
 from train.models import Decoder
 from train.rl.policy import token_stats
 from train.run.saved import SavedRun, fitting
-from train.run.setup import config_mesh, make_model
+from train.run.setup import config_mesh
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
+from train.weights.model import make_model
 from train.weights.peft import check_adapter, read_peft_config
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kljax
-from train.config import load
 from train.config.errors import UserError
+from train.config.load import load
 from train.data.tokenizers import load_tokenizer
 from train.export import export
 from train.models import Decoder
@@ -19,9 +19,9 @@ from train.models.sharding import make_mesh
 from train.rl.policy import init_params, token_stats
 from train.run.run import run
 from train.run.saved import SavedRun
-from train.run.setup import make_model
 from train.weights.huggingface import folder_digest, load_params, save_folder
 from train.weights.huggingface.config import decoder_config
+from train.weights.model import make_model
 
 pytestmark = pytest.mark.slow
 GOLDEN = Path(__file__).parents[1] / "goldens" / "models" / "qwen3"

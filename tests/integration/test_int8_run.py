@@ -17,9 +17,10 @@ from train.models import Decoder
 from train.models.int8 import is_int8
 from train.rl.policy import token_stats
 from train.run.saved import SavedRun, fitting
-from train.run.setup import config_mesh, make_model
+from train.run.setup import config_mesh
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
+from train.weights.model import make_model
 
 INT8 = (*LORA, "model.quantization=int8")
 STEPS = 2

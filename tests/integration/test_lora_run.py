@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.integration.command import LORA, PPO, assert_same_arrays, files, records, saved_arrays, state_arrays
-from train.config import load
+from train.config.load import load
 from train.run import run as run_module
 
 STEPS = 2
@@ -63,7 +63,7 @@ def test_the_base_is_shared_and_never_written(monkeypatch, tmp_path):
     """In this process, to see the arrays: one copy of the weights, the same bits at the end."""
     seen = {}
 
-    def looking_begin_reference(*arguments, **options):
+    def looking_start_reference(*arguments, **options):
         found = run_module_begin(*arguments, **options)
         seen["reference"], seen["base"] = found[0].policy, options["base"]
         seen["bits"] = [np.array(leaf) for leaf in jax.tree.leaves(options["base"])]
@@ -75,8 +75,8 @@ def test_the_base_is_shared_and_never_written(monkeypatch, tmp_path):
         tables = [array for array in jax.live_arrays() if array.shape == (VOCABULARY, WIDTH)]
         seen["embeddings"] = {array.unsafe_buffer_pointer() for array in tables}
 
-    run_module_begin, run_module_assert = run_module.begin_reference, run_module.assert_unchanged
-    monkeypatch.setattr(run_module, "begin_reference", looking_begin_reference)
+    run_module_begin, run_module_assert = run_module.start_reference, run_module.assert_unchanged
+    monkeypatch.setattr(run_module, "start_reference", looking_start_reference)
     monkeypatch.setattr(run_module, "assert_unchanged", looking_assert_unchanged)
     assert run_module.run(load(LORA[0], [*LORA[1:], "eval.every=2", f"output={tmp_path}"])) == 0
     base, reference = seen["base"], seen["reference"]

@@ -8,7 +8,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests.integration.command import ROOT, records
 from train.__main__ import main
-from train.config import load
+from train.config.load import load
 
 GSM8K = {"question": "What is 1 + 1?", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"}
 MATH = {"problem": "What is $1+1$?", "solution": r"It is $\boxed{2}$.", "level": "Level 1", "type": "Algebra"}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.command import LORA, PPO, ROOT, TINY, records, state_arrays
 from tests.integration.test_recipes import RECIPES as PRETRAINED
-from train.config import load
+from train.config.load import load
 
 # The first update of a warm-up of the learning rate is at 0; two steps should show more than one.
 SHORT = (*TINY, "steps=2", "optim.warmup_steps=0")

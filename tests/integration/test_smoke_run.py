@@ -16,7 +16,7 @@ from tests.integration.command import (
     saved_arrays,
     state_arrays,
 )
-from train.config import load
+from train.config.load import load
 from train.run.directory import resume_run
 
 CONFIG = "configs/smoke.yaml"

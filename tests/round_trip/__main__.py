@@ -25,7 +25,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from train.config import load
+from train.config.load import load
 from train.data.tokenizers import load_tokenizer
 from train.export import export
 from train.models.sharding import make_mesh
@@ -33,7 +33,7 @@ from train.rl.policy import token_stats
 from train.run.console import quiet_orbax
 from train.run.run import run
 from train.run.saved import SavedRun
-from train.run.setup import make_model
+from train.weights.model import make_model
 
 FOLDER = Path(__file__).parents[1] / "goldens" / "models" / "qwen3"
 EXPORTS = Path(__file__).parents[1] / "goldens" / "exports"

@@ -1,17 +1,6 @@
-"""Shared by the tests of the trainer. Traces are counted anew: programs of two tests may have one definition."""
-
-from collections.abc import Iterator
+"""Shared by the tests of the trainer."""
 
 import pytest
-
-from train.rl.tracing import forget_traces
-
-
-@pytest.fixture(autouse=True)
-def _forget_traces() -> Iterator[None]:
-    forget_traces()
-    yield
-    forget_traces()
 
 
 @pytest.fixture

@@ -1,6 +1,12 @@
-"""Errors that the command line turns into a message instead of a traceback."""
+"""Errors that the command line turns into a message instead of a traceback, and warnings."""
 
+import sys
 from collections.abc import Sequence
+
+
+def warn(text: str) -> None:
+    """Tells the user something that does not stop the command."""
+    print(f"warning: {text}", file=sys.stderr)
 
 
 class UserError(Exception):

@@ -1,38 +1,33 @@
-"""What the KL is measured against: found, loaded, followed, put on record, and proven not to have moved."""
+"""Reference policies: found, loaded, followed, recorded, and checked to be unchanged at the end."""
 
-from train.references.begin import begin_reference
-from train.references.found import locate, run_of
-from train.references.moving import current_reference, make_follow, moves, start_moving, staying, with_place
-from train.references.record import (
-    assert_unchanged,
-    is_recorded,
-    record_reference,
-    reference_fingerprint,
+from train.references.find import locate, run_directory_of, warn_of_other_base
+from train.references.follow import (
+    current_reference,
+    follows_policy,
+    frozen_part,
+    make_follow,
+    start_following,
+    with_abstract_reference,
 )
-from train.references.sources import check_reference, load_reference, pinned_steps
-from train.references.teacher import check_base
-from train.rl.reference import Reference, reference_head, with_base, without_base
+from train.references.load import check_reference, load_reference, pinned_steps, start_reference
+from train.references.record import assert_unchanged, is_recorded, record_reference, reference_fingerprint
 
 __all__ = [
-    "Reference",
     "assert_unchanged",
-    "begin_reference",
-    "check_base",
     "check_reference",
     "current_reference",
+    "follows_policy",
+    "frozen_part",
     "is_recorded",
     "load_reference",
     "locate",
     "make_follow",
-    "moves",
     "pinned_steps",
     "record_reference",
     "reference_fingerprint",
-    "reference_head",
-    "run_of",
-    "start_moving",
-    "staying",
-    "with_base",
-    "with_place",
-    "without_base",
+    "run_directory_of",
+    "start_following",
+    "start_reference",
+    "warn_of_other_base",
+    "with_abstract_reference",
 ]

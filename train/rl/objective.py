@@ -6,7 +6,7 @@ a micro-batch of the prepared one into a scalar. No formula is written here; eve
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,38 @@ from kljax.typing import Estimator
 from train.config.schema import Config
 from train.models import Decoder
 from train.rl.batch import Batch, given
-from train.rl.largest import Largest
+from train.rl.metrics import Metrics
 from train.rl.policy import Reference, token_stats, token_values
 from train.rl.state import policy_of
 
 Array = jax.Array
 Tree = Any
-Metrics = dict[str, kljax.WeightedSum | Largest]
 Coefficients = dict[str, Array]
 Advantages = tuple[Array, Array | None]
 Preparation = Callable[[Batch, kljax.ControllerState], tuple[Batch, kljax.ControllerState, Metrics]]
-Objective = Callable[[dict[str, Tree], Tree, Batch, Coefficients, Array | None], tuple[Array, Metrics]]
+Objective = Callable[[dict[str, Tree], Tree, Batch, Coefficients, Array | None], tuple[Array, "LossMetrics"]]
+
+
+class LossMetrics(NamedTuple):
+    """The metrics of one micro-batch, detached.
+
+    Attributes:
+      parts: the loss and each of its terms, scalars that add up over the micro-batches of an update.
+      tokens: statistics of the tokens.
+    """
+
+    parts: dict[str, Array]
+    tokens: Metrics
+
+    def reduce(self) -> "LossMetrics":
+        """Merges the micro-batches that lie along the leading axis."""
+        parts = {name: value.sum(0) for name, value in self.parts.items()}
+        return LossMetrics(parts, {name: metric.reduce() for name, metric in self.tokens.items()})
+
+    def of_update(self) -> Metrics:
+        """Returns the metrics of a whole update, whose parts have been summed."""
+        parts = {name: kljax.WeightedSum(value, jnp.ones_like(value)) for name, value in self.parts.items()}
+        return {**parts, **self.tokens}
 
 
 def make_controller(config: Config) -> kljax.Controller:
@@ -213,7 +234,7 @@ def make_objective(config: Config, model: Decoder) -> Objective:
 
     def objective(
         trainable: dict[str, Tree], base: Tree, batch: Batch, coefs: Coefficients, ref_head: Array | None = None
-    ) -> tuple[Array, Metrics]:
+    ) -> tuple[Array, LossMetrics]:
         mask, weights = batch.completion_mask, given(batch.token_weights)
         stats, hidden = token_stats(
             model,
@@ -254,8 +275,8 @@ def make_objective(config: Config, model: Decoder) -> Objective:
             scale["value"] = coefs["value"]
         reduced = {name: (kljax.masked(term, mask) * weights).sum() for name, term in terms.items()}
         loss = sum((scale[name] * value for name, value in reduced.items()), jnp.float32(0))
-        metrics = _loss_metrics(config, loss, reduced) | _token_metrics(config, stats, batch)
-        return loss, metrics
+        parts = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}
+        return loss, LossMetrics(jax.lax.stop_gradient(parts), _token_metrics(config, stats, batch))
 
     return objective
 
@@ -304,13 +325,6 @@ def _reference_kl(config: Config, stats: kljax.TokenStats, batch: Batch) -> Arra
     )
 
 
-def _loss_metrics(config: Config, loss: Array, reduced: Mapping[str, Array]) -> Metrics:
-    """The scalars that micro-batches add up to: the parts of a sum, over parts of the weight 1."""
-    share = jnp.float32(1 / config.optim.micro_batches)
-    scalars = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}
-    return {name: kljax.WeightedSum(jax.lax.stop_gradient(value), share) for name, value in scalars.items()}
-
-
 def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Metrics:
     mask = batch.completion_mask
     metrics: Metrics = {
@@ -336,5 +350,5 @@ def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Met
         metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, given(batch.rollout_log_probs), mask)
         # For completions of that very policy: what sampler and trainer compute differently, rounding or a mistake.
         error = jnp.abs(given(batch.old_log_probs) - batch.rollout_log_probs)
-        metrics["rollout_log_prob_error"] = Largest.of(error, mask)
+        metrics["rollout_log_prob_error"] = kljax.Extremes.of(error, mask)
     return metrics

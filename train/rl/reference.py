@@ -1,4 +1,4 @@
-"""A reference policy and the decoder that runs it."""
+"""The reference policy: the decoder that runs it and its weights."""
 
 import dataclasses
 from typing import Any
@@ -16,36 +16,48 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What the KL is measured against. As an argument of a compiled function, the decoder is part of the program.
+    """The policy that the KL is measured against. The decoder is static: part of a compiled program.
 
     Attributes:
-      model: the decoder of the policy, or another one of the same vocabulary: that of a teacher.
-      policy: its weights, which may be those of the policy itself, and its adapter. Weights of None are those of the
-        policy (`without_base`).
+      model: the policy's decoder, or a teacher's, which has the same vocabulary.
+      policy: weights and adapter. `params` of None stand for the policy's own base (`drop_shared_base`).
     """
 
     model: Decoder = dataclasses.field(metadata={"static": True})
     policy: kljax.Policy
 
 
-def without_base(reference: Reference | None, base: Tree) -> Reference | None:
-    """The reference without weights that are the policy's base: what is an argument twice is planned for twice."""
+@dataclasses.dataclass(frozen=True)
+class FrozenWeights:
+    """The weights that RL reads and never updates.
+
+    Attributes:
+      base: the weights under the policy's adapter; None where RL updates all weights.
+      reference: the reference policy, or the frozen part of a reference that follows the policy; None without one.
+    """
+
+    base: Tree
+    reference: Reference | None
+
+
+def drop_shared_base(reference: Reference | None, base: Tree) -> Reference | None:
+    """Drops `params` that are the policy's base arrays; XLA would otherwise allocate the argument twice."""
     if reference is None or base is None or reference.policy.params is not base:
         return reference
     return dataclasses.replace(reference, policy=kljax.Policy(None, reference.policy.adapter))
 
 
-def with_base(reference: Reference, base: Tree) -> Reference:
-    """The inverse of `without_base`."""
+def restore_shared_base(reference: Reference, base: Tree) -> Reference:
+    """Puts the policy's base back in: the inverse of `drop_shared_base`."""
     if reference.policy.params is not None:
         return reference
     return dataclasses.replace(reference, policy=kljax.Policy(base, reference.policy.adapter))
 
 
 def reference_head(config: Config, model: Decoder, reference: Reference | None) -> jax.Array | None:
-    """The LM head that the exact KL needs, laid out as that of the policy's decoder `model`.
+    """Returns the reference's LM head for the exact KL, in the layout of the policy's decoder `model`.
 
-    None if nothing needs it, or if it is the policy's own, which is then frozen.
+    None if no term needs it, or if it is the policy's own head, which is then frozen.
     """
     exact = config.exact_loss() or config.exact_reward()
     if reference is None or not exact or config.shares_head():

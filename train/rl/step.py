@@ -17,17 +17,16 @@ import kljax
 from train.config.schema import Config, Optim
 from train.models import Decoder
 from train.models.sharding import batch_sharding, replicated
-from train.references import Reference, reference_head, with_base
 from train.rl import objective as objectives
 from train.rl.batch import Batch, map_micro_batches, micro_batches, row_count, take_rows
-from train.rl.largest import Largest
+from train.rl.metrics import Metrics
 from train.rl.policy import Reference as ExactReference
 from train.rl.policy import paired_hidden_states, token_stats, token_values
+from train.rl.reference import Reference, reference_head, restore_shared_base
 from train.rl.state import TrainState, policy_of
 from train.rl.tracing import traced_once
 
 Tree = Any
-Metrics = objectives.Metrics
 
 SCORED = ("old_log_probs", "ref_log_probs", "ref_hidden", "ref_exact_kl", "values")
 """The fields of a batch that `make_score` fills in; the others a rollout brings."""
@@ -52,8 +51,8 @@ def make_optimizer(section: Optim) -> optax.GradientTransformation:
 def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batch]:
     """`(trainable, base, reference, batch) -> batch` with the fields of `SCORED` that the config needs filled in.
 
-    A reference whose weights are `base` comes without them (`without_base`): they are one argument then, and on a mesh
-    that splits them both policies go over them in one pass.
+    A reference whose weights are `base` comes without them (`drop_shared_base`): they are one argument then, and on a
+    mesh that splits them both policies go over them in one pass.
 
     `reference` is None when no coefficient needs it: then nothing of it is computed; nor are its log-probs where only
     the exact KL is asked for, which reads its hidden states. The policy is not scored where a batch gets one update,
@@ -67,7 +66,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
         policy = Reference(model, policy_of(trainable, base))
         reads_policy = config.needs_old_log_probs() or config.exact_reward() or "value_head" in trainable
         paired = reads_policy and _one_pass(mesh, policy, reference)
-        other = None if reference is None else with_base(reference, base)
+        other = None if reference is None else restore_shared_base(reference, base)
 
         def stats_of(
             one: Reference, part: Batch, hidden: jax.Array | None, against: ExactReference | None = None
@@ -163,28 +162,20 @@ def make_update(
             micro_batches(weighted, config.optim.micro_batches, together=config.shared_rows()), _micro_sharding(mesh)
         )
 
-        def accumulate(total: Tree, part: Batch) -> tuple[Tree, Metrics]:
+        def accumulate(total: Tree, part: Batch) -> tuple[Tree, objectives.LossMetrics]:
             (_, metrics), grads = gradient(state.trainable, base, part, coefs, ref_head)
             return jax.tree.map(jnp.add, total, grads), metrics
 
         zeros = jax.tree.map(jnp.zeros_like, state.trainable)
-        grads, metrics = jax.lax.scan(accumulate, zeros, parts)
-        metrics = {name: _over_parts(metric) for name, metric in metrics.items()}
+        grads, found = jax.lax.scan(accumulate, zeros, parts)
         norm = optax.tree.norm(grads)
-        metrics["grad_norm"] = kljax.WeightedSum(norm, jnp.ones_like(norm))
+        metrics = found.reduce().of_update() | {"grad_norm": kljax.WeightedSum(norm, jnp.ones_like(norm))}
         changes, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         trainable = optax.apply_updates(state.trainable, changes)
         return dataclasses.replace(state, trainable=trainable, opt_state=opt_state), metrics
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(traced_once(update), donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
-
-
-def _over_parts(metric: kljax.WeightedSum | Largest) -> kljax.WeightedSum | Largest:
-    """A metric of all micro-batches, from theirs on a leading axis."""
-    if isinstance(metric, Largest):
-        return Largest(metric.amount.max(0))
-    return jax.tree.map(lambda x: x.sum(0), metric)
 
 
 def update_rows(config: Config, key: jax.Array) -> list[jax.Array]:

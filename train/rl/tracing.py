@@ -1,23 +1,33 @@
-"""The promise that a program compiles once, kept by chex."""
+"""A guard against recompilation: a program that JAX traces a second time is an error, not a slow run."""
 
+import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
-import chex
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
-Function = TypeVar("Function", bound=Callable)
 
+def traced_once(function: Callable[Arguments, Result], name: str | None = None) -> Callable[Arguments, Result]:
+    """Wraps a function that is about to be jitted so that a second trace raises AssertionError.
 
-def traced_once(function: Function, name: str | None = None) -> Function:
-    """`function`, raising AssertionError if JAX traces it a second time.
+    The count belongs to the returned wrapper: two wrappers of one function are two programs.
 
-    chex tells functions apart by where they are defined and by name: two programs from one definition need two names.
+    Args:
+      name: the name of the compiled program, in place of the function's.
     """
+    traces = 0
+
+    @functools.wraps(function)
+    def counted(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        nonlocal traces
+        traces += 1
+        if traces > 1:
+            raise AssertionError(
+                f"{counted.__name__} is traced a second time: a shape, dtype or static argument changed between calls"
+            )
+        return function(*args, **kwargs)
+
     if name is not None:
-        function.__name__ = name
-    return chex.assert_max_traces(function, n=1)
-
-
-def forget_traces() -> None:
-    """Starts the count anew; for a new run in the same process, whose programs are new ones."""
-    chex.clear_trace_counter()
+        counted.__name__ = name
+    return counted

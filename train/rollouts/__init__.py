@@ -2,7 +2,7 @@
 
 from train.rollouts.collect import Rollout, collect
 from train.rollouts.jax_source import JaxSource, Sampled, Sampler, complete, make_sampler, sampling_program
-from train.rollouts.lag import first_past, next_past, sampling_policy
+from train.rollouts.lag import initial_past, next_past, sampling_policy
 from train.rollouts.open import open_source
 from train.rollouts.source import Completions, Request, Source, SourceError
 
@@ -17,7 +17,7 @@ __all__ = [
     "SourceError",
     "collect",
     "complete",
-    "first_past",
+    "initial_past",
     "make_sampler",
     "next_past",
     "open_source",

@@ -10,9 +10,9 @@ from train.data.tasks.rewards import compose, judge
 from train.models.sharding import shard_rows
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
+from train.rollouts.context import RunContext
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.source import Completions, Request, Source
-from train.run.setting import Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,31 +35,31 @@ class Rollout:
     scores: dict[str, np.ndarray]
 
 
-def collect(setting: Setting, source: Source, step: int) -> Rollout:
+def collect(context: RunContext, source: Source, step: int) -> Rollout:
     """The rollout batch of one step: `samples_per_prompt` completions of each prompt, judged, and recorded if asked.
 
     Raises:
       SourceError: the source is gone, or what it answered cannot be recorded.
     """
-    config = setting.config
+    config = context.config
     request = Request(
-        examples=setting.prompts.batch(step),
+        examples=context.prompts.batch(step),
         samples=config.rollout.samples_per_prompt,
         step=step,
         key=purpose_key(config.seed, "sample", step),
     )
-    rollout = to_rollout(setting, source.sample(request))
+    rollout = to_rollout(context, source.sample(request))
     if config.rollout.record is not None and jax.process_index() == 0:
         rows = record_rows(rollout.completions, rollout.scores, config.rollout.samples_per_prompt)
         write_rows(Path(config.rollout.record), step, rows)
     return rollout
 
 
-def to_rollout(setting: Setting, completions: Completions) -> Rollout:
+def to_rollout(context: RunContext, completions: Completions) -> Rollout:
     """Judges what was not judged yet, weighs the rewards, and lays the rows over the devices."""
-    config, section = setting.config, setting.config.rollout
+    config, section = context.config, context.config.rollout
     named = (
-        judge(setting.task, completions.examples, completions.texts, completions.finished)
+        judge(context.task, completions.examples, completions.texts, completions.finished)
         if completions.rewards is None
         else completions.rewards
     )
@@ -75,7 +75,7 @@ def to_rollout(setting: Setting, completions: Completions) -> Rollout:
     }
     if section.record_log_probs and completions.log_probs is not None:
         rows["rollout_log_probs"] = completions.log_probs
-    batch = Batch(**shard_rows(rows, setting.mesh))
+    batch = Batch(**shard_rows(rows, context.mesh))
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in scores.items()}
     metrics["completion_length"] = float(lengths.mean(dtype=np.float64))
     metrics["finished"] = float(completions.finished.mean(dtype=np.float64))

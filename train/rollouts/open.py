@@ -1,13 +1,13 @@
 """From `rollout.source` of the config to a source."""
 
+from train.rollouts.context import RunContext
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.recorded import FileSource, open_recording
 from train.rollouts.server import ServerSource
 from train.rollouts.source import Source
-from train.run.setting import Setting
 
 
-def open_source(setting: Setting, *, continued: bool = False) -> Source:
+def open_source(context: RunContext, *, continued: bool = False) -> Source:
     """The source of the config, with everything checked that can be before a run starts.
 
     Args:
@@ -16,11 +16,11 @@ def open_source(setting: Setting, *, continued: bool = False) -> Source:
     Raises:
       UserError: naming the field: a server that does not answer as it must, a file that is not as it must be.
     """
-    section, record = setting.config.rollout.source, setting.config.rollout.record
+    section, record = context.config.rollout.source, context.config.rollout.record
     if record is not None:
         open_recording(record, continued=continued)
     if section.type == "file":
-        return FileSource(setting, section)
+        return FileSource(context, section)
     if section.type == "openai":
-        return ServerSource(setting, section)
-    return JaxSource(setting)
+        return ServerSource(context, section)
+    return JaxSource(context)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from train.config import load
-from train.config.errors import UserError
-from train.config.load import LoadedConfig
+from train.config.errors import UserError, warn
+from train.config.load import LoadedConfig, load
 
 
 @contextmanager
@@ -29,11 +28,6 @@ def load_config(path: str | Path, overrides: Sequence[str]) -> LoadedConfig:
     for warning in loaded.warnings:
         warn(warning)
     return loaded
-
-
-def warn(text: str) -> None:
-    """Tells the user something that does not stop the command."""
-    print(f"warning: {text}", file=sys.stderr)
 
 
 def run_command(command: Callable[[], int | None]) -> int:

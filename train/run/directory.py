@@ -3,8 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from train.config import dump_yaml, load
 from train.config.errors import UserError
+from train.config.load import dump_yaml, load
 from train.config.schema import Config
 from train.weights.files import write_text_atomic
 

@@ -8,7 +8,7 @@ import numpy as np
 import kljax
 from train.data.tasks.rewards import compose, judge
 from train.rollouts import Sampler, complete
-from train.run.setting import Setting
+from train.rollouts.context import RunContext
 
 SHOWN = 16
 
@@ -25,22 +25,22 @@ class Evaluation(NamedTuple):
     samples: list[dict[str, Any]]
 
 
-def evaluate(setting: Setting, sampler: Sampler, policy: kljax.Policy, key: jax.Array) -> Evaluation:
+def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: jax.Array) -> Evaluation:
     """Means over the held-out examples of every named reward, `accuracy` in percent, and the first completions.
 
     The sampler is that of this process, wherever the rollouts come from: what is measured is the policy that is
     trained, and not an engine's copy of it, with the same keys every time. The last batch is filled up with repeated
     examples, which are not counted, so that one program serves all.
     """
-    config, examples = setting.config, setting.held_out
+    config, examples = context.config, context.held_out
     size = config.eval.batch_size
     scores: list[dict[str, np.ndarray]] = []
     shown: list[dict[str, Any]] = []
     for start in range(0, len(examples), size):
         chunk = list(examples[start : start + size])
         filled = (chunk * size)[:size] if len(chunk) < size else chunk
-        samples, completions, finished = complete(setting, sampler, policy, filled, jax.random.fold_in(key, start))
-        named = judge(setting.task, filled, completions, finished)
+        samples, completions, finished = complete(context, sampler, policy, filled, jax.random.fold_in(key, start))
+        named = judge(context.task, filled, completions, finished)
         lengths = np.asarray(jax.device_get(samples.completion_mask)).sum(-1)
         judged = compose(config.rewards, named, lengths, longest=config.data.max_completion_length)
         scores.append({name: values[: len(chunk)] for name, values in judged.items()})

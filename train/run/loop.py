@@ -7,17 +7,20 @@ from typing import Any
 
 import jax
 
-from train.references import current_reference, make_follow, reference_head, with_place, without_base
+import kljax
+from train.references import current_reference, make_follow, with_abstract_reference
 from train.rl.batch import require
 from train.rl.keys import purpose_key
-from train.rl.objective import Metrics, coefficients, required_fields
+from train.rl.metrics import to_host
+from train.rl.objective import coefficients, required_fields
+from train.rl.reference import FrozenWeights, drop_shared_base, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import SCORED, make_prepare, make_score, make_update, update_rows
 from train.rollouts import Sampler, Source, SourceError, collect, make_sampler, next_past, sampling_policy
+from train.rollouts.context import RunContext
 from train.run.evaluate import evaluate
 from train.run.interrupt import Interrupt
 from train.run.metrics import MetricsWriter
-from train.run.setting import Setting
 from train.weights.checkpoint import Checkpoints
 
 Tree = Any
@@ -25,7 +28,7 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The compiled functions of a run, each compiled once."""
+    """The compiled functions of a run; each compiles once."""
 
     score: Callable[..., Any]
     prepare: Callable[..., Any]
@@ -35,74 +38,70 @@ class Programs:
     greedy: Sampler
 
     @classmethod
-    def of(cls, setting: Setting, state: TrainState) -> "Programs":
-        """The programs for this setting and states of this layout."""
-        config, model, mesh = setting.config, setting.model, setting.mesh
-        moving = with_place(config, state).reference
+    def of(cls, context: RunContext, state: TrainState) -> "Programs":
+        """Compiles, lazily, the programs of a run for states of this layout."""
+        config, model, mesh = context.config, context.model, context.mesh
+        following = with_abstract_reference(config, state).reference
         return cls(
             score=make_score(config, model, mesh),
             prepare=make_prepare(config, mesh),
-            update=make_update(config, model, setting.optimizer, _updated_part(state), mesh),
-            follow=None if moving is None else make_follow(config, moving),
-            held_out=make_sampler(setting, name="held_out"),
-            greedy=make_sampler(setting, name="greedy", greedy=True),
+            update=make_update(config, model, context.optimizer, _updated_part(state), mesh),
+            follow=None if following is None else make_follow(config, following),
+            held_out=make_sampler(context, name="held_out"),
+            greedy=make_sampler(context, name="greedy", greedy=True),
         )
 
 
 def rl_step(
-    setting: Setting, programs: Programs, source: Source, state: TrainState, step: int
+    context: RunContext, programs: Programs, source: Source, frozen: FrozenWeights, state: TrainState, *, step: int
 ) -> tuple[TrainState, dict, dict]:
-    """One rollout batch and every update on it. Returns the state, the metrics and the seconds of each part."""
-    config, clock = setting.config, time.perf_counter()
-    source.update(*sampling_policy(state, setting.base))
-    rollout = collect(setting, source, step)
+    """Samples one rollout batch and makes every update on it; returns state, metrics and seconds of each part."""
+    config, base, clock = context.config, frozen.base, time.perf_counter()
+    source.update(*sampling_policy(state, base))
+    rollout = collect(context, source, step)
     sampled = time.perf_counter()
-    reference, moving = current_reference(setting.reference, state), state.reference
+    reference, following = current_reference(frozen.reference, state), state.reference
     past, state = next_past(state), _updated_part(state)
     recorded = [name for name in required_fields(config) if name not in SCORED]
     require(rollout.batch, recorded, "the objective of this config")
-    batch = programs.score(state.trainable, setting.base, without_base(reference, setting.base), rollout.batch)
+    batch = programs.score(state.trainable, base, drop_shared_base(reference, base), rollout.batch)
     batch, controller, totals = programs.prepare(batch, state.controller)
-    coefs, ref_head = coefficients(config), reference_head(config, setting.model, reference)
+    coefs, ref_head = coefficients(config), reference_head(config, context.model, reference)
     for rows in update_rows(config, purpose_key(config.seed, "rows", step)):
-        state, metrics = programs.update(state, setting.base, batch, rows, coefs, ref_head=ref_head)
+        state, metrics = programs.update(state, base, batch, rows, coefs, ref_head=ref_head)
         totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
     state = dataclasses.replace(state, step=state.step + 1, controller=controller, past=past)
     if programs.follow is not None:
-        moving = programs.follow(moving, state.trainable[policy_part(state.trainable)], state.step)
-        state = dataclasses.replace(state, reference=moving)
-    values = rollout.metrics | divide(totals)
+        following = programs.follow(following, state.trainable[policy_part(state.trainable)], state.step)
+        state = dataclasses.replace(state, reference=following)
+    values = rollout.metrics | to_host(totals)
     seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}
     return state, values, seconds | rollout.timings
 
 
 def _updated_part(state: TrainState) -> TrainState:
-    """What an update changes, whose buffers it gives away: not the ring, nor a reference that it reads."""
+    """Drops the ring and the reference, which an update reads and must not donate."""
     return dataclasses.replace(state, past=None, reference=None)
 
 
-def divide(weighted: Metrics) -> dict[str, float]:
-    """Means are divided once, on the host."""
-    return {name: float(total.value()) for name, total in jax.device_get(weighted).items()}
+def write_evaluation(
+    context: RunContext, programs: Programs, policy: kljax.Policy, writer: MetricsWriter, step: int
+) -> None:
+    """Evaluates a policy on the held-out prompts; writes the metrics and some completions.
 
-
-def write_evaluation(setting: Setting, programs: Programs, state: TrainState, writer: MetricsWriter, step: int) -> None:
-    """Evaluates the current policy on the held-out prompts; writes the metrics and some of its completions.
-
-    `accuracy` is that of the policy itself, sampled at the temperature it is trained at, with the same keys every time;
-    `accuracy_greedy` that of its most probable tokens.
+    `accuracy` is sampled at the training temperature, with the same keys every time; `accuracy_greedy` is greedy.
     """
-
-    policy, key = policy_of(state.trainable, setting.base), purpose_key(setting.config.seed, "held_out")
-    sampled, greedy = (evaluate(setting, one, policy, key) for one in (programs.held_out, programs.greedy))
+    key = purpose_key(context.config.seed, "held_out")
+    sampled, greedy = (evaluate(context, one, policy, key) for one in (programs.held_out, programs.greedy))
     writer.write("eval", step, {**sampled.metrics, "accuracy_greedy": greedy.metrics["accuracy"]})
     writer.samples(step, sampled.samples)
 
 
 def train(
-    setting: Setting,
+    context: RunContext,
     programs: Programs,
     source: Source,
+    frozen: FrozenWeights,
     state: TrainState,
     *,
     writer: MetricsWriter,
@@ -110,18 +109,18 @@ def train(
     interrupt: Interrupt,
     advance: Callable[[str], None],
 ) -> TrainState:
-    """Runs until `config.steps`, or until an interrupt was asked for; the last step is saved either way.
+    """Trains until `config.steps` or an interrupt; the last step is saved either way.
 
-    The lines of a step are written before its checkpoint, so the metrics of a resumed run have no gap.
+    The metrics of a step are written before its checkpoint, so the metrics of a resumed run have no gap.
 
     Raises:
-      SourceError: the source of the completions is gone; the state before the step is saved.
+      SourceError: the source of completions failed; the state before the step is saved.
     """
-    config = setting.config
+    config = context.config
     done = int(state.step)
     while done < config.steps and not interrupt.asked:
         try:
-            state, values, seconds = rl_step(setting, programs, source, state, done)
+            state, values, seconds = rl_step(context, programs, source, frozen, state, step=done)
         except SourceError as error:
             if done not in checkpoints.steps():
                 checkpoints.save(state, done)
@@ -132,7 +131,7 @@ def train(
         writer.timing(done, seconds)
         last = done == config.steps
         if last or done % config.eval.every == 0:
-            write_evaluation(setting, programs, state, writer, done)
+            write_evaluation(context, programs, policy_of(state.trainable, frozen.base), writer, done)
         if last or interrupt.asked or done % config.checkpoint.every == 0:
             checkpoints.save(state, done)
         advance(_note(values))

@@ -1,6 +1,5 @@
-"""One run from beginning to end: the base, the state, RL, the summary."""
+"""One run from start to end: base, state, RL, summary."""
 
-import dataclasses
 import sys
 import time
 from contextlib import closing
@@ -9,17 +8,18 @@ from typing import Any
 import jax
 
 from train.config.load import LoadedConfig
-from train.config.schema import Config
-from train.data.prompts import Prompts, keep_prompts
-from train.data.tasks import load_task
-from train.data.tokenizers import load_tokenizer
-from train.references import assert_unchanged, begin_reference, check_reference, pinned_steps, with_place
-from train.references.same_base import check_same_base
-from train.rl.state import TrainState
-from train.rl.step import make_optimizer
-from train.rl.tracing import forget_traces
+from train.references import (
+    assert_unchanged,
+    check_reference,
+    pinned_steps,
+    start_reference,
+    with_abstract_reference,
+)
+from train.rl.reference import FrozenWeights
+from train.rl.state import TrainState, policy_of
 from train.rollouts import Source, open_source
-from train.run.check_examples import check_examples
+from train.rollouts.context import RunContext
+from train.run.base import check_same_base, load_base, saved_base
 from train.run.console import quiet_orbax
 from train.run.directory import RunDirectory, resume_run, start_run
 from train.run.interrupt import Interrupt, listening
@@ -27,8 +27,7 @@ from train.run.loop import Programs, train, write_evaluation
 from train.run.metrics import MetricsWriter, read_metrics
 from train.run.plots import write_curves
 from train.run.report import Start, default_console, print_comparison, progress, write_summary
-from train.run.setting import Setting
-from train.run.setup import check_start, config_mesh, first_state, has_base, make_model, new_base, restored_base
+from train.run.setup import check_examples, check_start, first_state, make_base, make_context
 from train.weights.abandoned_reads import quiet_abandoned_reads
 from train.weights.checkpoint import Checkpoints
 
@@ -40,32 +39,32 @@ KLS = ("kl_reference", "kl_reference_exact", "rollout_kl")
 
 @quiet_orbax()
 def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
-    """Runs a config; returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
+    """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
     config, began, console = loaded.config, time.perf_counter(), default_console()
-    forget_traces()
     quiet_abandoned_reads()
-    setting = make_setting(config)
-    check_examples(setting, imitates=not (resume and has_base(RunDirectory.of(config))))
-    check_start(config, setting.model)
-    check_reference(config, setting.model, setting.mesh, RunDirectory.of(config).steps() if resume else [])
+    context = make_context(config)
+    check_examples(context, before_warm_start=not (resume and saved_base(RunDirectory.of(config).root)))
+    check_start(config, context.model)
+    check_reference(config, context.model, context.mesh, RunDirectory.of(config).steps() if resume else [])
     expected = check_same_base(config, RunDirectory.of(config) if resume else None)
-    source = open_source(setting, continued=resume)
+    source = open_source(context, continued=resume)
     directory = resume_run(config) if resume else start_run(config)
     console.print(f"run directory: {directory.root}", markup=False, highlight=False)
     with (
-        jax.set_mesh(setting.mesh),
+        jax.set_mesh(context.mesh),
         closing(source),
         closing(Checkpoints(directory.checkpoints, config.checkpoint, pinned_steps(config))) as checkpoints,
         progress(console) as bars,
     ):
-        setting, state, writer = _begin(setting, directory, checkpoints, bars, continued=resume)
+        base, state, writer = _begin(context, directory, checkpoints, bars, continued=resume)
         first = int(state.step)
         with closing(writer), listening() as interrupt:
             if expected is not None:
                 expected.check_run(directory.root)
             state = _reinforce(
-                setting,
+                context,
                 source,
+                base,
                 state,
                 directory=directory,
                 checkpoints=checkpoints,
@@ -79,61 +78,39 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
         return INTERRUPTED
     before, after = _before_and_after(directory)
     write_curves(directory.root)
-    # A finished run that is asked to continue did nothing now: its summary, with its seconds, stays.
+    # A finished run that is resumed did nothing: its summary, with its seconds, stays.
     if done > first or not directory.summary.exists():
         write_summary(directory.summary, _summary(before, after, done, time.perf_counter() - began))
     print_comparison(console, before, after)
     return 0
 
 
-def make_setting(config: Config) -> Setting:
-    """What the run needs of the config and the machine; every mistake that can be found here is found before RL."""
-    tokenizer, task = load_tokenizer(config), load_task(config)
-    prompts = Prompts(
-        task.train,
-        tokenizer,
-        length=config.data.max_prompt_length,
-        batch_size=config.rollout.prompts_per_step,
-        seed=config.seed,
-    )
-    held_out = keep_prompts(task.eval, tokenizer, config.data.max_prompt_length, what="held-out prompts")
-    return Setting(
-        config=config,
-        mesh=config_mesh(config),
-        model=make_model(config, tokenizer),
-        optimizer=make_optimizer(config.optim),
-        tokenizer=tokenizer,
-        task=task,
-        prompts=prompts,
-        held_out=held_out[: config.eval.prompts],
-    )
-
-
 def _begin(
-    setting: Setting, directory: RunDirectory, checkpoints: Checkpoints, bars: Start, *, continued: bool
-) -> tuple[Setting, TrainState, MetricsWriter]:
-    """The base and the state to go on from: of the last complete checkpoint, or from the start.
+    context: RunContext, directory: RunDirectory, checkpoints: Checkpoints, bars: Start, *, continued: bool
+) -> tuple[Tree, TrainState, MetricsWriter]:
+    """Returns base and state: of the last complete checkpoint, or new ones. The base is None without LoRA.
 
-    The base is written once the warm start is complete; a run that was killed before begins anew.
+    The base is written when the warm start is complete; a run that was killed before starts again.
     """
-    config, model, mesh = setting.config, setting.model, setting.mesh
-    if continued and has_base(directory):
-        base = restored_base(directory, model, mesh)
-        first = first_state(config, model, mesh, base, setting.optimizer)
-        restored = checkpoints.restore_last(with_place(config, first))
+    config, model, mesh = context.config, context.model, context.mesh
+    if continued and saved_base(directory.root) is not None:
+        base = load_base(directory, model, mesh)
+        first = first_state(config, model, mesh, base, context.optimizer)
+        restored = checkpoints.restore_last(with_abstract_reference(config, first))
         state = first if restored is None else restored
         writer = MetricsWriter(directory.root, resume_step=-1 if restored is None else int(state.step))
     else:
         writer = MetricsWriter(directory.root)
-        base = new_base(setting, directory, bars=bars, writer=writer)
-        state = first_state(config, model, mesh, base, setting.optimizer)
-    # Without LoRA the base weights are the trainable ones, whose buffers the update gives away.
-    return dataclasses.replace(setting, base=base if config.lora is not None else None), state, writer
+        base = make_base(context, directory, bars=bars, writer=writer)
+        state = first_state(config, model, mesh, base, context.optimizer)
+    # Without LoRA the base weights are the trainable ones, which the update donates.
+    return base if config.lora is not None else None, state, writer
 
 
 def _reinforce(
-    setting: Setting,
+    context: RunContext,
     source: Source,
+    base: Tree,
     state: TrainState,
     *,
     directory: RunDirectory,
@@ -142,38 +119,39 @@ def _reinforce(
     bars: Start,
     interrupt: Interrupt,
 ) -> TrainState:
-    """RL from this state on, against a reference of which what should stay is proven unchanged at the end."""
-    programs = Programs.of(setting, state)
+    """Runs RL from this state, and checks at the end that the frozen part of the reference is unchanged."""
+    programs = Programs.of(context, state)
     if not checkpoints.steps():
-        write_evaluation(setting, programs, state, writer, 0)
+        write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
         checkpoints.save(state, 0)
         checkpoints.wait()
-    reference, state, before = begin_reference(
-        setting.config,
-        setting.model,
-        setting.mesh,
+    reference, state, before = start_reference(
+        context.config,
+        context.model,
+        context.mesh,
         state,
-        base=setting.base,
-        read_base=lambda: restored_base(directory, setting.model, setting.mesh),
+        base=base,
+        read_base=lambda: load_base(directory, context.model, context.mesh),
         checkpoints=checkpoints,
         record=directory.reference,
     )
     state = train(
-        dataclasses.replace(setting, reference=reference),
+        context,
         programs,
         source,
+        FrozenWeights(base, reference),
         state,
         writer=writer,
         checkpoints=checkpoints,
         interrupt=interrupt,
-        advance=bars("RL", setting.config.steps, int(state.step)),
+        advance=bars("RL", context.config.steps, int(state.step)),
     )
     assert_unchanged(reference, before)
     return state
 
 
 def _before_and_after(directory: RunDirectory) -> tuple[dict[str, float], dict[str, float]]:
-    """The first and the last evaluation, the latter with the KLs of the last training step."""
+    """Reads the first and the last evaluation, the last with the KLs of the last training step."""
     records = read_metrics(directory.metrics)
     evaluations = [record for record in records if record["phase"] == "eval"]
     steps = [record for record in records if record["phase"] == "train"]
@@ -184,7 +162,7 @@ def _before_and_after(directory: RunDirectory) -> tuple[dict[str, float], dict[s
 
 
 def _summary(before: dict[str, float], after: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
-    """What a run is judged by; a KL that was not computed is null. `seconds` is the time since the last start."""
+    """Summarises a run; a KL that was not computed is null. `seconds` counts from the last start."""
     return {
         **{f"{name}_before": before[name] for name in ACCURACIES},
         **{f"{name}_after": after[name] for name in ACCURACIES},

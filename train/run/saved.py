@@ -1,4 +1,4 @@
-"""What a run has saved, read again without training: its config and the policy of one of its steps."""
+"""A finished or interrupted run, read without training: its config and the policy of one of its steps."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,27 +7,28 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 import kljax
-from train.config import load
 from train.config.errors import UserError
+from train.config.load import load
 from train.config.schema import Config
 from train.config.schema import Mesh as MeshSection
 from train.models import Decoder
 from train.rl.policy import abstract_adapter, abstract_params
+from train.run.base import load_base
 from train.run.directory import RunDirectory
-from train.run.setup import config_mesh, restored_base
+from train.run.setup import config_mesh
 from train.weights.checkpoint import ITEM, restore_base
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """The directory of a run and the config in it, wherever the directory lies by now."""
+    """A run directory, wherever it lies by now, and the config in it."""
 
     directory: RunDirectory
     config: Config
 
     @classmethod
     def at(cls, path: str | Path, overrides: Sequence[str] = ()) -> "SavedRun":
-        """The run in a directory, with `key=value` on top of its config.
+        """Opens the run in a directory, with `key=value` overrides on top of its config.
 
         Raises:
           UserError: there is no run, or its config cannot be read.
@@ -38,7 +39,7 @@ class SavedRun:
         return cls(directory, load(directory.config, overrides).config)
 
     def step(self, wanted: int | None) -> int:
-        """The step that was asked for, or the last one; raises `UserError` listing the steps that exist."""
+        """Returns `wanted`, or the last step if None; raises `UserError` listing the steps that exist."""
         steps = self.directory.steps()
         if not steps:
             raise UserError(f"--step: the run {self.directory.root} has no checkpoint yet")
@@ -48,10 +49,10 @@ class SavedRun:
         return steps[-1] if wanted is None else wanted
 
     def policy(self, model: Decoder, mesh: Mesh, step: int) -> kljax.Policy:
-        """The policy after a step: its weights, or with LoRA the base and the adapter. A value head is no part of it.
+        """Loads the policy after a step: its weights, or with LoRA base and adapter, without a value head.
 
         Raises:
-          UserError: something cannot be read or does not fit the config, naming it.
+          UserError: naming the file that cannot be read or does not fit the config.
         """
         path = self.directory.checkpoints / str(step) / ITEM
         if model.config.lora is None:
@@ -60,11 +61,11 @@ class SavedRun:
             )
         abstract = abstract_adapter(model, mesh)
         adapter = restore_base(path, abstract, f"step {step}", item="trainable.adapter")
-        return kljax.Policy(restored_base(self.directory, model, mesh), adapter)
+        return kljax.Policy(load_base(self.directory, model, mesh), adapter)
 
 
 def fitting(config: Config) -> Config:
-    """The config, on one device where this machine has fewer than its mesh: the numbers are the same."""
+    """Puts the config on one device if this machine has fewer than its mesh; the numbers are the same."""
     try:
         config_mesh(config)
     except UserError:

@@ -16,7 +16,7 @@ from train.models.sharding import replicated, shard_rows
 from train.rl import objective as objectives
 from train.rl.policy import token_stats
 from train.rl.tracing import traced_once
-from train.run.setting import Setting
+from train.rollouts.context import RunContext
 
 Tree = Any
 Report = Callable[[int, dict[str, float]], None]
@@ -75,12 +75,12 @@ def make_step(
     return jax.jit(traced_once(step), donate_argnums=(0, 1), out_shardings=(*shardings, replicated(mesh)))
 
 
-def warm_start(setting: Setting, params: Tree, data: Supervised, report: Report) -> Tree:
+def warm_start(context: RunContext, params: Tree, data: Supervised, report: Report) -> Tree:
     """Trains the weights for `config.warm_start.steps` steps; `report(step, metrics)` is called after each.
 
     The metrics of step i are read while step i + 1 runs, so the host does not wait for the device.
     """
-    config, model, mesh = setting.config, setting.model, setting.mesh
+    config, model, mesh = context.config, context.model, context.mesh
     section = config.warm_start
     if section.steps == 0:
         return params

@@ -20,10 +20,10 @@ from train.config.load import parse
 from train.config.schema import Config
 from train.models import Decoder, DecoderConfig, Rope
 from train.models.sharding import make_mesh, shard_rows
-from train.references import Reference
 from train.rl.batch import Batch
 from train.rl.objective import coefficients
 from train.rl.policy import abstract_params, token_stats
+from train.rl.reference import Reference
 from train.rl.state import TrainState
 from train.rl.step import make_optimizer, make_prepare, make_score, make_update, update_rows
 from train.rollouts.sampler import Samples, Sampling, sample

@@ -29,7 +29,6 @@ from benchmarks.suites.model.problem import QUICK, Work
 from train.rl.objective import coefficients
 from train.rl.policy import hidden_states
 from train.rl.step import make_optimizer, update_rows
-from train.rl.tracing import forget_traces
 
 SQUARE = 1024
 
@@ -125,7 +124,6 @@ def rows(work: Work, seconds: dict[str, float]) -> list[list[str]]:
 
 def lines(work: Work, rounds: int) -> list[str]:
     """Measures the profile of one model, as Markdown."""
-    forget_traces()
     with tempfile.TemporaryDirectory() as directory:
         problem.save_weights(work, pathlib.Path(directory))
         seconds = fastest(programs(load(dataclasses.asdict(work), directory, 0)), rounds)

@@ -29,8 +29,8 @@ from tests.goldens.vllm import tiny
 from tests.goldens.vllm.server import LORA, serving
 from train.rl.policy import token_stats
 from train.rollouts import Completions, SourceError
+from train.rollouts.context import RunContext
 from train.rollouts.server import Client, ServerSource
-from train.run.setting import Setting
 from train.weights.huggingface.save import save_folder
 
 FIXTURE = Path(__file__).parent / "exchanges.json"
@@ -71,24 +71,24 @@ class Recorder(httpx.BaseTransport):
         return response
 
 
-def log_prob_error(setting: Setting, completions: Completions, policy: Any) -> float:
+def log_prob_error(context: RunContext, completions: Completions, policy: Any) -> float:
     """Largest difference between the recorded log-probs and those of the trainer."""
     stats, _ = jax.jit(token_stats, static_argnums=0)(
-        setting.model, policy, completions.tokens, completions.token_mask, temperature=setting.config.temperature
+        context.model, policy, completions.tokens, completions.token_mask, temperature=context.config.temperature
     )
     difference = np.abs(np.asarray(stats.log_prob) - completions.log_probs)
     return float(np.where(completions.completion_mask, difference, 0).max())
 
 
-def play(name: str, client: Client, url: str) -> list[tuple[Setting, Any, Completions]]:
+def play(name: str, client: Client, url: str) -> list[tuple[RunContext, Any, Completions]]:
     """Two steps of a scenario, each with weights of its own."""
-    setting = tiny.setting_of(tiny.config_of(url, *SCENARIOS[name]))
-    source = ServerSource(setting, setting.config.rollout.source, client)
+    context = tiny.context_of(tiny.config_of(url, *SCENARIOS[name]))
+    source = ServerSource(context, context.config.rollout.source, client)
     played = []
     for step in range(2):
-        policy = tiny.policy_of(setting, step)
+        policy = tiny.policy_of(context, step)
         source.update(policy, step)
-        played.append((setting, policy, source.sample(tiny.request_of(setting, step))))
+        played.append((context, policy, source.sample(tiny.request_of(context, step))))
     source.close()
     return played
 
@@ -97,10 +97,10 @@ def _client(url: str, recorder: Recorder) -> Client:
     return Client(url, timeout=120, retries=2, transport=recorder)
 
 
-def check(name: str, played: list[tuple[Setting, Any, Completions]]) -> None:
+def check(name: str, played: list[tuple[RunContext, Any, Completions]]) -> None:
     """Prints the error of each step; the policies of the two steps are not the same."""
-    for step, (setting, policy, completions) in enumerate(played):
-        error, other = (log_prob_error(setting, completions, p) for p in (policy, played[1 - step][1]))
+    for step, (context, policy, completions) in enumerate(played):
+        error, other = (log_prob_error(context, completions, p) for p in (policy, played[1 - step][1]))
         print(f"{name}, step {step}: largest log-prob error {error:.1e}, against the other policy {other:.1e}")
         if not error < ALLOWED < other:
             raise SystemExit(f"{name}: expected below {ALLOWED} and above it")
@@ -142,9 +142,9 @@ def main() -> int:
             if options.only and options.only not in names:
                 continue
             folder = Path(scratch) / names[0]
-            setting = tiny.setting_of(tiny.config_of("http://unused", *SCENARIOS[names[0]]))
-            save_folder(folder, setting.model, kljax.Policy(tiny.policy_of(setting, 0).params))
-            tiny.write_tokenizer(folder, setting.model.config.vocab_size)
+            context = tiny.context_of(tiny.config_of("http://unused", *SCENARIOS[names[0]]))
+            save_folder(folder, context.model, kljax.Policy(tiny.policy_of(context, 0).params))
+            tiny.write_tokenizer(folder, context.model.config.vocab_size)
             with serving(options.vllm, folder, tiny.NAME, options.log, *served) as (url, _):
                 for name in names:
                     recorder = Recorder()

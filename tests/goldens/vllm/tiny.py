@@ -16,7 +16,7 @@ from train.data.tasks import Example
 from train.models.leaves import named_leaves
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rollouts import Request
-from train.run.setting import Setting
+from train.rollouts.context import RunContext
 
 NAME = "tiny"
 PROMPTS = ("1+2=", "8", "")
@@ -40,9 +40,9 @@ class Fixed:
         return [Example(prompt, "3", "3") for prompt in PROMPTS]
 
 
-def setting_of(config: Config) -> Setting:
-    """The setting of a config, with the prompts of the recording."""
-    return dataclasses.replace(tiny.setting_of(config), prompts=Fixed())
+def context_of(config: Config) -> RunContext:
+    """The context of a config, with the prompts of the recording."""
+    return dataclasses.replace(tiny.context_of(config), prompts=Fixed())
 
 
 def _drawn(name: str, shape: tuple[int, ...], seed: int) -> jax.Array:
@@ -58,17 +58,17 @@ def drawn(abstract: dict, seed: int) -> dict:
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
 
-def policy_of(setting: Setting, step: int) -> kljax.Policy:
+def policy_of(context: RunContext, step: int) -> kljax.Policy:
     """The policy after some steps: of its own adapter, or of its own weights where there is none."""
-    params = abstract_params(setting.model, setting.mesh)
-    if setting.config.lora is None:
+    params = abstract_params(context.model, context.mesh)
+    if context.config.lora is None:
         return kljax.Policy(drawn(params, step))
-    return kljax.Policy(drawn(params, 0), drawn(abstract_adapter(setting.model, setting.mesh), step))
+    return kljax.Policy(drawn(params, 0), drawn(abstract_adapter(context.model, context.mesh), step))
 
 
-def request_of(setting: Setting, step: int) -> Request:
+def request_of(context: RunContext, step: int) -> Request:
     """What a step asks for."""
-    return Request(setting.prompts.batch(step), SAMPLES, step, jax.random.key(step))
+    return Request(context.prompts.batch(step), SAMPLES, step, jax.random.key(step))
 
 
 def byte_symbols() -> list[str]:

@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 import yaml
 
-from train.config import ConfigError, parse
-from train.config.load import apply_overrides, dump_yaml
+from train.config.errors import ConfigError
+from train.config.load import apply_overrides, dump_yaml, parse
 
 
 def build(*overrides):

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.config import Config, ConfigError, dump_yaml, load, parse
+from train.config.errors import ConfigError
 from train.config.fields import known_fields
+from train.config.load import dump_yaml, load, parse
+from train.config.schema import Config
 from train.config.yaml_text import format_yaml, parse_yaml
 from train.data.prompts import encode_prompts, keep_prompts, keep_solutions
 from train.data.tasks import load_task

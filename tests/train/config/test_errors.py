@@ -2,7 +2,8 @@
 
 import pytest
 
-from train.config import ConfigError, load
+from train.config.errors import ConfigError
+from train.config.load import load
 
 
 def problems_of(path, *overrides):

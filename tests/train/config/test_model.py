@@ -5,11 +5,10 @@ import json
 import pytest
 import yaml
 
-from train.config import ConfigError, parse
-from train.config.errors import UserError
-from train.config.load import apply_overrides, dump_yaml
+from train.config.errors import ConfigError, UserError
+from train.config.load import apply_overrides, dump_yaml, parse
 from train.data.tokenizers import ByteTokenizer
-from train.run.setup import make_model
+from train.weights.model import make_model
 
 FOLDER = {
     "model_type": "qwen3",

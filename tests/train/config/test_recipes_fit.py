@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from train.config import load
+from train.config.load import load
 from train.weights.huggingface.config import decoder_config, parameter_count
 
 ROOT = pathlib.Path(__file__).parents[3]

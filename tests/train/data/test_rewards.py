@@ -104,7 +104,7 @@ def test_the_buffer_fits_the_completions():
 def test_a_batch_is_trained_on_the_composed_reward_and_logs_every_name():
     config = tiny.config_of("rewards={length_penalty: 0.5, weights: {correct: 2}}", "rollout.samples_per_prompt=2")
     task = Task("fixed", EXAMPLES, EXAMPLES, lambda e, text, done: {"reward": 9.0, "correct": 1.0})
-    setting = tiny.setting_of(config, task=task)
+    context = tiny.context_of(config, task=task)
     rows, longest = len(EXAMPLES), config.data.max_completion_length
     shape = (rows, tiny.PROMPT + longest)
     mask = np.zeros(shape, bool)
@@ -118,7 +118,7 @@ def test_a_batch_is_trained_on_the_composed_reward_and_logs_every_name():
         texts=["x"] * rows,
         finished=np.ones(rows, bool),
     )
-    rollout = to_rollout(setting, completions)
+    rollout = to_rollout(context, completions)
     expected = 2 - 0.5 * mask.sum(1) / longest
     np.testing.assert_allclose(np.asarray(rollout.batch.rewards), expected, rtol=1e-6)
     np.testing.assert_allclose(rollout.metrics["length_penalty"], (expected - 2).mean(), rtol=1e-6)

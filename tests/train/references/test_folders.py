@@ -13,7 +13,8 @@ from train.config.errors import UserError
 from train.config.schema import Config, Lora, WarmStart
 from train.models import Decoder
 from train.models.lora import LoraConfig
-from train.references import Reference, check_reference, load_reference
+from train.references import check_reference, load_reference
+from train.rl.reference import Reference
 from train.run.setup import check_start
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config

@@ -11,12 +11,12 @@ from tests import tiny
 from tests.train.rl.test_step import keep_gradient
 from train.models.int8 import dequantise_params, quantise_params
 from train.models.sharding import replicated
-from train.references import Reference, load_reference, without_base
+from train.references import load_reference
 from train.rl.objective import coefficients, make_controller
 from train.rl.policy import init_adapter
+from train.rl.reference import Reference, drop_shared_base
 from train.rl.state import initial_state
 from train.rl.step import make_prepare, make_score, make_update
-from train.rl.tracing import forget_traces
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj, down_proj]}"
 NEEDED = ("kl.loss.coef=0.1", "kl.reward.coef=0.1", "optim.micro_batches=2")
@@ -35,12 +35,11 @@ def base() -> dict:
 
 def step_of(how: str | None, base: dict, other: int | None) -> tuple[object, dict, dict[str, float]]:
     """The batch as it is scored, gradients and metrics of one update, against adapter `other` on the same base."""
-    forget_traces()
     config, mesh = tiny.config_of(LORA, f"model.quantization={how or 'null'}", *NEEDED), tiny.mesh_of()
     model = tiny.model_of(config)
     trainable = {"adapter": adapter_of(model, 1)}
     against = kljax.Policy(base, None if other is None else adapter_of(model, other))
-    reference = without_base(Reference(model, against), base)
+    reference = drop_shared_base(Reference(model, against), base)
     assert reference.policy.params is None
     scored = make_score(config, model, mesh)(trainable, base, reference, tiny.rollout_batch())
     state = initial_state(trainable, keep_gradient(), make_controller(config), replicated(mesh))

@@ -13,7 +13,8 @@ import kljax
 from tests import tiny
 from train.config.schema import Config
 from train.models.sharding import replicated
-from train.references import Reference, current_reference, make_follow, moves, start_moving, with_place
+from train.references import current_reference, follows_policy, make_follow, start_following, with_abstract_reference
+from train.rl.reference import Reference
 from train.rl.state import TrainState, initial_state
 
 NEEDED = "kl.loss.coef=0.1"
@@ -33,7 +34,7 @@ def state_of(part: str, value: float, dtype=jnp.float32) -> TrainState:
 
 
 def begin(config: Config, state: TrainState, found: kljax.Policy) -> tuple[Reference, TrainState]:
-    reference, moving = start_moving(config, Reference(MODEL, found), state.trainable)
+    reference, moving = start_following(config, Reference(MODEL, found), state.trainable)
     return reference, dataclasses.replace(state, reference=moving)
 
 
@@ -103,8 +104,8 @@ def test_the_place_of_the_moving_half_is_laid_out_as_it_will_be():
     config = config_of(EMA, "mesh.fsdp=4")
     mesh = tiny.mesh_of(1, 4, 1)
     state = tiny.state_of(config, optax.identity(), mesh)
-    place = with_place(config, state).reference
-    _, moving = start_moving(config, Reference(MODEL, kljax.Policy(None)), state.trainable)
+    place = with_abstract_reference(config, state).reference
+    _, moving = start_following(config, Reference(MODEL, kljax.Policy(None)), state.trainable)
 
     def layout(tree) -> list:
         return [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
@@ -117,9 +118,9 @@ def test_the_place_of_the_moving_half_is_laid_out_as_it_will_be():
 @pytest.mark.parametrize("option", ["reference.source=base", "reference={source: step, step: 0}"])
 def test_a_reference_that_stays_has_no_place(option):
     state = state_of("params", 1.0)
-    assert not moves(config_of(option))
-    assert with_place(config_of(option), state) is state
-    assert with_place(tiny.config_of(EMA), state) is state, "nothing needs one here"
+    assert not follows_policy(config_of(option))
+    assert with_abstract_reference(config_of(option), state) is state
+    assert with_abstract_reference(tiny.config_of(EMA), state) is state, "nothing needs one here"
     reference = Reference(MODEL, kljax.Policy({"w": jnp.ones(3)}))
     assert current_reference(reference, state) is reference
     assert current_reference(None, state) is None

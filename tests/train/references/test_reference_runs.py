@@ -15,9 +15,8 @@ from tests.integration.command import assert_same_arrays, records, saved_arrays,
 from train.config.errors import UserError
 from train.config.load import LoadedConfig
 from train.models import Decoder
-from train.references.same_base import Base, Expected, check_same_base
+from train.run.base import ExpectedBase, SavedBase, check_same_base, record_folder
 from train.run.run import run
-from train.weights.base import record_folder
 from train.weights.checkpoint import save_base
 from train.weights.huggingface import folder_digest, load_params
 from train.weights.huggingface.config import decoder_config
@@ -191,7 +190,7 @@ def test_folders_are_the_same_base_by_their_weights(tmp_path):
     (run / "config.yaml").write_text("steps: 1\n")
     record_folder(run, folders[0])
 
-    def compared(policy: Path, *more: str) -> Expected | None:
+    def compared(policy: Path, *more: str) -> ExpectedBase | None:
         options = (f"model={{path: {policy}}}", "warm_start={steps: 0}", "lora.rank=2", *more)
         return check_same_base(
             tiny.config_of(*options, f"reference={{source: adapter, path: {run}/1, monitor: true}}"), None
@@ -213,8 +212,8 @@ def test_a_folder_and_what_orbax_saved_of_it_are_the_same_base(tmp_path):
     for dtype in ("float32", "bfloat16"):
         path = tmp_path / dtype
         save_base(path, jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), params))
-        expected = Expected("adapter", tmp_path, Base(QWEN3, digest=folder_digest(QWEN3)))
-        expected.check(Base(path))
+        expected = ExpectedBase("adapter", tmp_path, SavedBase(QWEN3, digest=folder_digest(QWEN3)))
+        expected.check(SavedBase(path))
         save_base(tmp_path / f"{dtype}-other", jax.tree.map(lambda x, dtype=dtype: (x * 2).astype(dtype), params))
         with pytest.raises(UserError, match=r"^reference\.path: got adapter"):
-            expected.check(Base(tmp_path / f"{dtype}-other"))
+            expected.check(SavedBase(tmp_path / f"{dtype}-other"))

@@ -9,11 +9,10 @@ import pytest
 import kljax
 from tests import tiny
 from train.models.sharding import batch_sharding
-from train.references import Reference, with_base, without_base
 from train.rl.batch import Batch
 from train.rl.policy import abstract_params, init_adapter
+from train.rl.reference import Reference, drop_shared_base, restore_shared_base
 from train.rl.step import make_score
-from train.rl.tracing import forget_traces
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj, down_proj]}"
 EXACT = ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}", "reference.monitor=true")
@@ -26,7 +25,6 @@ def adapter_of(model, mesh, seed: int):
 
 def setting(shape: tuple[int, int, int], *overrides: str):
     """The config, its program, trained weights and base on a mesh."""
-    forget_traces()
     config, mesh = tiny.config_of(LORA, *overrides), tiny.mesh_of(*shape)
     model = tiny.model_of(config)
     shardings = jax.tree.map(lambda x: x.sharding, abstract_params(model, mesh))
@@ -38,7 +36,7 @@ def setting(shape: tuple[int, int, int], *overrides: str):
 def test_the_base_is_one_argument_of_scoring():
     """The compiler plans for the weights once: with the adapter off they are policy and reference."""
     score, model, trainable, base, batch = setting((1, 1, 1), "kl.loss.coef=0.1", "optim.epochs=2")
-    reference = without_base(Reference(model, kljax.Policy(base)), base)
+    reference = drop_shared_base(Reference(model, kljax.Policy(base)), base)
     compiled = score.lower(trainable, base, reference, batch).compile()
     given = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, base, batch)))
     assert compiled.memory_analysis().argument_size_in_bytes == given
@@ -48,13 +46,13 @@ def test_only_the_very_base_is_taken_out():
     base, adapter = {"w": jnp.ones(2)}, {"a": jnp.ones(1)}
     model = tiny.model_of(tiny.config_of())
     reference = Reference(model, kljax.Policy(base, adapter))
-    lent = without_base(reference, base)
+    lent = drop_shared_base(reference, base)
     assert lent.policy.params is None
-    assert with_base(lent, base).policy.params is base
-    assert with_base(lent, base).policy.adapter is adapter
-    assert without_base(reference, {"w": base["w"]}) is reference
-    assert without_base(reference, None) is reference
-    assert without_base(None, base) is None
+    assert restore_shared_base(lent, base).policy.params is base
+    assert restore_shared_base(lent, base).policy.adapter is adapter
+    assert drop_shared_base(reference, {"w": base["w"]}) is reference
+    assert drop_shared_base(reference, None) is reference
+    assert drop_shared_base(None, base) is None
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +64,7 @@ def scored() -> dict[str, tuple[Batch, str]]:
             score, model, trainable, base, batch = setting((1, 4, 1), *EXACT)
             params = base if name == "together" else jax.tree.map(jnp.copy, base)
             reference = Reference(model, kljax.Policy(params, adapter_of(model, tiny.mesh_of(1, 4, 1), 2)))
-            arguments = (trainable, base, without_base(reference, base), batch)
+            arguments = (trainable, base, drop_shared_base(reference, base), batch)
             compiled = score.lower(*arguments).compile()
             results[name] = jax.device_get(compiled(*arguments)), compiled.as_text()
     return results

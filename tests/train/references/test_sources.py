@@ -13,16 +13,10 @@ import kljax
 from tests import tiny
 from train.config.errors import UserError
 from train.config.schema import Checkpoint, Config
-from train.references import (
-    Reference,
-    assert_unchanged,
-    check_reference,
-    load_reference,
-    locate,
-    reference_fingerprint,
-)
+from train.references import assert_unchanged, check_reference, load_reference, locate, reference_fingerprint
 from train.rl.keys import purpose_key
 from train.rl.policy import abstract_params, init_adapter
+from train.rl.reference import Reference
 from train.rl.state import TrainState
 from train.weights.checkpoint import Checkpoints, restore_base, save_base
 

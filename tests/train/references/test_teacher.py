@@ -12,16 +12,15 @@ import pytest
 import kljax
 from tests import tiny
 from tests.train.rl.test_step import keep_gradient
-from train.config import dump_yaml
+from train.config.load import dump_yaml
 from train.config.schema import Config
 from train.models import Decoder
-from train.references import Reference, reference_head
-from train.references.sources import find, load_reference
-from train.references.teacher import check_vocabulary
+from train.references.find import check_vocabulary, find_reference
+from train.references.load import load_reference
 from train.rl.objective import coefficients
 from train.rl.policy import hidden_states, init_params
+from train.rl.reference import Reference, reference_head
 from train.rl.step import make_prepare, make_score, make_update
-from train.rl.tracing import forget_traces
 from train.weights.checkpoint import save_base
 
 DISTIL = ("loss.policy=none", "rollout.samples_per_prompt=2")
@@ -72,7 +71,6 @@ def test_distillation_is_the_exact_kl_to_a_teacher_of_another_shape():
     assert batch.advantages is None
     head = reference_head(config, model, reference)
     for direction, name in (("reverse", "kl_reference_exact"), ("forward", "kl_reference_forward")):
-        forget_traces()
         config, state = distil(f"kl.loss.direction={direction}"), tiny.state_of(config, keep_gradient())
         update, params = make_update(config, model, keep_gradient(), state, mesh), tiny.host_params()
         after, metrics = update(state, None, batch, jnp.arange(tiny.ROWS), coefficients(config), ref_head=head)
@@ -128,7 +126,7 @@ def test_a_run_is_not_a_checkpoint_and_its_steps_are_listed(other_run):
         (other_run / "checkpoints" / step / "state").mkdir(parents=True)
     config = distil(f"reference={{source: checkpoint, path: {other_run}}}")
     with pytest.raises(ValueError, match=r"teacher holds the checkpoints of a run; name one as .*, of steps 0, 10$"):
-        find(config, tiny.model_of(config))
+        find_reference(config, tiny.model_of(config))
 
 
 def test_a_vocabulary_of_other_tokens_is_refused(tmp_path):

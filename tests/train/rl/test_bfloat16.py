@@ -13,12 +13,11 @@ import pytest
 
 import kljax
 from tests import tiny
-from train.references import Reference, without_base
 from train.rl.objective import coefficients, make_objective, token_weights
 from train.rl.policy import hidden_states, init_params
+from train.rl.reference import Reference, drop_shared_base
 from train.rl.state import policy_of
 from train.rl.step import make_optimizer, make_prepare, make_score, make_update
-from train.rl.tracing import forget_traces
 from train.run.setup import first_state
 
 pytestmark = pytest.mark.slow
@@ -91,7 +90,6 @@ def case(request):
 @pytest.fixture(scope="module")
 def steps(case):
     """An update of an unchanged policy, and one of a policy that has moved from its reference, by the same programs."""
-    forget_traces()
     config, mesh = config_of(case), tiny.mesh_of()
     model, base = tiny.model_of(config), weights_of(config)
     under = base if config.lora else None
@@ -103,7 +101,7 @@ def steps(case):
         if by:
             moved = nudged(state.trainable, by)
             state, before = (dataclasses.replace(x, trainable=jax.tree.map(jnp.copy, moved)) for x in (state, before))
-        reference = without_base(Reference(model, kljax.Policy(base)), under)
+        reference = drop_shared_base(Reference(model, kljax.Policy(base)), under)
         scored = score(state.trainable, under, reference, tiny.rollout_batch())
         prepared, _, _ = prepare(scored, state.controller)
         after, metrics = update(state, under, prepared, UPDATED, coefficients(config))

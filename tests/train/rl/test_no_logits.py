@@ -16,11 +16,11 @@ from train.config.schema import Config
 from train.data.prompts import SupervisedBatch
 from train.models import Decoder
 from train.models.sharding import batch_sharding
-from train.references import Reference, reference_head
 from train.rl import step
 from train.rl.batch import Batch
 from train.rl.objective import coefficients
 from train.rl.policy import init_params
+from train.rl.reference import Reference, reference_head
 from train.rollouts import sampling_program
 from train.run import warm_start
 from train.run.setup import first_state

@@ -13,12 +13,11 @@ import pytest
 import kljax
 from tests import tiny
 from train.models.sharding import batch_sharding
-from train.references import Reference, reference_head
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients
+from train.rl.reference import Reference, reference_head
 from train.rl.step import make_optimizer, make_prepare, make_score, make_update, update_rows
-from train.rl.tracing import forget_traces
 
 MODEL = tiny.model_of(tiny.config_of())
 REFERENCE = Reference(MODEL, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
@@ -72,7 +71,6 @@ def test_micro_batches_change_neither_gradient_nor_metrics(in_x64, tolerance):
     with x64(in_x64):
         start, data = (wide(state), wide(batch)) if in_x64 else (state, batch)
         for parts in (1, 4) if in_x64 else (1, 2, 4):
-            forget_traces()
             config = tiny.config_of(*options, f"optim.micro_batches={parts}")
             update = make_update(config, tiny.model_of(config), keep_gradient(), start, tiny.mesh_of())
             after, metrics = update(jax.tree.map(jnp.copy, start), None, data, ALL_ROWS, coefficients(config))
@@ -163,7 +161,6 @@ EXACT = ("kl.loss={coef: 0.3, estimator: exact}", "kl.reward={coef: 0.1, estimat
 
 def exact_update(config, shape, reference):
     """Scored batch, gradient and metrics of one update with the exact KL, on a mesh of this shape."""
-    forget_traces()
     mesh, model = tiny.mesh_of(*shape), tiny.model_of(config)
     with jax.set_mesh(mesh):
         state = tiny.state_of(config, keep_gradient(), mesh)
@@ -249,7 +246,6 @@ def test_scores_do_not_depend_on_how_many_rows_are_scored_at_once():
     parts = tiny.config_of("kl.loss.coef=0.1", *VALUE, "optim.updates_per_batch=2", "optim.micro_batches=2")
     results = []
     for config in (whole, parts):
-        forget_traces()
         state = tiny.state_of(config, optax.identity())
         score = make_score(config, tiny.model_of(config), tiny.mesh_of())
         results.append(score(state.trainable, None, REFERENCE, tiny.rollout_batch()))
@@ -269,7 +265,6 @@ def test_sharing_prompts_changes_speed_alone():
     results, flops = {}, {}
     options = (*TERMS, *VALUE, "optim.micro_batches=2", "kl.reward.coef=0.1")
     for share in ("true", "false"):
-        forget_traces()
         config = tiny.config_of(*options, f"optim.share_prompts={share}")
         assert config.shared_rows() == (tiny.SAMPLES if share == "true" else 1)
         state = tiny.state_of(config, keep_gradient())

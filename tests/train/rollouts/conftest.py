@@ -6,11 +6,13 @@ import jax
 import pytest
 
 from tests import tiny
+from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState
-from train.rollouts import JaxSource, first_past
+from train.rollouts import JaxSource, initial_past
 from train.run.loop import Programs, rl_step
 
 OPTIONS = ("kl.rollout.coef=1e-3", "optim.learning_rate=3e-3", "temperature=0.8", "rollout.samples_per_prompt=8")
+FROZEN = FrozenWeights(base=None, reference=None)
 
 
 class Steps:
@@ -18,22 +20,22 @@ class Steps:
 
     def __init__(self) -> None:
         self.config = tiny.config_of(*OPTIONS)
-        self.setting = tiny.setting_of(self.config)
-        with jax.set_mesh(self.setting.mesh):
-            self.programs = Programs.of(self.setting, tiny.state_of(self.config, self.setting.optimizer))
-            self.source = JaxSource(self.setting)
+        self.context = tiny.context_of(self.config)
+        with jax.set_mesh(self.context.mesh):
+            self.programs = Programs.of(self.context, tiny.state_of(self.config, self.context.optimizer))
+            self.source = JaxSource(self.context)
 
     def first(self, lag: int) -> TrainState:
         """The state of a run with this lag before its first step."""
-        state = tiny.state_of(self.config, self.setting.optimizer)
-        return dataclasses.replace(state, past=first_past(state.trainable, lag))
+        state = tiny.state_of(self.config, self.context.optimizer)
+        return dataclasses.replace(state, past=initial_past(state.trainable, lag))
 
     def run(self, state: TrainState, steps: int) -> tuple[TrainState, list[dict]]:
         """So many steps from a state on."""
         metrics = []
-        with jax.set_mesh(self.setting.mesh):
+        with jax.set_mesh(self.context.mesh):
             for step in range(int(state.step), int(state.step) + steps):
-                state, values, _ = rl_step(self.setting, self.programs, self.source, state, step)
+                state, values, _ = rl_step(self.context, self.programs, self.source, FROZEN, state, step=step)
                 metrics.append(values)
         return state, metrics
 

@@ -9,7 +9,7 @@ import pytest
 
 import kljax
 from tests import tiny
-from tests.train.rollouts.conftest import OPTIONS
+from tests.train.rollouts.conftest import FROZEN, OPTIONS
 from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import UserError
 from train.config.schema import Checkpoint
@@ -42,16 +42,17 @@ def go_on(steps, server: Digits, directory, count: int, *options: str):
     source = "rollout.source={{type: openai, url: '{}', model: m, sync: none, retries: 0, timeout: 20.0}}"
     rare = ("temperature=1.0", "eval.every=1000", "checkpoint.every=1000", f"steps={count}")
     writer = Records()
-    with serving(server) as url, jax.set_mesh(steps.setting.mesh):
+    with serving(server) as url, jax.set_mesh(steps.context.mesh):
         config = tiny.config_of(*OPTIONS, *rare, source.format(url), *options)
-        setting = dataclasses.replace(steps.setting, config=config)
+        context = dataclasses.replace(steps.context, config=config)
         checkpoints = Checkpoints(directory, config.checkpoint)
         first = steps.first(0)
-        with closing(open_source(setting)) as answers, closing(checkpoints):
+        with closing(open_source(context)) as answers, closing(checkpoints):
             state = train(
-                setting,
+                context,
                 steps.programs,
                 answers,
+                FROZEN,
                 checkpoints.restore_last(first) or first,
                 writer=writer,
                 checkpoints=checkpoints,
@@ -83,7 +84,7 @@ def test_what_is_asked_of_a_server(steps, tmp_path, monkeypatch):
     server = Digits(EOS)
     go_on(steps, server, tmp_path, 1)
     bodies = server.bodies[1:]
-    prompts = [steps.setting.tokenizer.prompt_ids(example) for example in steps.setting.prompts.batch(0)]
+    prompts = [steps.context.tokenizer.prompt_ids(example) for example in steps.context.prompts.batch(0)]
     assert sorted(body["prompt"] for body in bodies) == sorted(list(ids) for ids in prompts)
     assert len({body["seed"] for body in bodies}) == 4
     asked = {"model": "m", "n": 8, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
@@ -112,17 +113,17 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_of_its_field(tmp_path, k
     if when == "before":
         folder.write_text("a file")
     with serving(Loads(EOS)) as url:
-        setting = tiny.setting_of(tiny.config_of(*lora, source.format(url, kind, folder)))
+        context = tiny.context_of(tiny.config_of(*lora, source.format(url, kind, folder)))
         if when == "before":
             with pytest.raises(UserError, match=rf"^rollout\.source\.folder: cannot write to {folder}: "):
-                open_source(setting)
+                open_source(context)
             return
-        with closing(open_source(setting)) as answers:
+        with closing(open_source(context)) as answers:
             assert not list(folder.iterdir())
             folder.rmdir()
             folder.write_text("a file")
-            params = init_params(setting.model, jax.random.key(0), setting.mesh)
-            adapter = init_adapter(setting.model, jax.random.key(1), setting.mesh) if kind == "lora" else None
+            params = init_params(context.model, jax.random.key(0), context.mesh)
+            adapter = init_adapter(context.model, jax.random.key(1), context.mesh) if kind == "lora" else None
             with pytest.raises(SourceError, match=rf"^rollout\.source\.folder: cannot write {folder}/run-0-"):
                 answers.update(kljax.Policy(params, adapter), 0)
 

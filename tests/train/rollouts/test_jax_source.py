@@ -60,11 +60,11 @@ FINISHED = [True, True, True, True, True, False, False, True]
 
 
 def collected(*overrides: str):
-    setting = tiny.setting_of(tiny.config_of(*overrides), task=TASK)
-    setting = dataclasses.replace(setting, prompts=Fixed())
-    source = JaxSource(setting, scripted(TEXTS, FINISHED))
+    context = tiny.context_of(tiny.config_of(*overrides), task=TASK)
+    context = dataclasses.replace(context, prompts=Fixed())
+    source = JaxSource(context, scripted(TEXTS, FINISHED))
     source.update(kljax.Policy({}), 0)
-    return collect(setting, source, 0)
+    return collect(context, source, 0)
 
 
 def test_rows_follow_their_prompts_and_are_judged_one_by_one():
@@ -103,22 +103,22 @@ def test_log_probs_are_recorded_only_if_asked_for():
 def test_one_temperature_for_the_sampler_and_the_log_probs():
     config = tiny.config_of("temperature=0.6")
     state = tiny.state_of(config, optax.identity())
-    setting, policy = tiny.setting_of(config), policy_of(state.trainable, None)
-    sampler = make_sampler(setting, name="test")
+    context, policy = tiny.context_of(config), policy_of(state.trainable, None)
+    sampler = make_sampler(context, name="test")
     examples = load_task(config).train[:8]
-    samples, texts, finished = complete(setting, sampler, policy, examples, jax.random.key(1))
+    samples, texts, finished = complete(context, sampler, policy, examples, jax.random.key(1))
     assert len(texts) == len(finished) == 8
     stats = jax.jit(token_stats, static_argnums=0)
 
     def log_probs(temperature: float) -> np.ndarray:
-        scored, _ = stats(setting.model, policy, samples.tokens, samples.token_mask, temperature=temperature)
+        scored, _ = stats(context.model, policy, samples.tokens, samples.token_mask, temperature=temperature)
         return np.where(samples.completion_mask, scored.log_prob, 0)
 
     np.testing.assert_allclose(samples.log_probs, log_probs(0.6), atol=2e-6)
     assert np.abs(samples.log_probs - log_probs(1.0)).max() > 1e-2
-    again, _, _ = complete(setting, sampler, policy, examples, jax.random.key(1))
+    again, _, _ = complete(context, sampler, policy, examples, jax.random.key(1))
     np.testing.assert_array_equal(samples.tokens, again.tokens)
-    other, _, _ = complete(setting, sampler, policy, examples, jax.random.key(2))
+    other, _, _ = complete(context, sampler, policy, examples, jax.random.key(2))
     assert (np.asarray(samples.tokens) != np.asarray(other.tokens)).any()
 
 
@@ -126,18 +126,18 @@ def test_short_prompts_go_through_a_narrower_program():
     """Which says the same: the columns that are left out hold nothing."""
     config = tiny.config_of("data.max_prompt_length=64")
     state = tiny.state_of(config, optax.identity())
-    setting, policy = tiny.setting_of(config), policy_of(state.trainable, None)
-    sampler, widths = make_sampler(setting, name="widths"), []
+    context, policy = tiny.context_of(config), policy_of(state.trainable, None)
+    sampler, widths = make_sampler(context, name="widths"), []
 
     def watched(policy, prompts, prompt_mask, key) -> Samples:
         widths.append(prompts.shape[1])
         return sampler(policy, prompts, prompt_mask, key)
 
     short, key = EXAMPLES * 2, jax.random.key(1)
-    narrow, texts, _ = complete(setting, watched, policy, short, key)
-    whole = sampler(policy, *shard_rows(encode_prompts(short, TOKENIZER, 64), setting.mesh), key)
+    narrow, texts, _ = complete(context, watched, policy, short, key)
+    whole = sampler(policy, *shard_rows(encode_prompts(short, TOKENIZER, 64), context.mesh), key)
     long = [Example("1" * 40, "1", "1"), *short[1:]]
-    complete(setting, watched, policy, long, key)
+    complete(context, watched, policy, long, key)
     assert widths == [32, 64]
     assert len(texts) == 8
     chex.assert_trees_all_equal_shapes_and_dtypes(narrow, whole)

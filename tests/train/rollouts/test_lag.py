@@ -10,7 +10,7 @@ import pytest
 from tests import tiny
 from train.config.schema import Checkpoint
 from train.rl.state import TrainState
-from train.rollouts import first_past, next_past, sampling_policy
+from train.rollouts import initial_past, next_past, sampling_policy
 from train.weights.checkpoint import Checkpoints, abstract
 
 
@@ -19,7 +19,7 @@ def numbered(lag: int) -> TrainState:
     state = tiny.state_of(tiny.config_of(f"rollout.policy_lag={lag}", "lora={rank: 2, alpha: 4.0}"), optax.identity())
     assert (state.past is None) == (lag == 0)
     zero = jax.tree.map(lambda x: 0 * x, state.trainable)
-    return dataclasses.replace(state, trainable=zero, past=first_past(zero, lag))
+    return dataclasses.replace(state, trainable=zero, past=initial_past(zero, lag))
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])

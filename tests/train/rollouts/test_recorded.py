@@ -19,9 +19,9 @@ EOS = TOKENIZER.eos_id
 SOURCE = "rollout.source={{type: file, path: {path}, shuffle: {shuffle}}}"
 
 
-def setting_of(path, *overrides: str, shuffle: bool = True):
+def context_of(path, *overrides: str, shuffle: bool = True):
     source = SOURCE.format(path=path, shuffle=str(shuffle).lower())
-    return tiny.setting_of(tiny.config_of("rollout.prompts_per_step=2", source, *overrides))
+    return tiny.context_of(tiny.config_of("rollout.prompts_per_step=2", source, *overrides))
 
 
 def write(path, rows):
@@ -42,14 +42,14 @@ ROWS = [row(prompt, sample) for prompt in range(5) for sample in range(2)]
 def test_what_was_recorded_is_read_back_row_for_row(tmp_path):
     """Also the float32 of a log-prob, and the reward that the task gave."""
     config = tiny.config_of(f"rollout.record={tmp_path / 'r'}")
-    setting = tiny.setting_of(config)
-    source = open_source(setting)
+    context = tiny.context_of(config)
+    source = open_source(context)
     assert isinstance(source, JaxSource)
     source.update(policy_of(tiny.state_of(config, optax.identity()).trainable, None), 0)
-    rollouts = [collect(setting, source, step) for step in range(2)]
+    rollouts = [collect(context, source, step) for step in range(2)]
     assert sorted(file.name for file in (tmp_path / "r").iterdir()) == ["00000000.jsonl", "00000001.jsonl"]
 
-    reading = tiny.setting_of(tiny.config_of(SOURCE.format(path=tmp_path / "r", shuffle="false")))
+    reading = tiny.context_of(tiny.config_of(SOURCE.format(path=tmp_path / "r", shuffle="false")))
     recorded = open_source(reading)
     for step, rollout in enumerate(rollouts):
         again = collect(reading, recorded, step)
@@ -61,24 +61,24 @@ def test_what_was_recorded_is_read_back_row_for_row(tmp_path):
         kept = np.asarray(rollout.batch.token_mask)
         np.testing.assert_array_equal(again.batch.tokens[kept], rollout.batch.tokens[kept])
     with pytest.raises(UserError, match=r"rollout\.record: got .* holds recordings already"):
-        open_source(setting)
-    open_source(setting, continued=True)
+        open_source(context)
+    open_source(context, continued=True)
 
 
-def prompts_of(setting, source, steps) -> list[list[int]]:
-    return [collect(setting, source, step).completions.tokens[::2, tiny.PROMPT - 1].tolist() for step in steps]
+def prompts_of(context, source, steps) -> list[list[int]]:
+    return [collect(context, source, step).completions.tokens[::2, tiny.PROMPT - 1].tolist() for step in steps]
 
 
 def test_epochs_are_permutations_and_a_resumed_run_reads_on_at_the_same_row(tmp_path):
     path = write(tmp_path / "a.jsonl", ROWS)
-    setting = setting_of(path)
-    whole = prompts_of(setting, open_source(setting), range(10))
+    context = context_of(path)
+    whole = prompts_of(context, open_source(context), range(10))
     flat = [prompt for step in whole for prompt in step]
     epochs = [tuple(flat[start : start + 5]) for start in range(0, 20, 5)]
     assert all(sorted(epoch) == list(range(5)) for epoch in epochs)
     assert len(set(epochs)) > 1
-    assert prompts_of(setting, open_source(setting), range(7, 10)) == whole[7:]
-    ordered = setting_of(path, shuffle=False)
+    assert prompts_of(context, open_source(context), range(7, 10)) == whole[7:]
+    ordered = context_of(path, shuffle=False)
     assert prompts_of(ordered, open_source(ordered), range(3)) == [[0, 1], [2, 3], [4, 0]]
     batch = collect(ordered, open_source(ordered), 1).batch
     np.testing.assert_array_equal(batch.rewards, [0, 1, 0, 1])
@@ -91,8 +91,8 @@ def test_texts_are_encoded_as_a_run_would_and_judged_by_the_task(tmp_path):
         {"prompt": "1+2=", "completion": t, "finished": f, "answer": 3, "group": i // 2}
         for i, (t, f) in enumerate(texts)
     ]
-    setting = setting_of(write(tmp_path / "a.jsonl", rows), shuffle=False)
-    rollout = collect(setting, open_source(setting), 0)
+    context = context_of(write(tmp_path / "a.jsonl", rows), shuffle=False)
+    rollout = collect(context, open_source(context), 0)
     np.testing.assert_array_equal(rollout.batch.rewards, [1, 0, 0, 0])
     prompt = [TOKENIZER.bos_id, *TOKENIZER.encode("1+2=")]
     np.testing.assert_array_equal(rollout.batch.tokens[0, : tiny.PROMPT + 2], [*prompt, ord("3"), EOS])
@@ -103,12 +103,12 @@ def test_texts_are_encoded_as_a_run_would_and_judged_by_the_task(tmp_path):
 def test_a_group_may_be_a_multiple_and_what_is_too_long_is_left_out_and_counted(tmp_path, caplog):
     long = [row(9, 0, completion_ids=[1] * (tiny.ROOM + 1), log_probs=[-1.0] * (tiny.ROOM + 1)), row(9, 1)]
     rows = [row(7, sample) for sample in range(4)] + long
-    setting = setting_of(write(tmp_path / "a.jsonl", rows), shuffle=False)
+    context = context_of(write(tmp_path / "a.jsonl", rows), shuffle=False)
     with caplog.at_level(logging.WARNING):
-        source = open_source(setting)
+        source = open_source(context)
     assert "1 of 3 groups are longer than data.max_prompt_length = 5" in caplog.text
-    np.testing.assert_array_equal(collect(setting, source, 0).batch.rewards, [0, 1, 2, 3])
-    np.testing.assert_array_equal(collect(setting, source, 0).batch.group_ids, [0, 0, 1, 1])
+    np.testing.assert_array_equal(collect(context, source, 0).batch.rewards, [0, 1, 2, 3])
+    np.testing.assert_array_equal(collect(context, source, 0).batch.group_ids, [0, 0, 1, 1])
 
 
 BAD = {
@@ -133,7 +133,7 @@ BAD = {
 def test_a_bad_row_is_named(tmp_path, problem):
     path = write(tmp_path / "a.jsonl", [row(0, 0), row(0, 1), BAD[problem]])
     with pytest.raises(UserError) as caught:
-        open_source(setting_of(path))
+        open_source(context_of(path))
     assert str(caught.value).startswith(f"rollout.source.path: {path}, line 3: {problem}")
 
 
@@ -156,11 +156,11 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
     for name, (text, problem) in cases.items():
         (tmp_path / name).write_text(text)
         with pytest.raises(UserError) as caught:
-            open_source(setting_of(tmp_path / name))
+            open_source(context_of(tmp_path / name))
         assert problem in str(caught.value)
     path = write(tmp_path / "f.jsonl", [row(0, sample, log_probs=None) for sample in range(2)])
     with pytest.raises(UserError, match="has no log_probs, which this config needs"):
-        open_source(setting_of(path, "kl.rollout.coef=0.1"))
+        open_source(context_of(path, "kl.rollout.coef=0.1"))
 
 
 def test_parquet_gives_the_same_rows(tmp_path):
@@ -168,10 +168,10 @@ def test_parquet_gives_the_same_rows(tmp_path):
     import pyarrow
 
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
-    one = setting_of(tmp_path / "a.parquet")
-    other = setting_of(write(tmp_path / "a.jsonl", ROWS))
+    one = context_of(tmp_path / "a.parquet")
+    other = context_of(write(tmp_path / "a.jsonl", ROWS))
     for step in (0, 3):
-        batches = [jax.device_get(collect(setting, open_source(setting), step).batch) for setting in (one, other)]
+        batches = [jax.device_get(collect(context, open_source(context), step).batch) for context in (one, other)]
         jax.tree.map(np.testing.assert_array_equal, *batches)
 
 
@@ -179,4 +179,4 @@ def test_parquet_without_pyarrow_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(UserError, match="is Parquet, which needs pyarrow; install it, or convert"):
-        open_source(setting_of(tmp_path / "a.parquet"))
+        open_source(context_of(tmp_path / "a.parquet"))

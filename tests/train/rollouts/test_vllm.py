@@ -68,10 +68,10 @@ def test_log_probs_of_vllm_are_the_trainers(name):
     with serving(replay) as url:
         played = record.play(name, client_of(url), url)
     assert not replay.left, "something that was asked is not asked any more"
-    for step, (setting, policy, completions) in enumerate(played):
-        assert record.log_prob_error(setting, completions, policy) < record.ALLOWED
+    for step, (context, policy, completions) in enumerate(played):
+        assert record.log_prob_error(context, completions, policy) < record.ALLOWED
         other = played[1 - step][1]
-        assert record.log_prob_error(setting, completions, other) > 1
+        assert record.log_prob_error(context, completions, other) > 1
         assert not completions.finished.all()
         assert completions.log_probs[~completions.completion_mask].max() == 0
 
@@ -79,14 +79,14 @@ def test_log_probs_of_vllm_are_the_trainers(name):
 def test_stop_texts_end_a_completion_and_belong_to_it():
     replay = Replay(EXCHANGES["sampling"])
     with serving(replay) as url:
-        (setting, _, completions), _ = record.play("sampling", client_of(url), url)
-    stops, eos = setting.config.rollout.stop, setting.tokenizer.eos_ids
+        (context, _, completions), _ = record.play("sampling", client_of(url), url)
+    stops, eos = context.config.rollout.stop, context.tokenizer.eos_ids
     assert completions.finished.any()
     for row, text in enumerate(completions.texts):
         ids = completions.tokens[row][completions.completion_mask[row]]
         ended = text.endswith(stops) or ids[-1] in eos
         assert completions.finished[row] == ended
-        assert ended or len(ids) == setting.config.data.max_completion_length
+        assert ended or len(ids) == context.config.data.max_completion_length
 
 
 def test_the_id_that_ends_a_completion_is_among_its_ids():
@@ -98,8 +98,8 @@ def test_the_id_that_ends_a_completion_is_among_its_ids():
 def opened(answers: list[dict], *overrides: str) -> ServerSource:
     """A source on a server that says these things."""
     with serving(Replay(answers)) as url:
-        setting = tiny.setting_of(tiny.config_of(url, *record.SCENARIOS["lora"], *overrides))
-        return ServerSource(setting, setting.config.rollout.source, client_of(url))
+        context = tiny.context_of(tiny.config_of(url, *record.SCENARIOS["lora"], *overrides))
+        return ServerSource(context, context.config.rollout.source, client_of(url))
 
 
 def changed(**changes: object) -> list[dict]:
@@ -174,9 +174,9 @@ def test_what_vllm_refuses_is_passed_on_with_what_to_do():
 
 
 def test_weights_of_a_tied_head_are_refused():
-    setting = tiny.setting_of(tiny.config_of("http://unused"))
+    context = tiny.context_of(tiny.config_of("http://unused"))
     with pytest.raises(UserError, match=r"rollout\.source\.sync: got weights, but the model ties its LM head"):
-        ServerSource(setting, setting.config.rollout.source, client_of("http://unused"))
+        ServerSource(context, context.config.rollout.source, client_of("http://unused"))
 
 
 def test_rows_are_prompts_and_completions_with_their_log_probs():
@@ -190,11 +190,11 @@ def test_rows_are_prompts_and_completions_with_their_log_probs():
             rows.setdefault(tuple(exchange["request"]["prompt"]), []).append((ids, log_probs))
     replay = Replay(EXCHANGES["lora"])
     with serving(replay) as url:
-        setting, _, completions = record.play("lora", client_of(url), url)[step]
+        context, _, completions = record.play("lora", client_of(url), url)[step]
     expected = [
         (list(ids), *row)
-        for example in setting.prompts.batch(step)
-        for ids in [setting.tokenizer.prompt_ids(example)]
+        for example in context.prompts.batch(step)
+        for ids in [context.tokenizer.prompt_ids(example)]
         for row in rows[tuple(ids)]
     ]
     for row, (prompt, ids, log_probs) in enumerate(expected):

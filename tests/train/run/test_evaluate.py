@@ -41,8 +41,8 @@ def measure(digits: set[int], batch_size: int, examples=EXAMPLES):
     seen: list[int] = []
     task = Task("plus one", EXAMPLES, EXAMPLES, score)
     config = tiny.config_of(f"eval.batch_size={batch_size}")
-    setting = tiny.setting_of(config, task=task, held_out=examples)
-    metrics = evaluate(setting, knows(digits, seen), kljax.Policy({}), jax.random.key(0))
+    context = tiny.context_of(config, task=task, held_out=examples)
+    metrics = evaluate(context, knows(digits, seen), kljax.Policy({}), jax.random.key(0))
     return metrics, seen
 
 

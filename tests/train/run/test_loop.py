@@ -11,10 +11,10 @@ import kljax
 from tests import tiny
 from train.config.errors import UserError
 from train.config.schema import Config
-from train.references import Reference
+from train.rl.metrics import to_host
+from train.rl.reference import FrozenWeights, Reference
 from train.rollouts import JaxSource
-from train.run.loop import Programs, divide, rl_step
-from train.run.setting import Setting
+from train.run.loop import Programs, rl_step
 
 CONTROLLER = "{type: adaptive, target: 0.1, horizon: 100}"
 CONFIG = tiny.config_of(
@@ -25,37 +25,37 @@ CONFIG = tiny.config_of(
 )
 
 
-def setting_of(config: Config) -> Setting:
+def frozen_of(config: Config) -> FrozenWeights:
     policy = kljax.Policy(jax.tree.map(jnp.asarray, tiny.host_params()))
-    return tiny.setting_of(config, reference=Reference(tiny.model_of(config), policy))
+    return FrozenWeights(None, Reference(tiny.model_of(config), policy))
 
 
 def test_a_rollout_without_a_field_that_is_needed_stops_before_the_device():
     forgets = CONFIG.rollout.model_copy(update={"record_log_probs": False})
-    setting = setting_of(CONFIG.model_copy(update={"rollout": forgets}))
+    context = tiny.context_of(CONFIG.model_copy(update={"rollout": forgets}))
 
     def never(*arguments):
         raise AssertionError("the batch reached the device")
 
-    with jax.set_mesh(setting.mesh):
-        state = tiny.state_of(CONFIG, setting.optimizer)
-        programs = dataclasses.replace(Programs.of(setting, state), score=never, prepare=never, update=never)
+    with jax.set_mesh(context.mesh):
+        state = tiny.state_of(CONFIG, context.optimizer)
+        programs = dataclasses.replace(Programs.of(context, state), score=never, prepare=never, update=never)
         with pytest.raises(UserError, match="lacks rollout_log_probs"):
-            rl_step(setting, programs, JaxSource(setting), state, 0)
+            rl_step(context, programs, JaxSource(context), frozen_of(CONFIG), state, step=0)
 
 
 def test_three_steps_compile_nothing_twice_and_carry_the_state_on():
-    setting = setting_of(CONFIG)
-    with jax.set_mesh(setting.mesh):
-        state = tiny.state_of(CONFIG, setting.optimizer)
-        programs, source = Programs.of(setting, state), JaxSource(setting)
+    context = tiny.context_of(CONFIG)
+    with jax.set_mesh(context.mesh):
+        state = tiny.state_of(CONFIG, context.optimizer)
+        programs, source, frozen = Programs.of(context, state), JaxSource(context), frozen_of(CONFIG)
         compilations: list[str] = []
         jax.monitoring.register_event_duration_secs_listener(lambda event, _, **__: compilations.append(event))
         metrics = []
         for step in range(3):
             if step == 2:
                 compilations.clear()
-            state, values, _ = rl_step(setting, programs, source, state, step)
+            state, values, _ = rl_step(context, programs, source, frozen, state, step=step)
             metrics.append(values)
     # Not only traced once (which ends the run): an input laid out otherwise compiles again without a new trace.
     assert not [event for event in compilations if "compile" in event]
@@ -74,6 +74,6 @@ def test_three_steps_compile_nothing_twice_and_carry_the_state_on():
 def test_sums_are_divided_on_the_host():
     pair = kljax.WeightedSum(jnp.float32(3), jnp.float32(4))
     nothing = kljax.WeightedSum.zero()
-    values = divide({"a": pair, "b": nothing})
+    values = to_host({"a": pair, "b": nothing})
     assert values == {"a": 0.75, "b": 0.0}
     assert {type(value) for value in values.values()} == {float}

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from train.config import load
 from train.config.errors import UserError
-from train.config.load import LoadedConfig
+from train.config.load import LoadedConfig, load
 from train.run import run as run_module
 
 LOGGERS = ("absl", "asyncio")
@@ -18,12 +17,12 @@ LOGGERS = ("absl", "asyncio")
 def test_loggers_are_at_their_levels_again_after_a_run(monkeypatch):
     during = {}
 
-    def setting(config):
+    def context(config):
         during.update({name: logging.getLogger(name).getEffectiveLevel() for name in LOGGERS})
         raise UserError("stopped")
 
     before = {name: logging.getLogger(name).level for name in LOGGERS}
-    monkeypatch.setattr(run_module, "make_setting", setting)
+    monkeypatch.setattr(run_module, "make_context", context)
     with pytest.raises(UserError, match="stopped"):
         run_module.run(load("configs/smoke.yaml"))
     assert during["absl"] == logging.ERROR

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from train.config import load
 from train.config.errors import UserError
+from train.config.load import load
 from train.config.schema import Config
 from train.run.directory import resume_run, start_run
 

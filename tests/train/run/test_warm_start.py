@@ -12,16 +12,16 @@ from train.data.prompts import Prompts, Supervised
 from train.data.tasks import load_task
 from train.data.tokenizers import ByteTokenizer
 from train.rl.policy import token_stats
-from train.run.setting import Setting
+from train.rollouts.context import RunContext
 from train.run.warm_start import supervised_loss, warm_start
 
 
-def setting_of(config: Config) -> tuple[Setting, Supervised]:
+def context_of(config: Config) -> tuple[RunContext, Supervised]:
     tokenizer, task = ByteTokenizer(), load_task(config)
     lengths = {"prompt_length": tiny.PROMPT, "completion_length": tiny.ROOM}
     data = Supervised(task.train, tokenizer, **lengths, batch_size=config.warm_start.batch_size, seed=config.seed)
     prompts = Prompts(task.train, tokenizer, length=tiny.PROMPT, batch_size=4, seed=0)
-    setting = Setting(
+    context = RunContext(
         config=config,
         mesh=tiny.mesh_of(),
         model=tiny.model_of(config),
@@ -31,7 +31,7 @@ def setting_of(config: Config) -> tuple[Setting, Supervised]:
         prompts=prompts,
         held_out=[],
     )
-    return setting, data
+    return context, data
 
 
 def params_of(config: Config):
@@ -39,9 +39,9 @@ def params_of(config: Config):
 
 
 def trained(config: Config):
-    setting, data = setting_of(config)
+    context, data = context_of(config)
     params, reports = params_of(config), []
-    after = warm_start(setting, params, data, lambda step, values: reports.append((step, values)))
+    after = warm_start(context, params, data, lambda step, values: reports.append((step, values)))
     return params, after, reports, data
 
 
@@ -65,7 +65,7 @@ def test_imitation_lowers_the_loss_and_reports_every_step():
 
 def test_only_solutions_are_imitated():
     config = tiny.config_of()
-    _, data = setting_of(config)
+    _, data = context_of(config)
     batch, model = data.batch(0), tiny.model_of(config)
     loss, metric = supervised_loss(config, model, tiny.host_params(), batch)
     np.testing.assert_allclose(loss, metric.value(), rtol=1e-6)

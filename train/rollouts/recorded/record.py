@@ -7,7 +7,7 @@ from typing import Any
 
 from train.data.prompts import encode_prompts
 from train.data.tasks import Example
-from train.run.setting import Setting
+from train.rollouts.context import RunContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Recorded:
     example: Example
 
 
-def read_record(record: Mapping[str, Any], setting: Setting) -> Recorded:
+def read_record(record: Mapping[str, Any], context: RunContext) -> Recorded:
     """A row as the trainer needs it.
 
     Raises:
@@ -46,20 +46,20 @@ def read_record(record: Mapping[str, Any], setting: Setting) -> Recorded:
         _typed(record, "solution", str, "text") or "",
         record=record,
     )
-    prompt_ids = _ids(record, "prompt_ids", setting)
+    prompt_ids = _ids(record, "prompt_ids", context)
     if prompt_ids is None:
         if "prompt" not in record:
             raise ValueError("missing both prompt_ids and prompt, expected one of them")
-        prompt_ids = _encoded_prompt(example, setting)
+        prompt_ids = _encoded_prompt(example, context)
     if not prompt_ids:
         raise ValueError("prompt_ids: got an empty list, expected at least one id")
-    completion_ids, finished = _completion(record, setting)
+    completion_ids, finished = _completion(record, context)
     text = record.get("completion")
     return Recorded(
         group=record.get("group", record.get("prompt_ids", record.get("prompt"))),
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
-        text=text if isinstance(text, str) else setting.tokenizer.decode(completion_ids),
+        text=text if isinstance(text, str) else context.tokenizer.decode(completion_ids),
         log_probs=_log_probs(record, completion_ids),
         finished=finished,
         rewards=_rewards(record),
@@ -67,32 +67,32 @@ def read_record(record: Mapping[str, Any], setting: Setting) -> Recorded:
     )
 
 
-def _encoded_prompt(example: Example, setting: Setting) -> list[int]:
+def _encoded_prompt(example: Example, context: RunContext) -> list[int]:
     """The ids that a run would show for this text, however long."""
-    ids = setting.tokenizer.prompt_ids(example)
-    tokens, mask = encode_prompts([example], setting.tokenizer, len(ids))
+    ids = context.tokenizer.prompt_ids(example)
+    tokens, mask = encode_prompts([example], context.tokenizer, len(ids))
     return tokens[mask].tolist()
 
 
-def _completion(record: Mapping[str, Any], setting: Setting) -> tuple[list[int], bool]:
+def _completion(record: Mapping[str, Any], context: RunContext) -> tuple[list[int], bool]:
     """Ids, and whether they ended by themselves: as the row says, else by what the last id is."""
     said = _typed(record, "finished", bool, "true or false")
-    ids = _ids(record, "completion_ids", setting)
+    ids = _ids(record, "completion_ids", context)
     if ids is not None:
-        ended = bool(ids) and ids[-1] in setting.tokenizer.eos_ids
+        ended = bool(ids) and ids[-1] in context.tokenizer.eos_ids
         return ids, ended if said is None else said
     text = _typed(record, "completion", str, "text")
     if text is None:
         raise ValueError("missing both completion_ids and completion, expected one of them")
     finished = True if said is None else said
-    return setting.tokenizer.encode(text) + [setting.tokenizer.eos_ids[0]] * finished, finished
+    return context.tokenizer.encode(text) + [context.tokenizer.eos_ids[0]] * finished, finished
 
 
-def _ids(record: Mapping[str, Any], name: str, setting: Setting) -> list[int] | None:
+def _ids(record: Mapping[str, Any], name: str, context: RunContext) -> list[int] | None:
     values = record.get(name)
     if values is None:
         return None
-    size = setting.model.config.vocab_size
+    size = context.model.config.vocab_size
     wrong = not isinstance(values, list) or any(type(v) is not int or not 0 <= v < size for v in values)
     if wrong:
         raise ValueError(f"{name}: got {_shown(values)}, expected a list of ids from 0 to {size - 1}")

@@ -14,11 +14,11 @@ import kljax
 from train.config.errors import UserError
 from train.config.rollout import FileSource as Section
 from train.rl.objective import required_fields
+from train.rollouts.context import RunContext
 from train.rollouts.layout import lay_out
 from train.rollouts.recorded.record import Recorded, read_record
 from train.rollouts.recorded.rows import Place, Rows, open_rows
 from train.rollouts.source import Completions, Request
-from train.run.setting import Setting
 
 _LOG = logging.getLogger(__name__)
 Group = tuple[Place, ...]
@@ -46,19 +46,19 @@ class FileSource:
     endless epochs, each another permutation of the groups.
     """
 
-    def __init__(self, setting: Setting, section: Section) -> None:
+    def __init__(self, context: RunContext, section: Section) -> None:
         """Reads every row once.
 
         Raises:
           UserError: a row is not as it must be, naming file, line and field; no group fits; the rows lack what the
             objective needs.
         """
-        self._setting, self._path = setting, Path(section.path)
+        self._context, self._path = context, Path(section.path)
         self._rows = open_rows(self._path)
         found = self._scan()
         self._check(found)
         self.groups, self.too_long = found.groups, found.too_long
-        order = grain.MapDataset.source(range(len(found.groups))).seed(setting.config.seed)
+        order = grain.MapDataset.source(range(len(found.groups))).seed(context.config.seed)
         self._order = (order.shuffle() if section.shuffle else order).repeat()
 
     def update(self, policy: kljax.Policy, step: int) -> None:
@@ -74,7 +74,7 @@ class FileSource:
         """Holds nothing."""
 
     def _completions(self, rows: list[Recorded]) -> Completions:
-        data = self._setting.config.data
+        data = self._context.config.data
         recorded = [row.log_probs for row in rows if row.log_probs is not None]
         judged = [row.rewards for row in rows if row.rewards is not None]
         return Completions(
@@ -84,7 +84,7 @@ class FileSource:
                 [row.completion_ids for row in rows],
                 recorded or None,
                 lengths=(data.max_prompt_length, data.max_completion_length),
-                pad_id=self._setting.tokenizer.pad_id,
+                pad_id=self._context.tokenizer.pad_id,
             ),
             finished=np.array([row.finished for row in rows], bool),
             texts=[row.text for row in rows],
@@ -94,11 +94,11 @@ class FileSource:
         )
 
     def _read(self, place: Place) -> Recorded:
-        return read_record(self._rows[place.file].read(place.at), self._setting)
+        return read_record(self._rows[place.file].read(place.at), self._context)
 
     def _scan(self) -> _Found:
-        found, samples = _Found(), self._setting.config.rollout.samples_per_prompt
-        data = self._setting.config.data
+        found, samples = _Found(), self._context.config.rollout.samples_per_prompt
+        data = self._context.config.data
         for file, rows in enumerate(self._rows):
             for _, group in itertools.groupby(self._checked(file, rows, found), key=_prompt_of):
                 pairs = list(group)
@@ -123,7 +123,7 @@ class FileSource:
         """Every row of a file, as long as all of them hold the same things."""
         for at, line, record in rows:
             try:
-                row = read_record(record, self._setting)
+                row = read_record(record, self._context)
                 has, names = row.log_probs is not None, frozenset(row.rewards or ())
                 if found.log_probs not in (None, has):
                     raise ValueError(f"log_probs: {'given' if has else 'missing'}, but not in the rows before")
@@ -138,7 +138,7 @@ class FileSource:
             yield Place(file, at, line), row
 
     def _check(self, found: _Found) -> None:
-        data = self._setting.config.data
+        data = self._context.config.data
         limits = (
             f"data.max_prompt_length = {data.max_prompt_length}, "
             f"data.max_completion_length = {data.max_completion_length}"
@@ -151,7 +151,7 @@ class FileSource:
         if found.too_long:
             total = found.too_long + len(found.groups)
             _LOG.warning("%d of %d groups are longer than %s and are left out", found.too_long, total, limits)
-        if not found.log_probs and "rollout_log_probs" in required_fields(self._setting.config):
+        if not found.log_probs and "rollout_log_probs" in required_fields(self._context.config):
             raise UserError(
                 f"rollout.source.path: {self._path} has no log_probs, which this config needs (kl.rollout, or a ratio "
                 "to the policy that sampled)"

@@ -13,12 +13,12 @@ import kljax
 from train.config.errors import UserError
 from train.config.rollout import OpenAISource
 from train.data.prompts import encode_prompts
+from train.rollouts.context import RunContext
 from train.rollouts.layout import lay_out
 from train.rollouts.server.answers import Answer, read_answers
 from train.rollouts.server.client import Client
 from train.rollouts.server.weights import Sync, make_sync
 from train.rollouts.source import Completions, Request, SourceError
-from train.run.setting import Setting
 
 PROCESSED = 1e-30
 """A log-prob this near 0 of the only token that may be drawn is one after the cuts, not of the whole softmax."""
@@ -31,13 +31,13 @@ class ServerSource:
     continued is the same algorithm with other draws.
     """
 
-    def __init__(self, setting: Setting, section: OpenAISource, client: Client | None = None) -> None:
+    def __init__(self, context: RunContext, section: OpenAISource, client: Client | None = None) -> None:
         """Reaches the server, and checks its answers with one token.
 
         Raises:
           UserError: the server is not there, lacks the model, or answers without ids or the log-probs that are needed.
         """
-        self._setting, self._section = setting, section
+        self._context, self._section = context, section
         self._client = client or Client(
             section.url,
             timeout=section.timeout,
@@ -47,7 +47,7 @@ class ServerSource:
         )
         self._model, self._step = section.model, -1
         try:
-            self._sync: Sync = make_sync(self._client, setting)
+            self._sync: Sync = make_sync(self._client, context)
             self._check()
         except UserError:
             self._client.close()
@@ -81,12 +81,12 @@ class ServerSource:
         self._client.close()
 
     def _prompts(self, request: Request) -> list[list[int]]:
-        length = self._setting.config.data.max_prompt_length
-        tokens, mask = encode_prompts(request.examples, self._setting.tokenizer, length)
+        length = self._context.config.data.max_prompt_length
+        tokens, mask = encode_prompts(request.examples, self._context.tokenizer, length)
         return [row[real].tolist() for row, real in zip(tokens, mask, strict=True)]
 
     def _body(self, prompt: Sequence[int], samples: int, seed: int) -> dict[str, Any]:
-        config, section = self._setting.config, self._setting.config.rollout
+        config, section = self._context.config, self._context.config.rollout
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(prompt),
@@ -97,7 +97,7 @@ class ServerSource:
             "top_k": section.top_k or -1,
             "min_p": section.min_p,
             "seed": seed,
-            "stop_token_ids": list(self._setting.tokenizer.eos_ids),
+            "stop_token_ids": list(self._context.tokenizer.eos_ids),
             "return_token_ids": True,
         }
         if section.stop:
@@ -107,20 +107,20 @@ class ServerSource:
         return body
 
     def _complete(self, prompt: Sequence[int], *, samples: int, seed: int) -> list[Answer]:
-        config = self._setting.config
+        config = self._context.config
         return read_answers(
             self._client.post("/v1/completions", self._body(prompt, samples, seed)),
             prompt=prompt,
             samples=samples,
             room=config.data.max_completion_length,
-            vocab_size=self._setting.model.config.vocab_size,
+            vocab_size=self._context.model.config.vocab_size,
             log_probs=config.rollout.record_log_probs,
         )
 
     def _completions(
         self, request: Request, prompts: list[list[int]], answers: list[Answer], seconds: float
     ) -> Completions:
-        data, tokenizer = self._setting.config.data, self._setting.tokenizer
+        data, tokenizer = self._context.config.data, self._context.tokenizer
         lengths = data.max_prompt_length, data.max_completion_length
         rows = [prompt for prompt in prompts for _ in range(request.samples)]
         recorded = [answer.log_probs for answer in answers if answer.log_probs is not None]
@@ -145,13 +145,13 @@ class ServerSource:
             )
         prompt = [0]
         body = self._body(prompt, 1, 0) | {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
-        config = self._setting.config
+        config = self._context.config
         (answer,) = read_answers(
             self._client.post("/v1/completions", body),
             prompt=prompt,
             samples=1,
             room=1,
-            vocab_size=self._setting.model.config.vocab_size,
+            vocab_size=self._context.model.config.vocab_size,
             log_probs=config.rollout.record_log_probs,
         )
         if answer.log_probs:
@@ -159,7 +159,7 @@ class ServerSource:
 
     def _check_kind(self, *, processed: bool) -> None:
         """Log-probs have to be those of the whole softmax at the temperature of the config, as the trainer's are."""
-        config, section = self._setting.config, self._setting.config.rollout
+        config, section = self._context.config, self._context.config.rollout
         if config.temperature != 1 and not processed:
             raise UserError(
                 f"temperature: got {config.temperature:g}, but the log-probs of {self._section.url} are those at "

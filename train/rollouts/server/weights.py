@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 
 import kljax
 from train.config.errors import UserError
+from train.rollouts.context import RunContext
 from train.rollouts.server.client import Client
 from train.rollouts.source import SourceError
-from train.run.setting import Setting
 from train.weights.files import usable_directory
 
 
@@ -82,9 +82,9 @@ class _Folders:
 class _Written:
     """What a server is given by way of folders: where they are, and the one that it has now."""
 
-    def __init__(self, client: Client, setting: Setting, *, model: str, folder: str | None) -> None:
-        self._client, self._setting, self._model = client, setting, model
-        self._folders = _Folders(folder, setting.config.name)
+    def __init__(self, client: Client, context: RunContext, *, model: str, folder: str | None) -> None:
+        self._client, self._context, self._model = client, context, model
+        self._folders = _Folders(folder, context.config.name)
         self._current: Path | None = None
 
 
@@ -98,9 +98,9 @@ class LoraSync(_Written):
         """The name of the adapter."""
         from train.weights.peft import save_adapter
 
-        source = self._setting.config.model.path
+        source = self._context.config.model.path
         with self._folders.new(step) as path:
-            save_adapter(path, self._setting.model, policy.adapter, base_name=self._model, source=source)
+            save_adapter(path, self._context.model, policy.adapter, base_name=self._model, source=source)
         _accepted(self._client, "/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
         old, self._current = self._current, path
         self._unload(old)
@@ -129,9 +129,9 @@ class WeightSync(_Written):
         """The name of the base model, whose weights these are now."""
         from train.weights.huggingface import save_folder
 
-        source = self._setting.config.model.path
+        source = self._context.config.model.path
         with self._folders.new(step) as path:
-            save_folder(path, self._setting.model, policy, source=source)
+            save_folder(path, self._context.model, policy, source=source)
         _accepted(self._client, "/pause", {})
         try:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
@@ -171,13 +171,13 @@ def _accepted(client: Client, path: str, body: Mapping[str, object]) -> None:
         raise SourceError(f"{error}{hint}") from error
 
 
-def make_sync(client: Client, setting: Setting) -> Sync:
+def make_sync(client: Client, context: RunContext) -> Sync:
     """What `rollout.source.sync` of the config asks for; raises `UserError` if it cannot be done."""
-    section = setting.config.rollout.source
+    section = context.config.rollout.source
     if section.type != "openai":
         raise ValueError(f"rollout.source.type: got {section.type!r}, expected openai")
-    kind = section.sync or ("lora" if setting.config.lora is not None else "weights")
-    if kind == "weights" and setting.model.config.tie_embeddings:
+    kind = section.sync or ("lora" if context.config.lora is not None else "weights")
+    if kind == "weights" and context.model.config.tie_embeddings:
         # Measured with vLLM 0.32: it warns "ParallelLMHead: Failed to load weights" and goes on with the old head.
         raise UserError(
             "rollout.source.sync: got weights, but the model ties its LM head to the embeddings, which vLLM does not "
@@ -186,4 +186,4 @@ def make_sync(client: Client, setting: Setting) -> Sync:
     if kind == "none":
         return NoSync(section.model)
     made = LoraSync if kind == "lora" else WeightSync
-    return made(client, setting, model=section.model, folder=section.folder)
+    return made(client, context, model=section.model, folder=section.folder)

@@ -1,7 +1,6 @@
-"""Everything about a run that does not change while it runs."""
+"""The run context: what a run builds from its config before it starts."""
 
 import dataclasses
-from typing import Any
 
 import optax
 from jax.sharding import Mesh
@@ -11,18 +10,14 @@ from train.data.prompts import Prompts
 from train.data.tasks import Example, Task
 from train.data.tokenizers import Tokenizer
 from train.models import Decoder
-from train.references import Reference
-
-Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """The config, and what was built from it.
+class RunContext:
+    """The config and the objects built from it; complete when made, constant during the run.
 
     Attributes:
-      base: weights that the policy shares with the reference, with LoRA; else None.
-      reference: what the KL is measured against, or None; of one that follows the policy, the half that stays.
+      prompts: the training prompts, by step.
       held_out: the examples of an evaluation.
     """
 
@@ -34,5 +29,3 @@ class Setting:
     task: Task
     prompts: Prompts
     held_out: list[Example]
-    base: Tree = None
-    reference: Reference | None = None

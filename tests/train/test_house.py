@@ -1,0 +1,83 @@
+"""The rules of the trainer's house, checked: imports go one way, without a circle, and the compute core stays small."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((ROOT / "train").rglob("*.py"))
+}
+# A module imports from its own folder or one before it.
+FOLDERS = ("config", "models", "rl", "data", "weights", "references", "rollouts", "run", "commands")
+COMMANDS = ("train", "train.__main__", "train.eval", "train.export")
+
+
+def folder_of(module: str) -> str:
+    return "commands" if module in COMMANDS else module.split(".")[1]
+
+
+def imported(module: str, *, deferred: bool) -> set[str]:
+    """The modules of the trainer that a module imports: at its top, or also within functions and type checks."""
+    tree = ast.parse(MODULES[module].read_text())
+    names: set[str] = set()
+    for node in ast.walk(tree) if deferred else tree.body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= (inner & MODULES.keys()) or {node.module or ""}
+    return (names & MODULES.keys()) - {module}
+
+
+def reached(module: str) -> set[str]:
+    """The modules that importing `module` loads, with the packages around them."""
+    seen, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        parts = name.split(".")
+        waiting += [*imported(name, deferred=False), *(".".join(parts[:end]) for end in range(1, len(parts)))]
+    return seen
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    for name in imported(module, deferred=True):
+        assert FOLDERS.index(folder_of(name)) <= FOLDERS.index(folder_of(module)), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_import_circle(module: str) -> None:
+    seen, waiting = set(), list(imported(module, deferred=True))
+    while waiting:
+        name = waiting.pop()
+        assert name != module, f"{module} imports itself by way of others"
+        if name not in seen:
+            seen.add(name)
+            waiting += imported(name, deferred=True)
+
+
+def test_the_compute_core_is_small() -> None:
+    core = [name for name in MODULES if folder_of(name) == "rl"]
+    assert core
+    for module in core:
+        loaded = reached(module) - {"train"}
+        assert len(loaded) <= 35, f"{module} loads {len(loaded)} modules of the trainer: {sorted(loaded)}"
+        assert {folder_of(name) for name in loaded} <= {"config", "models", "rl"}
+
+
+def test_a_config_loads_without_jax() -> None:
+    """Nor flax nor tokenizers: a config is checked on any machine."""
+    for module in (name for name in MODULES if folder_of(name) == "config"):
+        tree = ast.parse(MODULES[module].read_text())
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            roots = {name.split(".")[0] for name in names}
+            assert not roots & {"jax", "flax", "tokenizers", "optax", "orbax", "numpy"}, f"{module} imports {roots}"

@@ -1,0 +1,91 @@
+"""References that follow the policy: an exponential moving average, or a copy refreshed every few steps.
+
+Only the trained part of such a reference, weights or adapter, has its own arrays; they are part of the saved state.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kljax
+from train.config.schema import Config
+from train.models import Decoder
+from train.rl.reference import Reference
+from train.rl.state import TrainState, policy_part
+from train.rl.tracing import traced_once
+
+Tree = Any
+Follow = Callable[[Tree, Tree, jax.Array], Tree]
+
+
+def follows_policy(config: Config) -> bool:
+    """Whether the reference changes during the run."""
+    section = config.reference
+    return section.source == "ema" or getattr(section, "refresh_every", None) is not None
+
+
+def with_abstract_reference(config: Config, state: TrainState) -> TrainState:
+    """Adds shapes, dtypes and shardings of a reference that follows the policy to a state, for restoring it."""
+    if not (config.needs_reference() and follows_policy(config)):
+        return state
+    part = state.trainable[policy_part(state.trainable)]
+    following = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, _stored_dtype(config, x.dtype), sharding=x.sharding), part
+    )
+    return dataclasses.replace(state, reference=following)
+
+
+def start_following(config: Config, loaded: Reference, trainable: dict[str, Tree]) -> tuple[Reference, Tree]:
+    """Splits a loaded reference into its frozen part and the part that follows the policy.
+
+    An average starts at the policy; a refreshed copy at the loaded reference. A missing adapter becomes zeros.
+    """
+    name = policy_part(trainable)
+    part = trainable[name]
+    start = part if config.reference.source == "ema" else getattr(loaded.policy, name)
+    if start is None:
+        start = jax.tree.map(jnp.zeros_like, part)
+
+    def copy(x: jax.Array, like: jax.Array) -> jax.Array:
+        copied = jnp.array(x, _stored_dtype(config, like.dtype), copy=True)
+        return jax.device_put(copied, like.sharding)
+
+    return frozen_part(loaded.model, loaded.policy.params, trainable), jax.tree.map(copy, start, part)
+
+
+def frozen_part(model: Decoder, base: Tree, trainable: dict[str, Tree]) -> Reference:
+    """Returns the part of a following reference that never changes: the base under an adapter, else nothing."""
+    return Reference(model, kljax.Policy(base if policy_part(trainable) == "adapter" else None))
+
+
+def current_reference(reference: Reference | None, state: TrainState) -> Reference | None:
+    """Returns the reference at this state, with the part that follows the policy cast to the policy's dtypes."""
+    if reference is None or state.reference is None:
+        return reference
+    name = policy_part(state.trainable)
+    following = jax.tree.map(
+        lambda x, like: x if x.dtype == like.dtype else x.astype(like.dtype), state.reference, state.trainable[name]
+    )
+    return dataclasses.replace(reference, policy=dataclasses.replace(reference.policy, **{name: following}))
+
+
+def make_follow(config: Config, following: Tree) -> Follow:
+    """Compiles `(following, trained, step) -> following`, which donates its first argument."""
+    section = config.reference
+
+    def follow(following: Tree, trained: Tree, step: jax.Array) -> Tree:
+        if section.source == "ema":
+            return kljax.ema_reference(following, trained, decay=section.decay)
+        return kljax.refreshed_reference(following, trained, step, every=getattr(section, "refresh_every", None) or 1)
+
+    shardings = jax.tree.map(lambda x: x.sharding, following)
+    return jax.jit(traced_once(follow), donate_argnums=0, out_shardings=shardings)
+
+
+def _stored_dtype(config: Config, dtype: Any) -> Any:
+    """Averages are stored in float32: in bfloat16 every step smaller than 1/256 of a weight would be lost."""
+    average = config.reference.source == "ema" and jnp.issubdtype(dtype, jnp.floating)
+    return jnp.promote_types(dtype, jnp.float32) if average else dtype

@@ -1,0 +1,223 @@
+"""The base of a run: the weights before RL, made once, saved or recorded, read back, and compared with other runs'.
+
+A base that a warm start trained, or that was drawn, is saved in the run directory. A Hugging Face folder that is used
+as it is stays where it is: `base.json` records its path and digest.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from train.config.errors import UserError, warn
+from train.config.schema import Config
+from train.models import Decoder
+from train.models.int8 import quantise_params
+from train.references import is_recorded, locate, run_directory_of
+from train.rl.policy import abstract_params
+from train.run.directory import RunDirectory
+from train.weights.checkpoint import restore_base
+from train.weights.files import write_text_atomic
+from train.weights.huggingface import folder_digest, load_params
+from train.weights.model import field_errors, unquantized
+from train.weights.peft import is_peft
+from train.weights.saved_arrays import SavedArray, folder_arrays, orbax_arrays
+
+Tree = Any
+RECORD = "base.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedBase:
+    """Base weights on disk.
+
+    Attributes:
+      path: a Hugging Face folder, or an orbax directory.
+      item: dotted path inside the orbax directory, or None for all of it.
+      digest: of the folder, as the run recorded it; None for an orbax directory.
+    """
+
+    path: Path
+    item: str | None = None
+    digest: str | None = None
+
+    def arrays(self) -> dict[str, SavedArray]:
+        """Lists the arrays by name; raises FileNotFoundError or ValueError if the folder is gone or has changed."""
+        if self.digest is None:
+            return orbax_arrays(self.path, self.item)
+        if folder_digest(self.path) != self.digest:
+            raise ValueError(f"{self.path} is not what it was: its digest was {self.digest}")
+        return folder_arrays(self.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedBase:
+    """The base that a reference adapter of another run was trained on.
+
+    Attributes:
+      path: `reference.path`.
+      run: the run that saved the adapter.
+      base: the base of that run.
+    """
+
+    path: str
+    run: Path
+    base: SavedBase
+
+    def check(self, ours: SavedBase, *, hint: str = "") -> None:
+        """Raises `UserError` naming both bases if the base of this run differs."""
+        try:
+            difference = _difference(self.base, ours)
+        except (FileNotFoundError, ValueError) as error:
+            raise UserError(
+                f"reference.path: got {self.path}, an adapter of the run {self.run}, whose base cannot be compared "
+                f"with that of this run: {error}"
+            ) from error
+        if difference is None:
+            return
+        field = "warm_start.checkpoint" if self.base.digest is None else "model.path"
+        raise UserError(
+            f"reference.path: got {self.path}, an adapter of the run {self.run}, whose base is {self.base.path} "
+            f"({difference[0]}), but the base of this run is {ours.path} ({difference[1]}); expected an adapter of "
+            f"this base, or a run that starts from the other: {field}={self.base.path}{hint}"
+        )
+
+    def check_run(self, root: Path) -> None:
+        """Checks the base that the run at `root` has made by now."""
+        made = saved_base(root)
+        if made is None:
+            raise RuntimeError(f"{root} has no base, although it is about to train")
+        self.check(made, hint="; the base is saved, and --resume with another reference goes on from it")
+
+
+def record_folder(root: Path, folder: str | Path) -> None:
+    """Records in the run directory `root` that its base is a folder, with the digest of the folder."""
+    record = {"folder": str(Path(folder).absolute()), "digest": folder_digest(folder)}
+    write_text_atomic(root / RECORD, json.dumps(record, indent=2) + "\n")
+
+
+def saved_base(root: Path) -> SavedBase | None:
+    """Locates the base that a run saved or recorded, or returns None if it has none yet."""
+    if (root / RECORD).is_file():
+        record = json.loads((root / RECORD).read_text(encoding="utf-8"))
+        return SavedBase(Path(record["folder"]), digest=record["digest"])
+    base = RunDirectory(root).base
+    return SavedBase(base) if base.is_dir() else None
+
+
+def load_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
+    """Loads the base of a run that continues: from the run directory, or from the recorded folder.
+
+    Raises:
+      UserError: the folder is gone, or its digest is not the recorded one.
+    """
+    root, base = directory.root, saved_base(directory.root)
+    if base is None or base.digest is None:
+        return restore_weights(directory.base, model, mesh, "base")
+    try:
+        digest = folder_digest(base.path)
+        if digest != base.digest:
+            raise UserError(
+                f"model.path: {base.path} is not what {root} began with: its digest is {digest}, that of the run "
+                f"{base.digest} ({root / RECORD}); restore the weights, or start a new run"
+            )
+        return load_params(str(base.path), model, mesh)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"model.path: {error}; {root} began with the weights in {base.path}") from error
+
+
+def load_initial_base(config: Config, model: Decoder, mesh: Mesh) -> Tree | None:
+    """Loads the saved weights that the config starts from, or returns None if they are to be drawn."""
+    if config.warm_start.checkpoint is not None:
+        path, item = locate(config.warm_start.checkpoint, "params")
+        return restore_weights(path, model, mesh, "warm_start.checkpoint", item=item)
+    if config.model.path is not None:
+        with field_errors("model.path"):
+            return load_params(config.model.path, model, mesh)
+    return None
+
+
+def restore_weights(path: Path, model: Decoder, mesh: Mesh, field: str, *, item: str | None = None) -> Tree:
+    """Restores weights that orbax saved, which are never quantized, and quantizes them if the model does."""
+    return quantize_if_needed(model, restore_base(path, abstract_params(unquantized(model), mesh), field, item=item))
+
+
+def quantize_if_needed(model: Decoder, params: Tree) -> Tree:
+    """Quantizes weights, which it donates, if the model is quantized."""
+    return params if model.config.quantization is None else quantise_params(params)
+
+
+def check_same_base(config: Config, continued: RunDirectory | None) -> ExpectedBase | None:
+    """Compares the base of the adapter at `reference.path` with that of this run, before anything is written.
+
+    An adapter fits every base of its shape, so shapes say nothing. Folders are compared by digest, everything else
+    value by value. An adapter that lies in no run cannot be checked.
+
+    Args:
+      continued: the run that is continued; None for a new one.
+
+    Returns:
+      The base to compare once this run has made its own; None if nothing is left to compare.
+
+    Raises:
+      UserError: the bases differ, naming both.
+    """
+    section = config.reference
+    if not config.needs_reference() or section.source != "adapter" or is_peft(section.path):
+        return None
+    run = run_directory_of(locate(section.path, "adapter")[0])
+    if run is None or (continued is not None and is_recorded(continued.reference, config)):
+        return None
+    theirs, ours = saved_base(run), _existing_base(config, continued)
+    if theirs is None:
+        warn(f"reference.path: the run {run} has no base any more, with which that of this run could be compared")
+        return None
+    expected = ExpectedBase(section.path, run, theirs)
+    if ours is None:
+        return expected
+    expected.check(ours)
+    return None
+
+
+def _existing_base(config: Config, continued: RunDirectory | None) -> SavedBase | None:
+    """Locates the base of this run if it is on disk already."""
+    saved = None if continued is None else saved_base(continued.root)
+    if saved is not None:
+        return saved
+    if config.warm_start.checkpoint is not None:
+        return SavedBase(*locate(config.warm_start.checkpoint, "params"))
+    if config.model.path is not None and config.warm_start.steps == 0:
+        return SavedBase(Path(config.model.path), digest=folder_digest(config.model.path))
+    return None
+
+
+def _difference(theirs: SavedBase, ours: SavedBase) -> tuple[str, str] | None:
+    """Describes how two bases differ, in words for each; None if they are equal."""
+    if theirs.digest is not None and theirs.digest == ours.digest:
+        return None
+    if theirs.digest is None and (theirs.path.resolve(), theirs.item) == (ours.path.resolve(), ours.item):
+        return None
+    first, second = theirs.arrays(), ours.arrays()
+    for name in sorted(first.keys() | second.keys()):
+        shapes = [f"{name}: {list(one[name].shape) if name in one else 'missing'}" for one in (first, second)]
+        if shapes[0] != shapes[1]:
+            return shapes[0], shapes[1]
+    # A base stored in bfloat16 was rounded to it.
+    half = np.dtype(jnp.bfloat16)
+    rounded = any(half == array.dtype for one in (first, second) for array in one.values())
+    digests = [_digest(one, half if rounded else np.dtype(np.float32)) for one in (first, second)]
+    return None if digests[0] == digests[1] else (f"digest {digests[0]}", f"digest {digests[1]}")
+
+
+def _digest(arrays: Mapping[str, SavedArray], dtype: np.dtype) -> str:
+    """Hashes all values, each rounded to `dtype`, to 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(arrays[name].read().astype(dtype).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,49 @@
+"""Building the decoder that a config describes."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from train.config.checks.layout import divisions
+from train.config.errors import UserError
+from train.config.schema import Config
+from train.data.tokenizers import Tokenizer
+from train.models import Decoder, DecoderConfig, LoraConfig, Rope
+from train.weights.huggingface.config import decoder_config
+
+
+def make_model(config: Config, tokenizer: Tokenizer) -> Decoder:
+    """Builds the decoder: from `config.json` of `model.path`, or from the `model` section and the tokenizer.
+
+    Raises:
+      UserError: `config.json` is missing, is not understood, or does not fit the tokenizer, mesh or lora section.
+    """
+    section = config.model
+    lora = None if config.lora is None else LoraConfig(**config.lora.model_dump(exclude={"path"}))
+    options = section.model_dump(include={"dtype", "param_dtype", "attention", "remat", "quantization"})
+    if section.path is None:
+        shape = section.shape()
+        rope = Rope(shape.pop("rope_theta"))
+        return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **options))
+    with field_errors(f"model.path {section.path}"):
+        read = decoder_config(section.path, lora=lora, **options)
+    lines = [f"{name}: {line}" for name, line in divisions(dataclasses.asdict(read), config.mesh)]
+    if tokenizer.vocab_size > read.vocab_size:
+        lines.append(f"vocab_size: got {read.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens")
+    if lines:
+        raise UserError(f"model.path {section.path}: {'; '.join(lines)}")
+    return Decoder(read)
+
+
+def unquantized(model: Decoder) -> Decoder:
+    """Returns the decoder whose weights are trained, saved and read; `model` itself if nothing is quantized."""
+    return Decoder(dataclasses.replace(model.config, quantization=None))
+
+
+@contextmanager
+def field_errors(field: str) -> Iterator[None]:
+    """Turns errors of reading into a `UserError` that names a field of the config."""
+    try:
+        yield
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{field}: {error}") from error
