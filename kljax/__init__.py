@@ -155,6 +155,8 @@ from kljax.rewards import (
     subtract_kl,
 )
 
+__version__ = "0.2.0"
+
 __all__ = [
     "Controller",
     "ControllerState",

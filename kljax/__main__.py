@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import kljax
+
 # In the order of --help; a command whose package is absent is left out.
 COMMANDS = ("systems", "audit")
 
@@ -14,6 +16,7 @@ COMMANDS = ("systems", "audit")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code, 2 for a mistake of the user."""
     parser = argparse.ArgumentParser(prog="python -m kljax", description="KL regularisation for RL post-training.")
+    parser.add_argument("--version", action="version", version=f"kljax {kljax.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
         if importlib.util.find_spec(f"kljax.{name}") and importlib.util.find_spec(f"kljax.{name}.command"):

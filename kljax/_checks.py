@@ -67,7 +67,12 @@ def check_only_with(allowed: bool, explanation: str, arguments: Mapping[str, obj
 
 
 def as_float(*values: ArrayLike) -> list[Array]:
-    """Converts to one common float type: float64 if any input is float64, else float32."""
+    """Converts to one common float type: float64 if any input is float64, else float32.
+
+    Booleans alone become the default float type, as they bring no precision of their own.
+    """
     arrays = [jnp.asarray(value) for value in values]
+    if all(array.dtype == bool for array in arrays):
+        return [array.astype(jnp.result_type(float)) for array in arrays]
     wide = any(array.dtype == jnp.float64 for array in arrays)
     return [array.astype(jnp.float64 if wide else jnp.float32) for array in arrays]

@@ -1,12 +1,17 @@
 """Type aliases. Shape letters used throughout: B rows, T positions, D width, V vocabulary, N tokens, G groups."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NewType
 
 import jax
 import jax.typing
 
 Array = jax.Array
-ArrayLike = jax.typing.ArrayLike
+if TYPE_CHECKING:
+    ArrayLike = jax.typing.ArrayLike
+else:
+    # The union under a name: `help` would spell out its members at every argument.
+    ArrayLike = NewType("ArrayLike", jax.typing.ArrayLike)
+    ArrayLike.__module__ = "kljax.typing"
 Scalar = float | jax.Array
 AxisName = str | tuple[str, ...] | None
 

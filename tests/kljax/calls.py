@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import kljax
+from kljax.typing import ArrayLike
 from tests import oracles
 
 # Distinct, so that an axis is known by its size. Rows and positions can be split over 8 devices.
@@ -368,13 +369,13 @@ def _of_controller(call: Call, seed: int) -> Call:
 
 
 def _is_array(about: inspect.Parameter) -> bool:
-    return np.ndarray in typing.get_args(about.annotation) or about.name in TREES
+    return ArrayLike in (about.annotation, *typing.get_args(about.annotation)) or about.name in TREES
 
 
 def _is_scalar(about: inspect.Parameter) -> bool:
     """Annotated as a number that may be traced."""
     inner = typing.get_args(about.annotation)
-    return jax.Array in inner and float in inner and np.ndarray not in inner
+    return jax.Array in inner and float in inner
 
 
 def _shape(name: str, parameter: str) -> tuple[int, ...]:

@@ -5,15 +5,17 @@ import doctest
 import inspect
 import operator
 import pathlib
+import pydoc
 import re
 import subprocess
 import sys
+import tomllib
 import typing
 
-import numpy as np
 import pytest
 
 import kljax
+from kljax.typing import ArrayLike
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIBRARY = sorted((ROOT / "kljax").rglob("*.py"))
@@ -160,7 +162,7 @@ POSITIONAL = {
 @pytest.mark.parametrize("name", public_functions())
 def test_arrays_are_positional_and_all_else_is_keyword_only(name: str) -> None:
     for parameter in inspect.signature(thing_of(name)).parameters.values():
-        is_array = np.ndarray in typing.get_args(parameter.annotation)  # ArrayLike, a union
+        is_array = ArrayLike in (parameter.annotation, *typing.get_args(parameter.annotation))
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             assert is_array or parameter.name in POSITIONAL, f"{name}: {parameter.name} should be keyword-only"
         else:
@@ -193,3 +195,21 @@ def test_no_configuration_by_guessing(path: pathlib.Path) -> None:
         called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr"
         if called and len(node.args) == 3:
             assert not re.search("config|cfg", ast.unparse(node.args[0])), f"{relative(path)}: {ast.unparse(node)}"
+
+
+def test_help_shows_arrays_by_name() -> None:
+    text = pydoc.plain(pydoc.render_doc(kljax.token_weights))
+    signature = text[: text.index("The weight of each token")]
+    assert "mask: kljax.typing.ArrayLike" in signature
+    assert "ndarray" not in signature
+
+
+def test_the_version_is_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kljax", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"kljax {kljax.__version__}\n"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["hatch"]["version"]["path"] == "kljax/__init__.py"
+    assert (ROOT / "kljax" / "py.typed").is_file()

@@ -86,3 +86,11 @@ def test_errors_name_the_argument() -> None:
         kljax.kl_by_position(VALUES, NOISE, MASK, num_buckets=2, max_length=0)
     with pytest.raises(TypeError, match="kept: got dtype float64"):
         kljax.masked_fraction(NOISE, MASK)
+
+
+def test_fractions_of_booleans_are_as_wide_as_floats() -> None:
+    kept, mask = jnp.array([True, False, True]), jnp.ones(3, bool)
+    for metric in (kljax.masked_fraction(kept, mask), kljax.WeightedSum.of(kept, mask), kljax.mean_metric(kept, mask)):
+        assert (metric.sum.dtype, metric.weight.dtype) == (jnp.float64, jnp.float64)
+    with jax.enable_x64(False):
+        assert kljax.masked_fraction(kept, mask).sum.dtype == jnp.float32
