@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from kljax._checks import check_mask, check_same_shape
+from kljax._checks import as_float, check_mask, check_same_shape
 from kljax._typing import Array, ArrayLike
 
 __all__ = ["top_k_overlap"]
@@ -17,7 +17,7 @@ def top_k_overlap(indices: ArrayLike, teacher_indices: ArrayLike, mask: ArrayLik
       mask: `[..., T]`, boolean.
 
     Returns:
-      `[..., T]`, float32, between 0 and 1; masked positions hold 0. Its mean is `mean_metric(overlap, mask)`.
+      `[..., T]`, float32 or float64, between 0 and 1; masked positions hold 0. `mean_metric` takes its mean.
 
     Gradient:
       None; metrics are data.
@@ -43,5 +43,5 @@ def top_k_overlap(indices: ArrayLike, teacher_indices: ArrayLike, mask: ArrayLik
     for name, array in (("indices", first), ("teacher_indices", second)):
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{name}: got dtype {array.dtype}, expected an integer type")
-    shared = (first[..., :, None] == second[..., None, :]).any(-1).sum(-1)
-    return jnp.where(check_mask(mask), shared.astype(jnp.float32) / max(shape[-1], 1), 0)
+    (shared,) = as_float((first[..., :, None] == second[..., None, :]).any(-1))
+    return jnp.where(check_mask(mask), shared.sum(-1) / max(shape[-1], 1), 0)
