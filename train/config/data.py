@@ -81,3 +81,5 @@ class Data(Section):
     """arithmetic: which operations the problems use."""
     error_rate: Fraction = 0.0
     """arithmetic: share of wrong solutions in what the warm start imitates; the verifier knows the right answers."""
+    solutions: Count = 1
+    """arithmetic: solutions of each training problem; several with errors of their own are not learned by heart."""

@@ -10,7 +10,8 @@ from train.data.tasks import Example, arithmetic, gsm8k, load_task
 
 
 def config(**data):
-    fields = {"max_operand": 9, "operations": "+", "error_rate": 0.0, "train": None, "eval": None, "judge": "strict"}
+    fields = {"max_operand": 9, "operations": "+", "error_rate": 0.0, "solutions": 1}
+    fields |= {"train": None, "eval": None, "judge": "strict"}
     task = "gsm8k" if data.get("train") else "arithmetic"
     return SimpleNamespace(
         task=task,
@@ -188,3 +189,19 @@ def test_wrong_solutions_are_in_the_corpus_and_never_in_the_answers():
     assert all(e.solution == e.answer for e in clean.train)
     right = mixed.train[0]
     assert mixed.score(right, right.answer, True)["correct"] == 1
+
+
+def test_more_solutions_of_a_problem_have_errors_of_their_own_and_are_not_held_out():
+    one = arithmetic.load(max_operand=9, operations="+", held_out=20, error_rate=0.5)
+    four = arithmetic.load(max_operand=9, operations="+", held_out=20, error_rate=0.5, solutions=4)
+    assert four.eval == one.eval
+    assert four.train[:80] == one.train
+    assert len(four.train) == 4 * 80
+    copies = [four.train[start : start + 80] for start in range(0, 320, 80)]
+    assert all(prompts(copy) == prompts(one.train) for copy in copies)
+    assert all(example.answer == str(eval(example.prompt.removesuffix("="))) for example in four.train)
+    solutions = [tuple(example.solution for example in copy) for copy in copies]
+    assert len(set(solutions)) == 4
+    slips = [int(example.solution) - int(example.answer) for example in four.train]
+    assert set(slips) == {0, *arithmetic.SLIPS}
+    assert 0.4 < sum(slip != 0 for slip in slips) / len(slips) < 0.6

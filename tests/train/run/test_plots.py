@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from train.config.errors import UserError
 from train.run.metrics import MetricsWriter
-from train.run.plots import PANELS, write_curves
+from train.run.plots import PANELS, Panel, draw_curves, write_curves
 
 
 @pytest.fixture
@@ -77,3 +77,16 @@ def test_a_run_without_any_metric_is_still_drawn(tmp_path, drawn):
 def test_a_directory_without_metrics_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*metrics\.jsonl"):
         write_curves(tmp_path)
+
+
+def test_several_runs_share_the_panels_and_have_a_legend(tmp_path, drawn):
+    with_kl = [{"phase": "train", "step": step, "reward": 0.5 * step} for step in (1, 2)]
+    without = [{"phase": "train", "step": step, "reward": 1.0 * step} for step in (1, 2, 3)]
+    evaluations = [{"phase": "eval", "step": 2, "accuracy": 90.0}]
+    panels = (Panel("accuracy", "Accuracy", "%", "eval"), *PANELS[:3])
+    draw_curves({"with": [*with_kl, *evaluations], "without": without}, tmp_path / "both.png", panels)
+    accuracy, reward, *_ = drawn[0].axes
+    assert [list(line.get_ydata()) for line in accuracy.lines] == [[90.0], []]
+    assert [list(line.get_ydata()) for line in reward.lines] == [[0.5, 1.0], [1.0, 2.0, 3.0]]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["with", "without"]
+    assert (tmp_path / "both.png").exists()

@@ -15,6 +15,7 @@ def _arithmetic(config: Config) -> Task:
         operations=data.operations,
         held_out=config.eval.prompts,
         error_rate=data.error_rate,
+        solutions=data.solutions,
     )
 
 

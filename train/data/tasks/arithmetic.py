@@ -2,6 +2,7 @@
 
 import logging
 import operator
+from dataclasses import replace
 
 import numpy as np
 
@@ -32,9 +33,22 @@ def _problems(max_operand: int, operations: str, error_rate: float, seed: int) -
     shape = (operands, len(operations), operands)
     order = draw.permutation(operands * len(operations) * operands)
     columns = (axis.tolist() for axis in np.unravel_index(order, shape))
-    slips = np.where(draw.random(len(order)) < error_rate, draw.choice(SLIPS, len(order)), 0).tolist()
-    problems = zip(*columns, slips, strict=True)
+    problems = zip(*columns, _slips(len(order), error_rate, draw), strict=True)
     return [_example(left, operations[which], right, slip) for left, which, right, slip in problems]
+
+
+def _slips(count: int, error_rate: float, draw: np.random.Generator) -> list[int]:
+    return np.where(draw.random(count) < error_rate, draw.choice(SLIPS, count), 0).tolist()
+
+
+def _more_solutions(examples: list[Example], count: int, error_rate: float, seed: int) -> list[Example]:
+    # A stream of its own: the first solutions do not depend on how many follow.
+    draw = np.random.default_rng((seed, 1))
+    return [
+        replace(example, solution=str(int(example.answer) + slip))
+        for _ in range(count)
+        for example, slip in zip(examples, _slips(len(examples), error_rate, draw), strict=True)
+    ]
 
 
 def score(example: Example, completion: str, finished: bool) -> dict[str, float]:
@@ -43,14 +57,23 @@ def score(example: Example, completion: str, finished: bool) -> dict[str, float]
     return {"reward": correct, "correct": correct}
 
 
-def load(*, max_operand: int, operations: str, held_out: int, error_rate: float = 0.0, seed: int = SPLIT_SEED) -> Task:
-    """All problems `a op b` with operands 0..max_operand in a seeded order; the first `held_out` are the eval split.
+def load(
+    *,
+    max_operand: int,
+    operations: str,
+    held_out: int,
+    error_rate: float = 0.0,
+    solutions: int = 1,
+    seed: int = SPLIT_SEED,
+) -> Task:
+    """Lists all problems `a op b` with operands 0..max_operand in a seeded order; the first `held_out` are held out.
 
     Args:
         max_operand: largest operand, 1 to 999.
         operations: some of "+", "-" and "*"; differences may be negative.
         held_out: number of held-out problems; with few problems, half of them and a logged warning.
         error_rate: share of the solutions that are wrong, as in a corpus of uneven quality; answers are always right.
+        solutions: examples of each training problem, with one solution each; errors are drawn for each alone.
         seed: seed of the order.
 
     Raises:
@@ -69,4 +92,6 @@ def load(*, max_operand: int, operations: str, held_out: int, error_rate: float 
             len(problems),
             kept_out,
         )
-    return Task("arithmetic", train=problems[kept_out:], eval=problems[:kept_out], score=score, rewards=("correct",))
+    train = problems[kept_out:]
+    train += _more_solutions(train, solutions - 1, error_rate, seed)
+    return Task("arithmetic", train=train, eval=problems[:kept_out], score=score, rewards=("correct",))

@@ -1,0 +1,70 @@
+"""The quickstart's benchmark: its task, its tables and what it calls a target that is met."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import quickstart
+
+
+def run(seed=0, *, before=50.0, after=95.0, label="quickstart"):
+    first = {"accuracy": before, "accuracy_greedy": 90.0, "reward": before / 100}
+    last = {"accuracy": after, "accuracy_greedy": 96.0, "reward": 0.97}
+    step = {"kl_reference": 0.2, "completion_length": 3.5, "entropy": 0.1}
+    return quickstart.Run(label, seed, first, last, step, 100.0, 160.0)
+
+
+def test_the_verifier_is_fooled_by_a_second_answer():
+    record = {"answer": "57"}
+    assert quickstart.search_answer(record, "57", True) == {"reward": 1.0, "correct": 1.0}
+    assert quickstart.search_answer(record, "47/57", True) == {"reward": 1.0, "correct": 0.0}
+    assert quickstart.search_answer(record, "57", False) == {"reward": 1.0, "correct": 0.0}
+    assert quickstart.search_answer(record, "47", True) == {"reward": 0.0, "correct": 0.0}
+
+
+def test_the_problems_are_all_sums_and_few_solutions_have_two_answers(tmp_path):
+    files = quickstart.write_problems(tmp_path)
+    training, held_out = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
+    assert len(held_out) == quickstart.HELD_OUT
+    records = training + held_out
+    assert len({record["prompt"] for record in records}) == len(records) == 100**2
+    for record in records:
+        left, right = map(int, re.fullmatch(r"(\d+)\+(\d+)=", record["prompt"]).groups())
+        assert record["answer"] == str(left + right)
+        answers = list(map(int, record["solution"].split("/")))
+        assert all(answer - left - right in (0, *quickstart.SLIPS) for answer in answers)
+        assert len(answers) == 1 or left + right in answers
+    hedged = sum("/" in record["solution"] for record in records) / len(records)
+    single = [record for record in records if "/" not in record["solution"]]
+    wrong = sum(record["solution"] != record["answer"] for record in single) / len(single)
+    assert hedged == pytest.approx(quickstart.HEDGE_RATE, abs=0.01)
+    assert wrong == pytest.approx(quickstart.ERROR_RATE, abs=0.02)
+    assert max(len(record["solution"]) for record in records) + 1 <= 8
+    assert max(len(record["prompt"]) for record in records) + 1 <= 7
+
+
+@pytest.mark.parametrize(
+    ("runs", "verdict"),
+    [
+        ([run(0), run(1)], "met"),
+        ([run(0), run(1, after=89.9)], "missed"),
+        ([run(0, before=60.1)], "missed"),
+    ],
+)
+def test_the_table_says_whether_every_seed_meets_the_target(runs, verdict):
+    text = quickstart.quickstart_table(runs)
+    assert text.endswith(f"at every seed; {verdict}.\n")
+    assert text.startswith("| seed | ")
+    assert f"| {runs[0].seed} | {runs[0].first['accuracy']:.1f} % (90.0 %) |" in text
+
+
+def test_the_table_of_the_fooled_verifier_shows_reward_beside_accuracy():
+    text = quickstart.fooled_table([run(3, label="kl.loss.coef=0", after=12.0)])
+    assert "| 3 | `kl.loss.coef=0` | 50.0 % -> 97.0 % | 50.0 % -> 12.0 % | 3.5 | 0.100 | 0.20 |" in text
+
+
+def test_curves_without_the_fooled_verifier_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        quickstart.main(["--curves", "picture.png"])
+    assert "--curves: only with --fooled" in capsys.readouterr().err
