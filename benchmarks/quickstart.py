@@ -13,6 +13,7 @@ A missed target is reported, and is no failure of the command. A run that fails 
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import random
 import resource
@@ -31,14 +32,16 @@ ROOT = pathlib.Path(__file__).parents[1]
 GAIN, ACCURACY, SECONDS = 35.0, 90.0, 300.0
 
 # The task with the verifier that can be fooled.
-MAX_OPERAND, HELD_OUT, SLIPS = 99, 512, (-10, -1, 1, 10)
-ERROR_RATE, HEDGE_RATE, KL_COEF = 0.5, 0.05, 0.05
+MAX_OPERAND, HELD_OUT, SOLUTIONS, SLIPS = 99, 512, 8, (-10, -1, 1, 10)
+ERROR_RATE, HEDGE_RATE, KL_COEF = 0.5, 0.05, 0.2
 FOOLED = (
     "task=jsonl",
     "data.reward=benchmarks.quickstart:search_answer",
     "data.max_prompt_length=7",
     "data.max_completion_length=8",
     "reference.monitor=true",
+    "steps=200",
+    "eval.every=20",
 )
 
 
@@ -86,7 +89,7 @@ def search_answer(record: Mapping[str, Any], completion: str, finished: bool) ->
 
 
 def write_problems(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Writes the sums as JSON lines, the same for every seed of a run.
+    """Writes the sums as JSON lines, the same for every seed of a run; those to train on with `SOLUTIONS` solutions.
 
     A solution is wrong with probability `ERROR_RATE`. With probability `HEDGE_RATE` it gives two answers, the right
     one and a wrong one, in either order.
@@ -96,17 +99,21 @@ def write_problems(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]
     """
     draw = random.Random(0)
     operands = range(MAX_OPERAND + 1)
-    lines = []
-    for left, right in draw.sample([(left, right) for left in operands for right in operands], len(operands) ** 2):
-        answer, wrong = left + right, left + right + draw.choice(SLIPS)
-        solution = str(wrong if draw.random() < ERROR_RATE else answer)
-        if draw.random() < HEDGE_RATE:
-            solution = "/".join(map(str, draw.sample([answer, wrong], 2)))
-        lines.append(json.dumps({"prompt": f"{left}+{right}=", "answer": str(answer), "solution": solution}) + "\n")
+    problems = draw.sample([(left, right) for left in operands for right in operands], len(operands) ** 2)
+    lines = [_line(left, right, draw) for left, right in problems[:HELD_OUT]]
+    lines += [_line(left, right, draw) for _ in range(SOLUTIONS) for left, right in problems[HELD_OUT:]]
     held_out, train = directory / "held_out.jsonl", directory / "train.jsonl"
     held_out.write_text("".join(lines[:HELD_OUT]))
     train.write_text("".join(lines[HELD_OUT:]))
     return train, held_out
+
+
+def _line(left: int, right: int, draw: random.Random) -> str:
+    answer, wrong = left + right, left + right + draw.choice(SLIPS)
+    solution = str(wrong if draw.random() < ERROR_RATE else answer)
+    if draw.random() < HEDGE_RATE:
+        solution = "/".join(map(str, draw.sample([answer, wrong], 2)))
+    return json.dumps({"prompt": f"{left}+{right}=", "answer": str(answer), "solution": solution}) + "\n"
 
 
 def read_records(directory: pathlib.Path) -> list[dict[str, Any]]:
@@ -117,14 +124,17 @@ def read_records(directory: pathlib.Path) -> list[dict[str, Any]]:
 def run_trainer(directory: pathlib.Path, label: str, seed: int, overrides: Sequence[str]) -> Run:
     """Runs the trainer's command once; `directory` becomes its run directory.
 
+    Runs of one output directory share their compiled programs, so the time of the first run alone is that of a user.
+
     Raises:
       subprocess.CalledProcessError: the command failed.
     """
     place = (f"name={directory.name}", f"output={directory.parent}")
     command = [sys.executable, "-m", "train", CONFIG, f"seed={seed}", *overrides, *place]
     print("$ python " + " ".join(command[1:]), file=sys.stderr, flush=True)
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled")}
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(command, cwd=ROOT, check=True)
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **cache})
     seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     records = read_records(directory)

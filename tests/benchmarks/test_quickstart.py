@@ -28,7 +28,9 @@ def test_the_problems_are_all_sums_and_few_solutions_have_two_answers(tmp_path):
     training, held_out = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     assert len(held_out) == quickstart.HELD_OUT
     records = training + held_out
-    assert len({record["prompt"] for record in records}) == len(records) == 100**2
+    assert len(training) == quickstart.SOLUTIONS * (100**2 - len(held_out))
+    assert len({record["prompt"] for record in training}) == 100**2 - len(held_out)
+    assert not {record["prompt"] for record in training} & {record["prompt"] for record in held_out}
     for record in records:
         left, right = map(int, re.fullmatch(r"(\d+)\+(\d+)=", record["prompt"]).groups())
         assert record["answer"] == str(left + right)
