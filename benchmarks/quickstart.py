@@ -40,8 +40,9 @@ FOOLED = (
     "data.max_prompt_length=7",
     "data.max_completion_length=8",
     "reference.monitor=true",
-    "steps=200",
-    "eval.every=20",
+    "steps=150",
+    "eval.every=15",
+    "warm_start.steps=1200",
 )
 
 

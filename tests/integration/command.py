@@ -26,6 +26,7 @@ TINY = (
     "eval={every: 1, prompts: 8, batch_size: 8}",
     "checkpoint={every: 1, keep: 10}",
     "data.max_operand=4",
+    "data.solutions=1",
 )
 # Runs that several files read.
 PPO = ("configs/ppo_adaptive_kl.yaml", *TINY, "steps=4", "optim.epochs=2")
