@@ -108,6 +108,8 @@ class Optim(Section):
     """Learning rate of RL."""
     warmup_steps: CountOrZero = 0
     """Updates over which the learning rate rises; the first one is not wasted on a rate of 0."""
+    decay_steps: CountOrZero = 0
+    """Updates after the warm-up over which the learning rate falls linearly to a tenth, where it stays; 0: constant."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay of AdamW."""
     b1: Decay = 0.9

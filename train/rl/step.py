@@ -33,13 +33,16 @@ SCORED = ("old_log_probs", "ref_log_probs", "ref_hidden", "ref_exact_kl", "value
 
 
 def make_optimizer(section: Optim) -> optax.GradientTransformation:
-    """AdamW on gradients of bounded global norm, with a linear warm-up of the learning rate."""
-    first = section.learning_rate / (section.warmup_steps + 1)
+    """Returns AdamW on gradients of bounded global norm, with a linear warm-up and decay of the learning rate."""
+    first, last = section.learning_rate / (section.warmup_steps + 1), section.learning_rate / 10
     schedule = optax.linear_schedule(first, section.learning_rate, section.warmup_steps)
+    if section.decay_steps:
+        decay = optax.linear_schedule(section.learning_rate, last, section.decay_steps)
+        schedule = optax.join_schedules([schedule, decay], [section.warmup_steps]) if section.warmup_steps else decay
     return optax.chain(
         optax.clip_by_global_norm(section.max_grad_norm),
         optax.adamw(
-            schedule if section.warmup_steps else section.learning_rate,
+            schedule if section.warmup_steps or section.decay_steps else section.learning_rate,
             b1=section.b1,
             b2=section.b2,
             eps=section.eps,

@@ -356,6 +356,20 @@ def test_the_learning_rate_rises_from_the_first_update_on_and_weights_decay():
     np.testing.assert_allclose(sizes, np.array([0.075, 0.15, 0.225, 0.3, 0.3]) * (1 + 0.1), rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_the_learning_rate_falls_to_a_tenth_and_stays_there(warmup):
+    weights, gradient = {"w": jnp.full(3, 10.0)}, {"w": jnp.full(3, 0.1)}
+    optimizer = optimizer_of(
+        "optim.learning_rate=0.3", f"optim.warmup_steps={warmup}", "optim.decay_steps=3", "optim.weight_decay=0.0"
+    )
+    state, sizes = optimizer.init(weights), []
+    for _ in range(warmup + 6):
+        change, state = optimizer.update(gradient, state, weights)
+        sizes.append(-float(change["w"][0]))
+    rise = [0.1, 0.2] if warmup else []
+    np.testing.assert_allclose(sizes, [*rise, 0.3, 0.21, 0.12, 0.03, 0.03, 0.03], rtol=1e-4)
+
+
 def test_without_warm_up_the_first_update_has_the_whole_learning_rate():
     weights = {"w": jnp.ones(2)}
     optimizer = optimizer_of("optim.learning_rate=0.3")
