@@ -43,6 +43,7 @@ FOOLED = (
     "steps=150",
     "eval.every=15",
     "warm_start.steps=1200",
+    "optim.decay_steps=295",
 )
 
 
