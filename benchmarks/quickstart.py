@@ -214,16 +214,18 @@ def describe_machine() -> dict[str, str]:
     """Describes the machine and the versions of the libraries."""
     import jax
 
-    from benchmarks import _machine
+    from benchmarks.harness import machine
 
-    found = {name: str(value) for name, value in _machine.describe(jax.devices("cpu")[0]).items() if value}
-    return found | {"jax": jax.__version__, "flax": version("flax"), "commit": _machine.commit() or ""}
+    found = {name: str(value) for name, value in machine.describe(jax.devices("cpu")[0]).items() if value}
+    flags = {"flags": os.environ["XLA_FLAGS"]} if os.environ.get("XLA_FLAGS") else {}
+    return found | {"jax": jax.__version__, "flax": version("flax"), "commit": machine.commit() or "", **flags}
 
 
 def heading(machine: Mapping[str, str]) -> str:
     """Formats when and where the table was measured."""
     where = ", ".join(machine[name] for name in ("processor", "cores", "memory", "system") if name in machine)
-    return f"{machine['date']} on {where}; jax {machine['jax']}, flax {machine['flax']}."
+    flags = f", `XLA_FLAGS={machine['flags']}`" if "flags" in machine else ""
+    return f"{machine['date']} on {where}; jax {machine['jax']}, flax {machine['flax']}{flags}."
 
 
 def draw_fooled(output: pathlib.Path, seed: int, path: pathlib.Path) -> None:
