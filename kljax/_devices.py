@@ -1,7 +1,7 @@
 """A batch whose rows are spread over devices: its sums, its extremes, and all of its rows on each of them.
 
 In `shard_map` a function sees the rows of its own device; `axis_name` says over which mapped axes the others lie, in
-their order. None says that there are no others, and gives back what was given. On a mesh with Explicit axes, the
+their order. None says that there are no others, and changes nothing. On a mesh with Explicit axes, the
 default of `jax.make_mesh`, `auto_sharded` lets the compiler spread the operations that JAX has no sharding rule for.
 """
 
@@ -70,29 +70,29 @@ def _sharding_like(array: Array, result: jax.ShapeDtypeStruct) -> NamedSharding:
 
 
 def over_devices(values: Tree, axis_name: AxisName) -> Tree:
-    """The sum over the mapped axes, or the values themselves where there are none."""
+    """Sums over the mapped axes; without any returns the values themselves."""
     return values if axis_name is None else jax.lax.psum(values, axis_name)
 
 
 def least(values: Array, axis_name: AxisName) -> Array:
-    """The smallest value over the mapped axes, a constant."""
+    """Takes the smallest value over the mapped axes, a constant."""
     values = jax.lax.stop_gradient(values)
     return values if axis_name is None else jax.lax.pmin(values, axis_name)
 
 
 def greatest(values: Array, axis_name: AxisName) -> Array:
-    """The largest value over the mapped axes, a constant."""
+    """Takes the largest value over the mapped axes, a constant."""
     values = jax.lax.stop_gradient(values)
     return values if axis_name is None else jax.lax.pmax(values, axis_name)
 
 
 def all_rows(arrays: Tree, axis_name: AxisName) -> Tree:
-    """The rows of every device, one after the other along the first axis."""
+    """Gathers the rows of every device, one after the other along the first axis."""
     return arrays if axis_name is None else jax.lax.all_gather(arrays, axis_name, tiled=True)
 
 
-def own_rows(array: Array, axis_name: AxisName) -> Array:
-    """Of an array of all rows those of this device."""
+def local_rows(array: Array, axis_name: AxisName) -> Array:
+    """Takes the rows of this device from an array of all rows."""
     if axis_name is None:
         return array
     size = array.shape[0] // jax.lax.axis_size(axis_name)
@@ -100,7 +100,7 @@ def own_rows(array: Array, axis_name: AxisName) -> Array:
 
 
 def same_everywhere(values: Array, axis_name: AxisName) -> Array:
-    """Values that each device has from all rows, marked as such: `shard_map` knows it of sums and extremes only."""
+    """Marks values that every device computed from all rows as replicated; `shard_map` infers it of reductions."""
     if axis_name is None:
         return values
     return jax.lax.psum(jnp.where(jax.lax.axis_index(axis_name) == 0, values, 0), axis_name)

@@ -130,7 +130,7 @@ def split(x: Array) -> Parts:
 
 
 def scalar_parts(value: Scalar, dtype: jnp.dtype) -> Parts:
-    """A coefficient in parts; a Python number keeps what it has beyond float32."""
+    """A coefficient in parts; a Python number keeps its precision beyond float32."""
     if dtype != jnp.float32 or not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
         return split(jnp.asarray(value, dtype))
     mantissa, exponent = math.frexp(value)

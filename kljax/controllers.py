@@ -140,7 +140,7 @@ def pi_kl(
     coefficient reaches its bound (conditional integration): when the error turns, the coefficient leaves it at once.
 
     Args:
-      coef: the first coefficient, and what the coefficient is where error and sum are 0; at least 0.
+      coef: the first coefficient, which also applies where error and sum are 0; at least 0.
       target: the KL to hold, in nats, positive; in the unit of what `update` is given (mean per token, say).
       kp: proportional gain: how far an error of 1, a KL of twice the target, moves the coefficient; at least 0.
       ki: integral gain: how far an error of 1 moves the coefficient for good, per update; at least 0.

@@ -1,4 +1,4 @@
-"""Rows in groups: what the group advantages have in common. Padding rows are 0 everywhere and count in nothing."""
+"""Groups of rows, shared by the group advantages. Padding rows are 0 everywhere and count in nothing."""
 
 from typing import NamedTuple, get_args
 
@@ -15,7 +15,7 @@ SINGLETONS = get_args(Singleton)
 class Groups(NamedTuple):
     """Rewards with 0 on padding rows, ids that are safe to index with, which rows are real, and rows per group.
 
-    With an `axis_name` the rows are those of one device, and what is said of a group is said of its rows on all.
+    With an `axis_name` the rows are those of one device, and a statistic of a group covers its rows on all devices.
     """
 
     rewards: Array
@@ -44,8 +44,8 @@ class Groups(NamedTuple):
         """All real rows in one group."""
         return self._replace(ids=jnp.zeros_like(self.ids), size=self.size.sum(keepdims=True))
 
-    def whole(self) -> "Groups":
-        """The rows of all devices."""
+    def gathered(self) -> "Groups":
+        """Gathers the rows of all devices."""
         rows = all_rows((self.rewards, self.ids, self.real, self.unknown), self.axis_name)
         return Groups(*rows, self.size)
 

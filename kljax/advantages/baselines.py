@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
-from kljax._devices import all_rows, auto_sharded, own_rows, same_everywhere
+from kljax._devices import all_rows, auto_sharded, local_rows, same_everywhere
 from kljax._typing import Array, ArrayLike, AxisName, Baseline, Scalar, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, finish, make_groups, safe_ids
 from kljax.advantages.group import broadcast_to_tokens
@@ -209,5 +209,5 @@ def rae_advantages(
     rows = all_rows((jnp.where(real, rewards, 0), ids, real), axis_name)
     # Zeros made from the rewards, so that inside `shard_map` the baselines vary over the same devices as they do.
     last, advantages = jax.lax.scan(step, baselines + jnp.zeros_like(rows[0].sum()), rows)
-    advantages = jnp.where(real, own_rows(advantages, axis_name), 0)
+    advantages = jnp.where(real, local_rows(advantages, axis_name), 0)
     return jnp.where(unknown, jnp.nan, advantages), same_everywhere(last, axis_name)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
-from kljax._devices import all_rows, auto_sharded, own_rows
+from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import floor_share
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.masking import highest, masked, masked_mean, masked_var
@@ -123,7 +123,7 @@ def clip_v_mask(
     candidates = keep & (jnp.asarray(advantages) < 0) & (below > jnp.asarray(mu, score.dtype) * std)
     kept, below, candidates = all_rows((keep, below, candidates), axis_name)
     most = jnp.maximum(floor_share(max_fraction, kept.sum(), kept.size), 1)
-    return keep & ~own_rows(highest(below, candidates, most), axis_name)
+    return keep & ~local_rows(highest(below, candidates, most), axis_name)
 
 
 def _score(log_probs: ArrayLike, entropies: ArrayLike, mask: ArrayLike) -> Array:

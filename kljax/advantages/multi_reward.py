@@ -86,7 +86,7 @@ def gdpo_advantages(
             f"weights: got shape {list(weights.shape)}, expected {list(rewards.shape[1:])}, one per reward"
         )
 
-    def one(reward: Array, present: Array) -> Array:
+    def standardized(reward: Array, present: Array) -> Array:
         return grpo_advantages(
             reward,
             group_ids,
@@ -99,7 +99,7 @@ def gdpo_advantages(
             axis_name=axis_name,
         )
 
-    each = jax.vmap(one, in_axes=(1, 1), out_axes=1)(rewards, jnp.broadcast_to(there, rewards.shape))
+    each = jax.vmap(standardized, in_axes=(1, 1), out_axes=1)(rewards, jnp.broadcast_to(there, rewards.shape))
     result = (each * weights.astype(each.dtype)[None]).sum(1)
     if normalize == "none":
         return result

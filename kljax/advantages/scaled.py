@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_choice
-from kljax._devices import auto_sharded, over_devices, own_rows
+from kljax._devices import auto_sharded, local_rows, over_devices
 from kljax._typing import Array, ArrayLike, AxisName, Scalar, Singleton, StdScale
 from kljax.advantages._groups import SINGLETONS, Groups, centered, deviations, finish, make_groups
 
@@ -123,7 +123,7 @@ def pass_at_k_advantages(
     valid: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Array:
-    """What the best row adds to its group: `A_best = (r_best - r_second) / (std_g + eps)`, and 0 for every other row.
+    """Credits the best row with its margin: `A_best = (r_best - r_second) / (std_g + eps)`, and 0 for every other row.
 
     The best of `k` samples would be `r_second` without it. Where two rows share the best reward, neither adds anything.
 
@@ -156,7 +156,7 @@ def pass_at_k_advantages(
       [0. 1. 0.]
     """
     check_choice("scale", scale, ("std", "none"))
-    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name).whole()
+    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name).gathered()
     rows = jnp.arange(groups.rewards.shape[0])
     first = _best_row(groups, groups.real)[groups.ids]
     second = _best_row(groups, groups.real & (rows != first))[groups.ids]
@@ -167,7 +167,7 @@ def pass_at_k_advantages(
     # A NaN equals nothing, so no row would be the best of its group.
     unordered = jnp.isnan(groups.total(groups.rewards))[groups.ids]
     result = jnp.where(unordered, jnp.nan, jnp.where(rows == first, result, 0))
-    return own_rows(finish(groups, result, groups.rewards, "zero"), axis_name)
+    return local_rows(finish(groups, result, groups.rewards, "zero"), axis_name)
 
 
 def _best_row(groups: Groups, eligible: Array) -> Array:

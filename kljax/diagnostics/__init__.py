@@ -1,4 +1,4 @@
-"""What to log about divergence, clipping and mismatch.
+"""Metrics of divergence, clipping and mismatch.
 
 Means travel as `WeightedSum`: those of micro-batches, devices and processes are added, and divided once. Nothing here
 carries a gradient. The mean of an array that is there already, such as `TokenStats.entropy` or the weights of a

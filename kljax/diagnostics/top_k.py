@@ -9,7 +9,7 @@ __all__ = ["top_k_overlap"]
 
 
 def top_k_overlap(indices: ArrayLike, teacher_indices: ArrayLike, mask: ArrayLike) -> Array:
-    """Compares two sets of `K` tokens at each position: the share of one that is in the other, `|A_t & B_t| / K`.
+    """Compares two sets of `K` tokens at each position: the share that they have in common, `|A_t & B_t| / K`.
 
     Args:
       indices: `[..., T, K]` integers, distinct at each position: the most probable tokens of the policy.

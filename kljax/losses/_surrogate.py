@@ -1,4 +1,4 @@
-"""What the policy losses share: the clipped surrogate, the ratio at a level, and the importance-weighted advantage."""
+"""Shared parts of the policy losses: clipped surrogate, ratio at a level, importance-weighted advantage."""
 
 import math
 from typing import get_args

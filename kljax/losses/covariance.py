@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_mask
-from kljax._devices import all_rows, auto_sharded, own_rows
+from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import floor_share
 from kljax._typing import Array, ArrayLike, AxisName, Scalar
 from kljax.kl import abs_diff
@@ -83,7 +83,7 @@ def clip_cov_loss(
     covariance = _covariance(log_probs, advantages, mask, axis_name)
     candidates = keep & ~(below | above) & (covariance > lower) & (covariance < upper)
     kept, candidates = all_rows((keep, candidates), axis_name)
-    chosen = own_rows(highest(jax.random.uniform(key, kept.shape), candidates, _number(fraction, kept)), axis_name)
+    chosen = local_rows(highest(jax.random.uniform(key, kept.shape), candidates, _number(fraction, kept)), axis_name)
     loss = clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     return masked(loss, keep & ~chosen)
 
@@ -135,7 +135,7 @@ def kl_cov_loss(
     check_at_least("fraction", fraction, 0)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     covariance, kept = all_rows((_covariance(log_probs, advantages, mask, axis_name), check_mask(mask)), axis_name)
-    chosen = own_rows(highest(covariance, kept, _number(fraction, kept)), axis_name)
+    chosen = local_rows(highest(covariance, kept, _number(fraction, kept)), axis_name)
     penalty = jnp.asarray(coef, log_probs.dtype) * masked(abs_diff(log_probs, old_log_probs), chosen)
     return masked(penalty - importance_weighted(advantages, log_probs - old_log_probs), mask)
 

@@ -222,8 +222,8 @@ def cross_entropy_loss(
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       mask: same shape, boolean.
-      weight: "none" is 1; "probability" is `pi`, a loss that leaves alone what the policy would not say; "uncertainty"
-        is `pi (1 - pi)`, which also leaves alone what it says anyway.
+      weight: "none" is 1; "probability" is `pi`, which discounts tokens that the policy is unlikely to draw;
+        "uncertainty" is `pi (1 - pi)`, which discounts certain tokens as well.
       max_probability: the probability, at most 1, above which a token is not trained further; None trains all.
 
     Returns:

@@ -17,7 +17,7 @@ Step = Callable[[Array, Array, Array], Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RolloutCorrection:
-    """What a train/rollout correction does to a loss per token: `loss * weights`, reduced over whichever mask is meant.
+    """The outcome of a train/rollout correction: the loss per token is `loss * weights`, reduced over either mask.
 
     Attributes:
       weights: `[..., T]`, float32 or float64, the product of all weights; 0 where a token is masked or rejected.

@@ -57,9 +57,9 @@ def test_sums_and_extremes_are_those_of_all_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_own_rows_are_those_that_were_given(name: str) -> None:
+def test_local_rows_are_those_that_were_given(name: str) -> None:
     def there_and_back(values: jax.Array, axis_name: AxisName) -> jax.Array:
-        return _devices.own_rows(_devices.all_rows(values, axis_name), axis_name)
+        return _devices.local_rows(_devices.all_rows(values, axis_name), axis_name)
 
     np.testing.assert_array_equal(on_mesh(name, there_and_back, TOKENS[0]), TOKENS[0])
     assert there_and_back(REWARDS, None) is REWARDS
