@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kljax
+from tests.kljax.calls import QUICK
 
 LENGTH, VOCABULARY = 3, 3
 PREFIXES = [prefix for length in range(LENGTH) for prefix in itertools.product(range(VOCABULARY), repeat=length)]
@@ -37,7 +38,8 @@ def tables() -> tuple[jax.Array, jax.Array]:
 def expected_gradient(table: jax.Array, per_token: object) -> np.ndarray:
     """The gradient of the expectation over sequences, their probabilities held constant, of a sum of token losses."""
     drawn = jax.lax.stop_gradient(jnp.exp(log_probs(table).sum(-1)))
-    return np.asarray(jax.grad(lambda z: (drawn[:, None] * per_token(log_probs(z))).sum())(table))
+    gradient = jax.grad(lambda z: (drawn[:, None] * per_token(log_probs(z))).sum())
+    return np.asarray(jax.jit(gradient, compiler_options=QUICK)(table))
 
 
 def test_the_reward_has_the_gradient_of_the_sequence_kl_and_the_loss_has_not(
@@ -45,7 +47,7 @@ def test_the_reward_has_the_gradient_of_the_sequence_kl_and_the_loss_has_not(
 ) -> None:
     table, ref = tables
     ref_log_probs, mask = log_probs(ref), jnp.ones(SEQUENCES.shape, bool)
-    exact = np.asarray(jax.grad(exact_kl)(table, ref))
+    exact = np.asarray(jax.jit(jax.grad(exact_kl), compiler_options=QUICK)(table, ref))
 
     def loss(lp: jax.Array) -> jax.Array:
         return kljax.reference_kl_loss(lp, ref_log_probs, mask, estimator="k2", gradient="value")

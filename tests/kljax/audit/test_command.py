@@ -11,7 +11,7 @@ import pytest
 
 import kljax
 from kljax.__main__ import main
-from kljax.audit import _plot
+from kljax.audit import _plot, report
 
 SHAPE = (3, 2, 4)
 
@@ -52,11 +52,15 @@ def test_logits(files: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None
         assert ours == theirs
 
 
-def test_batch_and_example(files: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_and_example(
+    files: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert audit("--batch", files / "batch.npz", "--out", files / "batch") == 0
     found = json.loads((files / "batch" / "audit.json").read_text())
     assert found["settings"]["policy"] == "off-policy"
     assert "importance ratio" in found["yardstick"]
+    assert (files / "batch" / "audit.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(report, "have_matplotlib", lambda: False)  # the plots of both kinds are drawn by now
     sizes = ("--rows", "3", "--length", "2", "--vocabulary", "4")
     assert audit("--example", *sizes, "--kl", "0.2", "--draws", "3", "--out", files / "example") == 0
     assert json.loads((files / "example" / "audit.json").read_text())["kl"]["token"]["value"] == pytest.approx(0.2)
@@ -66,6 +70,7 @@ def test_batch_and_example(files: pathlib.Path, capsys: pytest.CaptureFixture[st
 
 
 def test_checkpoints(files: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "have_matplotlib", lambda: False)
     tables = {name: jnp.asarray(np.random.default_rng(i).normal(size=(4, 4))) for i, name in enumerate("ab")}
     with ocp.PyTreeCheckpointer() as checkpointer:
         for name, table in tables.items():
@@ -141,6 +146,7 @@ def test_mistakes_are_named_and_write_nothing(
 
 def test_reports_go_to_the_folder_audit_by_default(files: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
+    monkeypatch.setattr(report, "have_matplotlib", lambda: False)
     assert audit("--batch", "batch.npz") == 0
     assert (files / "audit" / "audit.txt").exists()
 
