@@ -140,6 +140,11 @@ def verl_mismatch(entry: Entry, case: Case) -> None:
     lp, rollout = case.given("log_probs") * factors, case.given("rollout_log_probs") * factors
     arrays = {"log_probs": rollout if name.startswith("rollout") else lp, "rollout_log_probs": rollout, "mask": mask}
     metric = run(call_of(entry), arrays | {"sampling_log_probs": rollout})
+    if isinstance(metric, kljax.Extremes):
+        value = -metric.min if name.endswith("max") else -metric.max
+        bound = jnp.maximum if name.endswith("max") else jnp.minimum
+        case.assert_matches(value if mask.any(-1).all() else bound(value, 0), case.result(name))
+        return
     n = mask.sum().astype(jnp.float64)
     if scaled or name == "chi2_seq":
         empty = (~mask.any(-1)).sum().astype(jnp.float64)
@@ -166,8 +171,20 @@ def _art_kl_policy_ref(entry: Entry, case: Case) -> None:
     case.assert_matches(mean, case.result("kl_policy_ref"))
 
 
+def _verl_clip_fraction(entry: Entry, case: Case) -> None:
+    log_probs, old, advantages, mask = compare.policy(case)
+    arrays = {"log_probs": log_probs, "old_log_probs": old, "advantages": advantages, "mask": mask}
+    metric = run(call_of(entry), arrays, **options(entry, case))
+    case.assert_matches(compare.mean(metric, mask), case.result(f"metric_{entry.name.rpartition('/')[2]}"))
+
+
 # Metrics that are recorded beside a loss.
-BESIDE = {"verl/actor/ppo_kl": _verl_ppo_kl, "art/kl_policy_ref": _art_kl_policy_ref}
+BESIDE = {
+    "verl/actor/ppo_kl": _verl_ppo_kl,
+    "verl/actor/pg_clipfrac": _verl_clip_fraction,
+    "verl/actor/pg_clipfrac_lower": _verl_clip_fraction,
+    "art/kl_policy_ref": _art_kl_policy_ref,
+}
 
 
 @exercise(("verl", "compute_policy_loss_vanilla"), ("art", "loss_fn"))
@@ -178,6 +195,11 @@ def loss_or_metric(entry: Entry, case: Case) -> None:
 @exercise(("verl", "compute_value_loss"), ("skyrl", "ppo_critic_loss"), ("openrlhf", "ValueLoss"))
 def value_loss(entry: Entry, case: Case) -> None:
     arrays = {name: case.given(name) for name in ("old_values", "returns", "mask")}
+    if entry.name == "critic/vf_clipfrac":
+        if "metric_vf_clipfrac" in case.outputs:
+            metric = run(call_of(entry), {**arrays, "values": case.given("values")}, **options(entry, case))
+            case.assert_matches(compare.mean(metric, arrays["mask"]), case.result("metric_vf_clipfrac"))
+        return
     if case.system == "verl":
         reduced = compare.VERL[case.params["loss_agg_mode"]]
     elif case.system == "openrlhf":
