@@ -3,7 +3,7 @@
     python -m benchmarks.search_tiles --size 16384x4096x151936 --dtype bf16
 
 All tiles are timed in the same rounds, against the present one of the table. The fastest wins; of two within 2 %, the
-smaller. Temporary memory is shown beside the times. The line goes into `kljax/log_probs/_tiles.py`.
+smaller. Temporary memory is shown beside the times. The line goes into `kljax/log_probs/_head.py`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks.harness.results import Result
     from benchmarks.suites.head.forms import FormsContender
     from benchmarks.suites.head.jax_forms import JaxForms
-    from kljax.log_probs._tiles import default_tile
+    from kljax.log_probs._head import default_tile
 
     kind, size = jax.devices()[0].device_kind, Size(*options.size)
     now = default_tile(kind)

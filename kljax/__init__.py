@@ -75,12 +75,16 @@ from kljax.diagnostics import (
 )
 from kljax.kl import abs_diff, estimate_kl, k1, k2, k3, low_var_kl
 from kljax.log_probs import (
+    Head,
     HeadSharding,
+    ReferenceStates,
     Tile,
     TokenStats,
     jsd_from_hidden,
     kl_from_hidden,
     log_probs_from_hidden,
+    renormalized_log_probs,
+    token_log_probs,
 )
 from kljax.losses import (
     append_tail,
@@ -161,8 +165,10 @@ __all__ = [
     "Controller",
     "ControllerState",
     "Extremes",
+    "Head",
     "HeadSharding",
     "Policy",
+    "ReferenceStates",
     "RolloutCorrection",
     "Tile",
     "TokenStats",
@@ -273,6 +279,7 @@ __all__ = [
     "reinforce_plus_plus_returns",
     "rejection_mask",
     "remax_advantages",
+    "renormalized_log_probs",
     "restore_tree",
     "rloo_advantages",
     "rollout_kl",
@@ -283,6 +290,7 @@ __all__ = [
     "shift_right",
     "sppo_loss",
     "subtract_kl",
+    "token_log_probs",
     "token_ratios",
     "token_weights",
     "top_k_forward_kl",

@@ -1,15 +1,25 @@
-"""From hidden states and the LM head to what a loss needs, without ever holding the logits of all positions."""
+"""Log-probs, entropies and divergences from hidden states and the LM head, with one tile of logits at a time."""
 
-from kljax.log_probs._api import TokenStats, jsd_from_hidden, kl_from_hidden, log_probs_from_hidden
-from kljax.log_probs._options import HeadSharding, Tile
-from kljax.log_probs._prepare import IMPLEMENTATIONS
+from kljax.log_probs._api import (
+    TokenStats,
+    jsd_from_hidden,
+    kl_from_hidden,
+    log_probs_from_hidden,
+    renormalized_log_probs,
+    token_log_probs,
+)
+from kljax.log_probs._head import Head, HeadSharding, Tile
+from kljax.log_probs._inputs import ReferenceStates
 
 __all__ = [
-    "IMPLEMENTATIONS",
+    "Head",
     "HeadSharding",
+    "ReferenceStates",
     "Tile",
     "TokenStats",
     "jsd_from_hidden",
     "kl_from_hidden",
     "log_probs_from_hidden",
+    "renormalized_log_probs",
+    "token_log_probs",
 ]

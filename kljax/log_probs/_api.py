@@ -1,95 +1,89 @@
-"""The entries to log-probs, entropies and divergences from hidden states, whatever computes them."""
+"""Log-probs, entropies and divergences of tokens from hidden states and the LM head."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 
 from kljax._typing import Array, ArrayLike, Scalar
-from kljax.log_probs._options import HeadSharding, Tile
-from kljax.log_probs._prepare import prepare, run
+from kljax.log_probs._backward import tiled_stats
+from kljax.log_probs._head import Head, Implementation
+from kljax.log_probs._inputs import Call, Direction, Function, ReferenceStates, as_reference, prepare, run
+from kljax.log_probs._reference import reference_stats
 
-DIRECTIONS = ("reverse", "forward")
-Reference = tuple[ArrayLike, ArrayLike | None]
+Reference = ReferenceStates | tuple[ArrayLike, ArrayLike | Head | None]
+_FUNCTIONS: dict[Implementation, Function] = {
+    "tile": tiled_stats,
+    "reference": reference_stats,
+}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenStats:
-    """What one pass over the vocabulary yields for each target token; fields that were not asked for are None.
+    """Statistics of each target token from one pass over the vocabulary; None where not requested.
 
     Attributes:
       log_prob: `[...]` log-prob of the target, in nats.
       entropy: `[...]` entropy of the whole distribution, in nats.
       logsumexp: `[...]` log of the normaliser of the scaled logits.
       kl: `[...]` exact KL to a reference distribution over the whole vocabulary, in nats.
+      sum_squared_probs: `[...]` sum over the vocabulary of the squared probabilities.
+      log_kept_mass: `[...]` log of the probability of the kept tokens, in nats.
     """
 
     log_prob: Array
     entropy: Array | None = None
     logsumexp: Array | None = None
     kl: Array | None = None
+    sum_squared_probs: Array | None = None
+    log_kept_mass: Array | None = None
 
 
 def log_probs_from_hidden(
     hidden: ArrayLike,
-    head: ArrayLike,
+    head: ArrayLike | Head,
     targets: ArrayLike,
     *,
     mask: ArrayLike | None = None,
     temperature: Scalar = 1.0,
-    softcap: Scalar | None = None,
-    logit_scale: Scalar = 1.0,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    entropy: bool = False,
-    entropy_gradient: bool = True,
+    entropy: bool | Literal["constant"] = False,
+    sum_squared_probs: bool = False,
     reference: Reference | None = None,
-    direction: str = "reverse",
-    head_layout: str = "dv",
-    sharding: HeadSharding | None = None,
-    tile: Tile | None = None,
-    implementation: str | None = None,
 ) -> TokenStats:
-    """Log-probs of target tokens from hidden states and the LM head, without the logits of more than one tile.
+    """Computes log-probs of target tokens from hidden states and the LM head, with one tile of logits at a time.
 
-    With `z = logit_scale * hidden @ head + bias`, capped to `softcap * tanh(z / softcap)` if asked, then divided by
-    `temperature`, `p = softmax(z)`, and `q` the same of the reference:
+    With `z = logit_scale * hidden @ W + bias`, capped to `softcap * tanh(z / softcap)` if the head has a cap, then
+    divided by `temperature`, `p = softmax(z)`, and `q` the same of the reference with its own head:
 
-        log_prob = z[target] - logsumexp(z)        entropy = -sum_v p_v log p_v
+        log_prob = z[target] - logsumexp(z)        entropy = -sum_v p_v log p_v        sum_squared_probs = sum_v p_v^2
         kl = sum_v p_v log(p_v / q_v), or with the direction "forward" sum_v q_v log(q_v / p_v)
 
     Args:
       hidden: `[..., D]` final hidden states, any float type.
-      head: `[D, V]` weights of the LM head, or `[V, D]`; where its type differs from that of `hidden`, the products
-        are taken in the wider of the two. They are accumulated in float32, as everything after them is computed.
+      head: a `kljax.Head`, or its weights `[D, V]` where it has no other fields. Where their type differs from that of
+        `hidden`, the products are taken in the wider of the two. They are accumulated in float32, as everything after
+        them is computed.
       targets: `[...]` integer ids in `[0, vocab_size)` of the tokens to score; a target outside is clamped into the
-        range. What is to be ignored is said by the mask alone.
+        range. Only the mask says which positions to ignore.
       mask: `[...]` boolean; positions where it is 0 cost nothing and may hold anything, NaN too.
       temperature: divides the logits; the value the tokens were sampled with. A scalar or `[...]`, may be traced.
-      softcap: bound of the logits before the temperature; None does not cap.
-      logit_scale: multiplies the products, before the bias.
-      bias: `[V]` added to the logits.
-      vocab_size: number of tokens, where the head is padded to more columns; those after never enter anything.
-      entropy: whether to compute the entropy as well.
-      entropy_gradient: whether it will be differentiated. Without it, and without a KL, a head that needs no gradient
-        (LoRA) takes 4 N D V operations for value and gradient instead of 6.
-      reference: `(ref_hidden, ref_head)` of the distribution that the exact KL is taken to, shaped as `hidden` and
-        `head`; a `ref_head` of None is this head, as data. Bias, scale, cap and temperature are those of the policy.
-      direction: "reverse", KL(policy || reference), or "forward", KL(reference || policy).
-      head_layout: "dv" for a head `[D, V]`, "vd" for `[V, D]`.
-      sharding: where tokens and head live on a mesh; None leaves that to the compiler.
-      tile: how much of the logits exists at a time; None takes the row of the table for this kind of device.
-      implementation: "tile", or "reference", which builds the logits of all positions; None is "tile".
+      entropy: whether to compute the entropy as well; "constant" computes it without a gradient. Without a gradient of
+        the entropy, and without a KL, a head that needs no gradient (LoRA) takes 4 N D V operations for value and
+        gradient instead of 6.
+      sum_squared_probs: whether to compute the sum of the squared probabilities, which `kljax.otb_advantages` takes.
+      reference: the distribution of the exact KL: a `kljax.ReferenceStates`, or a pair `(ref_hidden, ref_head)` for the
+        reverse KL, KL(policy || reference). A `ref_head` of None is `head`, as a constant.
 
     Returns:
-      `TokenStats` with `log_prob`, `logsumexp` and, if asked, `entropy` and `kl`, each `[...]`, float32, or float64 if
-      an input is. Masked positions hold 0. Alignment is that of `hidden` and `targets`; see `kljax.shift_right` for the
-      next-token shift.
+      `TokenStats` with `log_prob`, `logsumexp` and the requested fields, each `[...]`, float32, or float64 if an input
+      is. Masked positions hold 0. Aligned with `hidden` and `targets`: `kljax.token_log_probs` does the next-token
+      shift.
 
     Gradient:
-      Of every field to `hidden`, `head` and `bias`, and of `kl` to `ref_hidden` and `ref_head`, for which the bias is
-      data; 0 from masked positions, and from a `kl` that is infinite. Temperature, cap and scale are data. Of "tile"
-      there is no `jvp`; one of its gradient (a product with the Hessian) there is.
+      Of every field to `hidden`, and to the weights and biases of `head` and of the reference; 0 from masked positions,
+      and from a `kl` that is infinite. Temperature, cap and scale are constants. "tile" has no `jvp`; its gradient has
+      one (a product with the Hessian).
 
     Raises:
       ValueError: if the shapes do not fit, a name is unknown, or a bound is not positive.
@@ -104,67 +98,190 @@ def log_probs_from_hidden(
       >>> print(stats.log_prob, stats.entropy)
       [-1.3862944 -1.3862944] [1.3862944 1.3862944]
     """
+    ref = as_reference(reference)
     call = prepare(
-        hidden, head, targets=targets, mask=mask, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-        bias=bias, vocab_size=vocab_size, entropy=entropy, entropy_gradient=entropy_gradient, reference=reference,
-        divergence=("direction", direction, DIRECTIONS), head_layout=head_layout,
-        sharding=sharding, tile=tile, implementation=implementation,
-    )  # fmt: skip
-    return TokenStats(**run(call))
+        hidden,
+        head,
+        targets=targets,
+        mask=mask,
+        temperature=temperature,
+        entropy=entropy,
+        sum_squared_probs=sum_squared_probs,
+        reference=ref,
+        divergence=None if ref is None else ref.direction,
+    )
+    return TokenStats(**_run(call))
+
+
+def token_log_probs(
+    hidden: ArrayLike,
+    head: ArrayLike | Head,
+    tokens: ArrayLike,
+    mask: ArrayLike | None = None,
+    *,
+    temperature: Scalar = 1.0,
+    entropy: bool | Literal["constant"] = False,
+    sum_squared_probs: bool = False,
+    reference: Reference | None = None,
+) -> TokenStats:
+    """Computes the statistics of every token of whole sequences, each given the tokens before it.
+
+    `log_prob[t] = log p(tokens[t] | tokens[0], ..., tokens[t - 1])` comes from `hidden[t - 1]`: the shift by one
+    position is done here, and every result is aligned with `tokens`.
+
+    Args:
+      hidden: `[..., T, D]` hidden states of the sequences, `hidden[t]` after reading `tokens[t]`.
+      head: as in `log_probs_from_hidden`.
+      tokens: `[..., T]` integer ids.
+      mask: `[..., T]` boolean, aligned with `tokens`: the tokens to score. The others cost nothing; None scores all.
+        Position 0 has no prediction and is never scored.
+      temperature: as in `log_probs_from_hidden`; a scalar or `[..., T]`, aligned with `tokens`.
+      entropy: as in `log_probs_from_hidden`.
+      sum_squared_probs: the same.
+      reference: the same, with hidden states `[..., T, D]` of the same sequences.
+
+    Returns:
+      `TokenStats` as of `log_probs_from_hidden`, each field `[..., T]`, with position `t` for token `t`. Masked
+      positions and position 0 hold 0.
+
+    Gradient:
+      As `log_probs_from_hidden`.
+
+    Raises:
+      ValueError: as `log_probs_from_hidden`, and for hidden states without an axis of positions.
+
+    References:
+      Wijmans et al., "Cut your losses in large-vocabulary language models" (2025).
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> tokens, mask = jnp.array([[0, 2, 1]]), jnp.array([[0, 1, 1]])
+      >>> print(kljax.token_log_probs(jnp.zeros((1, 3, 2)), jnp.ones((2, 4)), tokens, mask).log_prob)
+      [[ 0.        -1.3862944 -1.3862944]]
+    """
+    ref = as_reference(reference)
+    call = prepare(
+        hidden,
+        head,
+        targets=tokens,
+        mask=mask,
+        temperature=temperature,
+        entropy=entropy,
+        sum_squared_probs=sum_squared_probs,
+        reference=ref,
+        divergence=None if ref is None else ref.direction,
+        targets_name="tokens",
+    )
+    if not call.weights.hidden.shape[:-1]:
+        raise ValueError(f"hidden: got shape {list(call.weights.hidden.shape)}, expected [..., T, D]")
+    return TokenStats(**_run(call, shifted=True))
+
+
+def renormalized_log_probs(
+    hidden: ArrayLike,
+    head: ArrayLike | Head,
+    targets: ArrayLike,
+    kept_ids: ArrayLike,
+    *,
+    mask: ArrayLike | None = None,
+    temperature: Scalar = 1.0,
+    entropy: bool | Literal["constant"] = False,
+    reference: Reference | None = None,
+) -> TokenStats:
+    """Computes log-probs renormalised over the tokens that a sampler kept (top-k, top-p, min-p).
+
+    A sampler that cuts the vocabulary draws from `p(v) / sum_{u in S} p(u)` on its set `S` of kept tokens. With the
+    same set for every policy, importance ratios compare the distributions that were sampled from:
+
+        log_prob = z[target] - logsumexp_{v in S}(z_v)        log_kept_mass = log sum_{v in S} p_v
+
+    `log_prob + log_kept_mass` is the log-prob over the whole vocabulary.
+
+    Args:
+      hidden: `[..., D]` final hidden states.
+      head: as in `log_probs_from_hidden`.
+      targets: `[...]` integer ids of the sampled tokens. A target belongs to `S`, listed or not.
+      kept_ids: `[..., K]` integer ids of the tokens in `S`; ids outside `[0, vocab_size)`, such as -1, pad the list, and an
+        id may be listed twice. The sampler's set, the same for every policy that is compared.
+      mask: `[...]` boolean; positions where it is 0 cost nothing.
+      temperature: as in `log_probs_from_hidden`.
+      entropy: as in `log_probs_from_hidden`; of the whole vocabulary.
+      reference: as in `log_probs_from_hidden`; the KL is over the whole vocabulary.
+
+    Returns:
+      `TokenStats` with the renormalised `log_prob`, `log_kept_mass`, both at most 0, the `logsumexp` of the whole
+      vocabulary and the requested fields. Masked positions hold 0.
+
+    Gradient:
+      As `log_probs_from_hidden`; of the log-prob, 0 to the logits outside `S`.
+
+    Raises:
+      ValueError: as `log_probs_from_hidden`.
+      TypeError: if `kept_ids` does not hold integers.
+
+    References:
+      Holtzman et al., "The curious case of neural text degeneration" (2020), for top-p; Nguyen et al., "Turning up the
+      heat: min-p sampling" (2025).
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
+      >>> stats = kljax.renormalized_log_probs(logits, jnp.eye(3), jnp.array([1]), jnp.array([[0, 1]]))
+      >>> print(f"{jnp.exp(stats.log_prob[0]):.4f} {jnp.exp(stats.log_kept_mass[0]):.4f}")
+      0.3750 0.8000
+    """
+    ref = as_reference(reference)
+    call = prepare(
+        hidden,
+        head,
+        targets=targets,
+        mask=mask,
+        temperature=temperature,
+        entropy=entropy,
+        kept_ids=kept_ids,
+        reference=ref,
+        divergence=None if ref is None else ref.direction,
+    )
+    return TokenStats(**_run(call))
 
 
 def kl_from_hidden(
     hidden: ArrayLike,
-    head: ArrayLike,
+    head: ArrayLike | Head,
     ref_hidden: ArrayLike,
-    ref_head: ArrayLike | None = None,
+    ref_head: ArrayLike | Head | None = None,
     *,
     mask: ArrayLike | None = None,
-    direction: str = "reverse",
+    direction: Direction = "reverse",
     temperature: Scalar = 1.0,
-    softcap: Scalar | None = None,
-    logit_scale: Scalar = 1.0,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    head_layout: str = "dv",
-    sharding: HeadSharding | None = None,
-    tile: Tile | None = None,
-    implementation: str | None = None,
 ) -> Array:
-    """The exact KL over the vocabulary between two policies, from their hidden states; never their logits.
+    """Computes the exact KL over the vocabulary between two policies, from their hidden states and never their logits.
 
     With `p` and `q` the distributions of policy and reference at a position, as in `log_probs_from_hidden`:
 
         "reverse": sum_v p_v log(p_v / q_v)        "forward": sum_v q_v log(q_v / p_v)
 
-    It is computed as `sum_v p_v (exp(y_v) - 1 - y_v)` with `y = log(q / p)` up to a constant that is put back, none of
-    whose terms is negative: a KL of 1e-6 nats keeps its digits, and that of a policy to itself is exactly 0.
+    It is computed as `sum_v p_v (exp(y_v) - 1 - y_v)` with `y = log(q / p)` up to a constant that is put back. No term
+    is negative: a KL of 1e-6 nats keeps its digits, and that of a policy to itself is exactly 0.
 
     Args:
       hidden: `[..., D]` hidden states of the policy.
-      head: `[D, V]` its LM head, or `[V, D]`.
-      ref_hidden: `[..., D]` hidden states of the reference. They are what to keep of a reference: its log-probs would
-        take `V / D` times the memory.
-      ref_head: its LM head, shaped as `head`; None is the same head, as data.
+      head: its `kljax.Head`, or weights `[D, V]`.
+      ref_hidden: `[..., D]` hidden states of the reference; `D` may differ. Store these rather than log-probs over the
+        vocabulary, which take `V / D` times the memory.
+      ref_head: its `kljax.Head`, with its own bias, cap, scale, layout and padding. An array stands for `head` with
+        other weights, its bias a constant; None is `head` itself, as a constant.
       mask: `[...]` boolean; positions where it is 0 cost nothing.
       direction: "reverse" or "forward".
-      temperature: as in `log_probs_from_hidden`, for both.
-      softcap: the same.
-      logit_scale: the same.
-      bias: the same.
-      vocab_size: the same.
-      head_layout: the same.
-      sharding: the same.
-      tile: the same.
-      implementation: the same.
+      temperature: divides the logits of both; a scalar or `[...]`.
 
     Returns:
       `[...]`, in nats, float32 or float64, never negative; masked positions hold 0. Infinite where one of the two rules
       out a token that the other, over which the mean is taken, does not.
 
     Gradient:
-      Of the KL to `hidden`, `head` and `bias`, and to `ref_hidden` and `ref_head`: stop it there if the reference is
-      data and held by something that is differentiated.
+      Of the KL to both hidden states and to the weights and biases of both heads. Apply `stop_gradient` to the
+      reference if it is a constant held by a tree that is differentiated.
 
     Raises:
       ValueError: as `log_probs_from_hidden`.
@@ -179,58 +296,46 @@ def kl_from_hidden(
       0.1438
     """
     call = prepare(
-        hidden, head, mask=mask, temperature=temperature, softcap=softcap, logit_scale=logit_scale, bias=bias,
-        vocab_size=vocab_size, reference=(ref_hidden, ref_head), divergence=("direction", direction, DIRECTIONS),
-        head_layout=head_layout, sharding=sharding, tile=tile, implementation=implementation,
-    )  # fmt: skip
-    return run(call)["kl"]
+        hidden,
+        head,
+        mask=mask,
+        temperature=temperature,
+        reference=ReferenceStates(ref_hidden, ref_head),
+        divergence=direction,
+        ref_names=("ref_hidden", "ref_head"),
+    )
+    return _run(call)["kl"]
 
 
 def jsd_from_hidden(
     hidden: ArrayLike,
-    head: ArrayLike,
+    head: ArrayLike | Head,
     ref_hidden: ArrayLike,
-    ref_head: ArrayLike | None = None,
+    ref_head: ArrayLike | Head | None = None,
     *,
     mask: ArrayLike | None = None,
     beta: Scalar = 0.5,
     temperature: Scalar = 1.0,
-    softcap: Scalar | None = None,
-    logit_scale: Scalar = 1.0,
-    bias: ArrayLike | None = None,
-    vocab_size: int | None = None,
-    head_layout: str = "dv",
-    sharding: HeadSharding | None = None,
-    tile: Tile | None = None,
-    implementation: str | None = None,
 ) -> Array:
-    """Divergence of two policies from their hidden states: `beta KL(Q || M) + (1 - beta) KL(P || M)`.
+    """Computes a divergence of two policies from their hidden states: `beta KL(Q || M) + (1 - beta) KL(P || M)`.
 
     `P` is the policy, `Q` the reference or teacher, and `M = (1 - beta) P + beta Q`, as in `kljax.generalized_jsd`. The
     mixture needs both normalisers, so the vocabulary is passed over twice.
 
     Args:
       hidden: `[..., D]` hidden states of the policy.
-      head: `[D, V]` its LM head, or `[V, D]`.
-      ref_hidden: `[..., D]` hidden states of the teacher.
-      ref_head: its LM head, shaped as `head`; None is the same head, as data.
+      head: its `kljax.Head`, or weights `[D, V]`.
+      ref_hidden: `[..., D]` hidden states of the teacher; `D` may differ.
+      ref_head: its head, as in `kl_from_hidden`; None is `head` itself, as a constant.
       mask: `[...]` boolean; positions where it is 0 cost nothing.
       beta: weight of the teacher in the mixture; strictly between 0 and 1, as the ends are KLs (`kl_from_hidden`).
-      temperature: as in `log_probs_from_hidden`, for both.
-      softcap: the same.
-      logit_scale: the same.
-      bias: the same.
-      vocab_size: the same.
-      head_layout: the same.
-      sharding: the same.
-      tile: the same.
-      implementation: the same.
+      temperature: divides the logits of both; a scalar or `[...]`.
 
     Returns:
       `[...]`, in nats, float32 or float64, never negative and never above `log 2`; masked positions hold 0.
 
     Gradient:
-      Of the divergence to `hidden`, `head` and `bias`, and to `ref_hidden` and `ref_head`.
+      Of the divergence to both hidden states and to the weights and biases of both heads.
 
     Raises:
       ValueError: as `log_probs_from_hidden`, and for a `beta` that is not between 0 and 1.
@@ -245,8 +350,18 @@ def jsd_from_hidden(
       0.2158
     """
     call = prepare(
-        hidden, head, mask=mask, temperature=temperature, softcap=softcap, logit_scale=logit_scale, bias=bias,
-        vocab_size=vocab_size, reference=(ref_hidden, ref_head), divergence=("divergence", "jsd", ("jsd",)), beta=beta,
-        head_layout=head_layout, sharding=sharding, tile=tile, implementation=implementation,
-    )  # fmt: skip
-    return run(call)["kl"]
+        hidden,
+        head,
+        mask=mask,
+        temperature=temperature,
+        reference=ReferenceStates(ref_hidden, ref_head),
+        divergence="jsd",
+        beta=beta,
+        ref_names=("ref_hidden", "ref_head"),
+    )
+    return _run(call)["kl"]
+
+
+def _run(call: Call, *, shifted: bool = False) -> dict[str, Array]:
+    """Runs the implementation that the head names."""
+    return run(call, _FUNCTIONS[call.implementation], shifted=shifted)

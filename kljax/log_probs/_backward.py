@@ -1,25 +1,33 @@
-"""The backward pass on one device's tokens and columns: every tile of logits once more, and its slopes in closed form.
+"""The backward pass: every tile of logits once more, its gradient in closed form, and the rule that JAX calls.
 
-With `g` the cotangent of a token's log-prob, `G` that of its logsumexp, `H'` of its entropy `H` and `K'` of its KL,
+With `g` the cotangent of a token's log-prob, `G` that of its logsumexp, `H'` of its entropy `H`, `S'` of the sum of its
+squared probabilities `S`, and `K'` of its KL,
 
-    d loss / d z = g 1[target] + p (G - g - H' (log p + H)) + d KL,    d KL = K' p (d - mean of d) where p is the first
-    distribution and d the difference of the logits to the other's, and K' (q - p) for the other's logits.
+    d loss / d z = g 1[target] + p (G - g - H' (log p + H) + 2 S' (p - S)) + d KL,
+
+    d KL = K' p (d - mean of d) for the first distribution, with d the difference of its logits to the other's, and
+    K' (q - p) for the other's logits.
+
+With a set of kept tokens, over which `p~` is the softmax, and `M'` the cotangent of the log of their mass, the terms in
+`g` are `g (1[target] - p~) + M' (p~ - p)` instead.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
 
 from kljax._typing import Array
-from kljax.log_probs import _online as online
-from kljax.log_probs._columns import Columns
-from kljax.log_probs._forward import Saved
-from kljax.log_probs._inputs import Data, Weights
-from kljax.log_probs._options import Spec
-from kljax.log_probs._rows import pack, unpack
-from kljax.log_probs._shard import Logits, Shard, Tokens, is_target
+from kljax.log_probs._forward import Residuals, forward, log_mixture_ratios
+from kljax.log_probs._head import Layout, embed_axis
+from kljax.log_probs._inputs import Constants, Spec, Weights
+from kljax.log_probs._tiles import Chunk, DeviceView, Logits, Tokens, is_kept, is_target, pack, unpack
+
+Stats = dict[str, Array]
 
 
 class Cotangents(NamedTuple):
@@ -29,23 +37,26 @@ class Cotangents(NamedTuple):
     logsumexp: Array | None = None
     entropy: Array | None = None
     kl: Array | None = None
+    sum_squared_probs: Array | None = None
+    log_kept_mass: Array | None = None
 
 
 @jax.tree_util.register_static
-class Asked(NamedTuple):
-    """Which gradients are wanted; part of a program, not of its data."""
+class NeedsGradient(NamedTuple):
+    """Which fields of `Weights` need a gradient; static."""
 
     hidden: bool
     head: bool
     bias: bool = False
     ref_hidden: bool = False
     ref_head: bool = False
+    ref_bias: bool = False
 
 
 class Gradients(NamedTuple):
-    """Those asked for: of the hidden states `[padded, D]` in the type of the statistics, the others like the weights.
+    """Gradients by the fields of `Weights`, None where not needed; `[rows, D]` and wide for the hidden states.
 
-    While the tokens of a chunk are gone through, `head`, `bias` and `ref_head` are those of its columns.
+    Inside the loop over tiles, gradients of heads and biases are those of the columns of the chunk.
     """
 
     hidden: Array | None
@@ -53,163 +64,310 @@ class Gradients(NamedTuple):
     bias: Array | None
     ref_hidden: Array | None
     ref_head: Array | None
+    ref_bias: Array | None
 
 
-class Part(NamedTuple):
-    """What is known of the rows: the tokens, what the forward pass has saved, and what the loss says of each."""
+class RowInputs(NamedTuple):
+    """Per-row inputs of the backward pass: tokens, residuals, cotangents."""
 
     tokens: Tokens
-    saved: Saved
+    residuals: Residuals
     cotangents: Cotangents
 
 
-def backward_by_pull(saved: Saved, cotangents: Cotangents, hidden: Array, mask: Array | None) -> Array:
-    """The gradient to the hidden states from the slopes that the forward pass has kept."""
-    assert saved.toward is not None
-    assert saved.away is not None
-    dtype = saved.logsumexp.dtype
-    toward, away = saved.toward.astype(dtype), saved.away.astype(dtype)
-    total = jnp.zeros_like(away)
+# ---- the differentiable operation ----
+
+
+def tiled_stats(spec: Spec, weights: Weights, constants: Constants) -> Stats:
+    """Computes the requested statistics tile by tile; 0 where the mask is 0."""
+    return _stats(spec, *_vary_alike((weights, constants)))
+
+
+def _vary_alike(tree: Any) -> Any:
+    """Makes all arrays vary over the same axes of a caller's `shard_map`, so that loops carry one type."""
+    axes = {axis for x in jax.tree.leaves(tree) for axis in jax.typeof(x).manual_axis_type.varying}
+
+    def vary(x: Array) -> Array:
+        missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def _specs_of(spec: Spec, fields: Any) -> Any:
+    """Returns the `PartitionSpec` of every array of a named tuple."""
+    known = spec.specs()
+    return type(fields)(
+        *(None if x is None else known.get(name, PartitionSpec()) for name, x in fields._asdict().items())
+    )
+
+
+def _run_forward(
+    spec: Spec, weights: Weights, constants: Constants, *, with_hidden_grads: bool
+) -> tuple[Stats, Residuals]:
+    """Runs the forward pass, on one device or in a `shard_map`."""
+    local = functools.partial(forward, spec, with_hidden_grads=with_hidden_grads)
+    if spec.sharding is None:
+        return local(weights, constants)
+    mapped = jax.shard_map(
+        local,
+        mesh=spec.sharding.resolved_mesh(),
+        in_specs=(_specs_of(spec, weights), _specs_of(spec, constants)),
+        out_specs=spec.sharding.tokens,
+        check_vma=False,
+    )
+    return mapped(weights, constants)
+
+
+def _run_backward(
+    spec: Spec,
+    needs: NeedsGradient,
+    weights: Weights,
+    constants: Constants,
+    per_token: tuple[Residuals, Cotangents],
+) -> Gradients:
+    """Runs the backward pass, on one device or in a `shard_map`."""
+    local = functools.partial(backward, spec, needs)
+    if spec.sharding is None:
+        return local(weights, constants, per_token)
+    mapped = jax.shard_map(
+        local,
+        mesh=spec.sharding.resolved_mesh(),
+        in_specs=(_specs_of(spec, weights), _specs_of(spec, constants), spec.sharding.tokens),
+        out_specs=_specs_of(spec, _needed(weights, needs)),
+        check_vma=False,
+    )
+    return mapped(weights, constants, per_token)
+
+
+def _needed(weights: Weights, needs: NeedsGradient) -> Gradients:
+    """Returns the weights that need a gradient."""
+    return Gradients(*(x if need else None for x, need in zip(weights, needs, strict=True)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stats(spec: Spec, weights: Weights, constants: Constants) -> Stats:
+    return _run_forward(spec, weights, constants, with_hidden_grads=False)[0]
+
+
+def _stats_fwd(spec: Spec, weights: Any, constants: Any) -> tuple[Stats, Any]:
+    needs = NeedsGradient(*(x is not None and x.perturbed for x in weights))
+    weights, constants = jax.tree.map(
+        lambda x: x.value, (weights, constants), is_leaf=lambda x: hasattr(x, "perturbed")
+    )
+    # LoRA: only the hidden states need a gradient, and only of the target's logit and the logsumexp.
+    with_hidden_grads = (
+        needs == NeedsGradient(hidden=True, head=False)
+        and constants.targets is not None
+        and constants.kept is None
+        and spec.divergence is None
+        and not spec.entropy_gradient
+        and not spec.sum_squared_probs
+    )
+    stats, residuals = _run_forward(spec, weights, constants, with_hidden_grads=with_hidden_grads)
+    return stats, (needs, weights, constants, residuals)
+
+
+def _stats_bwd(spec: Spec, saved: Any, cotangents: Any) -> tuple[Weights, None]:
+    needs, weights, constants, residuals = saved
+    given = Cotangents(**{name: None if isinstance(x, SymbolicZero) else x for name, x in cotangents.items()})
+    if not spec.entropy_gradient:
+        given = given._replace(entropy=None)
+    if residuals.grad_target is not None:
+        hidden = scale_hidden_grads(residuals, given, weights.hidden, constants.mask)
+        return Weights(hidden, *(None,) * 5), None  # type: ignore[arg-type]
+    return Weights(*_run_backward(spec, needs, weights, constants, (residuals, given))), None  # type: ignore[arg-type]
+
+
+_stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)
+
+
+def scale_hidden_grads(residuals: Residuals, cotangents: Cotangents, hidden: Array, mask: Array | None) -> Array:
+    """Returns the gradient to the hidden states from the gradients that the forward pass has saved."""
+    assert residuals.grad_target is not None
+    assert residuals.grad_logsumexp is not None
+    dtype = residuals.logsumexp.dtype
+    target, logsumexp = residuals.grad_target.astype(dtype), residuals.grad_logsumexp.astype(dtype)
+    total = jnp.zeros_like(logsumexp)
     if cotangents.log_prob is not None:
-        total = total + cotangents.log_prob[..., None] * (toward - away)
+        total = total + cotangents.log_prob[..., None] * (target - logsumexp)
     if cotangents.logsumexp is not None:
-        total = total + cotangents.logsumexp[..., None] * away
+        total = total + cotangents.logsumexp[..., None] * logsumexp
     return (total if mask is None else jnp.where(mask[..., None], total, 0)).astype(hidden.dtype)
 
 
-def backward(
-    spec: Spec, asked: Asked, weights: Weights, data: Data, saved_and_cotangents: tuple[Saved, Cotangents]
-) -> Gradients:
-    """Gradients of the shapes and types of the weights; None for those not asked for."""
-    shard = Shard.of(spec, weights, data)
-    saved, cotangents = jax.tree.map(lambda x: x.reshape(-1), saved_and_cotangents)
-    part = Part(shard.tokens, pack(shard.rows, saved), pack(shard.rows, cotangents, empty=True))
-    wanted = Gradients(*(x if ask else None for x, ask in zip(weights, asked, strict=True)))
-    start = wanted._replace(
-        hidden=shard.tokens.hidden if asked.hidden else None,
-        ref_hidden=shard.tokens.ref_hidden if asked.ref_hidden else None,
-    )
-    wide = {"hidden": shard.dtype, "ref_hidden": shard.dtype}
-    carry = Gradients(*(_zeros(x, wide.get(name)) for name, x in start._asdict().items()))
-    end: Gradients = shard.over_columns(lambda carry, columns: _add_chunk(shard, columns, part, carry), carry)
-    hidden, ref_hidden = shard.mesh.sum_over_vocab(unpack(shard.rows, (end.hidden, end.ref_hidden)))
+# ---- the pass ----
 
-    def like(gradient: Array | None, primal: Array | None) -> Array | None:
+
+def backward(
+    spec: Spec,
+    needs: NeedsGradient,
+    weights: Weights,
+    constants: Constants,
+    per_token: tuple[Residuals, Cotangents],
+) -> Gradients:
+    """Returns gradients of the shapes and types of the weights; None where not needed."""
+    device = DeviceView.of(spec, weights, constants)
+    residuals, cotangents = jax.tree.map(lambda x: x.reshape(-1), per_token)
+    rows = RowInputs(
+        device.tokens, pack(device.packing, residuals), pack(device.packing, cotangents, zero_padding=True)
+    )
+    needed = _needed(weights, needs)
+    like = needed._replace(
+        hidden=device.tokens.hidden if needs.hidden else None,
+        ref_hidden=device.tokens.ref_hidden if needs.ref_hidden else None,
+    )
+    wide = {"hidden": device.dtype, "ref_hidden": device.dtype}
+    carry = Gradients(*(_zeros(x, wide.get(name)) for name, x in like._asdict().items()))
+    end: Gradients = device.scan_chunks(lambda carry, chunk: _add_chunk(device, chunk, rows, carry), carry)
+    hidden, ref_hidden = device.axes.sum_over_vocab(unpack(device.packing, (end.hidden, end.ref_hidden)))
+
+    def shaped(gradient: Array | None, primal: Array | None) -> Array | None:
         return None if gradient is None or primal is None else gradient.reshape(primal.shape).astype(primal.dtype)
 
-    return end._replace(hidden=like(hidden, wanted.hidden), ref_hidden=like(ref_hidden, wanted.ref_hidden))
+    return end._replace(hidden=shaped(hidden, needed.hidden), ref_hidden=shaped(ref_hidden, needed.ref_hidden))
 
 
 def _zeros(x: Array | None, dtype: jnp.dtype | None = None) -> Array | None:
     return None if x is None else jnp.zeros_like(x, dtype=dtype)
 
 
-def _add_chunk(shard: Shard, columns: Columns, part: Part, carry: Gradients) -> Gradients:
-    """The gradients with one more chunk: after all its tokens, those of its columns are complete."""
-
-    def of_columns(whole: Array | None, columns: Array | None) -> Array | None:
-        return None if whole is None else _zeros(columns, shard.dtype)
-
-    chunk: Gradients = shard.over_tiles(
-        lambda index, sums: _add_tile(shard, columns, part, index, sums),
-        carry._replace(
-            head=of_columns(carry.head, columns.head),
-            bias=of_columns(carry.bias, columns.bias),
-            ref_head=of_columns(carry.ref_head, columns.ref_head),
-        ),
+def _add_chunk(device: DeviceView, chunk: Chunk, rows: RowInputs, carry: Gradients) -> Gradients:
+    """Adds the gradients of one chunk; after all tiles of tokens, those of its columns are complete."""
+    names = ("head", "bias", "ref_head", "ref_bias")
+    start = {
+        name: None if getattr(carry, name) is None else _zeros(getattr(chunk, name), device.dtype) for name in names
+    }
+    sums: Gradients = device.loop_tiles(
+        lambda index, sums: _add_tile(device, chunk, rows, index, sums), carry._replace(**start)
     )
 
-    def place(whole: Array | None, piece: Array | None) -> Array | None:
-        if whole is None or piece is None:
+    def write(whole: Array | None, columns: Array | None, layout: Layout) -> Array | None:
+        if whole is None or columns is None:
             return None
-        if piece.ndim == 1:
-            piece, axis = shard.mesh.sum_over_tokens(piece), 0
+        if columns.ndim == 1:
+            columns, axis = device.axes.sum_over_tokens(columns), 0
         else:
-            piece, axis = shard.mesh.scatter(piece, shard.spec.embed_axis), shard.spec.vocab_axis
-        return lax.dynamic_update_slice_in_dim(whole, piece.astype(whole.dtype), columns.start, axis=axis)
+            axis = 1 - embed_axis(layout)
+            columns = device.axes.scatter_embed(columns, 1 - axis)
+        return lax.dynamic_update_slice_in_dim(whole, columns.astype(whole.dtype), chunk.start, axis=axis)
 
-    return chunk._replace(
-        head=place(carry.head, chunk.head),
-        bias=place(carry.bias, chunk.bias),
-        ref_head=place(carry.ref_head, chunk.ref_head),
-    )
+    layouts = dict.fromkeys(names, device.spec.layout) | {"ref_head": device.spec.ref_layout}
+    return sums._replace(**{name: write(getattr(carry, name), getattr(sums, name), layouts[name]) for name in names})
 
 
-def _add_tile(shard: Shard, columns: Columns, parts: Part, index: Array, sums: Gradients) -> Gradients:
-    part = shard.tile_of(index, parts)
-    policy, ref = shard.logits(columns, part.tokens)
-    of_policy, of_ref = _slopes(shard, columns, part, policy, ref)
-    biased = of_policy * policy.slope
+def _add_tile(device: DeviceView, chunk: Chunk, rows: RowInputs, index: Array, sums: Gradients) -> Gradients:
+    tile, spec = device.get_tile(index, rows), device.spec
+    policy, ref = device.logits(chunk, tile.tokens)
+    to_policy, to_ref = _logit_grads(device, chunk, tile, policy, ref)
+    raw = to_policy * policy.slope
     if sums.bias is not None:
-        sums = sums._replace(bias=sums.bias + biased.sum(0))
-    # Made once, in the type that it is multiplied in: unasked, some compilers make it anew inside either product.
-    products = lax.optimization_barrier((biased * shard.data.logit_scale).astype(columns.head.dtype))
+        sums = sums._replace(bias=sums.bias + raw.sum(0))
+    # The barrier keeps compilers from computing this anew inside either product.
+    products = lax.optimization_barrier((raw * device.constants.logit_scale).astype(chunk.head.dtype))
     if sums.hidden is not None:
-        sums = sums._replace(hidden=_add_hidden(shard, index, sums.hidden, products, columns.head))
+        more = device.grad_hidden(products, chunk.head, spec.layout)
+        sums = sums._replace(hidden=_add_rows(device, index, sums.hidden, more))
     if sums.head is not None:
-        sums = sums._replace(head=sums.head + shard.to_head(products, part.tokens.hidden, columns.head))
-    if ref is None or of_ref is None:
+        more = device.grad_head(products, tile.tokens.hidden, chunk.head, spec.layout)
+        sums = sums._replace(head=sums.head + more)
+    if ref is None or to_ref is None:
         return sums
-    products = of_ref * (ref.slope * shard.data.logit_scale)
-    assert columns.ref_head is not None
+    raw = to_ref * ref.slope
+    if sums.ref_bias is not None:
+        sums = sums._replace(ref_bias=sums.ref_bias + raw.sum(0))
+    products = to_ref * (ref.slope * device.ref_scale)
+    assert chunk.ref_head is not None
     if sums.ref_hidden is not None:
-        sums = sums._replace(ref_hidden=_add_hidden(shard, index, sums.ref_hidden, products, columns.ref_head))
-    if sums.ref_head is not None and part.tokens.ref_hidden is not None:
-        more = shard.to_head(products, part.tokens.ref_hidden, columns.ref_head)
+        more = device.grad_hidden(products, chunk.ref_head, spec.ref_layout)
+        sums = sums._replace(ref_hidden=_add_rows(device, index, sums.ref_hidden, more))
+    if sums.ref_head is not None and tile.tokens.ref_hidden is not None:
+        more = device.grad_head(products, tile.tokens.ref_hidden, chunk.ref_head, spec.ref_layout)
         sums = sums._replace(ref_head=sums.ref_head + more)
     return sums
 
 
-def _add_hidden(shard: Shard, index: Array, whole: Array, products: Array, head: Array) -> Array:
-    return shard.put_tile(index, whole, shard.tile_of(index, whole) + shard.to_hidden(products, head))
+def _add_rows(device: DeviceView, index: Array, whole: Array, more: Array) -> Array:
+    return device.set_tile(index, whole, device.get_tile(index, whole) + more)
 
 
-def _slopes(
-    shard: Shard, columns: Columns, part: Part, policy: Logits, ref: Logits | None
+# ---- gradients to the logits ----
+
+
+def _logit_grads(
+    device: DeviceView, chunk: Chunk, tile: RowInputs, policy: Logits, ref: Logits | None
 ) -> tuple[Array, Array | None]:
-    """`[rows, columns]` slopes of the loss to the logits of the policy and of the reference."""
-    cotangents, saved = part.cotangents, part.saved
-    log_p = policy.values - saved.logsumexp[:, None]
+    """Returns `[rows, columns]` gradients of the loss to the logits of the policy and of the reference."""
+    cotangents, residuals = tile.cotangents, tile.residuals
+    log_p = policy.values - residuals.logsumexp[:, None]
     p = jnp.exp(log_p)
-    of_p = jnp.zeros_like(saved.logsumexp)
+    grads = p * _weight_of_p(cotangents, residuals, p, log_p)
+    if residuals.kept_logsumexp is not None:
+        grads = grads + _kept_grads(chunk, tile, policy.values)
     if cotangents.log_prob is not None:
-        of_p = of_p - cotangents.log_prob
-    if cotangents.logsumexp is not None:
-        of_p = of_p + cotangents.logsumexp
-    weight = of_p[:, None]
-    if cotangents.entropy is not None and saved.entropy is not None:
-        weight = weight - cotangents.entropy[:, None] * (log_p + saved.entropy[:, None])
-    slopes = p * weight
-    if cotangents.log_prob is not None:
-        slopes = slopes + jnp.where(is_target(columns, part.tokens), cotangents.log_prob[:, None], 0)
+        grads = grads + jnp.where(is_target(chunk, tile.tokens), cotangents.log_prob[:, None], 0)
     if cotangents.kl is None or ref is None:
-        return slopes, None
-    assert saved.ref_logsumexp is not None
-    q, gap = jnp.exp(ref.values - saved.ref_logsumexp[:, None]), policy.values - ref.values
-    if shard.spec.divergence == "jsd":
-        of_policy, of_ref = _jsd_slopes(p, q, gap, saved, shard.data)
+        return grads, None
+    assert residuals.ref_logsumexp is not None
+    q, difference = jnp.exp(ref.values - residuals.ref_logsumexp[:, None]), policy.values - ref.values
+    if device.spec.divergence == "jsd":
+        to_policy, to_ref = _jsd_grads(p, q, difference, residuals, device.constants)
     else:
-        of_policy, of_ref = _kl_slopes(p, q, gap, saved, reverse=shard.spec.divergence == "reverse")
+        to_policy, to_ref = _kl_grads(p, q, difference, residuals, reverse=device.spec.divergence == "reverse")
     kl = cotangents.kl
-    if saved.mean_gap is not None:
-        # Where it is infinite its gradient is 0.
-        kl = jnp.where(jnp.isnan(saved.mean_gap), 0, kl)
-    return slopes + kl[:, None] * of_policy, kl[:, None] * of_ref
+    if residuals.mean_difference is not None:
+        # The gradient of an infinite KL is 0.
+        kl = jnp.where(jnp.isnan(residuals.mean_difference), 0, kl)
+    return grads + kl[:, None] * to_policy, kl[:, None] * to_ref
 
 
-def _kl_slopes(p: Array, q: Array, gap: Array, saved: Saved, *, reverse: bool) -> tuple[Array, Array]:
-    assert saved.mean_gap is not None
-    mean_gap = jnp.nan_to_num(saved.mean_gap, nan=0.0)[:, None]
+def _weight_of_p(cotangents: Cotangents, residuals: Residuals, p: Array, log_p: Array) -> Array:
+    """Returns the factor of `p` in the gradient to the policy's logits, `[rows, 1]` or `[rows, columns]`."""
+    of_row = jnp.zeros_like(residuals.logsumexp)
+    if cotangents.log_prob is not None and residuals.kept_logsumexp is None:
+        of_row = of_row - cotangents.log_prob
+    if cotangents.log_kept_mass is not None:
+        of_row = of_row - cotangents.log_kept_mass
+    if cotangents.logsumexp is not None:
+        of_row = of_row + cotangents.logsumexp
+    weight = of_row[:, None]
+    if cotangents.entropy is not None and residuals.entropy is not None:
+        weight = weight - cotangents.entropy[:, None] * (log_p + residuals.entropy[:, None])
+    if cotangents.sum_squared_probs is not None and residuals.sum_squared_probs is not None:
+        centred = p - residuals.sum_squared_probs[:, None]
+        weight = weight + 2 * cotangents.sum_squared_probs[:, None] * centred
+    return weight
+
+
+def _kept_grads(chunk: Chunk, tile: RowInputs, logits: Array) -> Array:
+    """Returns the terms of the softmax over the kept tokens."""
+    assert tile.residuals.kept_logsumexp is not None
+    weight = jnp.zeros_like(tile.residuals.logsumexp)
+    if tile.cotangents.log_prob is not None:
+        weight = weight - tile.cotangents.log_prob
+    if tile.cotangents.log_kept_mass is not None:
+        weight = weight + tile.cotangents.log_kept_mass
+    kept = is_kept(chunk, tile.tokens)
+    log_probs = jnp.where(kept, logits - tile.residuals.kept_logsumexp[:, None], 0)
+    return jnp.where(kept, jnp.exp(log_probs) * weight[:, None], 0)
+
+
+def _kl_grads(p: Array, q: Array, difference: Array, residuals: Residuals, *, reverse: bool) -> tuple[Array, Array]:
+    assert residuals.mean_difference is not None
+    mean = jnp.nan_to_num(residuals.mean_difference, nan=0.0)[:, None]
     if reverse:
-        return p * (gap - mean_gap), q - p
-    return p - q, q * (-gap - mean_gap)
+        return p * (difference - mean), q - p
+    return p - q, q * (-difference - mean)
 
 
-def _jsd_slopes(p: Array, q: Array, gap: Array, saved: Saved, data: Data) -> tuple[Array, Array]:
-    assert saved.shift is not None
-    assert saved.policy_mean is not None
-    assert saved.ref_mean is not None
-    assert data.beta is not None
-    to_policy, to_ref = online.mixture_slopes(-gap - saved.shift[:, None], data.beta)
-    of_policy = p * (-(1 - data.beta) * to_policy - saved.policy_mean[:, None])
-    return of_policy, q * (-data.beta * to_ref - saved.ref_mean[:, None])
+def _jsd_grads(
+    p: Array, q: Array, difference: Array, residuals: Residuals, constants: Constants
+) -> tuple[Array, Array]:
+    assert residuals.log_ratio is not None
+    assert residuals.policy_mean is not None
+    assert residuals.ref_mean is not None
+    assert constants.beta is not None
+    beta = constants.beta
+    to_policy, to_ref = log_mixture_ratios(-difference - residuals.log_ratio[:, None], beta)
+    policy = p * (-(1 - beta) * to_policy - residuals.policy_mean[:, None])
+    return policy, q * (-beta * to_ref - residuals.ref_mean[:, None])

@@ -1,161 +1,406 @@
-"""The forward pass on one device's tokens and columns: statistics, and what the backward pass will need of them."""
+"""The forward pass: an online softmax over chunks of the vocabulary, its statistics, and residuals for the gradient.
+
+Every sum is over `exp(z - max)` and is rescaled when the maximum grows, so nothing overflows, and sums of several
+devices merge. The entropy is summed as `exp(z - max) (z - max)`: where one token has nearly all probability, this sum
+and the logarithm of the total are both small, and their difference keeps its digits.
+"""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from kljax._numerics import bregman, expm1_minus, log_mix
 from kljax._typing import Array
-from kljax.log_probs import _online as online
-from kljax.log_probs._columns import Columns
-from kljax.log_probs._inputs import Data, Weights
-from kljax.log_probs._options import Spec
-from kljax.log_probs._rows import unpack
-from kljax.log_probs._shard import Shard
+from kljax.log_probs._head import embed_axis
+from kljax.log_probs._inputs import Constants, Spec, Weights
+from kljax.log_probs._tiles import IMPOSSIBLE, Chunk, DeviceView, MeshAxes, Tokens, is_kept, is_target, unpack
+
+# A larger KL is infinite: it contains `IMPOSSIBLE` where the first distribution has probability.
+INFINITE = 1e6
+# The exponential of this, times any vocabulary size, is finite in float32 or becomes an infinity that is noticed.
+_LARGEST_EXPONENT = 80.0
+# Bounds of the ratio of the two normalisers, less 1, for the formula without cancellation.
+_NORMALISERS_CLOSE = (-0.5, 1.0)
 
 
-class Saved(NamedTuple):
-    """`[...]` per token, for the backward pass; None for what it will not need.
+# ---- the online softmax ----
+
+
+class PartialSoftmax(NamedTuple):
+    """`[rows]` largest logit so far and `sum exp(z - max)`."""
+
+    max: Array
+    total: Array
+
+    def logsumexp(self) -> Array:
+        """Returns the log of the normaliser."""
+        return self.max + jnp.log(self.total)
+
+
+class Sums(NamedTuple):
+    """`[rows]` sums over the columns so far; None where not requested.
 
     Attributes:
-      logsumexp, ref_logsumexp: normalisers.
-      entropy: of the policy.
-      mean_gap: mean of the difference of the logits that the gradient of a KL is about; NaN where the KL is infinite.
-      shift: log of the reference's normaliser over the policy's, for a JSD.
-      policy_mean, ref_mean: the means of the slopes of a JSD.
-      toward, away: `[..., D]` slope of the target's logit and of the logsumexp to the hidden states.
+      policy, ref: the two softmaxes.
+      target: logit of the target, 0 until its column is visited.
+      kept: the policy's softmax over the kept tokens.
+      entropy: `sum exp(z - max) (z - max)` of the policy.
+      squares: `sum exp(z - max)^2` of the policy.
+      difference: `sum e d`, and `excess`: `sum e (exp(-d) - 1 + d)`, where `e` is the exponential of the distribution
+        that the mean is over, and `d` its logits minus those of the other distribution.
+    """
+
+    policy: PartialSoftmax
+    ref: PartialSoftmax | None = None
+    target: Array | None = None
+    kept: PartialSoftmax | None = None
+    entropy: Array | None = None
+    squares: Array | None = None
+    difference: Array | None = None
+    excess: Array | None = None
+
+
+def empty_sums(spec: Spec, tokens: Tokens, dtype: jnp.dtype) -> Sums:
+    """Returns the sums over no columns."""
+    zero = jnp.zeros_like(tokens.inverse_temperature, dtype=dtype)
+    empty = PartialSoftmax(zero + IMPOSSIBLE, zero)
+    kl = spec.divergence is not None
+    return Sums(
+        policy=empty,
+        ref=None if tokens.ref_hidden is None else empty,
+        target=None if tokens.targets is None else zero,
+        kept=None if tokens.kept is None else empty,
+        entropy=zero if spec.entropy else None,
+        squares=zero if spec.sum_squared_probs else None,
+        difference=zero if kl else None,
+        excess=zero if kl else None,
+    )
+
+
+def _add(before: PartialSoftmax, logits: Array) -> tuple[PartialSoftmax, Array, Array]:
+    """Returns the softmax with more columns, their exponentials, and the factor that rescales earlier sums."""
+    largest = jnp.maximum(before.max, logits.max(-1))
+    rescale = jnp.exp(before.max - largest)
+    e = jnp.exp(logits - largest[:, None])
+    return PartialSoftmax(largest, before.total * rescale + e.sum(-1)), e, rescale
+
+
+def add_tile(
+    spec: Spec, sums: Sums, pair: tuple[Array, Array | None], chunk: Chunk, tokens: Tokens
+) -> tuple[Sums, Array, Array]:
+    """Adds one tile of logits, of policy and reference, to the sums.
+
+    Returns:
+      The sums, the exponentials of the policy, and the factor that rescales its earlier sums.
+    """
+    logits, ref = pair
+    policy, e, rescale = _add(sums.policy, logits)
+    new = sums._replace(policy=policy)
+    if sums.target is not None:
+        new = new._replace(target=sums.target + jnp.where(is_target(chunk, tokens), logits, 0).sum(-1))
+    if sums.kept is not None:
+        new = new._replace(kept=_add(sums.kept, jnp.where(is_kept(chunk, tokens), logits, IMPOSSIBLE))[0])
+    if sums.entropy is not None:
+        entropy = sums.entropy + (sums.policy.max - policy.max) * sums.policy.total
+        new = new._replace(entropy=entropy * rescale + (e * (logits - policy.max[:, None])).sum(-1))
+    if sums.squares is not None:
+        new = new._replace(squares=sums.squares * rescale * rescale + (e * e).sum(-1))
+    if sums.ref is None or ref is None:
+        return new, e, rescale
+    reference, e_ref, rescale_ref = _add(sums.ref, ref)
+    new = new._replace(ref=reference)
+    if sums.difference is not None and sums.excess is not None:
+        lower = reference.max - policy.max
+        if spec.divergence == "forward":
+            first, second, factor, difference, lower = e_ref, e, rescale_ref, ref - logits, -lower
+        else:
+            first, second, factor, difference = e, e_ref, rescale, logits - ref
+        # Both relative to the largest logit of the first; an overflow shows when the normalisers are compared.
+        second = second * jnp.exp(jnp.minimum(lower, _LARGEST_EXPONENT))[:, None]
+        new = new._replace(
+            difference=sums.difference * factor + (first * difference).sum(-1),
+            excess=sums.excess * factor + bregman(first, second, -difference).sum(-1),
+        )
+    return new, e, rescale
+
+
+def _merge_softmax(part: PartialSoftmax, axes: MeshAxes) -> tuple[PartialSoftmax, Array]:
+    """Returns the softmax with the maximum of all devices, whose totals are to be added, and this device's factor."""
+    largest = axes.max_over_vocab(part.max)
+    factor = jnp.exp(part.max - largest)
+    return PartialSoftmax(largest, part.total * factor), factor
+
+
+def merge(spec: Spec, sums: Sums, axes: MeshAxes) -> tuple[Sums, Array]:
+    """Merges the sums of the devices that split the vocabulary.
+
+    Returns:
+      The sums over the whole vocabulary, and the factor that rescales this device's sums of the policy.
+    """
+    if not axes.vocab:
+        return sums, jnp.ones_like(sums.policy.max)
+    policy, factor = _merge_softmax(sums.policy, axes)
+    rescale, ref, kept = factor, None, None
+    if sums.ref is not None:
+        ref, ref_factor = _merge_softmax(sums.ref, axes)
+        rescale = ref_factor if spec.divergence == "forward" else factor
+    if sums.kept is not None:
+        kept = _merge_softmax(sums.kept, axes)[0]
+    lower = sums.policy.max - policy.max
+    parts = {
+        "policy": policy.total,
+        "ref": None if ref is None else ref.total,
+        "kept": None if kept is None else kept.total,
+        "target": sums.target,
+        "entropy": None if sums.entropy is None else (sums.entropy + lower * sums.policy.total) * factor,
+        "squares": None if sums.squares is None else sums.squares * factor * factor,
+        "difference": None if sums.difference is None else sums.difference * rescale,
+        "excess": None if sums.excess is None else sums.excess * rescale,
+    }
+    whole = axes.sum_over_vocab(parts)
+    whole["policy"] = PartialSoftmax(policy.max, whole["policy"])
+    whole["ref"] = None if ref is None else PartialSoftmax(ref.max, whole["ref"])
+    whole["kept"] = None if kept is None else PartialSoftmax(kept.max, whole["kept"])
+    return Sums(**whole), factor
+
+
+def impossible_to_infinite(logits: Array) -> Array:
+    """Returns the logits, with -infinity for those that `IMPOSSIBLE` replaced."""
+    return jnp.where(logits <= IMPOSSIBLE, -jnp.inf, logits)
+
+
+# ---- divergences from the sums ----
+
+
+class Normalisers(NamedTuple):
+    """`[rows]` comparison of the two distributions' normalisers.
+
+    Attributes:
+      log_ratio: log of the normaliser of the other distribution over that of the first.
+      mean_difference: mean over the first of its logits minus those of the other.
+      close: whether `log_ratio` has the relative accuracy of the logits' differences.
+    """
+
+    log_ratio: Array
+    mean_difference: Array
+    close: Array
+
+
+def compare_normalisers(spec: Spec, sums: Sums) -> Normalisers:
+    """Compares the normalisers: where they are close, as the log of a mean ratio, which does not cancel."""
+    assert sums.ref is not None
+    assert sums.difference is not None
+    assert sums.excess is not None
+    first, other = (sums.ref, sums.policy) if spec.divergence == "forward" else (sums.policy, sums.ref)
+    mean = sums.difference / first.total
+    ratio = sums.excess / first.total - mean
+    low, high = _NORMALISERS_CLOSE
+    # With a large mean difference they are far apart, or a token is impossible for one of them.
+    close = (ratio > low) & (ratio < high) & (jnp.abs(mean) < 1)
+    near = jnp.log1p(jnp.where(close, ratio, 0))
+    return Normalisers(jnp.where(close, near, other.logsumexp() - first.logsumexp()), mean, close)
+
+
+def kl_from_sums(spec: Spec, sums: Sums) -> tuple[Array, Normalisers]:
+    """Returns the KL and the comparison of the normalisers."""
+    assert sums.ref is not None
+    assert sums.excess is not None
+    compared = compare_normalisers(spec, sums)
+    first = sums.ref if spec.divergence == "forward" else sums.policy
+    # kl = mean_difference + log_ratio cancels; the excess and exp(log_ratio) - 1 - log_ratio have the order of the KL.
+    precise = sums.excess / first.total - expm1_minus(compared.log_ratio)
+    kl = jnp.where(compared.close, precise, compared.mean_difference + compared.log_ratio)
+    return jnp.where(kl > INFINITE, jnp.inf, jnp.maximum(kl, 0)), compared
+
+
+class MixtureSums(NamedTuple):
+    """`[rows]` sums of the second pass of the JSD: its value, and the means that its gradient is centred by."""
+
+    value: Array
+    policy_mean: Array
+    ref_mean: Array
+
+
+def log_mixture_ratios(y: Array, beta: Array) -> tuple[Array, Array]:
+    """Returns `log(M / P)` and `log(M / Q)` from `y = log(Q / P)`, with the mixture `M = (1 - beta) P + beta Q`."""
+    return log_mix(beta, y), log_mix(1 - beta, -y)
+
+
+def add_mixture(sums: MixtureSums, p: Array, q: Array, y: Array, beta: Array) -> MixtureSums:
+    """Adds one tile of probabilities to the sums, with `y = log(q / p)`."""
+    to_policy, to_ref = log_mixture_ratios(y, beta)
+    mixed = (1 - beta) * p + beta * q
+    value = (1 - beta) * bregman(p, mixed, to_policy) + beta * bregman(q, mixed, to_ref)
+    return MixtureSums(
+        sums.value + value.sum(-1),
+        sums.policy_mean - (1 - beta) * (p * to_policy).sum(-1),
+        sums.ref_mean - beta * (q * to_ref).sum(-1),
+    )
+
+
+# ---- the pass ----
+
+
+class Residuals(NamedTuple):
+    """`[...]` per token, saved for the backward pass; None where it needs none.
+
+    Attributes:
+      logsumexp, ref_logsumexp: logs of the normalisers.
+      kept_logsumexp: log of the normaliser over the kept tokens.
+      entropy, sum_squared_probs: of the policy.
+      mean_difference: as in `Normalisers`; NaN where the KL is infinite.
+      log_ratio: log of the reference's normaliser over the policy's, for a JSD.
+      policy_mean, ref_mean: means that the gradient of a JSD is centred by.
+      grad_target, grad_logsumexp: `[..., D]` gradients of the target's logit and of the logsumexp to the hidden states.
     """
 
     logsumexp: Array
     ref_logsumexp: Array | None = None
+    kept_logsumexp: Array | None = None
     entropy: Array | None = None
-    mean_gap: Array | None = None
-    shift: Array | None = None
+    sum_squared_probs: Array | None = None
+    mean_difference: Array | None = None
+    log_ratio: Array | None = None
     policy_mean: Array | None = None
     ref_mean: Array | None = None
-    toward: Array | None = None
-    away: Array | None = None
+    grad_target: Array | None = None
+    grad_logsumexp: Array | None = None
 
 
-class Pull(NamedTuple):
-    """`[rows, D]` sums of columns of the head: weighted by the exponentials so far, and that of the target."""
+class HeadSums(NamedTuple):
+    """`[rows, D]` sums of columns of the head: weighted by the exponentials so far, and the column of the target."""
 
-    mean: Array
+    weighted: Array
     target: Array
 
 
-def forward(spec: Spec, weights: Weights, data: Data, *, with_pull: bool) -> tuple[dict[str, Array], Saved]:
-    """Statistics by the names of `TokenStats`, of the shape of the tokens, and what the backward pass needs.
+def forward(
+    spec: Spec, weights: Weights, constants: Constants, *, with_hidden_grads: bool
+) -> tuple[dict[str, Array], Residuals]:
+    """Computes the statistics, by the names of `TokenStats`, and the residuals, in the shape of the tokens.
 
     Args:
-      spec: what to compute.
+      spec: static options.
       weights: this device's tokens and part of the head.
-      data: this device's.
-      with_pull: whether to compute, in place of a backward pass, the slopes to the hidden states: for a head that needs
-        no gradient they are means of its columns under the softmax, and the loss only scales them.
+      constants: this device's part.
+      with_hidden_grads: whether to compute the gradients to the hidden states here, in place of a backward pass. For a
+        head that needs no gradient they are means of its columns under the softmax, and the cotangents scale them.
     """
-    shard, leading = Shard.of(spec, weights, data), weights.hidden.shape[:-1]
-    sums, pull = _sweep(shard, with_pull=with_pull)
-    merged, rescale = online.merge(spec, sums, shard.mesh)
-    stats, saved = _finish(spec, merged)
+    device, leading = DeviceView.of(spec, weights, constants), weights.hidden.shape[:-1]
+    sums, columns = _scan_vocabulary(device, with_hidden_grads=with_hidden_grads)
+    merged, rescale = merge(spec, sums, device.axes)
+    stats, residuals = _statistics(spec, merged)
     if spec.divergence == "jsd":
-        mixture = _mixture(shard, saved)
+        mixture = _scan_mixture(device, residuals)
         stats["kl"] = jnp.maximum(mixture.value, 0)
-        saved = saved._replace(policy_mean=mixture.policy_mean, ref_mean=mixture.ref_mean)
-    if pull is not None:
-        mean = pull.mean * (rescale / merged.policy.total)[:, None]
-        toward, away = shard.mesh.sum_over_vocab((pull.target, mean))
-        kind = weights.hidden.dtype
-        saved = saved._replace(toward=toward.astype(kind), away=away.astype(kind))
-    stats, saved = unpack(shard.rows, (stats, saved))
+        residuals = residuals._replace(policy_mean=mixture.policy_mean, ref_mean=mixture.ref_mean)
+    if columns is not None:
+        mean = columns.weighted * (rescale / merged.policy.total)[:, None]
+        grads = device.axes.sum_over_vocab((columns.target, mean))
+        target, logsumexp = (grad.astype(weights.hidden.dtype) for grad in grads)
+        residuals = residuals._replace(grad_target=target, grad_logsumexp=logsumexp)
+    stats, residuals = unpack(device.packing, (stats, residuals))
 
     def shaped(x: Array | None) -> Array | None:
         return None if x is None else x.reshape(leading + x.shape[1:])
 
-    return {name: value.reshape(leading) for name, value in stats.items()}, Saved(*map(shaped, saved))  # type: ignore[arg-type]
+    return {name: value.reshape(leading) for name, value in stats.items()}, Residuals(*map(shaped, residuals))  # type: ignore[arg-type]
 
 
-def _sweep(shard: Shard, *, with_pull: bool) -> tuple[online.Sums, Pull | None]:
-    """One pass over the vocabulary: the online sums and, if asked, the pull of the columns."""
-    pull = None
-    if with_pull:
-        nothing = jnp.zeros_like(shard.tokens.hidden, dtype=shard.dtype)
-        pull = Pull(nothing, nothing)
+def _scan_vocabulary(device: DeviceView, *, with_hidden_grads: bool) -> tuple[Sums, HeadSums | None]:
+    """Makes one pass over the vocabulary: the online sums and, if requested, the sums of columns."""
+    columns = None
+    if with_hidden_grads:
+        zero = jnp.zeros_like(device.tokens.hidden, dtype=device.dtype)
+        columns = HeadSums(zero, zero)
+    Carry = tuple[Sums, HeadSums | None]
 
-    def body(carry: tuple[online.Sums, Pull | None], columns: Columns) -> tuple[online.Sums, Pull | None]:
-        def tile(index: Array, carry: tuple[online.Sums, Pull | None]) -> tuple[online.Sums, Pull | None]:
-            sums, pull = carry
-            part, before = shard.tile_of(index, (shard.tokens, sums))
-            policy, ref = shard.logits(columns, part)
+    def body(carry: Carry, chunk: Chunk) -> Carry:
+        def tile(index: Array, carry: Carry) -> Carry:
+            sums, columns = carry
+            tokens, before = device.get_tile(index, (device.tokens, sums))
+            policy, ref = device.logits(chunk, tokens)
             pair = (policy.values, None if ref is None else ref.values)
-            new, e, scale = online.update(shard.spec, before, pair, columns, part)
-            if pull is not None:
-                more = shard.to_hidden(e * (policy.slope * shard.data.logit_scale), columns.head)
-                mean = shard.tile_of(index, pull.mean) * scale[:, None] + more
-                pull = pull._replace(mean=shard.put_tile(index, pull.mean, mean))
-            return shard.put_tile(index, sums, new), pull
+            new, e, rescale = add_tile(device.spec, before, pair, chunk, tokens)
+            if columns is not None:
+                grads = e * (policy.slope * device.constants.logit_scale)
+                more = device.grad_hidden(grads, chunk.head, device.spec.layout)
+                weighted = device.get_tile(index, columns.weighted) * rescale[:, None] + more
+                columns = columns._replace(weighted=device.set_tile(index, columns.weighted, weighted))
+            return device.set_tile(index, sums, new), columns
 
-        sums, pull = shard.over_tiles(tile, carry)
-        if pull is not None:
-            pull = pull._replace(target=pull.target + _target_columns(shard, columns))
-        return sums, pull
+        sums, columns = device.loop_tiles(tile, carry)
+        if columns is not None:
+            columns = columns._replace(target=columns.target + _target_columns(device, chunk))
+        return sums, columns
 
-    sums, pull = shard.over_columns(body, (online.start(shard.spec, shard.tokens, shard.dtype), pull))
-    return sums, pull
+    sums, columns = device.scan_chunks(body, (empty_sums(device.spec, device.tokens, device.dtype), columns))
+    return sums, columns
 
 
-def _target_columns(shard: Shard, columns: Columns) -> Array:
-    """`[rows, D]` slope of the target's logit to the hidden states, 0 where the target is not in this chunk."""
-    tokens, data, dtype = shard.tokens, shard.data, shard.dtype
+def _target_columns(device: DeviceView, chunk: Chunk) -> Array:
+    """Returns `[rows, D]`, the gradient of the target's logit to the hidden states; 0 for targets of other chunks."""
+    tokens, constants, dtype = device.tokens, device.constants, device.dtype
     assert tokens.targets is not None
-    at = tokens.targets - columns.first
-    chosen = jnp.take(columns.head, at, axis=shard.spec.vocab_axis, mode="clip")
-    chosen = (chosen.T if shard.spec.layout == "dv" else chosen).astype(dtype)
+    at = tokens.targets - chunk.first_id
+    column = jnp.take(chunk.head, at, axis=1 - embed_axis(device.spec.layout), mode="clip")
+    column = (column.T if device.spec.layout == "dv" else column).astype(dtype)
     slope = tokens.inverse_temperature
-    if data.softcap is not None:
-        raw = (tokens.hidden.astype(dtype) * chosen).sum(-1) * data.logit_scale
-        if columns.bias is not None:
-            raw = raw + jnp.take(columns.bias, at, mode="clip").astype(dtype)
-        slope = slope * (1 - jnp.tanh(raw / data.softcap) ** 2)
-    inside = (at >= columns.skip) & (at < columns.size)
-    return jnp.where(inside[:, None], chosen * (slope * data.logit_scale)[:, None], 0)
+    if constants.softcap is not None:
+        raw = (tokens.hidden.astype(dtype) * column).sum(-1) * constants.logit_scale
+        if chunk.bias is not None:
+            raw = raw + jnp.take(chunk.bias, at, mode="clip").astype(dtype)
+        slope = slope * (1 - jnp.tanh(raw / constants.softcap) ** 2)
+    inside = (at >= chunk.skip) & (at < chunk.size)
+    return jnp.where(inside[:, None], column * (slope * constants.logit_scale)[:, None], 0)
 
 
-def _finish(spec: Spec, sums: online.Sums) -> tuple[dict[str, Array], Saved]:
+def _statistics(spec: Spec, sums: Sums) -> tuple[dict[str, Array], Residuals]:
+    """Computes the statistics and the residuals of one pass from its sums."""
     logsumexp, log_total = sums.policy.logsumexp(), jnp.log(sums.policy.total)
-    stats, saved = {"logsumexp": logsumexp}, Saved(logsumexp)
-    if sums.target is not None:
+    stats, residuals = {"logsumexp": logsumexp}, Residuals(logsumexp)
+    if sums.kept is not None and sums.target is not None:
+        stats["log_prob"] = (impossible_to_infinite(sums.target) - sums.kept.max) - jnp.log(sums.kept.total)
+        kept = sums.kept.logsumexp()
+        stats["log_kept_mass"] = jnp.where(sums.kept.max <= IMPOSSIBLE, -jnp.inf, kept - logsumexp)
+        residuals = residuals._replace(kept_logsumexp=kept)
+    elif sums.target is not None:
         # Relative to the largest logit both parts are small where the target is likely.
-        stats["log_prob"] = (online.impossible_to_infinite(sums.target) - sums.policy.top) - log_total
-    if sums.moment is not None:
-        stats["entropy"] = log_total - sums.moment / sums.policy.total
-        saved = saved._replace(entropy=stats["entropy"])
+        stats["log_prob"] = (impossible_to_infinite(sums.target) - sums.policy.max) - log_total
+    if sums.entropy is not None:
+        stats["entropy"] = log_total - sums.entropy / sums.policy.total
+        residuals = residuals._replace(entropy=stats["entropy"])
+    if sums.squares is not None:
+        stats["sum_squared_probs"] = sums.squares / (sums.policy.total * sums.policy.total)
+        residuals = residuals._replace(sum_squared_probs=stats["sum_squared_probs"])
     if sums.ref is not None:
-        saved = saved._replace(ref_logsumexp=sums.ref.logsumexp())
+        residuals = residuals._replace(ref_logsumexp=sums.ref.logsumexp())
     if spec.divergence == "jsd":
-        saved = saved._replace(shift=online.gap_of(spec, sums).shift)
-    elif sums.gap is not None:
-        stats["kl"], gap = online.kl_of(spec, sums)
-        saved = saved._replace(mean_gap=jnp.where(jnp.isinf(stats["kl"]), jnp.nan, gap.mean))
-    return stats, saved
+        residuals = residuals._replace(log_ratio=compare_normalisers(spec, sums).log_ratio)
+    elif sums.difference is not None:
+        stats["kl"], compared = kl_from_sums(spec, sums)
+        mean = jnp.where(jnp.isinf(stats["kl"]), jnp.nan, compared.mean_difference)
+        residuals = residuals._replace(mean_difference=mean)
+    return stats, residuals
 
 
-def _mixture(shard: Shard, saved: Saved) -> online.Mixture:
-    """The second pass over the vocabulary, which knows both normalisers."""
-    nothing = jnp.zeros_like(saved.logsumexp)
-    beta = shard.data.beta
+def _scan_mixture(device: DeviceView, residuals: Residuals) -> MixtureSums:
+    """Makes the second pass over the vocabulary, with both normalisers known."""
+    zero = jnp.zeros_like(residuals.logsumexp)
+    beta = device.constants.beta
     assert beta is not None
 
-    def body(sums: online.Mixture, columns: Columns) -> online.Mixture:
-        def tile(index: Array, sums: online.Mixture) -> online.Mixture:
-            part, own, before = shard.tile_of(index, (shard.tokens, saved, sums))
-            policy, ref = shard.logits(columns, part)
+    def body(sums: MixtureSums, chunk: Chunk) -> MixtureSums:
+        def tile(index: Array, sums: MixtureSums) -> MixtureSums:
+            tokens, of_rows, before = device.get_tile(index, (device.tokens, residuals, sums))
+            policy, ref = device.logits(chunk, tokens)
             assert ref is not None
-            p = jnp.exp(policy.values - own.logsumexp[:, None])
-            q = jnp.exp(ref.values - own.ref_logsumexp[:, None])
-            y = (ref.values - policy.values) - own.shift[:, None]
-            return shard.put_tile(index, sums, online.add_mixture(before, p, q, y, beta))
+            p = jnp.exp(policy.values - of_rows.logsumexp[:, None])
+            q = jnp.exp(ref.values - of_rows.ref_logsumexp[:, None])
+            y = (ref.values - policy.values) - of_rows.log_ratio[:, None]
+            return device.set_tile(index, sums, add_mixture(before, p, q, y, beta))
 
-        return shard.over_tiles(tile, sums)
+        return device.loop_tiles(tile, sums)
 
-    whole: online.Mixture = shard.over_columns(body, online.Mixture(nothing, nothing, nothing))
-    return shard.mesh.sum_over_vocab(whole)
+    sums: MixtureSums = device.scan_chunks(body, MixtureSums(zero, zero, zero))
+    return device.axes.sum_over_vocab(sums)

@@ -1,16 +1,68 @@
-"""The arrays of the operation, and logits from products."""
+"""Checks the arguments of the public functions and gathers them into static options and arrays."""
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from kljax._typing import Array
+from kljax._checks import check_at_least, check_choice, check_mask
+from kljax._devices import under_auto_axes
+from kljax._typing import Array, ArrayLike, Scalar
+from kljax.log_probs._head import (
+    SHAPES,
+    Head,
+    HeadSharding,
+    Implementation,
+    Layout,
+    Tile,
+    as_head,
+    default_tile,
+    device_kind,
+    embed_axis,
+)
+
+Direction = Literal["reverse", "forward"]
+Function = Callable[["Spec", "Weights", "Constants"], dict[str, Array]]
+DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReferenceStates:
+    """Hidden states and LM head of a reference policy or teacher, and the direction of the KL to it.
+
+    Attributes:
+      hidden: `[..., D]` hidden states; leading axes as those of the policy, `D` may differ.
+      head: the head of the reference, a `kljax.Head` with its own bias, cap, scale, layout and padding. An array stands
+        for the policy's head with other weights, its bias a constant. None is the policy's head itself, as a constant.
+      direction: "reverse" for KL(policy || reference), "forward" for KL(reference || policy).
+
+    Raises:
+      ValueError: for an unknown direction.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> reference = kljax.ReferenceStates(jnp.ones((2, 3)), direction="forward")
+      >>> stats = kljax.log_probs_from_hidden(jnp.ones((2, 3)), jnp.eye(3), jnp.array([0, 1]), reference=reference)
+      >>> print(stats.kl)
+      [0. 0.]
+    """
+
+    hidden: ArrayLike
+    head: ArrayLike | Head | None = None
+    direction: Direction = dataclasses.field(default="reverse", metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_choice("reference.direction", self.direction, DIRECTIONS)
 
 
 class Weights(NamedTuple):
-    """What a gradient can flow to. `[..., D]` hidden states and a head in the layout of the spec; None where absent.
+    """Differentiable inputs: `[..., D]` hidden states, heads in their layouts, `[V]` biases; None where absent.
 
-    A `ref_head` of None beside `ref_hidden` is the head of the policy, as data.
+    A `ref_head` of None beside `ref_hidden` is the policy's head, as a constant.
     """
 
     hidden: Array
@@ -18,38 +70,361 @@ class Weights(NamedTuple):
     bias: Array | None = None
     ref_hidden: Array | None = None
     ref_head: Array | None = None
+    ref_bias: Array | None = None
 
 
-class Data(NamedTuple):
-    """What it does not flow to. `[...]` per token: targets, mask and inverse temperature; the rest are scalars."""
+class Constants(NamedTuple):
+    """Non-differentiable inputs: `[...]` per token, `kept` `[..., K]`, the rest scalars; None where absent."""
 
     inverse_temperature: Array
     logit_scale: Array
+    softcap: Array | None = None
+    ref_logit_scale: Array | None = None
+    ref_softcap: Array | None = None
+    beta: Array | None = None
     targets: Array | None = None
     mask: Array | None = None
-    softcap: Array | None = None
-    beta: Array | None = None
+    kept: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Static options, which a program is compiled for.
+
+    Attributes:
+      layout, ref_layout: layouts of the two heads.
+      vocab_size: columns that are tokens; the columns after them are padding.
+      tile: size of a tile.
+      sharding: sharding over a mesh, or None.
+      entropy: whether to compute entropies; `entropy_gradient`: whether they can be differentiated.
+      sum_squared_probs: whether to compute the sum of the squared probabilities.
+      divergence: None, "reverse", "forward" or "jsd".
+    """
+
+    layout: Layout
+    ref_layout: Layout
+    vocab_size: int
+    tile: Tile
+    sharding: HeadSharding | None
+    entropy: bool = False
+    entropy_gradient: bool = False
+    sum_squared_probs: bool = False
+    divergence: str | None = None
+
+    def specs(self) -> dict[str, PartitionSpec]:
+        """Returns the spec of each field of `Weights` and `Constants` on the mesh; scalars have none."""
+        assert self.sharding is not None
+        tokens, head = self.sharding.tokens, self.sharding.head
+        first, second = (*head, None, None)[:2]
+        bias = PartitionSpec(second if self.layout == "dv" else first)
+        of_tokens = ("hidden", "ref_hidden", "inverse_temperature", "targets", "mask", "kept")
+        ref_head = head if self.ref_layout == self.layout else PartitionSpec(second, first)
+        heads = {"head": head, "ref_head": ref_head, "bias": bias, "ref_bias": bias}
+        return heads | dict.fromkeys(of_tokens, tokens)
+
+
+class Call(NamedTuple):
+    """Checked arguments: static options, arrays, and the name of the implementation."""
+
+    spec: Spec
+    weights: Weights
+    constants: Constants
+    implementation: Implementation
 
 
 def statistics_dtype(weights: Weights) -> jnp.dtype:
-    """The type that everything but the products is computed in: float64 if any input is, else float32."""
+    """Returns the type of everything after the products: float64 if any input is float64, else float32."""
     wide = any(x is not None and x.dtype == jnp.float64 for x in weights)
     return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
-def scaled_logits(product: Array, bias: Array | None, inverse_temperature: Array, data: Data) -> tuple[Array, Array]:
-    """From `hidden @ head` to logits and their slope, `d logits / d bias`; `logit_scale` times it is `d / d product`.
+def scaled_logits(
+    product: Array, bias: Array | None, inverse_temperature: Array, logit_scale: Array, softcap: Array | None
+) -> tuple[Array, Array]:
+    """Maps `hidden @ W` to logits and to their slope, `d logits / d bias`; `d logits / d product` has the scale too.
 
     Args:
       product: `[..., V]`.
       bias: `[V]` or None.
       inverse_temperature: `[..., 1]`.
-      data: the scale and the cap.
+      logit_scale: scalar.
+      softcap: scalar or None.
     """
-    raw = product * data.logit_scale
+    raw = product * logit_scale
     if bias is not None:
         raw = raw + jnp.expand_dims(bias.astype(raw.dtype), tuple(range(raw.ndim - 1)))
-    if data.softcap is None:
+    if softcap is None:
         return raw * inverse_temperature, inverse_temperature
-    bent = jnp.tanh(raw / data.softcap)
-    return bent * (data.softcap * inverse_temperature), (1 - bent * bent) * inverse_temperature
+    bounded = jnp.tanh(raw / softcap)
+    return bounded * (softcap * inverse_temperature), (1 - bounded * bounded) * inverse_temperature
+
+
+def as_reference(reference: Any) -> ReferenceStates | None:
+    """Returns the reference; a pair `(hidden, head)` stands for the reverse KL."""
+    if reference is None or isinstance(reference, ReferenceStates):
+        return reference
+    return ReferenceStates(*reference)
+
+
+def prepare(
+    hidden: ArrayLike,
+    head: ArrayLike | Head,
+    *,
+    targets: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    temperature: Scalar = 1.0,
+    entropy: bool | str = False,
+    sum_squared_probs: bool = False,
+    kept_ids: ArrayLike | None = None,
+    reference: ReferenceStates | None = None,
+    divergence: str | None = None,
+    beta: Scalar | None = None,
+    targets_name: str = "targets",
+    ref_names: tuple[str, str] = ("reference.hidden", "reference.head"),
+) -> Call:
+    """Checks every argument and gathers them; the names are those of the caller's arguments in errors."""
+    if divergence != "jsd" and divergence is not None:
+        check_choice("direction", divergence, DIRECTIONS)
+    if entropy not in (False, True, "constant"):
+        raise ValueError(f"entropy: got {entropy!r}, expected True, False or 'constant'")
+    check_at_least("temperature", temperature, 0, strict=True)
+    if isinstance(beta, (int, float)) and not 0 < beta < 1:
+        raise ValueError(f"beta: got {beta!r}, expected a number between 0 and 1; at the ends see `kl_from_hidden`")
+    head = as_head(head)
+    weights, vocab_size = _policy_weights(hidden, head)
+    ref = head
+    if reference is not None:
+        ref, weights = _with_reference(head, weights, vocab_size, reference, ref_names)
+    sharding = head.sharding
+    if sharding is not None:
+        sharding.check(head.layout, weights.hidden.shape[:-1], weights.head.shape)
+    spec = Spec(
+        layout=head.layout,
+        ref_layout=ref.layout,
+        vocab_size=vocab_size,
+        tile=default_tile(device_kind(sharding)) if head.tile is None else head.tile,
+        sharding=sharding,
+        entropy=entropy is not False,
+        entropy_gradient=entropy is True,
+        sum_squared_probs=sum_squared_probs,
+        divergence=divergence,
+    )
+    wide = statistics_dtype(weights)
+    per_token = _per_token(weights.hidden.shape[:-1], {targets_name: targets}, mask, kept_ids)
+    inverse = _inverse_temperature(weights.hidden.shape[:-1], temperature, wide)
+    scalars = {"logit_scale": head.logit_scale, "softcap": head.softcap, "beta": beta}
+    if reference is not None:
+        scalars |= {"ref_logit_scale": ref.logit_scale, "ref_softcap": ref.softcap}
+    numbers = {name: jnp.asarray(x, wide) for name, x in scalars.items() if x is not None}
+    return Call(spec, weights, Constants(inverse, **numbers, **per_token), head.implementation)
+
+
+def run(call: Call, function: Function, *, shifted: bool = False) -> dict[str, Array]:
+    """Calls an implementation under whichever axis types the mesh of the arrays has.
+
+    With `shifted`, the constants belong to the tokens that the next hidden state has read: they are moved one position
+    to the left, and the results back to the right.
+    """
+
+    def compute(weights: Weights, constants: Constants) -> dict[str, Array]:
+        if shifted:
+            constants = _shifted_left(constants)
+        stats = function(call.spec, weights, _completed(call.spec, weights, constants))
+        return {name: _shift(x, 1) for name, x in stats.items()} if shifted else stats
+
+    if call.spec.sharding is not None:
+        return compute(*_resharded(call))
+    per_token = [call.weights.hidden, *(x for x in (call.constants.targets, call.constants.mask) if x is not None)]
+    return under_auto_axes(compute, per_token, call.weights.hidden.ndim - 1)(call.weights, call.constants)
+
+
+def _shift(array: Array, by: int) -> Array:
+    """Moves `[..., T]` by one position, 1 to the right or -1 to the left; the free position holds 0."""
+
+    def shift(array: Array) -> Array:
+        length = array.shape[-1]
+        if length == 0:
+            return array
+        pad = jnp.zeros_like(array[..., :1])
+        parts = [pad, array[..., :-1]] if by > 0 else [array[..., 1:], pad]
+        return jnp.concatenate(parts, axis=-1)
+
+    return under_auto_axes(shift, [array], array.ndim)(array)
+
+
+def _shifted_left(constants: Constants) -> Constants:
+    """Moves the fields per token one position to the left; the last position is masked."""
+    mask, inverse = constants.mask, constants.inverse_temperature
+    assert constants.targets is not None
+    mask = jnp.ones_like(constants.targets, dtype=bool) if mask is None else mask
+    if inverse.ndim:
+        inverse = _shift(inverse, -1)
+    targets = _shift(constants.targets, -1)
+    return constants._replace(targets=targets, mask=_shift(mask, -1), inverse_temperature=inverse)
+
+
+def _policy_weights(hidden: ArrayLike, head: Head) -> tuple[Weights, int]:
+    """Returns the weights of the policy and the number of tokens of its vocabulary."""
+    hidden, weights = jnp.asarray(hidden), jnp.asarray(head.weights)
+    axis = embed_axis(head.layout)
+    if weights.ndim != 2 or hidden.shape[-1:] != (weights.shape[axis],):
+        raise ValueError(
+            f"head: got shape {list(weights.shape)}, expected {SHAPES[head.layout]} with hidden {list(hidden.shape)} "
+            f"[..., D]{_layout_hint(weights, head.layout, hidden.shape[-1:])}"
+        )
+    return Weights(hidden, weights, _bias("head.bias", head, weights)), _vocab_size("head", head, weights)
+
+
+def _layout_hint(weights: Array, layout: Layout, width: tuple[int, ...]) -> str:
+    """Returns the end of an error for weights that fit in the other layout, else nothing."""
+    if weights.ndim != 2 or width != (weights.shape[1 - embed_axis(layout)],):
+        return ""
+    other = "vd" if layout == "dv" else "dv"
+    return f'; did you mean {SHAPES[other]}? Set `kljax.Head(weights, layout="{other}")`'
+
+
+def _bias(name: str, head: Head, weights: Array) -> Array | None:
+    if head.bias is None:
+        return None
+    bias, columns = jnp.asarray(head.bias), weights.shape[1 - embed_axis(head.layout)]
+    if bias.shape != (columns,):
+        raise ValueError(f"{name}: got shape {list(bias.shape)}, expected [{columns}], one per column")
+    return bias
+
+
+def _vocab_size(name: str, head: Head, weights: Array) -> int:
+    columns = weights.shape[1 - embed_axis(head.layout)]
+    if head.vocab_size is None:
+        return columns
+    if head.vocab_size > columns:
+        raise ValueError(
+            f"{name}.vocab_size: got {head.vocab_size}, expected at most the {columns} columns of the weights"
+        )
+    return head.vocab_size
+
+
+def _with_reference(
+    head: Head, weights: Weights, vocab_size: int, reference: ReferenceStates, names: tuple[str, str]
+) -> tuple[Head, Weights]:
+    """Returns the head of the reference, with what it takes from the policy's, and the weights of both."""
+    hidden_name, head_name = names
+    hidden = jnp.asarray(reference.hidden)
+    if hidden.shape[:-1] != weights.hidden.shape[:-1]:
+        raise ValueError(
+            f"{hidden_name}: got shape {list(hidden.shape)}, expected the leading axes of hidden "
+            f"{list(weights.hidden.shape)}"
+        )
+    if isinstance(reference.head, Head):
+        ref = reference.head
+        _check_same_sharding(head, ref, head_name)
+    else:
+        constant = None if weights.bias is None else jax.lax.stop_gradient(weights.bias)
+        ref = dataclasses.replace(head, bias=constant)
+        if reference.head is not None:
+            ref = dataclasses.replace(ref, weights=reference.head)
+    ref_weights = jnp.asarray(ref.weights)
+    axis = embed_axis(ref.layout)
+    if ref_weights.ndim != 2:
+        raise ValueError(f"{head_name}: got shape {list(ref_weights.shape)}, expected {SHAPES[ref.layout]}")
+    hint = _layout_hint(ref_weights, ref.layout, hidden.shape[-1:])
+    if hidden.shape[-1] != ref_weights.shape[axis]:
+        raise ValueError(
+            f"{hidden_name}: got shape {list(hidden.shape)}, expected [..., D] with the D of {head_name} "
+            f"{list(ref_weights.shape)} {SHAPES[ref.layout]}{hint}"
+        )
+    bias, tokens = _bias(f"{head_name}.bias", ref, ref_weights), _vocab_size(head_name, ref, ref_weights)
+    if tokens != vocab_size:
+        raise ValueError(
+            f"{head_name}: got {tokens} tokens, expected the {vocab_size} of head; where the weights are padded, set "
+            "`kljax.Head(vocab_size=...)`"
+        )
+    columns = weights.head.shape[1 - embed_axis(head.layout)], ref_weights.shape[1 - axis]
+    if head.sharding is not None and head.sharding.head_axes(head.layout)[1] and len(set(columns)) > 1:
+        raise ValueError(f"{head_name}: got {columns[1]} columns, expected the {columns[0]} of head, as V is sharded")
+    shared = reference.head is None
+    return ref, weights._replace(ref_hidden=hidden, ref_head=None if shared else ref_weights, ref_bias=bias)
+
+
+def _check_same_sharding(head: Head, ref: Head, name: str) -> None:
+    """Raises `ValueError` for a sharding of the reference's head over other axes than the policy's."""
+    if ref.sharding is None:
+        return
+    if head.sharding is None or (ref.sharding.tokens, ref.sharding.head_axes(ref.layout)) != (
+        head.sharding.tokens,
+        head.sharding.head_axes(head.layout),
+    ):
+        raise ValueError(
+            f"{name}.sharding: got {ref.sharding}, expected the axes of head.sharding, {head.sharding}; leave it out"
+        )
+
+
+def _per_token(
+    leading: tuple[int, ...],
+    targets: dict[str, ArrayLike | None],
+    mask: ArrayLike | None,
+    kept_ids: ArrayLike | None,
+) -> dict[str, Array]:
+    """Returns the fields of `Constants` that have a value per token, checked against the axes of the tokens."""
+    arrays = {}
+    for name, ids in targets.items():
+        if ids is not None:
+            arrays["targets"] = jnp.asarray(ids)
+            got = arrays["targets"].shape
+            if got != leading:
+                raise ValueError(f"{name}: got shape {list(got)}, expected {list(leading)} as hidden has")
+    if mask is not None:
+        arrays["mask"] = check_mask(mask)
+        if arrays["mask"].shape != leading:
+            raise ValueError(f"mask: got shape {list(arrays['mask'].shape)}, expected {list(leading)} as hidden has")
+    if kept_ids is not None:
+        ids = jnp.asarray(kept_ids)
+        if ids.shape[:-1] != leading or ids.ndim != len(leading) + 1:
+            expected = ", ".join([*map(str, leading), "K"])
+            raise ValueError(f"kept_ids: got shape {list(ids.shape)}, expected [{expected}] as hidden has")
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise TypeError(f"kept_ids: got dtype {ids.dtype}, expected integer token ids")
+        arrays["kept"] = ids
+    return arrays
+
+
+def _inverse_temperature(leading: tuple[int, ...], temperature: Scalar, dtype: jnp.dtype) -> Array:
+    """Returns `1 / temperature`, a scalar or `[...]`."""
+    array = jnp.asarray(temperature, dtype)
+    if array.shape not in ((), leading):
+        raise ValueError(
+            f"temperature: got shape {list(array.shape)}, expected a scalar or {list(leading)} as hidden has"
+        )
+    return 1 / array
+
+
+def _completed(spec: Spec, weights: Weights, constants: Constants) -> Constants:
+    """Returns the constants with targets inside the vocabulary, a temperature per token, and no gradient."""
+    inverse = constants.inverse_temperature
+    if constants.mask is not None:
+        inverse = jnp.where(constants.mask, inverse, 1)
+    targets, kept = constants.targets, constants.kept
+    if targets is not None:
+        targets = jnp.clip(targets, 0, spec.vocab_size - 1).astype(jnp.int32)
+    if kept is not None:
+        kept = jnp.where((kept >= 0) & (kept < spec.vocab_size), kept, -1).astype(jnp.int32)
+    inverse = jnp.broadcast_to(inverse, weights.hidden.shape[:-1])
+    constants = constants._replace(inverse_temperature=inverse, targets=targets, kept=kept)
+    return jax.tree.map(jax.lax.stop_gradient, constants)
+
+
+def _resharded(call: Call) -> tuple[Weights, Constants]:
+    """Returns the arrays resharded to `sharding`, which a mesh with explicit axes does not do by itself."""
+    assert call.spec.sharding is not None
+    mesh, specs = call.spec.sharding.resolved_mesh(), call.spec.specs()
+    if not any("Explicit" in str(kind) for kind in mesh.axis_types):
+        return call.weights, call.constants
+
+    def place(fields: Any) -> Any:
+        placed = {
+            name: jax.reshard(x, NamedSharding(mesh, specs[name]))
+            for name, x in fields._asdict().items()
+            if x is not None and name in specs and x.ndim
+        }
+        return fields._replace(**placed)
+
+    return place(call.weights), place(call.constants)

@@ -1,44 +1,368 @@
-"""Tile sizes by kind of device, and how a number of tokens is cut into tiles."""
+"""The loop over tiles: tokens packed into tiles of rows, the vocabulary cut into chunks of columns, on one device."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax import lax
 
-from kljax.log_probs._options import HeadSharding, Tile
+from kljax._typing import Array
+from kljax.log_probs._head import Axes, Layout, embed_axis
+from kljax.log_probs._inputs import Constants, Spec, Weights, scaled_logits, statistics_dtype
 
-# A row for each kind of device, by the start of `Device.device_kind`. `python -m benchmarks.search_tiles`
-# finds one by timing; those of TPUs are from the plans of their compiler, `python -m benchmarks.head_aot --tiles`.
-TILES = {
-    "TPU v5 lite": Tile(4096, 3456),
-    "TPU v5": Tile(16384, 896),
-    "TPU v6": Tile(4096, 2304),
-    "TPU": Tile(4096, 2048),
-    "NVIDIA": Tile(4096, 2048),
-    "AMD": Tile(4096, 2048),
-    "cpu": Tile(512, 4096),
-}
+# Replaces the logit of an impossible token: its exponential is 0, and 0 times it is 0, unlike 0 times -infinity.
+IMPOSSIBLE = -1e30
+# The compilers for TPU and GPU pad arrays to multiples of this.
+_LANES = 128
 
 
-def device_kind(sharding: HeadSharding | None) -> str:
-    """The kind of the devices of the mesh, which need not be those of this process, or of the default device."""
-    mesh = sharding and sharding.resolved_mesh()
-    if isinstance(mesh, Mesh):
-        return str(mesh.devices.flat[0].device_kind)
-    abstract = getattr(mesh, "abstract_device", None)
-    if abstract is not None:
-        return str(abstract.device_kind)
-    return str(jax.devices()[0].device_kind)
-
-
-def default_tile(kind: str) -> Tile:
-    """The row of the table with the longest name that `kind` starts with; that of the CPU if there is none."""
-    found = [name for name in TILES if kind.startswith(name)]
-    return TILES[max(found, key=len, default="cpu")]
+# ---- tokens ----
 
 
 def tile_rows(tokens: int, limit: int) -> tuple[int, int]:
-    """Rows of one tile and how many tiles cover `tokens`: all of one size, as even as multiples of 8 allow."""
+    """Returns the rows of a tile and the number of tiles for `tokens`, as even as multiples of 8 allow."""
     count = max(1, -(-tokens // limit))
     if count == 1:
         return max(1, tokens), 1
     rows = -(-tokens // count)
     return min(limit, -(-rows // 8) * 8), count
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Packing of `tokens` tokens into tiles of `tile_size` rows; the unmasked tokens come first, in their order.
+
+    Attributes:
+      tokens: number of tokens before the packing.
+      tile_size: rows per tile.
+      rows: rows of all tiles.
+      tiles: number of tiles that hold a token; traced if there is a mask.
+      mask: `[tokens]`, or None; the arrays below are None without a mask.
+      row_of_token: `[tokens]` row of each unmasked token.
+      token_of_row: `[rows]` token in each row.
+      has_token: `[rows]` whether the row holds a token.
+    """
+
+    tokens: int
+    tile_size: int
+    rows: int
+    tiles: int | Array
+    mask: Array | None = None
+    row_of_token: Array | None = None
+    token_of_row: Array | None = None
+    has_token: Array | None = None
+
+
+def plan_packing(mask: Array | None, tokens: int, limit: int) -> Packing:
+    """Returns the packing of the tokens where `mask` is true, or of all tokens for None, at `limit` rows per tile."""
+    size, tiles = tile_rows(tokens, limit)
+    rows = size * tiles
+    if mask is None:
+        return Packing(tokens, size, rows, tiles)
+    row = jnp.cumsum(mask, dtype=jnp.int32) - 1
+    # A masked token gets a row past the end, where a write is dropped.
+    at = jnp.where(mask, row, rows)
+    # Rows without a token repeat the first unmasked one: values that are finite for a token are finite for them.
+    first = jnp.argmax(mask).astype(jnp.int32) if tokens else jnp.int32(0)
+    token = jnp.full_like(row, first, shape=rows).at[at].set(jnp.arange(tokens, dtype=jnp.int32), mode="drop")
+    count = mask.sum(dtype=jnp.int32)
+    has_token = jnp.arange(rows, dtype=jnp.int32) < count
+    return Packing(tokens, size, rows, (count + size - 1) // size, mask, jnp.maximum(row, 0), token, has_token)
+
+
+def _zero_unless(mask: Array, values: Array) -> Array:
+    return jnp.where(mask.reshape(mask.shape + (1,) * (values.ndim - 1)), values, 0)
+
+
+def pack(packing: Packing, values: Any, *, zero_padding: bool = False) -> Any:
+    """Packs every array of a tree, `[tokens, ...]` -> `[rows, ...]`.
+
+    Rows without a token repeat an unmasked token, or hold 0 with `zero_padding`, as cotangents of absent tokens must.
+    """
+
+    def pack_array(x: Array) -> Array:
+        padding = ((0, packing.rows - packing.tokens), *((0, 0),) * (x.ndim - 1))
+        if not packing.tokens:
+            return jnp.pad(x, padding)
+        if packing.token_of_row is not None and packing.has_token is not None:
+            rows = jnp.take(x, packing.token_of_row, axis=0, mode="clip")
+            return _zero_unless(packing.has_token, rows) if zero_padding else rows
+        if packing.rows == packing.tokens:
+            return x
+        return jnp.pad(x, padding, mode="constant" if zero_padding else "edge")
+
+    return jax.tree.map(pack_array, values)
+
+
+def unpack(packing: Packing, values: Any) -> Any:
+    """Unpacks every array of a tree, `[rows, ...]` -> `[tokens, ...]`; masked tokens hold 0."""
+
+    def unpack_array(x: Array) -> Array:
+        if packing.mask is not None and packing.row_of_token is not None:
+            return _zero_unless(packing.mask, jnp.take(x, packing.row_of_token, axis=0, mode="clip"))
+        return x[: packing.tokens]
+
+    return jax.tree.map(unpack_array, values)
+
+
+def get_tile(packing: Packing, index: Array, values: Any) -> Any:
+    """Returns the rows of tile `index` of every array of a tree."""
+    size = packing.tile_size
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index * size, size, 0), values)
+
+
+def set_tile(packing: Packing, index: Array, values: Any, tile: Any) -> Any:
+    """Returns `values` with the rows of tile `index` replaced, for every array of a tree."""
+    start = index * packing.tile_size
+    return jax.tree.map(
+        lambda x, rows: lax.dynamic_update_slice_in_dim(x, rows.astype(x.dtype), start, axis=0), values, tile
+    )
+
+
+# ---- the vocabulary ----
+
+
+class MeshAxes(NamedTuple):
+    """Mesh axes that split tokens, `D` of the head, and `V` of the head; all empty on one device."""
+
+    tokens: Axes = ()
+    embed: Axes = ()
+    vocab: Axes = ()
+
+    @classmethod
+    def of(cls, spec: Spec) -> "MeshAxes":
+        """Returns the axes of a sharding."""
+        if spec.sharding is None:
+            return cls()
+        return cls(spec.sharding.token_axes(), *spec.sharding.head_axes(spec.layout))
+
+    def sum_over_vocab(self, values: Any) -> Any:
+        """Sums over the devices that split the vocabulary."""
+        return lax.psum(values, self.vocab) if self.vocab else values
+
+    def max_over_vocab(self, values: Array) -> Array:
+        """Returns the maximum over the devices that split the vocabulary."""
+        return lax.pmax(values, self.vocab) if self.vocab else values
+
+    def sum_over_tokens(self, values: Array) -> Array:
+        """Sums over the devices that split the tokens."""
+        return lax.psum(values, self.tokens) if self.tokens else values
+
+    def gather_embed(self, chunk: Array, axis: int) -> Array:
+        """Gathers all of `D` of a chunk of the head."""
+        return lax.all_gather(chunk, self.embed, axis=axis, tiled=True) if self.embed else chunk
+
+    def scatter_embed(self, gradient: Array, axis: int) -> Array:
+        """Sums a chunk's gradient over the tokens of all devices, and returns this device's part of `D`."""
+        if self.embed:
+            gradient = lax.psum_scatter(gradient, self.embed, scatter_dimension=axis, tiled=True)
+        rest = tuple(name for name in self.tokens if name not in self.embed)
+        return lax.psum(gradient, rest) if rest else gradient
+
+
+class Chunk(NamedTuple):
+    """A chunk of columns of the heads, in their layouts.
+
+    Attributes:
+      start: index of the first column on this device.
+      first_id: token id of the first column.
+      size: number of columns.
+      skip: leading columns that belong to the next chunk as well and count there.
+      head, ref_head: weights with all of `D`; a reference that shares the head has it here as well.
+      bias, ref_bias: biases of the columns.
+      valid: `[size]` whether a column is a token that counts in this chunk; None if all are.
+    """
+
+    start: Array
+    first_id: Array
+    size: int
+    skip: Array
+    head: Array
+    ref_head: Array | None
+    bias: Array | None
+    ref_bias: Array | None
+    valid: Array | None
+
+
+def scan_chunks(spec: Spec, weights: Weights, body: Callable[[Any, Chunk], Any], carry: Any) -> Any:
+    """Runs `carry = body(carry, chunk)` over all columns on this device, in a scan over chunks of one width.
+
+    Where the width does not divide the columns, the last chunk of the vocabulary starts earlier and is visited first.
+    It overlaps the chunk before it; the overlap counts in the other chunk, whose writes come later.
+    """
+    axes, held = MeshAxes.of(spec), weights.head.shape[1 - embed_axis(spec.layout)]
+    # Padding is at the end: one device does not visit it, and some of many devices may hold nothing else.
+    local = held if axes.vocab else spec.vocab_size
+    width = chunk_width(local, spec.tile.vocab)
+    count = -(-local // width)
+    overlap = count * width - local
+    first = lax.axis_index(axes.vocab) * held if axes.vocab else jnp.int32(0)
+    padded = bool(axes.vocab) and spec.vocab_size < held * math.prod(lax.axis_size(axis) for axis in axes.vocab)
+
+    def columns_of(head: Array, hidden: Array, layout: Layout, start: Array) -> Array:
+        embed = embed_axis(layout)
+        columns = lax.dynamic_slice_in_dim(head, start, width, axis=1 - embed)
+        return axes.gather_embed(columns, embed).astype(_wider(hidden.dtype, head.dtype))
+
+    def biases_of(bias: Array | None, start: Array) -> Array | None:
+        return None if bias is None else lax.dynamic_slice_in_dim(bias, start, width, axis=0)
+
+    def chunk_at(start: Array, skip: Array) -> Chunk:
+        head = columns_of(weights.head, weights.hidden, spec.layout, start)
+        # A shared head is a constant in the reference, also for a derivative of the gradient.
+        ref_head = None if weights.ref_hidden is None else lax.stop_gradient(head)
+        if weights.ref_hidden is not None and weights.ref_head is not None:
+            ref_head = columns_of(weights.ref_head, weights.ref_hidden, spec.ref_layout, start)
+        column = jnp.arange(width, dtype=jnp.int32)
+        valid = column >= skip if overlap else None
+        if padded:
+            is_token = first + start + column < spec.vocab_size
+            valid = is_token if valid is None else valid & is_token
+        biases = biases_of(weights.bias, start), biases_of(weights.ref_bias, start)
+        return Chunk(start, first + start, width, skip, head, ref_head, *biases, valid)
+
+    if count == 1:
+        return body(carry, chunk_at(jnp.int32(0), jnp.int32(0)))
+    order = jnp.arange(count, dtype=jnp.int32) - int(overlap > 0)
+    starts = jnp.where(order < 0, local - width, order * width)
+    skips = jnp.where(order < 0, jnp.int32(overlap), jnp.int32(0))
+    return lax.scan(lambda c, x: (body(c, chunk_at(*x)), None), carry, (starts, skips))[0]
+
+
+def chunk_width(columns: int, limit: int) -> int:
+    """Returns the width of all chunks, as even as multiples of 128 allow."""
+    even = -(-columns // -(-columns // limit))
+    return min(limit, columns, -(-even // _LANES) * _LANES)
+
+
+def _wider(a: jnp.dtype, b: jnp.dtype) -> jnp.dtype:
+    """Returns the type that holds both, also under strict promotion: the public functions document this one."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(a, b)
+
+
+# ---- both, on one device ----
+
+
+class Tokens(NamedTuple):
+    """Inputs of each row: `[rows, D]` hidden states, `[rows]` temperatures and ids, `[rows, K]` ids of kept tokens."""
+
+    hidden: Array
+    inverse_temperature: Array
+    targets: Array | None = None
+    ref_hidden: Array | None = None
+    kept: Array | None = None
+
+
+class Logits(NamedTuple):
+    """`[rows, columns]` logits of a tile, and their slope to the products before the scale."""
+
+    values: Array
+    slope: Array
+
+
+class DeviceView(NamedTuple):
+    """Inputs of one device: static options, its part of the arrays, the packing, and its packed tokens."""
+
+    spec: Spec
+    weights: Weights
+    constants: Constants
+    packing: Packing
+    tokens: Tokens
+    dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, spec: Spec, weights: Weights, constants: Constants) -> "DeviceView":
+        """Flattens the leading axes and packs the unmasked tokens."""
+
+        def flat(x: Array | None, ndim: int) -> Array | None:
+            return None if x is None else x.reshape(-1, *x.shape[x.ndim - ndim :])
+
+        hidden = weights.hidden.reshape(-1, weights.hidden.shape[-1])
+        packing = plan_packing(flat(constants.mask, 0), hidden.shape[0], spec.tile.tokens)
+        tokens = Tokens(
+            hidden=hidden,
+            inverse_temperature=constants.inverse_temperature.reshape(-1),
+            targets=flat(constants.targets, 0),
+            ref_hidden=flat(weights.ref_hidden, 1),
+            kept=flat(constants.kept, 1),
+        )
+        return cls(spec, weights, constants, packing, pack(packing, tokens), statistics_dtype(weights))
+
+    @property
+    def axes(self) -> MeshAxes:
+        """Mesh axes of the sharding."""
+        return MeshAxes.of(self.spec)
+
+    @property
+    def ref_scale(self) -> Array:
+        """The logit scale of the reference."""
+        assert self.constants.ref_logit_scale is not None
+        return self.constants.ref_logit_scale
+
+    def loop_tiles(self, body: Callable[[Array, Any], Any], carry: Any) -> Any:
+        """Runs `carry = body(index, carry)` over the tiles of rows that hold a token."""
+        return lax.fori_loop(0, self.packing.tiles, body, carry)
+
+    def scan_chunks(self, body: Callable[[Any, Chunk], Any], carry: Any) -> Any:
+        """Runs `carry = body(carry, chunk)` over the vocabulary."""
+        return scan_chunks(self.spec, self.weights, body, carry)
+
+    def get_tile(self, index: Array, values: Any) -> Any:
+        """Returns the rows of tile `index` of every array of a tree."""
+        return get_tile(self.packing, index, values)
+
+    def set_tile(self, index: Array, values: Any, tile: Any) -> Any:
+        """Returns `values` with the rows of tile `index` replaced."""
+        return set_tile(self.packing, index, values, tile)
+
+    def logits(self, chunk: Chunk, tokens: Tokens) -> tuple[Logits, Logits | None]:
+        """Returns the logits of a tile, of the policy and of the reference; invalid columns are `IMPOSSIBLE`."""
+        temperature, constants, spec = tokens.inverse_temperature[:, None], self.constants, self.spec
+
+        def of(hidden: Array, head: Array, layout: Layout, bias: Array | None, options: tuple[Any, Any]) -> Logits:
+            product = self._dot(hidden.astype(head.dtype), head, 1, embed_axis(layout))
+            values, slope = scaled_logits(product, bias, temperature, *options)
+            values = jnp.maximum(values, IMPOSSIBLE)
+            return Logits(values if chunk.valid is None else jnp.where(chunk.valid[None], values, IMPOSSIBLE), slope)
+
+        options = constants.logit_scale, constants.softcap
+        policy = of(tokens.hidden, chunk.head, spec.layout, chunk.bias, options)
+        if tokens.ref_hidden is None or chunk.ref_head is None:
+            return policy, None
+        options = self.ref_scale, constants.ref_softcap
+        return policy, of(tokens.ref_hidden, chunk.ref_head, spec.ref_layout, chunk.ref_bias, options)
+
+    def grad_hidden(self, grads: Array, head: Array, layout: Layout) -> Array:
+        """Maps gradients of the products, `[rows, columns]`, to gradients of the hidden states, `[rows, D]`."""
+        return self._dot(grads.astype(head.dtype), head, 1, 1 - embed_axis(layout))
+
+    def grad_head(self, grads: Array, hidden: Array, head: Array, layout: Layout) -> Array:
+        """Maps gradients of the products, `[rows, columns]`, to gradients of a chunk of the head, in its layout."""
+        grads, hidden = grads.astype(head.dtype), hidden.astype(head.dtype)
+        return self._dot(*((hidden, grads) if layout == "dv" else (grads, hidden)), 0, 0)
+
+    def _dot(self, a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+        return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=self.dtype)
+
+
+def is_target(chunk: Chunk, tokens: Tokens) -> Array:
+    """Returns `[rows, columns]`, whether the column is the target of the row; a scalar False without targets."""
+    if tokens.targets is None:
+        return jnp.zeros((), bool)
+    ids = lax.broadcasted_iota(jnp.int32, (tokens.targets.shape[0], chunk.size), 1)
+    found = ids == (tokens.targets - chunk.first_id)[:, None]
+    return found if chunk.valid is None else found & chunk.valid[None]
+
+
+def is_kept(chunk: Chunk, tokens: Tokens) -> Array:
+    """Returns `[rows, columns]`, whether the column is the target of the row or one of its kept tokens."""
+    assert tokens.kept is not None
+    local = (tokens.kept - chunk.first_id).T
+    ids = lax.broadcasted_iota(jnp.int32, (*local.shape, chunk.size), 2)
+    listed = (ids == local[:, :, None]).any(0)
+    listed = listed if chunk.valid is None else listed & chunk.valid[None]
+    return listed | is_target(chunk, tokens)

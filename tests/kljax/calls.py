@@ -46,6 +46,7 @@ SAMPLES: Options = {
     "decay": 0.9,
     "denominator": 50.0,
     "dual_clip": 1.5,
+    "entropy": True,
     "every": 2,
     "fill": 0.5,
     "fraction": 0.2,
@@ -56,7 +57,6 @@ SAMPLES: Options = {
     "lam": 0.8,
     "length": LENGTH,
     "log_ratio_clip": 0.4,
-    "logit_scale": 0.8,
     "lower": 0.7,
     "mask_high": 0.3,
     "mask_low": 0.3,
@@ -77,9 +77,7 @@ SAMPLES: Options = {
     "mu": 0.1,
     "num_buckets": 4,
     "num_groups": GROUPS,
-    "sharding": None,  # needs arrays that are spread over a mesh: see `log_probs/test_sharded.py`
     "schedule": lambda count: 0.5 / (1 + jnp.asarray(count, float)),
-    "softcap": 2.0,
     "steps": (
         functools.partial(kljax.rejection_mask, lower=0.7, upper=1.3),
         functools.partial(kljax.truncated_importance_weights, level="geometric", max_weight=1.02),
@@ -88,21 +86,27 @@ SAMPLES: Options = {
     "threshold": 1.0,
     "tau": 0.5,
     "temperature": 0.7,
-    "tile": kljax.Tile(24, 4),
     "upper": 1.3,
     "value_clip": 0.2,
-    "vocab_size": SIZES["V"] - 2,
 }
 
 
 class Given(NamedTuple):
-    """Stands for the sample, or the drawn array, of a parameter; in this shape if not in the documented one."""
+    """Stands for the sample, or the drawn array, of a parameter; in this shape if not in the documented one.
+
+    With `fields`, the array is the first field of the type that `TYPES` has for the parameter, and these are others.
+    """
 
     shape: str = ""
+    fields: tuple[tuple[str, Any], ...] = ()
 
 
 GIVEN = Given()
-NONE_MEANS = {"implementation": "tile"}
+TYPES = {"head": kljax.Head, "ref_head": kljax.Head, "reference": kljax.ReferenceStates}
+CAPPED = (("softcap", 2.0), ("logit_scale", 0.8), ("vocab_size", SIZES["V"] - 2), ("tile", kljax.Tile(24, 4)))
+HEAD = Given("DV", (("bias", Given("V")), *CAPPED))
+TURNED = Given("VD", (("bias", Given("V")), ("softcap", 1.5), ("vocab_size", SIZES["V"] - 2), ("layout", "vd")))
+NAIVE = Given("DV", (("implementation", "reference"),))
 
 # An option, or one value of it, that has a meaning only beside others, where the function has those. Keys may name the
 # function: `function.option='value'`.
@@ -116,9 +120,6 @@ COMPANIONS: dict[str, Options] = {
     "importance_weights.mode": {"lower": GIVEN, "upper": GIVEN},
     "importance_weights.lower": {"mode": "clip", "upper": GIVEN},
     "importance_weights.normalize": {"upper": GIVEN},
-    "entropy_gradient": {"entropy": True},
-    "direction": {"reference": GIVEN},
-    "head_layout='vd'": {"head": Given("VD")},
 }
 # Combinations of options that single ones do not cover.
 VARIANTS: dict[str, list[Options]] = {
@@ -139,14 +140,28 @@ VARIANTS: dict[str, list[Options]] = {
     "clip_v_mask": [{"mu": GIVEN, "max_fraction": GIVEN}],
     "clip_fraction": [{"level": "geometric", "clip_low": 0.02, "clip_high": 0.02}],
     "rejection_mask": [{"level": "geometric", "lower": 0.9, "upper": 1.1}],
-    "log_probs_from_hidden": [{"entropy": True, "softcap": GIVEN, "reference": GIVEN, "tile": GIVEN}],
-    "kl_from_hidden": [{"ref_head": GIVEN, "softcap": GIVEN, "tile": GIVEN}],
-    "jsd_from_hidden": [{"ref_head": GIVEN, "beta": 0.3, "softcap": GIVEN, "tile": GIVEN}],
+    "log_probs_from_hidden": [
+        {"entropy": True, "head": Given("DV", CAPPED), "reference": GIVEN},
+        {"entropy": "constant", "reference": Given("", (("direction", "forward"),))},
+        {"head": TURNED},
+        {"head": NAIVE, "entropy": True},
+    ],
+    "renormalized_log_probs": [
+        {"entropy": True, "head": Given("DV", CAPPED), "reference": GIVEN},
+        {"head": NAIVE},
+    ],
+    "kl_from_hidden": [{"head": HEAD, "ref_head": TURNED}, {"head": NAIVE, "ref_head": GIVEN}],
+    "jsd_from_hidden": [{"head": HEAD, "ref_head": TURNED, "beta": 0.3}, {"head": NAIVE, "ref_head": GIVEN}],
 }
 # Options that are given in one call instead of one each, as their programs are not tiny; `log_probs/test_grid.py` has
 # them in pairs.
-OF_LOGITS = ("temperature", "softcap", "logit_scale", "bias", "vocab_size", "tile")
-TOGETHER = dict.fromkeys(("log_probs_from_hidden", "kl_from_hidden", "jsd_from_hidden"), OF_LOGITS)
+TOGETHER: dict[str, Options] = {
+    **{
+        name: {"temperature": GIVEN, "head": HEAD}
+        for name in ("log_probs_from_hidden", "renormalized_log_probs", "kl_from_hidden", "jsd_from_hidden")
+    },
+    "token_log_probs": {"temperature": GIVEN, "head": HEAD, "entropy": GIVEN, "sum_squared_probs": True},
+}
 
 # The programs run once and are tiny: what their compilation costs is what counts. Some XLA do not know every option.
 QUICK = {
@@ -270,8 +285,10 @@ def allowed_names(name: str, parameter: str) -> tuple[str, ...]:
 
 
 def names_of(about: inspect.Parameter) -> tuple[str, ...]:
-    """The names that the signature lists: those of a `Literal`, alone or beside None."""
+    """The names that the signature lists: those of a `Literal`, alone or beside None, but not beside a bool."""
     kinds = [about.annotation, *typing.get_args(about.annotation)]
+    if bool in kinds:
+        return ()
     return next((typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is typing.Literal), ())
 
 
@@ -287,9 +304,9 @@ def _option_sets(name: str) -> Iterator[Options]:
     """The options of each call: the plain one first, then one deviation at a time, then the listed combinations."""
     plain = _plain_options(name)
     yield plain
-    together = TOGETHER.get(name, ())
+    together = TOGETHER.get(name, {})
     if together:
-        yield {**plain, **dict.fromkeys(together, GIVEN)}
+        yield {**plain, **together}
     for parameter, about in parameters(name).items():
         if parameter in together:
             continue
@@ -304,10 +321,9 @@ def _deviations(name: str, parameter: str, about: inspect.Parameter, plain: Opti
     usual = SAMPLES.get(parameter) if plain.get(parameter) is GIVEN else plain.get(parameter, about.default)
     choices = names_of(about)
     if choices or (str in (about.annotation, *typing.get_args(about.annotation)) and parameter != "axis_name"):
-        same = (usual, NONE_MEANS.get(parameter))
         allowed = allowed_names(name, parameter)
         assert set(choices or allowed) == set(allowed), f"{name}({parameter}): the signature lists other names"
-        return [value for value in allowed if value not in same]
+        return [value for value in allowed if value != usual]
     if about.annotation is bool:
         return [not usual]
     if parameter in plain or parameter == "axis_name":
@@ -339,7 +355,7 @@ def _call(name: str, options: Options, seed: int) -> Call:
         value = options[parameter]
         if _is_array(about) and isinstance(value, Given):
             shape = tuple(SIZES[letter] for letter in value.shape) or _shape(name, parameter)
-            value = _draw(name, parameter, shape, seed, position)
+            value = _built(parameter, value, _draw(name, parameter, shape, seed, position), seed)
             is_float = jax.tree.all(jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), value))
             kinds["arrays" if is_float else "data"][parameter] = value
             continue
@@ -349,10 +365,32 @@ def _call(name: str, options: Options, seed: int) -> Call:
         kinds["scalars" if _is_scalar(about) and isinstance(value, (int, float)) else "static"][parameter] = value
     unusual = {k: v for kind in ("scalars", "static") for k, v in kinds[kind].items() if v != known[k].default}
     given = [k for kind in ("arrays", "data") for k in kinds[kind] if known[k].default is None and k != "mask"]
+    fields = [
+        f"{parameter}.{field}" + ("" if isinstance(setting, tuple) else f"={setting}")
+        for parameter, value in options.items()
+        if isinstance(value, Given)
+        for field, setting in value.fields
+    ]
     listed = ", ".join(
-        [*given, *(k if callable(v) or isinstance(v, tuple) else f"{k}={v}" for k, v in sorted(unusual.items()))]
+        [
+            *given,
+            *fields,
+            *(k if callable(v) or isinstance(v, tuple) else f"{k}={v}" for k, v in sorted(unusual.items())),
+        ]
     )
     return _of_controller(Call(f"{name}({listed})", name, function, **kinds), seed)
+
+
+def _built(parameter: str, given: Given, drawn: Any, seed: int) -> Any:
+    """The drawn array, or the type of the parameter with it and the fields that are given."""
+    if not given.fields:
+        return drawn
+    first = drawn if isinstance(drawn, tuple) else (drawn,)
+    shapes = {name: value.shape for name, value in given.fields if isinstance(value, Given)}
+    arrays = {
+        name: _draw("", name, tuple(SIZES[letter] for letter in shape), seed, 99) for name, shape in shapes.items()
+    }
+    return TYPES[parameter](*first, **{**dict(given.fields), **arrays})
 
 
 def _of_controller(call: Call, seed: int) -> Call:
@@ -399,7 +437,7 @@ def _shape(name: str, parameter: str) -> tuple[int, ...]:
 
 
 # By name where the docstring speaks of any leading axes.
-SHAPES = {"hidden": "BTD", "ref_hidden": "BTD", "targets": "BT", "ref_head": "DV", "bias": "V"}
+SHAPES = {"hidden": "BTD", "ref_hidden": "BTD", "head": "DV", "ref_head": "DV", "targets": "BT", "kept_ids": "BTK"}
 TREES = ("tree", "params", "reference", "policy")
 
 
@@ -417,10 +455,13 @@ Draw = Callable[[np.random.Generator, tuple[int, ...], int], Any]
 # By how the name of the parameter ends, after that of the function; the rest are normal numbers. The number is that of
 # the seed.
 DRAWS: dict[str, Draw] = {
-    "log_probs_from_hidden.reference": lambda rng, shape, seed: (
-        rng.normal(size=(ROWS, LENGTH, SIZES["D"])),
-        rng.normal(size=(SIZES["D"], SIZES["V"])),
-    ),
+    **{
+        f"{name}.reference": lambda rng, shape, seed: (
+            rng.normal(size=(ROWS, LENGTH, SIZES["D"])),
+            rng.normal(size=(SIZES["D"], SIZES["V"])),
+        )
+        for name in ("log_probs_from_hidden", "token_log_probs", "renormalized_log_probs")
+    },
     "mask": lambda rng, shape, seed: mask(seed),
     "kept": lambda rng, shape, seed: mask(seed + 1),
     "valid": lambda rng, shape, seed: np.arange(*shape) % 4 != 2,
@@ -430,6 +471,8 @@ DRAWS: dict[str, Draw] = {
     "segment_ids": lambda rng, shape, seed: np.broadcast_to(np.arange(shape[-1]) // 6 - (seed == 0), shape),
     "step": lambda rng, shape, seed: np.asarray(1 + seed),
     "targets": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),
+    "token_log_probs.tokens": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),
+    "kept_ids": lambda rng, shape, seed: rng.integers(-1, SIZES["V"], shape),
     "indices": lambda rng, shape, seed: np.argsort(rng.random((*shape[:-1], SIZES["V"])), -1)[..., : shape[-1]],
     "vocab_log_probs": lambda rng, shape, seed: jax.nn.log_softmax(jnp.asarray(rng.normal(size=shape))),
     "squared_probs": lambda rng, shape, seed: rng.uniform(0.1, 0.9, shape),

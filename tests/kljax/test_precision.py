@@ -322,9 +322,9 @@ DETACHED = {
     "dppo_loss(through=log_prob": "the ratio is a constant",
     "estimate_kl(gradient=": "a gradient of its own",
     "estimate_kl(sampling_log_probs, estimator=k2, gradient=k2": "a gradient of its own",
-    "jsd_from_hidden": "the head of a reference without its own is data",
-    "kl_from_hidden": "the head of a reference without its own is data",
-    "log_probs_from_hidden(entropy=True, entropy_gradient=False": "the entropy is a constant",
+    "jsd_from_hidden": "the head of a reference without its own is a constant",
+    "kl_from_hidden": "the head of a reference without its own is a constant",
+    "log_probs_from_hidden(reference, reference.direction=forward, entropy=constant": "the entropy is a constant",
     "gspo_loss(": "the value of the row's ratio with the gradient of the token's own",
     "rec_loss(weight=gspo": "the weight is a constant",
     "rec_loss(weight=importance": "the weight is a constant",
@@ -353,7 +353,12 @@ def of_floats(call: Call) -> bool:
 
 def only_first_order(call: Call) -> bool:
     """Whether it is computed tile by tile, with a gradient in closed form that is not differentiated again."""
-    return "implementation" in calls.parameters(call.of) and call.static.get("implementation") != "reference"
+    heads = [x for x in jax.tree.leaves(call.arrays, is_leaf=is_head) if is_head(x)]
+    return "head" in calls.parameters(call.of) and not any(head.implementation == "reference" for head in heads)
+
+
+def is_head(node: Any) -> bool:
+    return isinstance(node, kljax.Head)
 
 
 def total(chosen: list[Call]) -> Any:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 import kljax
+from train.config.types import Direction
 from train.models import Decoder
 from train.models.leaves import named_leaves
 from train.models.sharding import constrain, mesh_is_set, param_shardings, partition_spec
@@ -172,8 +173,15 @@ def head(model: Decoder, params: Tree) -> jax.Array:
     return constrain(stored.T if model.config.tie_embeddings else stored, None, "vocab")
 
 
-def _head_layout(model: Decoder) -> str:
-    return "vd" if model.config.tie_embeddings else "dv"
+def _lm_head(model: Decoder, params: Tree, tile: kljax.Tile | None) -> kljax.Head:
+    """Returns the LM head as the parameters store it, with the cap of the model and the sharding of the mesh."""
+    return kljax.Head(
+        stored_head(model, params),
+        softcap=model.config.final_softcap,
+        layout="vd" if model.config.tie_embeddings else "dv",
+        sharding=_head_sharding(model),
+        tile=tile,
+    )
 
 
 def _head_sharding(model: Decoder) -> kljax.HeadSharding | None:
@@ -195,7 +203,7 @@ def token_stats(
     entropy: bool = False,
     entropy_gradient: bool = True,
     reference: Reference | None = None,
-    direction: str = "reverse",
+    direction: Direction = "reverse",
     tile: kljax.Tile | None = None,
     first: int = 1,
     group: int = 1,
@@ -232,18 +240,14 @@ def token_stats(
     before = slice(first - 1, tokens.shape[1] - 1)
     stats = kljax.log_probs_from_hidden(
         hidden[:, before],
-        stored_head(model, policy.params),
+        _lm_head(model, policy.params, tile),
         tokens[:, first:],
         mask=(token_mask if mask is None else mask)[:, first:],
         temperature=temperature,
-        softcap=model.config.final_softcap,
-        entropy=entropy,
-        entropy_gradient=entropy_gradient,
-        reference=None if reference is None else (reference[0][:, before], reference[1]),
-        direction=direction,
-        head_layout=_head_layout(model),
-        sharding=_head_sharding(model),
-        tile=tile,
+        entropy="constant" if entropy and not entropy_gradient else entropy,
+        reference=None
+        if reference is None
+        else kljax.ReferenceStates(reference[0][:, before], reference[1], direction),
     )
     return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (first, 0))), stats), hidden
 

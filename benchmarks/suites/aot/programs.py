@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import kljax
 from benchmarks.suites.aot.plans import DEVICES, GPU_TARGETS, Problem
 from benchmarks.suites.head.jax_forms import Constants, Stats, forward_of, gradient_of, naive, tunix_full
-from kljax.log_probs._tiles import default_tile
+from kljax.log_probs._head import default_tile
 
 Array = jax.Array
 AXES = ("data", "fsdp", "tensor")
@@ -90,13 +90,10 @@ def tiled(
     sharding = kljax.HeadSharding(mesh=mesh, tokens=TOKENS, head=HEAD) if mesh.size > 1 else None
     stats = kljax.log_probs_from_hidden(
         hidden,
-        head,
+        kljax.Head(head, sharding=sharding, tile=tile or default_tile(mesh.devices.flat[0].device_kind)),
         data.targets,
         entropy=entropy,
         reference=(data.ref_hidden, None) if kl else None,
-        sharding=sharding,
-        tile=tile or default_tile(mesh.devices.flat[0].device_kind),
-        implementation="tile",
     )
     return stats.log_prob, stats.entropy, stats.kl
 

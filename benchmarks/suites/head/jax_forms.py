@@ -91,12 +91,11 @@ def tiled(
     """Calls kljax."""
     stats = kljax.log_probs_from_hidden(
         hidden,
-        head,
+        kljax.Head(head, tile=None if tile is None else kljax.Tile(*tile)),
         data.targets,
         mask=data.mask if masked else None,
         entropy=entropy,
         reference=(data.ref_hidden, None) if kl else None,
-        tile=None if tile is None else kljax.Tile(*tile),
     )
     return stats.log_prob, stats.entropy, stats.kl
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.suites.head.problem import Options, Size
-from kljax.log_probs._tiles import default_tile
+from kljax.log_probs._head import default_tile
 
 # The matmuls of a tile, by their results.
 MATMULS = {"matmul_logits": "logits", "matmul_hidden": "gradient of the hidden states", "matmul_head": "of the head"}

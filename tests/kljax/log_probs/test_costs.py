@@ -30,21 +30,25 @@ def arrays() -> dict[str, jax.Array]:
 
 
 def loss(given: dict[str, Any], kind: str, mask: Any = None, tile: Tile = TILE) -> jax.Array:
-    """A number of each kind of use; what is not in `given` is data."""
+    """A number from each kind of call; arrays that are not in `given` are constants."""
     x = {name: jax.lax.stop_gradient(x) for name, x in arrays().items()} | given
     targets = jnp.arange(x["hidden"].shape[0], dtype=jnp.int32) % VOCABULARY
-    common = {"mask": mask, "tile": tile}
+    head = kljax.Head(x["head"], bias=x["bias"] if kind == "bias" else None, tile=tile)
     if kind == "jsd":
-        return kljax.jsd_from_hidden(x["hidden"], x["head"], x["ref_hidden"], x["ref_head"], **common).sum()
-    reference = {
+        return kljax.jsd_from_hidden(x["hidden"], head, x["ref_hidden"], x["ref_head"], mask=mask).sum()
+    options: dict[str, Any] = {
         "shared": {"reference": (x["ref_hidden"], None)},
         "own": {"reference": (x["ref_hidden"], x["ref_head"])},
-        "forward": {"reference": (x["ref_hidden"], x["ref_head"]), "direction": "forward"},
+        "forward": {"reference": kljax.ReferenceStates(x["ref_hidden"], x["ref_head"], "forward")},
         "entropy": {"entropy": True},
-        "entropy as data": {"entropy": True, "entropy_gradient": False},
-        "bias": {"bias": x["bias"]},
+        "constant entropy": {"entropy": "constant"},
+        "squares": {"sum_squared_probs": True},
     }.get(kind, {})
-    stats = kljax.log_probs_from_hidden(x["hidden"], x["head"], targets, **common, **reference)
+    if kind == "kept":
+        kept_ids = jnp.stack([targets, (targets + 5) % VOCABULARY], -1)
+        stats = kljax.renormalized_log_probs(x["hidden"], head, targets, kept_ids, mask=mask)
+    else:
+        stats = kljax.log_probs_from_hidden(x["hidden"], head, targets, mask=mask, **options)
     return sum(field.sum() for field in jax.tree.leaves(stats))  # type: ignore[return-value]
 
 
@@ -78,8 +82,10 @@ COUNTS: list[tuple[str, tuple[str, ...], int]] = [
     ("log_prob", ("head",), 1 + 2),
     # A frozen head: the forward pass has all that the gradient needs, 4 N D V in total.
     ("log_prob", ("hidden",), 2),
-    ("entropy as data", ("hidden",), 2),
+    ("constant entropy", ("hidden",), 2),
     ("entropy", ("hidden",), 1 + 2),
+    ("squares", ("hidden",), 1 + 2),
+    ("kept", WEIGHTS, 1 + 3),
     ("shared", WEIGHTS, 2 + 4),
     ("own", WEIGHTS, 2 + 4),
     ("own", ("hidden",), 2 + 3),
@@ -128,7 +134,9 @@ def test_a_gradient_keeps_a_few_numbers_per_token(kind: str, to: tuple[str, ...]
     assert sizes.count(TOKENS) <= 2 + per_token
 
 
-@pytest.mark.parametrize(("kind", "to"), [("entropy", WEIGHTS), ("own", (*WEIGHTS, "ref_hidden")), ("jsd", WEIGHTS)])
+@pytest.mark.parametrize(
+    ("kind", "to"), [("entropy", WEIGHTS), ("own", (*WEIGHTS, "ref_hidden")), ("jsd", WEIGHTS), ("kept", WEIGHTS)]
+)
 @pytest.mark.parametrize("masked", [True, False])
 def test_no_buffer_is_larger_than_the_inputs(kind: str, to: tuple[str, ...], masked: bool) -> None:
     given = {name: arrays()[name] for name in to}
@@ -145,8 +153,8 @@ def test_the_reference_builds_what_the_tiles_do_not() -> None:
     # That the test above can fail.
     def full(head: jax.Array) -> jax.Array:
         targets = jnp.zeros(TOKENS, jnp.int32)
-        hidden = arrays()["hidden"]
-        return kljax.log_probs_from_hidden(hidden, head, targets, implementation="reference").log_prob.sum()
+        head = kljax.Head(head, implementation="reference")
+        return kljax.log_probs_from_hidden(arrays()["hidden"], head, targets).log_prob.sum()
 
     text = jax.jit(jax.grad(full)).lower(arrays()["head"]).compile().as_text()
     assert f"f32[{TOKENS},{VOCABULARY}]" in text

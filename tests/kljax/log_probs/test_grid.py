@@ -11,21 +11,25 @@ import pytest
 import kljax
 from kljax import Tile
 from tests.kljax.calls import known_options
-from tests.kljax.log_probs.oracle import Arrays, Expected, Numbers, expected, token_by_token
+from tests.kljax.log_probs.oracle import FIELDS, Arrays, Expected, Numbers, expected, token_by_token
 from tests.kljax.log_probs.points import Point, pairwise
 
 ROWS, LENGTH, WIDTH, VOCABULARY, PADDING = 3, 7, 5, 37, 4
 BETA = 0.3
-FIELDS = ("log_prob", "logsumexp", "entropy", "reverse", "forward", "jsd")
-# What is computed: the fields, and those of them whose gradient is the derivative.
+# The fields of each kind of call, and those of them whose gradient is the derivative.
+ALL_FIELDS = {
+    "log_prob": ("log_prob", "logsumexp"),
+    "entropy": ("log_prob", "logsumexp", "entropy"),
+    "squares": ("log_prob", "logsumexp", "sum_squared_probs"),
+    "kept": ("kept_log_prob", "log_kept_mass", "logsumexp"),
+    "reverse": ("log_prob", "logsumexp", "entropy", "reverse"),
+    "forward": ("log_prob", "logsumexp", "forward"),
+    "kl": ("reverse",),
+    "jsd": ("jsd",),
+}
 OUTPUTS = {
-    "log_prob": (("log_prob", "logsumexp"), ("log_prob", "logsumexp")),
-    "entropy": (("log_prob", "logsumexp", "entropy"), ("log_prob", "logsumexp", "entropy")),
-    "entropy as data": (("log_prob", "logsumexp", "entropy"), ("log_prob", "logsumexp")),
-    "reverse": (("log_prob", "logsumexp", "entropy", "reverse"), ("log_prob", "logsumexp", "entropy", "reverse")),
-    "forward": (("log_prob", "logsumexp", "forward"), ("log_prob", "logsumexp", "forward")),
-    "kl": (("reverse",), ("reverse",)),
-    "jsd": (("jsd",), ("jsd",)),
+    **{name: (fields, fields) for name, fields in ALL_FIELDS.items()},
+    "constant entropy": (("log_prob", "logsumexp", "entropy"), ("log_prob", "logsumexp")),
 }
 OPTIONS = {
     "outputs": tuple(OUTPUTS),
@@ -33,7 +37,8 @@ OPTIONS = {
     # Chunks and a remainder, the last tile of tokens partly empty; all at once; one token by one column.
     "tile": (Tile(8, 10), Tile(4096, 4096), Tile(1, 6)),
     "to": ("all", "hidden", "heads"),
-    "own_head": (True, False),
+    # The reference has a `Head` of its own, other weights in the policy's head, or the policy's head.
+    "ref_head": ("own", "weights", "shared"),
     "softcap": (0.0, 3.0),
     "bias": (True, False),
     "layout": ("dv", "vd"),
@@ -41,7 +46,7 @@ OPTIONS = {
     "padding": (True, False),
     "temperature": ("per token", "scalar"),
 }
-FROZEN = {"outputs": "log_prob", "to": "hidden", "own_head": False}
+FROZEN = {"outputs": "log_prob", "to": "hidden", "ref_head": "shared"}
 PLAIN = {name: values[0] for name, values in OPTIONS.items()}
 POINTS = [
     *pairwise(OPTIONS),
@@ -59,6 +64,11 @@ MASKS = {
     "all": np.ones((ROWS, LENGTH), bool),
 }
 MASKS["a row and a token"][2, 3] = True
+# Kept tokens: a few of each position, none at one, and one listed twice; -1 pads the lists.
+KEPT_IDS = np.random.default_rng(3).integers(-1, VOCABULARY, (ROWS, LENGTH, 6))
+KEPT_IDS[1, 2] = -1
+KEPT_IDS[1, 3, 1] = KEPT_IDS[1, 3, 0]
+KEPT = (KEPT_IDS[..., None] == np.arange(VOCABULARY)).any(-2)
 
 
 def name_of(point: Point) -> str:
@@ -66,37 +76,53 @@ def name_of(point: Point) -> str:
 
 
 def dtypes(point: Point) -> tuple[Any, Any]:
-    """Of the hidden states, and of the heads and the bias."""
+    """Types of the hidden states, and of the heads and biases."""
     first, _, second = point["dtype"].partition(", ")
     return jnp.dtype(first), jnp.dtype(second or first)
 
 
 @functools.cache
 def drawn() -> Arrays:
-    # Logits of a few nats: what is an absolute error of a logit in float32 is a relative one of a probability.
+    # Logits of a few nats: an absolute error of a logit in float32 is a relative one of a probability.
     rng = np.random.default_rng(0)
     hidden = 0.5 * rng.normal(size=(2, ROWS, LENGTH, WIDTH))
     heads = rng.normal(size=(2, WIDTH, VOCABULARY + PADDING))
-    return Arrays(hidden[0], heads[0], 0.5 * rng.normal(size=VOCABULARY + PADDING), hidden[1], heads[1])
+    biases = 0.5 * rng.normal(size=(2, VOCABULARY + PADDING))
+    return Arrays(hidden[0], heads[0], biases[0], hidden[1], heads[1], biases[1])
+
+
+def has_reference(point: Point) -> bool:
+    return any(kind in OUTPUTS[point["outputs"]][0] for kind in ("reverse", "forward", "jsd"))
+
+
+def own_head(point: Point) -> bool:
+    return has_reference(point) and point["ref_head"] == "own"
+
+
+def layouts(point: Point) -> tuple[str, str]:
+    """The layouts of policy and reference; a head of its own has the other one."""
+    other = {"dv": "vd", "vd": "dv"}
+    return point["layout"], other[point["layout"]] if own_head(point) else point["layout"]
 
 
 def arrays_of(point: Point) -> Arrays:
-    """As they are given: in their types, a head with its padding; None for what is not."""
+    """The arrays as they are passed: in their types and layouts, a head with its padding; None where absent."""
     narrow, wide = dtypes(point)
-    kinds = Arrays(narrow, wide, wide, narrow, wide)
+    kinds = Arrays(narrow, wide, wide, narrow, wide, wide)
     arrays = Arrays(*(jnp.asarray(x, kind) for x, kind in zip(drawn(), kinds, strict=True)))
-    columns = VOCABULARY + (PADDING if point["padding"] else 0)
-    heads = [head[:, :columns] for head in (arrays.head, arrays.ref_head)]
-    if point["padding"]:
-        heads = [head.at[:, VOCABULARY:].set(1e3) for head in heads]
-    heads = [head.T if point["layout"] == "vd" else head for head in heads]
-    divergence = any(kind in OUTPUTS[point["outputs"]][0] for kind in ("reverse", "forward", "jsd"))
+    # A head of its own has the opposite padding and bias.
+    padded = point["padding"], point["padding"] != own_head(point)
+    columns = [VOCABULARY + (PADDING if padding else 0) for padding in padded]
+    heads = [head[:, :size] for head, size in zip((arrays.head, arrays.ref_head), columns, strict=True)]
+    heads = [head.at[:, VOCABULARY:].set(1e3) for head in heads]
+    heads = [head.T if layout == "vd" else head for head, layout in zip(heads, layouts(point), strict=True)]
     return Arrays(
         hidden=arrays.hidden,
         head=heads[0],
-        bias=arrays.bias[:columns] if point["bias"] else None,
-        ref_hidden=arrays.ref_hidden if divergence else None,
-        ref_head=heads[1] if divergence and point["own_head"] else None,
+        bias=arrays.bias[: columns[0]] if point["bias"] else None,
+        ref_hidden=arrays.ref_hidden if has_reference(point) else None,
+        ref_head=heads[1] if has_reference(point) and point["ref_head"] != "shared" else None,
+        ref_bias=arrays.ref_bias[: columns[1]] if own_head(point) and not point["bias"] else None,
     )
 
 
@@ -105,53 +131,72 @@ def numbers_of(point: Point, mask: np.ndarray) -> Numbers:
     temperature = rng.uniform(0.7, 1.5, (ROWS, LENGTH)) if point["temperature"] == "per token" else 0.7
     targets = rng.integers(0, VOCABULARY, (ROWS, LENGTH))
     targets[0, :3] = [0, VOCABULARY - 1, 9]
+    softcap, scale = (point["softcap"], 3.0 - point["softcap"]), (0.75, 1.25)
+    if not own_head(point):
+        softcap, scale = (softcap[0],) * 2, (scale[0],) * 2
     # float32 numbers, so that they are the same in every type.
-    return Numbers(targets, mask, np.float64(np.float32(temperature)), point["softcap"], 0.75, BETA)
+    return Numbers(targets, mask, np.float64(np.float32(temperature)), softcap, scale, BETA, KEPT)
 
 
 def weights_of(point: Point) -> dict[str, np.ndarray]:
-    """What each field counts in the number that is differentiated, token by token; not 1, so that nothing cancels."""
+    """The weight of each field in the number that is differentiated, token by token; not 1, so that nothing cancels."""
     rng = np.random.default_rng(2)
     drawn = {name: np.float64(np.float32(rng.normal(size=(ROWS, LENGTH)))) for name in FIELDS}
     return {name: drawn[name] * (name in OUTPUTS[point["outputs"]][1]) for name in FIELDS}
 
 
+def head_of(point: Point, arrays: Arrays, implementation: str) -> kljax.Head:
+    return kljax.Head(
+        arrays.head,
+        bias=arrays.bias,
+        softcap=point["softcap"] or None,
+        logit_scale=0.75,
+        vocab_size=VOCABULARY if point["padding"] else None,
+        layout=point["layout"],
+        tile=point["tile"],
+        implementation=implementation,
+    )
+
+
+def ref_head_of(point: Point, arrays: Arrays) -> Any:
+    if not own_head(point):
+        return arrays.ref_head
+    return kljax.Head(
+        arrays.ref_head,
+        bias=arrays.ref_bias,
+        softcap=3.0 - point["softcap"] or None,
+        logit_scale=1.25,
+        vocab_size=None if point["padding"] else VOCABULARY,
+        layout=layouts(point)[1],
+    )
+
+
 def fields_of(point: Point, arrays: Arrays, numbers: Numbers, implementation: str) -> dict[str, Any]:
     names = OUTPUTS[point["outputs"]][0]
-    options = {
-        "mask": numbers.mask if point["mask"] else None,
-        "temperature": numbers.temperature,
-        "softcap": numbers.softcap if point["softcap"] else None,
-        "logit_scale": numbers.logit_scale,
-        "bias": arrays.bias,
-        "vocab_size": VOCABULARY if point["padding"] else None,
-        "head_layout": point["layout"],
-        "tile": point["tile"],
-        "implementation": implementation,
-    }
-    pair = (arrays.ref_hidden, arrays.ref_head)
+    options = {"mask": numbers.mask if point["mask"] else None, "temperature": numbers.temperature}
+    head, ref_head = head_of(point, arrays, implementation), ref_head_of(point, arrays)
     if names == ("jsd",):
-        return {"jsd": kljax.jsd_from_hidden(arrays.hidden, arrays.head, *pair, beta=numbers.beta, **options)}
+        return {"jsd": kljax.jsd_from_hidden(arrays.hidden, head, arrays.ref_hidden, ref_head, beta=BETA, **options)}
     if names == ("reverse",):
-        return {"reverse": kljax.kl_from_hidden(arrays.hidden, arrays.head, *pair, **options)}
+        return {"reverse": kljax.kl_from_hidden(arrays.hidden, head, arrays.ref_hidden, ref_head, **options)}
+    if "log_kept_mass" in names:
+        stats = kljax.renormalized_log_probs(arrays.hidden, head, numbers.targets, KEPT_IDS, **options)
+        return {"kept_log_prob": stats.log_prob, "log_kept_mass": stats.log_kept_mass, "logsumexp": stats.logsumexp}
     direction = "forward" if "forward" in names else "reverse"
-    stats = kljax.log_probs_from_hidden(
-        arrays.hidden,
-        arrays.head,
-        numbers.targets,
-        entropy="entropy" in names,
-        entropy_gradient=point["outputs"] != "entropy as data",
-        reference=None if arrays.ref_hidden is None else pair,
-        direction=direction,
-        **options,
-    )
-    fields = {"log_prob": stats.log_prob, "logsumexp": stats.logsumexp, "entropy": stats.entropy, direction: stats.kl}
+    reference = kljax.ReferenceStates(arrays.ref_hidden, ref_head, direction) if has_reference(point) else None
+    entropy = "constant" if point["outputs"] == "constant entropy" else "entropy" in names
+    options |= {"entropy": entropy, "sum_squared_probs": "sum_squared_probs" in names, "reference": reference}
+    stats = kljax.log_probs_from_hidden(arrays.hidden, head, numbers.targets, **options)
+    fields = {name: getattr(stats, name) for name in ("log_prob", "logsumexp", "entropy", "sum_squared_probs")}
+    fields[direction] = stats.kl
     assert {name for name, value in fields.items() if value is not None} == set(names)
     return {name: fields[name] for name in names}
 
 
-def asked_of(point: Point) -> tuple[str, ...]:
-    return {"all": Arrays._fields, "hidden": ("hidden",), "heads": ("head", "bias", "ref_head")}[point["to"]]
+def differentiated(point: Point) -> tuple[str, ...]:
+    return {"all": Arrays._fields, "hidden": ("hidden",), "heads": ("head", "bias", "ref_head", "ref_bias")}[
+        point["to"]
+    ]
 
 
 def program(point: Point, arrays: Arrays, numbers: Numbers) -> Any:
@@ -166,24 +211,29 @@ def program(point: Point, arrays: Arrays, numbers: Numbers) -> Any:
         weights = {name: jnp.where(weights[name] == 0, 1.0, weights[name]) for name in weights}
         return {name: jax.grad(loss, has_aux=True)(given, numbers, weights, name) for name in ("tile", "reference")}
 
-    given = {name: x for name, x in arrays._asdict().items() if name in asked_of(point) and x is not None}
+    given = {name: x for name, x in arrays._asdict().items() if name in differentiated(point) and x is not None}
     lowered = jax.jit(both).lower(given, numbers, weights_of(point))
     compiled = lowered.compile(compiler_options=known_options())
     return lambda mask: compiled(given, numbers._replace(mask=mask), weights_of(point))
 
 
 def wanted_of(point: Point, arrays: Arrays, numbers: Numbers) -> Expected:
-    """Of the numbers that the arrays hold in their types, in the layout and with the padding of the point."""
+    """The fields and gradients of the numbers that the arrays hold in their types, layouts and padding."""
 
-    def head(x: Any) -> Any:
-        return np.asarray(x.T if point["layout"] == "vd" else x, np.float64)[:, :VOCABULARY]
+    def head(x: Any, layout: str) -> Any:
+        return np.asarray(x.T if layout == "vd" else x, np.float64)[:, :VOCABULARY]
 
+    def bias(x: Any) -> Any:
+        return np.zeros(VOCABULARY) if x is None else np.asarray(x, np.float64)[:VOCABULARY]
+
+    first, second = layouts(point)
     wide = Arrays(
         hidden=np.asarray(arrays.hidden, np.float64),
-        head=head(arrays.head),
-        bias=np.zeros(VOCABULARY) if arrays.bias is None else np.asarray(arrays.bias, np.float64)[:VOCABULARY],
+        head=head(arrays.head, first),
+        bias=bias(arrays.bias),
         ref_hidden=np.asarray(drawn().ref_hidden if arrays.ref_hidden is None else arrays.ref_hidden, np.float64),
-        ref_head=head(arrays.head if arrays.ref_head is None else arrays.ref_head),
+        ref_head=head(arrays.head, first) if arrays.ref_head is None else head(arrays.ref_head, second),
+        ref_bias=bias(arrays.ref_bias if own_head(point) else arrays.bias),
     )
     full = numbers._replace(temperature=np.broadcast_to(numbers.temperature, (ROWS, LENGTH)))
     wanted = jax.device_get(expected(wide, full, weights_of(point)))
@@ -200,15 +250,15 @@ def unit_roundoff(dtype: Any) -> float:
 def check_gradient(point: Point, name: str, actual: Any, wanted: Expected, where: str) -> None:
     exact, scale = getattr(wanted.gradients, name), getattr(wanted.scales, name)
     if name in ("head", "ref_head"):
-        actual = actual.T if point["layout"] == "vd" else actual
+        actual = actual.T if layouts(point)[name == "ref_head"] == "vd" else actual
     actual = np.asarray(actual)
-    columns = name in ("head", "ref_head", "bias")
+    columns = name not in ("hidden", "ref_hidden")
     assert not actual[..., VOCABULARY:].any() or not columns, f"{where}: padding has a gradient"
     error = np.abs(np.float64(actual[..., :VOCABULARY] if columns else actual) - exact)
     # Statistics have the error of float32 or float64. Beside it a gradient is rounded twice: the slopes that enter the
     # matrix product, in the type of the heads, and the result, in its own.
     statistics = 1e-12 if point["dtype"] == "float64" else 1e-6
-    rounding = 0.0 if name == "bias" else unit_roundoff(dtypes(point)[1])
+    rounding = 0.0 if "bias" in name else unit_roundoff(dtypes(point)[1])
     own = unit_roundoff(actual.dtype)
     smallest = float(jnp.finfo(actual.dtype).smallest_subnormal)
     bound = statistics * scale.max() + rounding * scale + own * np.abs(exact) + smallest

@@ -1,4 +1,4 @@
-"""What is hard: small divergences, poison under the mask, impossible tokens, targets that are none, no tokens."""
+"""Edge cases: small divergences, poison under the mask, impossible tokens, targets out of range, no tokens."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kljax
-from kljax import Tile
-from tests.kljax.calls import compiled
+from kljax import Head, Tile
+from tests.kljax.calls import compiled, known_options, program
 from tests.kljax.log_probs.oracle import KINDS, Arrays, Numbers, token_by_token
 
 IMPLEMENTATIONS = ("tile", "reference")
@@ -26,18 +26,27 @@ def divergence(kind: str) -> Callable[..., jax.Array]:
 
 
 def exact(hidden: Any, head: Any, ref_hidden: Any, ref_head: Any, kind: str) -> np.ndarray:
-    """From the definition, in extended precision: what is wanted has lost half of the digits of float64."""
-    arrays = [np.asarray(x, np.longdouble) for x in (hidden, head, np.zeros(head.shape[1]), ref_hidden, ref_head)]
-    tokens = hidden.shape[:-1]
-    numbers = Numbers(np.zeros(tokens, int), np.ones(tokens, bool), np.ones(tokens), 0.0, 1.0, 0.5)
+    """The divergence by its definition, in extended precision: a small one loses half of the digits of float64."""
+    bias, tokens = np.zeros(head.shape[1]), hidden.shape[:-1]
+    arrays = [np.asarray(x, np.longdouble) for x in (hidden, head, bias, ref_hidden, ref_head, bias)]
+    kept = np.zeros((*tokens, head.shape[1]), bool)
+    numbers = Numbers(np.zeros(tokens, int), np.ones(tokens, bool), np.ones(tokens), (0, 0), (1, 1), 0.5, kept)
     return token_by_token(Arrays(*arrays), numbers)[kind]
 
 
 # ---- small divergences ----
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_small_divergences_keep_their_digits(kind: str) -> None:
+def divergences(hidden: Any, head: Any, other: Any, tile: Tile | None = None) -> dict[tuple[str, str], jax.Array]:
+    """Every kind by both implementations."""
+    return {
+        (kind, name): divergence(kind)(hidden, Head(head, tile=tile, implementation=name), other)
+        for kind in KINDS
+        for name in IMPLEMENTATIONS
+    }
+
+
+def test_small_divergences_keep_their_digits() -> None:
     # The head is the identity, so that the logits are the float32 numbers given and all error is that of the sums.
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(5, 37)).astype(np.float32)
@@ -45,33 +54,25 @@ def test_small_divergences_keep_their_digits(kind: str) -> None:
     steps = np.float32(10.0) ** -np.arange(1, 6, dtype=np.float32)
     other = logits + steps[:, None] * rng.normal(size=logits.shape).astype(np.float32)
     head = np.eye(37, dtype=np.float32)
-    expected = exact(logits, head, other, head, kind)
-    assert (np.abs(np.log10(expected) - np.log10(steps**2)) < 1.2).all()
-
-    def run(hidden: Any, other: Any) -> list[Any]:
-        options = ({"implementation": "tile", "tile": Tile(2, 10)}, {"implementation": "reference"})
-        return [divergence(kind)(hidden, head, other, **given) for given in options]
-
-    for actual in compiled(run, jnp.asarray(logits), jnp.asarray(other)):
+    values = compiled(lambda *x: divergences(x[0], head, x[1], Tile(2, 10)), jnp.asarray(logits), jnp.asarray(other))
+    for (kind, name), actual in values.items():
+        expected = exact(logits, head, other, head, kind)
+        assert (np.abs(np.log10(expected) - np.log10(steps**2)) < 1.2).all()
         assert actual.dtype == jnp.float32
-        np.testing.assert_allclose(actual, expected, rtol=2e-6)
+        np.testing.assert_allclose(actual, expected, rtol=2e-6, err_msg=f"{kind}, {name}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_small_divergences_through_a_head(kind: str) -> None:
+def test_small_divergences_through_a_head() -> None:
     # A logit has the error of a float32 sum, eps times its size; relative to the differences of 1e-3 that make a KL of
     # 1e-6 that is 1e-4. Written as sum p (log p - log q) it would be 1e-1.
     rng = np.random.default_rng(1)
     hidden, head = rng.normal(size=(8, 16)).astype(np.float32), rng.normal(size=(16, 53)).astype(np.float32) / 4
     other = hidden + np.float32(1e-3) * rng.normal(size=hidden.shape).astype(np.float32)
-    expected = exact(hidden, head, other, head, kind)
-    assert (expected < 2e-6).all()
-
-    def run(hidden: Any, other: Any) -> list[Any]:
-        return [divergence(kind)(hidden, head, other, implementation=name) for name in IMPLEMENTATIONS]
-
-    for actual in compiled(run, jnp.asarray(hidden), jnp.asarray(other)):
-        np.testing.assert_allclose(actual, expected, rtol=1e-3)
+    values = compiled(lambda *x: divergences(x[0], head, x[1]), jnp.asarray(hidden), jnp.asarray(other))
+    for (kind, name), actual in values.items():
+        expected = exact(hidden, head, other, head, kind)
+        assert (expected < 2e-6).all()
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, err_msg=f"{kind}, {name}")
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -82,8 +83,9 @@ def test_a_policy_is_at_no_distance_of_itself(dtype: Any) -> None:
     def run(hidden: Any, head: Any) -> list[Any]:
         def loss(weights: tuple[Any, Any], kind: str, own: bool, implementation: str) -> tuple[jax.Array, Any]:
             ref_head = jax.lax.stop_gradient(head) if own else None
-            options = {"implementation": implementation, "tile": Tile(4, 10), "softcap": 5.0, "temperature": 0.7}
-            values = divergence(kind)(*weights, jax.lax.stop_gradient(hidden), ref_head, **options)
+            policy = Head(weights[1], softcap=5.0, tile=Tile(4, 10), implementation=implementation)
+            other = jax.lax.stop_gradient(hidden)
+            values = divergence(kind)(weights[0], policy, other, ref_head, temperature=0.7)
             return values.sum(), values
 
         points = [("reverse", True, "tile"), *((kind, False, name) for kind in KINDS for name in IMPLEMENTATIONS)]
@@ -95,19 +97,15 @@ def test_a_policy_is_at_no_distance_of_itself(dtype: Any) -> None:
             assert np.abs(np.float64(gradient)).max() < 1e-6
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_large_logits(implementation: str) -> None:
+def test_large_logits() -> None:
     # Logits up to 1e4 nats, distributions that hardly meet: nothing overflows, and the error is that of the logits.
     rng = np.random.default_rng(3)
     hidden, other = (np.float32(1e3 * rng.normal(size=(5, 12))) for _ in range(2))
     head = np.eye(12, dtype=np.float32)
-
-    def run(hidden: Any, other: Any) -> list[Any]:
-        return [divergence(kind)(hidden, head, other, implementation=implementation, tile=TILE) for kind in KINDS]
-
-    values = compiled(run, jnp.asarray(hidden), jnp.asarray(other))
-    for kind, actual in zip(KINDS, values, strict=True):
-        np.testing.assert_allclose(actual, exact(hidden, head, other, head, kind), rtol=1e-6, atol=1e-30)
+    values = compiled(lambda *x: divergences(x[0], head, x[1], TILE), jnp.asarray(hidden), jnp.asarray(other))
+    for (kind, name), actual in values.items():
+        wanted = exact(hidden, head, other, head, kind)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-30, err_msg=f"{kind}, {name}")
 
 
 # ---- under the mask ----
@@ -134,26 +132,29 @@ def test_poison_under_the_mask(implementation: str) -> None:
     targets = jnp.arange(TOKENS)
 
     def run(arrays: dict[str, Any], targets: Any, cotangents: Any) -> Any:
-        temperature, options = arrays.pop("temperature"), {"implementation": implementation, "tile": TILE}
+        common = {"mask": MASK, "temperature": arrays.pop("temperature")}
+
+        def head(weights: Any) -> Head:
+            return Head(weights, tile=TILE, implementation=implementation)
 
         def fields(given: dict[str, Any]) -> list[Any]:
-            weights, reference = (given["hidden"], given["head"]), (given["ref_hidden"], given["ref_head"])
-            common = {"mask": MASK, "temperature": temperature, **options}
-            stats = kljax.log_probs_from_hidden(*weights, targets, entropy=True, reference=reference, **common)
-            alone = kljax.log_probs_from_hidden(*map(jax.lax.stop_gradient, weights), targets, **common)
-            return [stats, kljax.jsd_from_hidden(*weights, *reference, **common), alone]
+            policy, reference = (given["hidden"], head(given["head"])), (given["ref_hidden"], given["ref_head"])
+            options = {"entropy": True, "sum_squared_probs": True, "reference": reference, **common}
+            stats = kljax.log_probs_from_hidden(*policy, targets, **options)
+            alone = kljax.log_probs_from_hidden(*map(jax.lax.stop_gradient, policy), targets, **common)
+            kept = kljax.renormalized_log_probs(*policy, targets, targets[:, None] + 1, **common)
+            return [stats, kljax.jsd_from_hidden(*policy, *reference, **common), alone, kept]
+
+        def frozen(hidden: Any) -> jax.Array:
+            return kljax.log_probs_from_hidden(hidden, head(arrays["head"]), targets, **common).log_prob.sum()
 
         out, pull = jax.vjp(fields, arrays)
-        frozen = jax.grad(lambda h: run_frozen(h, arrays["head"], targets, temperature, options))(arrays["hidden"])
-        return out, pull(jax.tree.map(lambda x: cotangents.astype(x.dtype), out))[0], frozen
+        gradients = pull(jax.tree.map(lambda x: cotangents.astype(x.dtype), out))[0]
+        return out, gradients, jax.grad(frozen)(arrays["hidden"])
 
-    def run_frozen(hidden: Any, head: Any, targets: Any, temperature: Any, options: Any) -> jax.Array:
-        common = {"mask": MASK, "temperature": temperature, **options}
-        return kljax.log_probs_from_hidden(hidden, head, targets, **common).log_prob.sum()
-
-    program = jax.jit(run)
+    poisoned_program = jax.jit(run, compiler_options=known_options())
     ones = jnp.ones(TOKENS, jnp.float32)
-    clean = jax.device_get(program(problem(), targets, ones))
+    clean = jax.device_get(poisoned_program(problem(), targets, ones))
     for leaf in jax.tree.leaves((clean[0], clean[1]["hidden"], clean[1]["ref_hidden"], clean[2])):
         assert np.isfinite(leaf).all()
         assert leaf[MASK].all()
@@ -163,7 +164,7 @@ def test_poison_under_the_mask(implementation: str) -> None:
             name: x.at[np.nonzero(~MASK)[0]].set(poison) if "head" not in name else x for name, x in problem().items()
         }
         bad_targets, bad_cotangents = jnp.where(MASK, targets, -(10**6)), jnp.where(MASK, ones, poison)
-        poisoned = jax.device_get(program(arrays, bad_targets, bad_cotangents))
+        poisoned = jax.device_get(poisoned_program(arrays, bad_targets, bad_cotangents))
         jax.tree.map(np.testing.assert_array_equal, poisoned, clean)
 
 
@@ -180,29 +181,38 @@ def test_tokens_that_are_impossible_for_both(implementation: str) -> None:
     bias = jnp.zeros(VOCABULARY, jnp.float32).at[gone].set(-jnp.inf)
     targets = jnp.asarray([1, 2, 3, 4, 6, 7])
 
-    def run(arrays: dict[str, Any], bias: Any, targets: Any) -> Any:
+    def run(arrays: dict[str, Any], bias: Any, targets: Any, kept_ids: Any) -> Any:
         def fields(arrays: dict[str, Any]) -> tuple[jax.Array, Any]:
-            weights, reference = (arrays["hidden"], arrays["head"]), (arrays["ref_hidden"], arrays["ref_head"])
-            out: list[Any] = []
-            for direction in ("reverse", "forward"):
-                kind = {"entropy": True, "reference": reference, "direction": direction}
-                common = {"bias": bias, "tile": TILE, "implementation": implementation}
-                out.append(kljax.log_probs_from_hidden(*weights, targets, **kind, **common))
-            out.append(kljax.jsd_from_hidden(*weights, *reference, **common))
+            head = Head(arrays["head"], bias=bias, tile=TILE, implementation=implementation)
+            policy, reference = (arrays["hidden"], head), (arrays["ref_hidden"], arrays["ref_head"])
+            options = {"entropy": True, "sum_squared_probs": True, "reference": reference}
+            out: list[Any] = [
+                kljax.log_probs_from_hidden(*policy, targets, **options),
+                kljax.kl_from_hidden(*policy, *reference, direction="forward"),
+                kljax.jsd_from_hidden(*policy, *reference),
+                kljax.renormalized_log_probs(*policy, targets, kept_ids),
+            ]
             return sum(x.sum() for x in jax.tree.leaves(out)), out  # type: ignore[return-value]
 
         return jax.grad(fields, has_aux=True)(arrays)
 
-    grads, out = compiled(run, arrays, bias, targets)
+    def log_probs(arrays: dict[str, Any], bias: Any, targets: Any) -> list[Any]:
+        head = Head(arrays["head"], bias=bias, tile=TILE, implementation=implementation)
+        kept = kljax.renormalized_log_probs(arrays["hidden"], head, targets, targets[:, None])
+        return [kljax.log_probs_from_hidden(arrays["hidden"], head, targets).log_prob, kept.log_kept_mass]
+
+    # Of the kept tokens 0 and 1, the first is impossible.
+    kept_ids = jnp.broadcast_to(jnp.arange(2), (TOKENS, 2))
+    grads, out = compiled(run, arrays, bias, targets, kept_ids)
     without = {name: x[:, left] if "head" in name else x for name, x in arrays.items()}
-    expected_grads, expected = compiled(run, without, bias[left], jnp.searchsorted(left, targets))
+    expected_grads, expected = compiled(run, without, bias[left], jnp.searchsorted(left, targets), kept_ids[:, 1:] - 1)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6)
     jax.tree.map(close, out, expected)
     for name in arrays:
         close(grads[name][:, left] if "head" in name else grads[name], expected_grads[name])
         assert "head" not in name or not grads[name][:, gone].any()
-    impossible = compiled(lambda *x: run(*x)[1][0].log_prob, arrays, bias, jnp.full(TOKENS, 5))
-    np.testing.assert_array_equal(impossible, -np.inf)
+    for impossible in compiled(log_probs, arrays, bias, jnp.full(TOKENS, 5)):
+        np.testing.assert_array_equal(impossible, -np.inf)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -214,16 +224,18 @@ def test_divergences_where_one_rules_out_what_the_other_does_not(implementation:
 
     def run(hidden: Any, head: Any, ref_head: Any) -> list[Any]:
         def loss(hidden: Any, kind: str) -> tuple[jax.Array, Any]:
-            values = divergence(kind)(hidden, head, hidden, ref_head, tile=TILE, implementation=implementation)
+            policy = Head(head, tile=TILE, implementation=implementation)
+            values = divergence(kind)(hidden, policy, hidden, ref_head)
             return values.sum(), values
 
         return [jax.grad(loss, has_aux=True)(hidden, kind) for kind in KINDS]
 
-    values = [v for _, v in compiled(run, hidden, open_head, closed)]
+    both = program(run, hidden, open_head, closed)
+    values = [v for _, v in both(hidden, open_head, closed)]
     np.testing.assert_array_equal(values[0], np.inf)
     assert np.isfinite(values[1]).all()
     assert np.isfinite(values[2]).all()
-    swapped = [v for _, v in compiled(run, hidden, closed, open_head)]
+    swapped = [v for _, v in both(hidden, closed, open_head)]
     np.testing.assert_array_equal(swapped[1], np.inf)
     np.testing.assert_allclose(swapped[0], values[1], rtol=1e-6)
     np.testing.assert_allclose(swapped[2], values[2], rtol=1e-6)
@@ -239,7 +251,8 @@ def test_an_infinite_kl_has_no_gradient(implementation: str) -> None:
     def run(hidden: Any, head: Any) -> Any:
         def loss(hidden: Any, head: Any) -> jax.Array:
             other = jax.lax.stop_gradient(hidden)
-            return kljax.kl_from_hidden(hidden, head, other, closed, tile=TILE, implementation=implementation).sum()
+            head = Head(head, tile=TILE, implementation=implementation)
+            return kljax.kl_from_hidden(hidden, head, other, closed).sum()
 
         return jax.grad(loss, (0, 1))(hidden, head)
 
@@ -253,10 +266,10 @@ def test_an_infinite_kl_has_no_gradient(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_targets_outside_are_clamped_into_the_vocabulary_not_its_padding(implementation: str) -> None:
     arrays = problem()
-    options = {"vocab_size": VOCABULARY - 2, "tile": TILE, "implementation": implementation}
+    head = Head(arrays["head"], vocab_size=VOCABULARY - 2, tile=TILE, implementation=implementation)
 
     def run(targets: Any) -> jax.Array:
-        return kljax.log_probs_from_hidden(arrays["hidden"], arrays["head"], targets, **options).log_prob
+        return kljax.log_probs_from_hidden(arrays["hidden"], head, targets).log_prob
 
     outside = jnp.asarray([-1, -100, VOCABULARY - 2, VOCABULARY - 1, VOCABULARY, 10**9])
     inside = jnp.asarray([0, 0, *[VOCABULARY - 3] * 4])
@@ -271,8 +284,8 @@ def test_no_tokens_and_a_single_one(shape: tuple[int, ...]) -> None:
 
     def run(hidden: Any, head: Any) -> Any:
         def loss(hidden: Any, head: Any, given: Any, implementation: str) -> tuple[jax.Array, Any]:
-            options = {"mask": given, "tile": TILE, "implementation": implementation}
-            stats = kljax.log_probs_from_hidden(hidden, head, targets, entropy=True, **options)
+            head = Head(head, tile=TILE, implementation=implementation)
+            stats = kljax.log_probs_from_hidden(hidden, head, targets, mask=given, entropy=True)
             return stats.log_prob.sum() + stats.entropy.sum(), stats
 
         grad = jax.grad(loss, (0, 1), has_aux=True)

@@ -1,5 +1,6 @@
 """Errors name the argument, what was got and what is allowed; the tile is that of the devices of the mesh."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -11,37 +12,66 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import kljax
-from kljax import HeadSharding, Tile
-from kljax.log_probs._tiles import TILES, default_tile, device_kind
+from kljax import Head, HeadSharding, Tile
+from kljax.log_probs._head import TILES, default_tile, device_kind
 
 # ---- arguments ----
 
 HIDDEN, HEAD, TARGETS = jnp.zeros((3, 5, 7)), jnp.zeros((7, 11)), jnp.zeros((3, 5), int)
+TURNED = jnp.zeros((11, 7))
+WIDE = jnp.zeros((3, 5, 6))
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"head": jnp.zeros((3, 4))}, ValueError, r"head: got shape \[3, 4\], expected \[D, V\] with hidden \[3, 5, 7\]"),
-    ({"head_layout": "vd"}, ValueError, r"head: got shape \[7, 11\], expected \[V, D\] with hidden \[3, 5, 7\]"),
-    ({"head_layout": "d"}, ValueError, "head_layout: got 'd', expected one of dv, vd"),
-    ({"targets": jnp.zeros(3, int)}, ValueError, r"targets: got shape \[3\], expected \[3, 5\] as hidden has"),
-    ({"mask": jnp.zeros(5, bool)}, ValueError, r"mask: got shape \[5\], expected \[3, 5\] as hidden has"),
-    ({"mask": jnp.ones((3, 5))}, TypeError, "mask: got dtype float32, expected bool or an integer type"),
-    ({"temperature": -1.0}, ValueError, r"temperature: got -1\.0, expected a number > 0"),
-    ({"temperature": jnp.ones(5)}, ValueError, r"temperature: got shape \[5\], expected a scalar or \[3, 5\]"),
-    ({"softcap": 0.0}, ValueError, r"softcap: got 0\.0, expected a number > 0"),
-    ({"bias": jnp.zeros(7)}, ValueError, r"bias: got shape \[7\], expected \[11\], one per column"),
-    ({"vocab_size": 12}, ValueError, "vocab_size: got 12, expected at most the 11 columns of the head"),
-    ({"vocab_size": 0}, ValueError, "vocab_size: got 0, expected a number >= 1"),
-    ({"direction": "revrse"}, ValueError, "direction: got 'revrse', expected one of reverse, forward; did you mean"),
-    ({"implementation": "tiles"}, ValueError, "implementation: got 'tiles', expected one of tile, reference; did you"),
-    ({"reference": (jnp.zeros((3, 7)), None)}, ValueError, r"ref_hidden: got shape \[3, 7\], expected the leading"),
+    ({"head": jnp.zeros((3, 4))}, ValueError, "head: got shape [3, 4], expected [D, V] with hidden [3, 5, 7] [..., D]"),
+    ({"head": jnp.zeros(7)}, ValueError, "head: got shape [7], expected [D, V]"),
     (
-        {"reference": (jnp.zeros((3, 5, 6)), None)},
+        {"head": TURNED},
         ValueError,
-        r"ref_hidden: got shape \[3, 5, 6\], expected \[\.\.\., D",
+        "head: got shape [11, 7], expected [D, V] with hidden [3, 5, 7] [..., D]; did you mean [V, D]? "
+        'Set `kljax.Head(weights, layout="vd")`',
+    ),
+    (
+        {"head": Head(HEAD, layout="vd")},
+        ValueError,
+        "head: got shape [7, 11], expected [V, D] with hidden [3, 5, 7] [..., D]; did you mean [D, V]? "
+        'Set `kljax.Head(weights, layout="dv")`',
+    ),
+    ({"targets": jnp.zeros(3, int)}, ValueError, "targets: got shape [3], expected [3, 5] as hidden has"),
+    ({"mask": jnp.zeros(5, bool)}, ValueError, "mask: got shape [5], expected [3, 5] as hidden has"),
+    ({"mask": jnp.ones((3, 5))}, TypeError, "mask: got dtype float32, expected bool or an integer type"),
+    ({"temperature": 0.0}, ValueError, "temperature: got 0.0, expected a number > 0"),
+    ({"temperature": jnp.ones(5)}, ValueError, "temperature: got shape [5], expected a scalar or [3, 5]"),
+    ({"entropy": "data"}, ValueError, "entropy: got 'data', expected True, False or 'constant'"),
+    ({"head": Head(HEAD, jnp.zeros(7))}, ValueError, "head.bias: got shape [7], expected [11], one per column"),
+    (
+        {"head": Head(HEAD, vocab_size=12)},
+        ValueError,
+        "head.vocab_size: got 12, expected at most the 11 columns of the weights",
+    ),
+    (
+        {"reference": (jnp.zeros((3, 7)), None)},
+        ValueError,
+        "reference.hidden: got shape [3, 7], expected the leading axes of hidden [3, 5, 7]",
+    ),
+    (
+        {"reference": (WIDE, None)},
+        ValueError,
+        "reference.hidden: got shape [3, 5, 6], expected [..., D] with the D of reference.head [7, 11] [D, V]",
     ),
     (
         {"reference": (HIDDEN, jnp.zeros((7, 9)))},
         ValueError,
-        r"ref_head: got shape \[7, 9\], expected \[D, V\] with the",
+        "reference.head: got 9 tokens, expected the 11 of head; where the weights are padded, set",
+    ),
+    (
+        {"reference": (HIDDEN, TURNED)},
+        ValueError,
+        'with the D of reference.head [11, 7] [D, V]; did you mean [V, D]? Set `kljax.Head(weights, layout="vd")`',
+    ),
+    ({"reference": (HIDDEN, HEAD[0])}, ValueError, "reference.head: got shape [11], expected [D, V]"),
+    (
+        {"reference": (HIDDEN, Head(HEAD, sharding=HeadSharding(P(), P())))},
+        ValueError,
+        "reference.head.sharding: got HeadSharding",
     ),
 ]
 
@@ -49,8 +79,66 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("change", "error", "message"), ERRORS)
 def test_errors_of_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = {"hidden": HIDDEN, "head": HEAD, "targets": TARGETS, **change}
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=re.escape(message)):
         kljax.log_probs_from_hidden(**arguments)
+
+
+def test_errors_name_the_arguments_of_the_function_that_was_called() -> None:
+    shape = jnp.zeros((3, 4), int)
+    with pytest.raises(ValueError, match=re.escape("tokens: got shape [3, 4], expected [3, 5] as hidden has")):
+        kljax.token_log_probs(HIDDEN, HEAD, shape, shape)
+    with pytest.raises(ValueError, match=re.escape("hidden: got shape [7], expected [..., T, D]")):
+        kljax.token_log_probs(HIDDEN[0, 0], HEAD, TARGETS[0, 0])
+    for function in (kljax.kl_from_hidden, kljax.jsd_from_hidden):
+        with pytest.raises(ValueError, match=re.escape("ref_hidden: got shape [3, 7], expected the leading axes")):
+            function(HIDDEN, HEAD, HIDDEN[:, 0])
+        with pytest.raises(ValueError, match=re.escape("ref_head: got 9 tokens, expected the 11 of head")):
+            function(HIDDEN, HEAD, HIDDEN, jnp.zeros((7, 9)))
+    with pytest.raises(ValueError, match="direction: got 'revrse', expected one of reverse, forward; did you mean"):
+        kljax.kl_from_hidden(HIDDEN, HEAD, HIDDEN, direction="revrse")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=re.escape("kept_ids: got shape [3, 5], expected [3, 5, K] as hidden has")):
+        kljax.renormalized_log_probs(HIDDEN, HEAD, TARGETS, TARGETS)
+    with pytest.raises(TypeError, match="kept_ids: got dtype float32, expected integer token ids"):
+        kljax.renormalized_log_probs(HIDDEN, HEAD, TARGETS, jnp.zeros((3, 5, 2), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layout": "d"}, "head.layout: got 'd', expected one of dv, vd"),
+        (
+            {"implementation": "tiles"},
+            "head.implementation: got 'tiles', expected one of tile, reference; did you mean",
+        ),
+        ({"softcap": 0.0}, "head.softcap: got 0.0, expected a number > 0"),
+        ({"softcap": -1.0}, "head.softcap: got -1.0, expected a number > 0"),
+        ({"vocab_size": 0}, "head.vocab_size: got 0, expected a number >= 1"),
+    ],
+)
+def test_errors_of_a_head(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Head(HEAD, **fields)
+
+
+def test_the_direction_of_a_reference_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"reference\.direction: got 'revrse', expected one of reverse, forward"):
+        kljax.ReferenceStates(HIDDEN, direction="revrse")  # type: ignore[arg-type]
+
+
+# ---- a head as a pytree ----
+
+
+def test_leaves_of_a_head_are_its_arrays() -> None:
+    head = Head(HEAD, jnp.ones(11), softcap=30.0, logit_scale=jnp.float32(0.5), vocab_size=9, tile=Tile(2, 3))
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(head)]
+    assert names == [".weights", ".bias", ".logit_scale"]
+    doubled = jax.tree.map(lambda x: 2 * x, head)
+    assert (doubled.softcap, doubled.vocab_size, doubled.tile) == (30.0, 9, Tile(2, 3))
+    assert float(doubled.logit_scale) == 1.0
+    assert jax.tree.structure(head) == jax.tree.structure(doubled)
+    assert jax.tree.structure(head) != jax.tree.structure(dataclasses.replace(head, softcap=20.0))
+    assert jax.jit(lambda head: jax.tree.leaves(head)[1].sum())(Head(HEAD, jnp.ones(11), softcap=2.0)) == 11
+    assert jax.tree.leaves(Head(HEAD)) == [HEAD]
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1])
@@ -103,7 +191,7 @@ def test_errors_of_a_sharding(
     sharding = HeadSharding(tokens, head, mesh())
     hidden, targets = jnp.zeros((*leading, shape[0])), jnp.zeros(leading, int)
     with pytest.raises(ValueError, match=message):
-        kljax.log_probs_from_hidden(hidden, jnp.zeros(shape), targets, sharding=sharding)
+        kljax.log_probs_from_hidden(hidden, Head(jnp.zeros(shape), sharding=sharding), targets)
 
 
 def test_the_axes_of_a_head_by_its_layout() -> None:
@@ -149,5 +237,5 @@ def test_the_kind_is_that_of_the_devices_of_the_mesh() -> None:
 def test_the_tile_given_is_the_one_that_is_used(tile: Tile | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TILES, "cpu", Tile(2, 3))
     hidden, head = jnp.ones((4, 7), jnp.float32), jnp.ones((7, 6), jnp.float32)
-    program = jax.make_jaxpr(lambda h, w: kljax.log_probs_from_hidden(h, w, jnp.zeros(4, jnp.int32), tile=tile))
+    program = jax.make_jaxpr(lambda h, w: kljax.log_probs_from_hidden(h, Head(w, tile=tile), jnp.zeros(4, jnp.int32)))
     assert "f32[2,3] = dot_general" in str(program(hidden, head))

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kljax
-from kljax import HeadSharding, Tile
+from kljax import Head, HeadSharding, ReferenceStates, Tile
 from tests.kljax.calls import known_options
 
 ROWS, LENGTH, WIDTH, COLUMNS = 8, 4, 8, 24
@@ -40,15 +40,17 @@ class Case(NamedTuple):
 
     kind: str = "reverse"
     own_head: bool = True
+    own_options: bool = False
     layout: str = "dv"
     vocab_size: int | None = None
     masked: bool = True
     softcap: bool = True
     bias: bool = True
-    to: tuple[str, ...] = ("hidden", "head", "bias", "ref_hidden", "ref_head")
+    to: tuple[str, ...] = ("hidden", "head", "bias", "ref_hidden", "ref_head", "ref_bias")
 
 
 EVERYTHING = Case()
+OTHER = {"dv": "vd", "vd": "dv"}
 CASES = {
     "padding": Case(vocab_size=PADDED),
     "padding, forward, shared head, vd": Case("forward", own_head=False, layout="vd", vocab_size=PADDED, softcap=False),
@@ -57,6 +59,9 @@ CASES = {
     "frozen head": Case("log_prob", to=("hidden",), vocab_size=PADDED),
     "frozen head, vd, no mask": Case("log_prob", layout="vd", to=("hidden",), masked=False, softcap=False, bias=False),
     "log-prob alone": Case("log_prob", to=("hidden", "head", "bias")),
+    "a reference with a head of its own": Case("forward", own_options=True, vocab_size=PADDED),
+    "kept tokens, padding": Case("kept", vocab_size=PADDED),
+    "whole sequences": Case("tokens", own_head=False),
 }
 
 
@@ -69,11 +74,13 @@ def arrays_of(case: Case) -> dict[str, np.ndarray]:
         "ref_hidden": 0.5 * rng.normal(size=(ROWS, LENGTH, WIDTH)),
         "ref_head": rng.normal(size=(WIDTH, COLUMNS)),
         "temperature": rng.uniform(0.7, 1.5, (ROWS, LENGTH)),
+        "ref_bias": 0.5 * rng.normal(size=COLUMNS),
     }
-    absent = {"bias": not case.bias, "ref_head": not case.own_head or case.kind == "log_prob"}
-    absent["ref_hidden"] = case.kind == "log_prob"
-    turned = case.layout == "vd"
-    arrays = {name: x.T if turned and name.endswith("head") else x for name, x in draws.items()}
+    alone = case.kind in ("log_prob", "kept")
+    absent = {"bias": not case.bias, "ref_head": not case.own_head or alone}
+    absent |= {"ref_hidden": alone, "ref_bias": not case.own_options}
+    layouts = {"head": case.layout, "ref_head": OTHER[case.layout] if case.own_options else case.layout}
+    arrays = {name: x.T if layouts.get(name) == "vd" else x for name, x in draws.items()}
     return {name: np.float32(x) for name, x in arrays.items() if not absent.get(name)}
 
 
@@ -83,24 +90,33 @@ def data_of(case: Case) -> dict[str, np.ndarray]:
 
 
 def fields_of(case: Case, arrays: Mapping[str, Any], targets: Any, mask: Any, sharding: HeadSharding | None) -> Any:
-    options = {
-        "mask": mask if case.masked else None,
-        "temperature": arrays["temperature"],
-        "bias": arrays.get("bias"),
-        "softcap": 3.0 if case.softcap else None,
-        "vocab_size": case.vocab_size,
-        "head_layout": case.layout,
-        "tile": Tile(3, 5),
-        "sharding": sharding,
-    }
-    pair = (arrays.get("ref_hidden"), arrays.get("ref_head"))
+    options: dict[str, Any] = {"mask": mask if case.masked else None, "temperature": arrays["temperature"]}
+    head = Head(
+        arrays["head"],
+        bias=arrays.get("bias"),
+        softcap=3.0 if case.softcap else None,
+        vocab_size=case.vocab_size,
+        layout=case.layout,
+        tile=Tile(3, 5),
+        sharding=sharding,
+    )
+    ref_hidden, ref_head = arrays.get("ref_hidden"), arrays.get("ref_head")
+    if "ref_bias" in arrays:
+        layout = OTHER[case.layout]
+        ref_head = Head(ref_head, bias=arrays["ref_bias"], softcap=2.0, vocab_size=case.vocab_size, layout=layout)
     if case.kind == "jsd":
-        return {"jsd": kljax.jsd_from_hidden(arrays["hidden"], arrays["head"], *pair, **options)}
-    if case.kind != "log_prob":
-        options |= {"reference": pair, "direction": case.kind, "entropy": True}
-    stats = kljax.log_probs_from_hidden(arrays["hidden"], arrays["head"], targets, **options)
-    fields = {"log_prob": stats.log_prob, "entropy": stats.entropy, "logsumexp": stats.logsumexp, "kl": stats.kl}
-    return {name: x for name, x in fields.items() if x is not None}
+        return {"jsd": kljax.jsd_from_hidden(arrays["hidden"], head, ref_hidden, ref_head, **options)}
+    if case.kind == "kept":
+        kept_ids = jnp.stack([targets, (targets + 3) % 8, jnp.full_like(targets, -1)], -1)
+        stats = kljax.renormalized_log_probs(arrays["hidden"], head, targets, kept_ids, **options)
+    elif case.kind == "tokens":
+        options |= {"reference": (ref_hidden, ref_head), "sum_squared_probs": True}
+        stats = kljax.token_log_probs(arrays["hidden"], head, targets, **options)
+    else:
+        if case.kind != "log_prob":
+            options |= {"reference": ReferenceStates(ref_hidden, ref_head, case.kind), "entropy": True}
+        stats = kljax.log_probs_from_hidden(arrays["hidden"], head, targets, **options)
+    return {name: x for name, x in vars(stats).items() if x is not None}
 
 
 def run(case: Case, arrays: Any, data: Any, mask: Any, sharding: HeadSharding | None) -> Any:
@@ -125,11 +141,13 @@ def on_one_device(case: Case) -> dict[str, Any]:
 def specs_of(case: Case, sharding: HeadSharding) -> dict[str, P]:
     tokens, head = sharding.tokens, sharding.head
     vocab = head[1 if case.layout == "dv" else 0] if len(head) == 2 else None
+    ref_head = P(*reversed(head)) if case.own_options else head
     of_tokens = dict.fromkeys(("temperature", "targets", "cotangents", "mask", *FIELDS), tokens)
-    return {"hidden": tokens, "ref_hidden": tokens, "head": head, "ref_head": head, "bias": P(vocab), **of_tokens}
+    biases = {"bias": P(vocab), "ref_bias": P(vocab)}
+    return {"hidden": tokens, "ref_hidden": tokens, "head": head, "ref_head": ref_head, **biases, **of_tokens}
 
 
-FIELDS = ("log_prob", "entropy", "logsumexp", "kl", "jsd")
+FIELDS = ("log_prob", "entropy", "logsumexp", "kl", "jsd", "sum_squared_probs", "log_kept_mass")
 
 
 def check(case: Case, sharding: HeadSharding) -> None:
@@ -185,11 +203,11 @@ def test_the_mesh_that_is_set_is_taken() -> None:
     arrays, data = arrays_of(CASES["log-prob alone"]), data_of(CASES["log-prob alone"])
     unset = HeadSharding(sharding.tokens, sharding.head)
     with pytest.raises(ValueError, match=r"sharding\.mesh: got None and no mesh is set, expected a mesh or"):
-        kljax.log_probs_from_hidden(arrays["hidden"], arrays["head"], data["targets"], sharding=unset)
+        kljax.log_probs_from_hidden(arrays["hidden"], Head(arrays["head"], sharding=unset), data["targets"])
     with jax.set_mesh(sharding.mesh):
-        log_prob = jax.jit(
-            lambda hidden, head: kljax.log_probs_from_hidden(hidden, head, data["targets"], sharding=unset).log_prob
-        )(arrays["hidden"], arrays["head"])
+        log_prob = jax.jit(lambda hidden, head: kljax.log_probs_from_hidden(hidden, head, data["targets"]).log_prob)(
+            arrays["hidden"], Head(arrays["head"], sharding=unset)
+        )
     expected = kljax.log_probs_from_hidden(arrays["hidden"], arrays["head"], data["targets"]).log_prob
     np.testing.assert_allclose(log_prob, expected, rtol=2e-6)
     assert log_prob.sharding.is_equivalent_to(NamedSharding(sharding.mesh, sharding.tokens), 2)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import kljax
-from kljax import Tile
+from kljax import Head, Tile
 from tests.kljax.calls import compiled, known_options
 
 TOKENS, WIDTH, VOCABULARY = 16, 4, 11
@@ -26,8 +26,9 @@ def arrays() -> dict[str, jax.Array]:
 
 def loss(given: dict[str, Any], mask: Any, **options: Any) -> jax.Array:
     targets = jnp.arange(given["hidden"].shape[0], dtype=jnp.int32) % VOCABULARY
-    options = {"mask": mask, "tile": TILE, "entropy": True, "reference": (given["ref_hidden"], None), **options}
-    stats = kljax.log_probs_from_hidden(given["hidden"], given["head"], targets, **options)
+    fields = {name: options.pop(name) for name in ("softcap", "logit_scale", "implementation") if name in options}
+    options = {"mask": mask, "entropy": True, "reference": (given["ref_hidden"], None), **options}
+    stats = kljax.log_probs_from_hidden(given["hidden"], Head(given["head"], tile=TILE, **fields), targets, **options)
     return (stats.log_prob + 0.3 * stats.entropy + 0.2 * stats.kl).sum()
 
 
@@ -48,9 +49,9 @@ def test_inside_a_shard_map_of_the_caller(check_vma: bool) -> None:
         return loss(given, mask) + frozen_log_prob(given, mask)
 
     def frozen_log_prob(given: dict[str, Any], mask: Any) -> jax.Array:
-        head = jax.lax.stop_gradient(given["head"])
+        head = Head(jax.lax.stop_gradient(given["head"]), tile=TILE)
         targets = jnp.zeros(given["hidden"].shape[0], jnp.int32)
-        return kljax.log_probs_from_hidden(given["hidden"], head, targets, mask=mask, tile=TILE).log_prob.sum()
+        return kljax.log_probs_from_hidden(given["hidden"], head, targets, mask=mask).log_prob.sum()
 
     def spread(given: dict[str, Any], mask: Any) -> Any:
         return jax.shard_map(
@@ -80,9 +81,8 @@ def test_one_program_for_all_temperatures_masks_and_coefficients() -> None:
 
     def run(given: dict[str, Any], mask: Any, temperature: Any, numbers: dict[str, Any], beta: Any) -> Any:
         traces.append(1)
-        jsd = kljax.jsd_from_hidden(
-            given["hidden"], given["head"], given["ref_hidden"], beta=beta, mask=mask, tile=TILE
-        )
+        head = Head(given["head"], tile=TILE)
+        jsd = kljax.jsd_from_hidden(given["hidden"], head, given["ref_hidden"], beta=beta, mask=mask)
         return loss(given, mask, temperature=temperature, **numbers) + jsd.sum()
 
     program = jax.jit(run, compiler_options=known_options())

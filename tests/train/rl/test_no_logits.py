@@ -117,8 +117,7 @@ def test_scoring_and_updates_hold_no_logits(kind, shape):
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_the_check_finds_logits_where_there_are_some(shape, monkeypatch):
-    whole = functools.partial(kljax.log_probs_from_hidden, implementation="reference")
-    monkeypatch.setattr(kljax, "log_probs_from_hidden", whole)
+    monkeypatch.setattr(kljax, "Head", functools.partial(kljax.Head, implementation="reference"))
     mesh = tiny.mesh_of(*shape)
     with jax.set_mesh(mesh):
         sizes = {name: largest(program) for name, program in rl_programs("exact", mesh).items()}

@@ -1,0 +1,138 @@
+"""Tokens packed into tiles in their order, and the vocabulary cut into chunks in which every column counts once."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kljax import Tile
+from kljax.log_probs._inputs import Spec, Weights
+from kljax.log_probs._tiles import (
+    Chunk,
+    chunk_width,
+    get_tile,
+    pack,
+    plan_packing,
+    scan_chunks,
+    set_tile,
+    tile_rows,
+    unpack,
+)
+from tests import oracles
+
+# ---- tokens ----
+
+
+@pytest.mark.parametrize("limit", [1, 5, 8, 16, 100, 4096])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 8, 9, 21, 64, 1000])
+def test_tiles_cover_the_tokens_evenly(tokens: int, limit: int) -> None:
+    rows, count = tile_rows(tokens, limit)
+    assert 1 <= rows <= limit
+    assert rows * count >= tokens
+    # No tile more than are needed, and none of them needlessly large: less than 8 rows each are empty.
+    assert count == max(1, -(-tokens // limit))
+    assert rows * count - tokens < 8 * count
+
+
+@given(oracles.mask_rows(24), st.sampled_from([1, 5, 32]))
+def test_kept_tokens_are_packed_in_their_order(kept: list[bool], limit: int) -> None:
+    mask = np.array(kept, bool)
+    values = np.arange(1, 1 + mask.size, dtype=np.float32)
+    tree = {"flat": jnp.asarray(values), "wide": jnp.asarray(values)[:, None] * jnp.ones((1, 3), jnp.float32)}
+    packing = plan_packing(jnp.asarray(mask), mask.size, limit)
+    packed = pack(packing, tree)
+    assert packed["flat"].shape == (packing.rows,)
+    assert packed["wide"].shape == (packing.rows, 3)
+    np.testing.assert_array_equal(packed["flat"][: mask.sum()], values[mask])
+    np.testing.assert_array_equal(packed["wide"][:, 1], packed["flat"])
+    assert int(packing.tiles) == -(-int(mask.sum()) // packing.tile_size)
+    unpacked = unpack(packing, packed)
+    np.testing.assert_array_equal(unpacked["flat"], np.where(mask, values, 0))
+    np.testing.assert_array_equal(unpacked["wide"][:, 2], np.where(mask, values, 0))
+
+
+@pytest.mark.parametrize("limit", [1, 4, 8, 32])
+@pytest.mark.parametrize("total", [0, 1, 8, 21])
+def test_without_a_mask_all_tokens_stay_where_they_are(total: int, limit: int) -> None:
+    packing = plan_packing(None, total, limit)
+    values = jnp.arange(1, 1 + total, dtype=jnp.float32)
+    packed = pack(packing, values)
+    assert packed.shape == (packing.rows,)
+    np.testing.assert_array_equal(packed[:total], values)
+    np.testing.assert_array_equal(unpack(packing, packed), values)
+    assert packing.tiles * packing.tile_size == packing.rows >= total
+
+
+def test_the_mask_is_traced() -> None:
+    def run(mask: jax.Array, values: jax.Array) -> tuple[Any, Any]:
+        packing = plan_packing(mask, 10, 4)
+        return packing.tiles, unpack(packing, pack(packing, values))
+
+    program = jax.jit(run)
+    values = jnp.arange(10.0)
+    for count, tiles in ((0, 0), (3, 1), (4, 1), (5, 2), (10, 3)):
+        mask = jnp.arange(10) >= 10 - count
+        got, unpacked = program(mask, values)
+        assert int(got) == tiles
+        np.testing.assert_array_equal(unpacked, jnp.where(mask, values, 0))
+    assert program._cache_size() == 1
+
+
+def test_a_tile_is_cut_and_put_back() -> None:
+    packing = plan_packing(None, 10, 4)
+    values = pack(packing, {"x": jnp.arange(10.0), "y": jnp.ones((10, 2))})
+    tile = get_tile(packing, jnp.int32(1), values)
+    np.testing.assert_array_equal(tile["x"], values["x"][packing.tile_size : 2 * packing.tile_size])
+    assert tile["y"].shape == (packing.tile_size, 2)
+    changed = set_tile(packing, jnp.int32(1), values, jax.tree.map(lambda x: -x, tile))
+    np.testing.assert_array_equal(changed["x"][packing.tile_size : 2 * packing.tile_size], -tile["x"])
+    np.testing.assert_array_equal(changed["x"][: packing.tile_size], values["x"][: packing.tile_size])
+    np.testing.assert_array_equal(changed["x"][2 * packing.tile_size :], values["x"][2 * packing.tile_size :])
+
+
+# ---- the vocabulary ----
+
+
+@pytest.mark.parametrize("limit", [1, 5, 128, 200, 256, 4096])
+@pytest.mark.parametrize("columns", [1, 4, 5, 127, 128, 129, 300, 1000, 1187])
+def test_chunks_cover_the_vocabulary_evenly(columns: int, limit: int) -> None:
+    width = chunk_width(columns, limit)
+    assert 1 <= width <= min(columns, limit)
+    # No chunk more than are needed, and less than 128 columns of each are shared.
+    count = -(-columns // width)
+    assert count == -(-columns // limit)
+    assert count * width - columns < 128 * count
+
+
+def test_a_vocabulary_of_128_times_a_prime_number_shares_next_to_nothing() -> None:
+    assert {limit: chunk_width(151_936, limit) for limit in (896, 2304, 3456)} == {896: 896, 2304: 2304, 3456: 3456}
+    assert 66 * 2304 - 151_936 == 44 * 3456 - 151_936 == 128
+
+
+@pytest.mark.parametrize(("columns", "limit"), [(1, 1), (12, 4), (13, 4), (15, 4), (5, 4), (300, 256), (9, 100)])
+def test_every_column_counts_once_and_is_written_last_where_it_counts(columns: int, limit: int) -> None:
+    spec = Spec("dv", "dv", columns, Tile(1, limit), None)
+    head = jnp.arange(2 * columns, dtype=jnp.float32).reshape(2, columns)
+    weights = Weights(jnp.zeros((1, 2), jnp.float32), head)
+
+    def body(carry: tuple, chunk: Chunk) -> tuple:
+        counted, written, copied = carry
+        at = chunk.start + jnp.arange(chunk.size, dtype=jnp.int32)
+        valid = jnp.ones(chunk.size, bool) if chunk.valid is None else chunk.valid
+        assert chunk.head.shape == (2, chunk.size)
+        # What does not count is written as 0, as a gradient would be.
+        return (
+            counted.at[at].add(valid.astype(jnp.int32)),
+            written.at[at].set(valid),
+            copied.at[:, at].set(jnp.where(valid, chunk.head, 0)),
+        )
+
+    start = jnp.zeros(columns, jnp.int32), jnp.zeros(columns, bool), jnp.zeros_like(head)
+    counted, written, copied = scan_chunks(spec, weights, body, start)
+    np.testing.assert_array_equal(counted, 1)
+    assert written.all()
+    np.testing.assert_array_equal(copied, head)
