@@ -201,8 +201,8 @@ def renormalized_log_probs(
       hidden: `[..., D]` final hidden states.
       head: as in `log_probs_from_hidden`.
       targets: `[...]` integer ids of the sampled tokens. A target belongs to `S`, listed or not.
-      kept_ids: `[..., K]` integer ids of the tokens in `S`; ids outside `[0, vocab_size)`, such as -1, pad the list, and an
-        id may be listed twice. The sampler's set, the same for every policy that is compared.
+      kept_ids: `[..., K]` integer ids of the tokens in `S`: the sampler's set, for every policy that is compared. Ids
+        outside `[0, vocab_size)`, such as -1, pad the list; an id may be listed twice.
       mask: `[...]` boolean; positions where it is 0 cost nothing.
       temperature: as in `log_probs_from_hidden`.
       entropy: as in `log_probs_from_hidden`; of the whole vocabulary.
