@@ -1,0 +1,124 @@
+"""Without `Head(sharding=...)` on a mesh: the same results under Auto, Explicit and Manual axes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import kljax
+from kljax import Head, ReferenceStates, Tile
+from tests.kljax.calls import known_options
+
+ROWS, LENGTH, WIDTH, VOCABULARY = 8, 4, 5, 12
+ROW_AXIS, VOCAB_AXIS = "data", "tensor"
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+# `test_everywhere` has every function under Auto axes.
+KIND_NAMES = [pytest.param("auto", marks=pytest.mark.thorough), "explicit"]
+
+
+def inputs() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    return {
+        "hidden": jnp.asarray(rng.normal(size=(ROWS, LENGTH, WIDTH))),
+        "head": jnp.asarray(rng.normal(size=(WIDTH, VOCABULARY))),
+        "ref_hidden": jnp.asarray(rng.normal(size=(ROWS, LENGTH, WIDTH))),
+        "tokens": jnp.asarray(rng.integers(0, VOCABULARY, (ROWS, LENGTH))),
+        "kept_ids": jnp.asarray(rng.integers(-1, VOCABULARY, (ROWS, LENGTH, 3))),
+        "mask": jnp.asarray(rng.random((ROWS, LENGTH)) < 0.7),
+    }
+
+
+def every_function(x: dict[str, Any]) -> dict[str, Any]:
+    """One call of each public function of hidden states; every leaf is `[B, T]`."""
+    head, hidden, ref = Head(x["head"], tile=Tile(8, 5)), x["hidden"], x["ref_hidden"]
+    mask, tokens = {"mask": x["mask"]}, x["tokens"]
+    reference = ReferenceStates(ref, direction="forward")
+    return {
+        "log_probs_from_hidden": kljax.log_probs_from_hidden(hidden, head, tokens, reference=reference, **mask),
+        "token_log_probs": kljax.token_log_probs(hidden, head, tokens, entropy=True, **mask),
+        "renormalized_log_probs": kljax.renormalized_log_probs(hidden, head, tokens, x["kept_ids"], **mask),
+        "kl_from_hidden": kljax.kl_from_hidden(hidden, head, ref, x["head"], **mask),
+        "jsd_from_hidden": kljax.jsd_from_hidden(hidden, head, ref, **mask),
+        "reference": kljax.token_log_probs(hidden, Head(x["head"], implementation="reference"), tokens, **mask),
+    }
+
+
+def with_gradients(x: dict[str, Any]) -> tuple[Any, Any]:
+    def total(arrays: dict[str, Any]) -> tuple[jax.Array, Any]:
+        out = every_function({**x, **arrays})
+        return sum(leaf.sum() for leaf in jax.tree.leaves(out)), out  # type: ignore[return-value]
+
+    gradients, out = jax.grad(total, has_aux=True)({name: x[name] for name in ("hidden", "head", "ref_hidden")})
+    return out, gradients
+
+
+@functools.cache
+def on_one_device() -> Any:
+    return jax.device_get(jax.jit(with_gradients, compiler_options=known_options())(inputs()))
+
+
+def check(actual: Any) -> None:
+    for (path, leaf), wanted in zip(
+        jax.tree.leaves_with_path(jax.device_get(actual)), jax.tree.leaves(on_one_device()), strict=True
+    ):
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-9, atol=1e-12, err_msg=jax.tree_util.keystr(path))
+
+
+SPECS = {
+    "rows": dict.fromkeys(("hidden", "ref_hidden", "tokens", "kept_ids", "mask"), P(ROW_AXIS)),
+    # Positions as well, the vocabulary on the same axis, and a mask that is whole everywhere.
+    "rows, positions, vocabulary": {
+        **dict.fromkeys(("hidden", "ref_hidden", "tokens", "kept_ids"), P(ROW_AXIS, VOCAB_AXIS)),
+        "head": P(None, VOCAB_AXIS),
+    },
+}
+
+
+def spread(mesh: Any, specs: dict[str, P]) -> dict[str, jax.Array]:
+    return {name: jax.device_put(x, NamedSharding(mesh, specs.get(name, P()))) for name, x in inputs().items()}
+
+
+@pytest.mark.parametrize("specs", SPECS)
+@pytest.mark.parametrize("kind", KIND_NAMES)
+def test_arrays_on_a_mesh_without_a_sharding_of_the_head(kind: str, specs: str) -> None:
+    mesh = jax.make_mesh((4, 2), (ROW_AXIS, VOCAB_AXIS), axis_types=(KINDS[kind],) * 2)
+    with jax.set_mesh(mesh):
+        out, gradients = jax.jit(with_gradients, compiler_options=known_options())(spread(mesh, SPECS[specs]))
+    check((out, gradients))
+    if kind == "explicit":
+        for leaf in jax.tree.leaves(out):
+            assert jax.typeof(leaf).sharding.spec == P(*(*SPECS[specs]["hidden"], None)[:2])
+
+
+def test_the_default_mesh_needs_no_context() -> None:
+    # The axes of `jax.make_mesh` are explicit; arrays on them bring their mesh.
+    mesh = jax.make_mesh((4, 2), (ROW_AXIS, VOCAB_AXIS))
+    assert set(mesh.axis_types) == {AxisType.Explicit}
+    x = spread(mesh, SPECS["rows"])
+    values = jax.jit(every_function, compiler_options=known_options())(x)
+    for leaf, wanted in zip(jax.tree.leaves(values), jax.tree.leaves(on_one_device()[0]), strict=True):
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-9, atol=1e-12)
+    eager = kljax.log_probs_from_hidden(x["hidden"], x["head"], x["tokens"], mask=x["mask"])
+    np.testing.assert_allclose(eager.log_prob, values["log_probs_from_hidden"].log_prob, rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KIND_NAMES)
+def test_manual_axes(kind: str) -> None:
+    # Rows are manual, and the other axis keeps its type.
+    mesh = jax.make_mesh((4, 2), (ROW_AXIS, VOCAB_AXIS), axis_types=(KINDS[kind],) * 2)
+    specs = {name: SPECS["rows"].get(name, P()) for name in inputs()}
+    gradients = {name: specs[name] for name in ("hidden", "head", "ref_hidden")}
+
+    def run(x: dict[str, Any]) -> Any:
+        by_rows = jax.tree.map(lambda _: P(ROW_AXIS), on_one_device()[0])
+        return jax.shard_map(with_gradients, in_specs=(specs,), out_specs=(by_rows, gradients), axis_names={ROW_AXIS})(
+            x
+        )
+
+    with jax.set_mesh(mesh):
+        check(jax.jit(run, compiler_options=known_options())(spread(mesh, specs)))
