@@ -23,6 +23,8 @@ GSPOGradient = Literal["token", "sequence"]
 Through = Literal["ratio", "log_prob"]
 Direction = Literal["reverse", "forward"]
 Divergence = Literal["tv", "kl"]
+HeadLayout = Literal["dv", "vd"]
+HeadImplementation = Literal["tile", "reference"]
 
 Level = Literal["token", "sequence", "geometric"]
 SurrogateLevel = Literal[Level, "average", "geometric_average"]

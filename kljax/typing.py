@@ -18,6 +18,8 @@ from kljax._typing import (
     Estimator,
     GAERule,
     GSPOGradient,
+    HeadImplementation,
+    HeadLayout,
     KLGradient,
     Level,
     MetricMode,

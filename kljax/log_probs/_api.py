@@ -5,14 +5,14 @@ from typing import Literal
 
 import jax
 
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, Scalar
 from kljax.log_probs._backward import tiled_stats
-from kljax.log_probs._head import Head, Implementation
-from kljax.log_probs._inputs import Call, Direction, Function, ReferenceStates, as_reference, prepare, run
+from kljax.log_probs._head import Head
+from kljax.log_probs._inputs import Call, Function, ReferenceStates, as_reference, prepare, run
 from kljax.log_probs._reference import reference_stats
 
 Reference = ReferenceStates | tuple[ArrayLike, ArrayLike | Head | None]
-_FUNCTIONS: dict[Implementation, Function] = {
+_FUNCTIONS: dict[HeadImplementation, Function] = {
     "tile": tiled_stats,
     "reference": reference_stats,
 }

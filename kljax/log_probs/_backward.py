@@ -21,9 +21,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from kljax._typing import Array
+from kljax._typing import Array, HeadLayout
 from kljax.log_probs._forward import Residuals, forward, log_mixture_ratios
-from kljax.log_probs._head import Layout, embed_axis
+from kljax.log_probs._head import embed_axis
 from kljax.log_probs._inputs import Constants, Spec, Weights
 from kljax.log_probs._tiles import Chunk, DeviceView, Logits, Tokens, is_kept, is_target, pack, unpack
 
@@ -242,7 +242,7 @@ def _add_chunk(device: DeviceView, chunk: Chunk, rows: RowInputs, carry: Gradien
         lambda index, sums: _add_tile(device, chunk, rows, index, sums), carry._replace(**start)
     )
 
-    def write(whole: Array | None, columns: Array | None, layout: Layout) -> Array | None:
+    def write(whole: Array | None, columns: Array | None, layout: HeadLayout) -> Array | None:
         if whole is None or columns is None:
             return None
         if columns.ndim == 1:

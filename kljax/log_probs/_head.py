@@ -3,22 +3,20 @@
 import dataclasses
 import math
 from collections.abc import Hashable
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from kljax._checks import check_at_least, check_choice
-from kljax._typing import ArrayLike, Scalar
+from kljax._typing import ArrayLike, HeadImplementation, HeadLayout, Scalar
 
 Axes = tuple[str, ...]
-Layout = Literal["dv", "vd"]
-Implementation = Literal["tile", "reference"]
 
-LAYOUTS: tuple[Layout, ...] = ("dv", "vd")
+LAYOUTS = get_args(HeadLayout)
 SHAPES = {"dv": "[D, V]", "vd": "[V, D]"}
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("tile", "reference")
+IMPLEMENTATIONS = get_args(HeadImplementation)
 
 
 def axes_of(entry: object) -> Axes:
@@ -28,7 +26,7 @@ def axes_of(entry: object) -> Axes:
     return entry if isinstance(entry, tuple) else (str(entry),)
 
 
-def embed_axis(layout: Layout) -> int:
+def embed_axis(layout: HeadLayout) -> int:
     """Returns the axis of the weights that is `D`; the other one is `V`."""
     return LAYOUTS.index(layout)
 
@@ -98,7 +96,7 @@ class HeadSharding:
         """Returns the axes that split tokens."""
         return tuple(axis for entry in self.tokens for axis in axes_of(entry))
 
-    def head_axes(self, layout: Layout) -> tuple[Axes, Axes]:
+    def head_axes(self, layout: HeadLayout) -> tuple[Axes, Axes]:
         """Returns the axes that split `D` and the axes that split `V`."""
         first, second = (axes_of(entry) for entry in (*self.head, None, None)[:2])
         return (first, second) if layout == "dv" else (second, first)
@@ -110,7 +108,7 @@ class HeadSharding:
             raise ValueError("sharding.mesh: got None and no mesh is set, expected a mesh or `jax.set_mesh`")
         return mesh
 
-    def check(self, layout: Layout, leading: tuple[int, ...], head: tuple[int, ...]) -> None:
+    def check(self, layout: HeadLayout, leading: tuple[int, ...], head: tuple[int, ...]) -> None:
         """Raises `ValueError` unless the specs fit each other, the mesh and these shapes."""
         mesh, tokens = self.resolved_mesh(), self.token_axes()
         embed, vocab = self.head_axes(layout)
@@ -170,10 +168,10 @@ class Head:
     softcap: Scalar | None = None
     logit_scale: Scalar = 1.0
     vocab_size: int | None = None
-    layout: Layout = "dv"
+    layout: HeadLayout = "dv"
     sharding: HeadSharding | None = None
     tile: Tile | None = None
-    implementation: Implementation = "tile"
+    implementation: HeadImplementation = "tile"
 
     def __post_init__(self) -> None:
         check_choice("head.layout", self.layout, LAYOUTS)

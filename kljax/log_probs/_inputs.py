@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kljax._checks import check_at_least, check_choice, check_mask
 from kljax._devices import under_auto_axes
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, HeadLayout, Scalar
 from kljax.log_probs._head import (
     SHAPES,
     Head,
     HeadSharding,
-    Implementation,
-    Layout,
     Tile,
     as_head,
     default_tile,
@@ -24,9 +22,8 @@ from kljax.log_probs._head import (
     embed_axis,
 )
 
-Direction = Literal["reverse", "forward"]
 Function = Callable[["Spec", "Weights", "Constants"], dict[str, Array]]
-DIRECTIONS: tuple[Direction, ...] = ("reverse", "forward")
+DIRECTIONS = get_args(Direction)
 
 
 @jax.tree_util.register_dataclass
@@ -101,8 +98,8 @@ class Spec:
       divergence: None, "reverse", "forward" or "jsd".
     """
 
-    layout: Layout
-    ref_layout: Layout
+    layout: HeadLayout
+    ref_layout: HeadLayout
     vocab_size: int
     tile: Tile
     sharding: HeadSharding | None
@@ -129,7 +126,7 @@ class Call(NamedTuple):
     spec: Spec
     weights: Weights
     constants: Constants
-    implementation: Implementation
+    implementation: HeadImplementation
 
 
 def statistics_dtype(weights: Weights) -> jnp.dtype:
@@ -275,7 +272,7 @@ def _policy_weights(hidden: ArrayLike, head: Head) -> tuple[Weights, int]:
     return Weights(hidden, weights, _bias("head.bias", head, weights)), _vocab_size("head", head, weights)
 
 
-def _layout_hint(weights: Array, layout: Layout, width: tuple[int, ...]) -> str:
+def _layout_hint(weights: Array, layout: HeadLayout, width: tuple[int, ...]) -> str:
     """Returns the end of an error for weights that fit in the other layout, else nothing."""
     if weights.ndim != 2 or width != (weights.shape[1 - embed_axis(layout)],):
         return ""

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from kljax._numerics import bregman
-from kljax._typing import Array
+from kljax._typing import Array, HeadLayout
 from kljax.log_probs._forward import INFINITE, log_mixture_ratios
-from kljax.log_probs._head import Layout, embed_axis
+from kljax.log_probs._head import embed_axis
 from kljax.log_probs._inputs import Constants, Spec, Weights, scaled_logits, statistics_dtype
 from kljax.log_probs._tiles import IMPOSSIBLE
 
@@ -46,7 +46,7 @@ def reference_stats(spec: Spec, weights: Weights, constants: Constants) -> dict[
 def _logits(
     spec: Spec,
     hidden: Array,
-    head: tuple[Array, Layout, Array | None],
+    head: tuple[Array, HeadLayout, Array | None],
     constants: Constants,
     options: tuple[Array, Array | None],
 ) -> Array:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kljax._typing import Array
-from kljax.log_probs._head import Axes, Layout, embed_axis
+from kljax._typing import Array, HeadLayout
+from kljax.log_probs._head import Axes, embed_axis
 from kljax.log_probs._inputs import Constants, Spec, Weights, scaled_logits, statistics_dtype
 
 # Replaces the logit of an impossible token: its exponential is 0, and 0 times it is 0, unlike 0 times -infinity.
@@ -202,7 +202,7 @@ def scan_chunks(spec: Spec, weights: Weights, body: Callable[[Any, Chunk], Any],
     first = lax.axis_index(axes.vocab) * held if axes.vocab else jnp.int32(0)
     padded = bool(axes.vocab) and spec.vocab_size < held * math.prod(lax.axis_size(axis) for axis in axes.vocab)
 
-    def columns_of(head: Array, hidden: Array, layout: Layout, start: Array) -> Array:
+    def columns_of(head: Array, hidden: Array, layout: HeadLayout, start: Array) -> Array:
         embed = embed_axis(layout)
         columns = lax.dynamic_slice_in_dim(head, start, width, axis=1 - embed)
         return axes.gather_embed(columns, embed).astype(_wider(hidden.dtype, head.dtype))
@@ -323,7 +323,7 @@ class DeviceView(NamedTuple):
         """Returns the logits of a tile, of the policy and of the reference; invalid columns are `IMPOSSIBLE`."""
         temperature, constants, spec = tokens.inverse_temperature[:, None], self.constants, self.spec
 
-        def of(hidden: Array, head: Array, layout: Layout, bias: Array | None, options: tuple[Any, Any]) -> Logits:
+        def of(hidden: Array, head: Array, layout: HeadLayout, bias: Array | None, options: tuple[Any, Any]) -> Logits:
             product = self._dot(hidden.astype(head.dtype), head, 1, embed_axis(layout))
             values, slope = scaled_logits(product, bias, temperature, *options)
             values = jnp.maximum(values, IMPOSSIBLE)
@@ -336,11 +336,11 @@ class DeviceView(NamedTuple):
         options = self.ref_scale, constants.ref_softcap
         return policy, of(tokens.ref_hidden, chunk.ref_head, spec.ref_layout, chunk.ref_bias, options)
 
-    def grad_hidden(self, grads: Array, head: Array, layout: Layout) -> Array:
+    def grad_hidden(self, grads: Array, head: Array, layout: HeadLayout) -> Array:
         """Maps gradients of the products, `[rows, columns]`, to gradients of the hidden states, `[rows, D]`."""
         return self._dot(grads.astype(head.dtype), head, 1, 1 - embed_axis(layout))
 
-    def grad_head(self, grads: Array, hidden: Array, head: Array, layout: Layout) -> Array:
+    def grad_head(self, grads: Array, hidden: Array, head: Array, layout: HeadLayout) -> Array:
         """Maps gradients of the products, `[rows, columns]`, to gradients of a chunk of the head, in its layout."""
         grads, hidden = grads.astype(head.dtype), hidden.astype(head.dtype)
         return self._dot(*((hidden, grads) if layout == "dv" else (grads, hidden)), 0, 0)
