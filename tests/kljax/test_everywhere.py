@@ -36,7 +36,10 @@ from tests.kljax.calls import (
 # Without an `axis_name` although not a function of rows: inside `shard_map` their inputs are gathered first.
 GATHERED = {"fingerprint": "a sum over leaves that are split over different axes, some of them over none"}
 # Spread over explicit axes in a test of their own, `log_probs/test_mesh_axes.py`.
-WITH_HEAD = ("jsd_from_hidden", "kl_from_hidden", "log_probs_from_hidden")
+WITH_HEAD = (
+    *("jsd_from_hidden", "kl_from_hidden", "log_probs_from_hidden"),
+    *("renormalized_log_probs", "token_log_probs"),
+)
 # With one of these the result of a row does not depend on the others, and there is nothing to add over devices.
 REPLACE_AXIS_NAME = ("axis", "mean_kl")
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
