@@ -328,12 +328,12 @@ def _stack_corrections(parts: tuple[Any, ...], count: int) -> Moments:
 def _unchunk(chunks: list[Any], mask: np.ndarray) -> Moments:
     """Puts chunks of unmasked positions into one `[..., N, T]` tree, 0 under the mask."""
 
-    def place(*parts: np.ndarray) -> np.ndarray:
+    def scatter(*parts: np.ndarray) -> np.ndarray:
         values = np.zeros((*parts[0].shape[:-1], *mask.shape))
         values[..., mask] = np.concatenate(parts, axis=-1)
         return values
 
-    return jax.tree.map(place, *chunks)
+    return jax.tree.map(scatter, *chunks)
 
 
 def _check_finite(kl: np.ndarray) -> None:

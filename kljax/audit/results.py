@@ -21,10 +21,10 @@ def best_estimators(results: Iterable["Result"]) -> list["Answer"]:
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in select(results, level="token", how="exact"):
         groups.setdefault((result.place or "value", result.correction), []).append(result)
-    return [best for key, group in groups.items() for best in _best(*key, group)]
+    return [best for labels, group in groups.items() for best in _best(labels, group)]
 
 
-def _best(place: str, correction: str, results: Iterable["Result"]) -> list["Answer"]:
+def _best(labels: tuple[str, str], results: Iterable["Result"]) -> list["Answer"]:
     def bias(result: "Result") -> float:
         return abs(result.metrics["relative_bias"].value)
 
@@ -34,7 +34,7 @@ def _best(place: str, correction: str, results: Iterable["Result"]) -> list["Ans
     right = [result for result in known if bias(result) <= TOLERANCE]
     chosen = _least_variance(right) if right else min(known, key=bias)
     relative_bias, snr = (chosen.metrics[name].value for name in ("relative_bias", "snr"))
-    return [Answer(place, correction, chosen.estimator, bool(right), relative_bias, snr)]
+    return [Answer(*labels, chosen.estimator, bool(right), relative_bias, snr)]
 
 
 def _least_variance(results: Iterable["Result"]) -> "Result":
