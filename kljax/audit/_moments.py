@@ -78,7 +78,7 @@ class Position(NamedTuple):
 
     log_probs: Array
     ref_log_probs: Array
-    behaviour_log_probs: Array
+    sampling_log_probs: Array
     pi: Array
     drawn: Array
     kl: Array
@@ -103,13 +103,13 @@ class Events(NamedTuple):
 
 @jax.jit
 def exact_moments(
-    logits: Array, ref_logits: Array, behaviour_logits: Array, caps: Array | None, kl: Array | None = None
+    logits: Array, ref_logits: Array, sampling_logits: Array, caps: Array | None, kl: Array | None = None
 ) -> Moments:
     """Computes the moments of `[C, V]` positions over the vocabulary; `caps` `[K]` bound the importance ratios.
 
     Without `caps` the moments are uncorrected. `kl` is the exact KL `[C]` if known; None computes it from the logits.
     """
-    position = _position(logits, ref_logits, behaviour_logits, kl)
+    position = _position(logits, ref_logits, sampling_logits, kl)
     return _collect(_vocabulary(position), position, caps)
 
 
@@ -117,7 +117,7 @@ def exact_moments(
 def sampled_moments(
     logits: Array,
     ref_logits: Array,
-    behaviour_logits: Array,
+    sampling_logits: Array,
     caps: Array | None,
     kl: Array | None = None,
     *,
@@ -125,7 +125,7 @@ def sampled_moments(
     draws: int,
 ) -> Moments:
     """Computes the moments from `draws` tokens, drawn at each position with its own key."""
-    position = _position(logits, ref_logits, behaviour_logits, kl)
+    position = _position(logits, ref_logits, sampling_logits, kl)
     return _collect(_draws(position, keys, draws), position, caps)
 
 
@@ -133,8 +133,8 @@ def _sum(values: Array) -> Array:
     return values.sum(-1, keepdims=True)
 
 
-def _position(logits: Array, ref_logits: Array, behaviour_logits: Array, known_kl: Array | None) -> Position:
-    log_probs, ref, behaviour = map(jax.nn.log_softmax, (logits, ref_logits, behaviour_logits))
+def _position(logits: Array, ref_logits: Array, sampling_logits: Array, known_kl: Array | None) -> Position:
+    log_probs, ref, behaviour = map(jax.nn.log_softmax, (logits, ref_logits, sampling_logits))
     # NaN counts as support, so that the KL shows it.
     pi, support = jnp.exp(log_probs), log_probs != -jnp.inf
     x = jnp.where(support, log_probs - ref, 0)
@@ -217,7 +217,7 @@ def _one_correction(events: Events, position: Position, cap: Array | None) -> tu
     mean_score = position.drawn * weight - position.pi * _sum(position.drawn * weight)
     weight, score_square = events.at(weight)[None], _score_square(position, events.at)[None]
     log_probs, ref, behaviour = map(
-        events.at, (position.log_probs, position.ref_log_probs, position.behaviour_log_probs)
+        events.at, (position.log_probs, position.ref_log_probs, position.sampling_log_probs)
     )
     values, coefficients = estimates(log_probs, ref, behaviour, events.at(position.drawn > 0), cap)
 
@@ -251,12 +251,12 @@ def _weight(position: Position, cap: Array | None) -> Array:
     if cap is None:
         return jnp.ones_like(position.pi)
     possible = position.drawn > 0
-    log_ratio = jnp.where(possible, position.log_probs - position.behaviour_log_probs, 0)
+    log_ratio = jnp.where(possible, position.log_probs - position.sampling_log_probs, 0)
     return jnp.minimum(jnp.exp(log_ratio), cap)
 
 
 def estimates(
-    log_probs: Array, ref_log_probs: Array, behaviour_log_probs: Array, possible: Array, cap: Array | None
+    log_probs: Array, ref_log_probs: Array, sampling_log_probs: Array, possible: Array, cap: Array | None
 ) -> tuple[Array, Array]:
     """Computes values `[E, ...]` of the estimators at tokens `[...]`, and derivatives `[E + 1, ...]` by log-prob.
 
@@ -273,7 +273,7 @@ def estimates(
                     possible,
                     estimator=name,
                     gradient=gradient,
-                    sampling_log_probs=None if cap is None else behaviour_log_probs,
+                    sampling_log_probs=None if cap is None else sampling_log_probs,
                     max_ratio=cap,
                 )
                 for name, gradient in columns

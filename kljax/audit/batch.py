@@ -43,7 +43,7 @@ def audit_batch(
     ref_log_probs: ArrayLike,
     mask: ArrayLike,
     kl: ArrayLike | None = None,
-    behaviour_log_probs: ArrayLike | None = None,
+    sampling_log_probs: ArrayLike | None = None,
     *,
     bootstrap: int = 1000,
     confidence: float = 0.95,
@@ -65,7 +65,7 @@ def audit_batch(
       ref_log_probs: same shape, log-probs of the reference.
       mask: same shape, boolean.
       kl: same shape, exact KL(policy || reference) over the vocabulary at each position, in nats; None if not recorded.
-      behaviour_log_probs: same shape, log-probs of the policy that drew the tokens (the rollout engine, or the policy
+      sampling_log_probs: same shape, log-probs of the policy that drew the tokens (the rollout engine, or the policy
         before the update); None if the policy itself drew them.
       bootstrap: replicates of the bootstrap; 0 has no intervals.
       confidence: coverage of the percentile intervals.
@@ -94,7 +94,7 @@ def audit_batch(
     """
     check_intervals(bootstrap, confidence)
     check_at_least("max_ratio", max_ratio, 0, strict=True)
-    inputs = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "kl": kl, "behaviour": behaviour_log_probs}
+    inputs = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "kl": kl, "behaviour": sampling_log_probs}
     shape = check_same_shape(mask=mask, **inputs)
     if len(shape) != 2:
         raise ValueError(f"log_probs: got shape {list(shape)}, expected [B, T]")
@@ -103,7 +103,7 @@ def audit_batch(
         raise ValueError("mask: no position is unmasked, so there is nothing to audit")
     arrays = {name: _filled(name, array, mask) for name, array in inputs.items() if array is not None}
     corrections: tuple[str, ...] = ("none",)
-    if behaviour_log_probs is not None:
+    if sampling_log_probs is not None:
         corrections = ("none", "ratio") if max_ratio is None else ("none", "ratio", "capped")
     by_correction = {correction: _estimates(arrays, correction, max_ratio) for correction in corrections}
     unbiased = by_correction["none" if len(corrections) == 1 else "ratio"]
@@ -162,8 +162,8 @@ def _estimates(arrays: dict[str, np.ndarray], correction: str, max_ratio: float 
 
 
 @jax.jit
-def _compiled(log_probs: Array, ref_log_probs: Array, behaviour_log_probs: Array, cap: Array | None) -> Any:
-    return estimates(log_probs, ref_log_probs, behaviour_log_probs, jnp.ones(log_probs.shape, bool), cap)
+def _compiled(log_probs: Array, ref_log_probs: Array, sampling_log_probs: Array, cap: Array | None) -> Any:
+    return estimates(log_probs, ref_log_probs, sampling_log_probs, jnp.ones(log_probs.shape, bool), cap)
 
 
 def _levels(by_correction: Mapping[str, Estimates], exact: np.ndarray, mask: np.ndarray) -> dict[str, Sums]:

@@ -43,7 +43,7 @@ def example_logits(
       key: PRNG key; None is `jax.random.key(0)`.
 
     Returns:
-      `(logits, ref_logits, behaviour_logits)`, each `[N, T, V]` float32; the last is None without staleness.
+      `(logits, ref_logits, sampling_logits)`, each `[N, T, V]` float32; the last is None without staleness.
 
     Gradient:
       None; logits are treated as constants.

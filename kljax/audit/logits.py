@@ -49,7 +49,7 @@ STALE = "tokens come from the behaviour policy; the yardstick is KL(policy || re
 def audit_logits(
     logits: ArrayLike,
     ref_logits: ArrayLike,
-    behaviour_logits: ArrayLike | None = None,
+    sampling_logits: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
     draws: int = 0,
@@ -86,7 +86,7 @@ def audit_logits(
     Args:
       logits: `[N, T, V]` logits of the policy, any float type; -inf forbids a token.
       ref_logits: same shape, logits of the reference at the same prefixes.
-      behaviour_logits: same shape, logits of the policy that draws the tokens; None draws them from the policy.
+      sampling_logits: same shape, logits of the policy that draws the tokens; None draws them from the policy.
       mask: `[N, T]` booleans aligned with the logits, the positions to audit; None audits all.
       draws: tokens drawn at each position to measure everything a second time by sampling; 0 draws none.
       bootstrap: replicates of the bootstrap; 0 has no intervals.
@@ -124,10 +124,10 @@ def audit_logits(
       reward k1 0.00
     """
     options = Options(draws, bootstrap, confidence, max_ratio, resample, chunk_size, key)
-    shape = check_same_shape(logits=logits, ref_logits=ref_logits, behaviour_logits=behaviour_logits)
+    shape = check_same_shape(logits=logits, ref_logits=ref_logits, sampling_logits=sampling_logits)
     if len(shape) != 3 or not all(shape):
         raise ValueError(f"logits: got shape {list(shape)}, expected [N, T, V] with none of them 0")
-    arrays = (logits, ref_logits) if behaviour_logits is None else (logits, ref_logits, behaviour_logits)
+    arrays = (logits, ref_logits) if sampling_logits is None else (logits, ref_logits, sampling_logits)
     return measure([Block.of(*map(_indexable, arrays))], host_mask(mask, shape[:2]), options, "logits")
 
 
@@ -268,7 +268,7 @@ def _all_moments(
         first_row += block.shape[0]
     _check_finite(np.concatenate([moments.kl for moments in exact]))
     if np.isnan(np.concatenate([moments.score_second[0] for moments in exact])).any():
-        raise ValueError("behaviour_logits: NaN or nothing but -inf at some position")
+        raise ValueError("sampling_logits: NaN or nothing but -inf at some position")
     from_draws = _unchunk(sampled, mask) if options.draws else None
     return _unchunk(exact, mask), from_draws, corrections, vocabulary
 

@@ -129,7 +129,7 @@ def test_the_key_decides(pair: tuple[np.ndarray, np.ndarray]) -> None:
         ({"mask": np.zeros((3, 3), bool)}, "no position is unmasked"),
         ({"logits": np.full((3, 3, 4), np.nan)}, "NaN"),
         ({"ref_logits": np.where(np.arange(4) == 0, -np.inf, np.zeros((3, 3, 4)))}, "infinite at 9 of 9"),
-        ({"behaviour_logits": np.full((3, 3, 4), np.nan)}, "behaviour_logits: NaN"),
+        ({"sampling_logits": np.full((3, 3, 4), np.nan)}, "sampling_logits: NaN"),
         ({"draws": 1}, "at least 2"),
         ({"draws": -1}, "draws"),
         ({"bootstrap": -1}, "bootstrap"),
