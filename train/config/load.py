@@ -32,11 +32,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The config of a file with overrides on top; of two equal keys the last counts.
 
     Args:
-        path: a YAML file with one mapping.
-        overrides: `a.b=c`, where c is YAML; a section is replaced by `a={b: c}`.
+      path: a YAML file with one mapping.
+      overrides: `a.b=c`, where c is YAML; a section is replaced by `a={b: c}`.
 
     Raises:
-        ConfigError: everything that is wrong, one line per problem.
+      ConfigError: everything that is wrong, one line per problem.
     """
     source = Path(path)
     raw, problems = _read(source)
@@ -54,7 +54,7 @@ def parse(raw: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     """The config of a nested mapping, and its warnings.
 
     Raises:
-        ConfigError: everything that is wrong with it.
+      ConfigError: everything that is wrong with it.
     """
     raw, notes, misnamed = with_meanings(raw)
     try:

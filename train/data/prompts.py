@@ -56,10 +56,10 @@ def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: in
     """The prompt of each example as the tokenizer frames it, left-padded.
 
     Returns:
-        tokens `[N, length]` int32 and mask `[N, length]` bool, true at real tokens.
+      tokens `[N, length]` int32 and mask `[N, length]` bool, true at real tokens.
 
     Raises:
-        ValueError: a prompt is longer than `length`; `keep_prompts` removes those.
+      ValueError: a prompt is longer than `length`; `keep_prompts` removes those.
     """
     return _pad([_prompt_ids(example, tokenizer) for example in examples], length, tokenizer.pad_id, left=True)
 
@@ -116,7 +116,7 @@ def keep_prompts(
     Those that are kept carry their tokens (`Example.prompt_ids`): no prompt is tokenized twice.
 
     Raises:
-        UserError: none is left; says which setting to raise. Or a prompt has no token at all.
+      UserError: none is left; says which setting to raise. Or a prompt has no token at all.
     """
     ids = [np.asarray(_prompt_ids(example, tokenizer), np.int32) for example in examples]
     rows = zip(examples, ids, strict=True)
@@ -128,7 +128,7 @@ def keep_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: in
     """The examples whose solution with what ends it has at most `length` tokens; otherwise as `keep_prompts`.
 
     Raises:
-        UserError: none is left, or an example has no solution.
+      UserError: none is left, or an example has no solution.
     """
     _check_solved(examples)
     ids = [np.asarray(_solution_ids(example, tokenizer), np.int32) for example in examples]
@@ -177,8 +177,8 @@ class Prompts:
     of each batch, so all shards in order are the batch, however many there are.
 
     Attributes:
-        examples: those that fit.
-        dropped: number of those that do not.
+      examples: those that fit.
+      dropped: number of those that do not.
     """
 
     def __init__(

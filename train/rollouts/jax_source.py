@@ -36,8 +36,8 @@ def prompt_widths(longest: int) -> list[int]:
     """Columns of prompts that there is a program for: all, half and a quarter of them, but none for a few.
 
     Example:
-        >>> prompt_widths(256), prompt_widths(7)
-        ([64, 128, 256], [7])
+      >>> prompt_widths(256), prompt_widths(7)
+      ([64, 128, 256], [7])
     """
     shorter = {-(-longest // parts) for parts in (2, 4)}
     return sorted({longest, *(width for width in shorter if width >= NARROWEST)})

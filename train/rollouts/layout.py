@@ -33,11 +33,11 @@ def lay_out(
       pad_id: what stands where nothing is.
 
     Example:
-        >>> laid = lay_out([[5, 6], [7]], [[8], [9, 9]], [[-1.0], [-2.0, -3.0]], lengths=(3, 2), pad_id=0)
-        >>> laid["tokens"].tolist()
-        [[0, 5, 6, 8, 0], [0, 0, 7, 9, 9]]
-        >>> laid["log_probs"].tolist()
-        [[0.0, 0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, -2.0, -3.0]]
+      >>> laid = lay_out([[5, 6], [7]], [[8], [9, 9]], [[-1.0], [-2.0, -3.0]], lengths=(3, 2), pad_id=0)
+      >>> laid["tokens"].tolist()
+      [[0, 5, 6, 8, 0], [0, 0, 7, 9, 9]]
+      >>> laid["log_probs"].tolist()
+      [[0.0, 0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 0.0, -2.0, -3.0]]
     """
     rows, (width, room) = len(prompts), lengths
     tokens = np.full((rows, width + room), pad_id, np.int32)

@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, messages without a traceback, and a quiet orbax."""
+"""Helpers of the commands: exit codes, messages without a traceback, a quiet orbax."""
 
 import logging
 import sys
@@ -12,7 +12,7 @@ from train.config.load import LoadedConfig, load
 
 @contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Keeps back what orbax logs below an error; this program says it better itself. Then the level is as it was."""
+    """Hides orbax's messages below an error inside the block; the trainer reports those events itself."""
     logger = logging.getLogger("absl")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -23,7 +23,7 @@ def quiet_orbax() -> Iterator[None]:
 
 
 def load_config(path: str | Path, overrides: Sequence[str]) -> LoadedConfig:
-    """The config of a file with overrides on top; what the user should be told about it is."""
+    """Loads a config with overrides on top, and prints its warnings."""
     loaded = load(path, overrides)
     for warning in loaded.warnings:
         warn(warning)
@@ -31,7 +31,7 @@ def load_config(path: str | Path, overrides: Sequence[str]) -> LoadedConfig:
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Runs a command; the exit code is its own or 0, 2 for what the user can put right, 130 for Ctrl-C."""
+    """Runs a command; returns its exit code or 0, 2 for an error that the user can fix, 130 for Ctrl-C."""
     try:
         with quiet_orbax():
             return command() or 0

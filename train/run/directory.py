@@ -1,4 +1,4 @@
-"""The files of one run, and the rules for starting and continuing it. Never overwrites what another run wrote."""
+"""The directory of one run, and the rules for starting and resuming it. Files of other runs are never overwritten."""
 
 import dataclasses
 from pathlib import Path
@@ -8,12 +8,12 @@ from train.config.load import dump_yaml, load
 from train.config.schema import Config
 from train.weights.files import write_text_atomic
 
-# What may differ between a run and its continuation. None of it changes an update, but for the reference, which a user
-# switches on purpose: to a step that the run has reached meanwhile, say. A server may have moved.
+# Fields that may differ when a run is resumed. None of them changes an update, except the reference, which a user
+# switches on purpose: to a later step of the run, for example. A server may have moved.
 SERVER = tuple(
     f"rollout.source.{name}" for name in ("url", "folder", "api_key_env", "timeout", "retries", "concurrency")
 )
-FREE = ("steps", "output", "eval", "checkpoint", "reference", "rollout.record", *SERVER)
+MAY_CHANGE = ("steps", "output", "eval", "checkpoint", "reference", "rollout.record", *SERVER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RunDirectory:
 
     @classmethod
     def of(cls, config: Config) -> "RunDirectory":
-        """The directory of the run of this name, whether or not there is one."""
+        """Returns the directory of the run of this name, whether or not it exists."""
         return cls(Path(config.output) / config.name)
 
     @property
@@ -42,7 +42,7 @@ class RunDirectory:
 
     @property
     def reference(self) -> Path:
-        """What the run has been measured against."""
+        """The record of the references of the run."""
         return self.root / "reference.json"
 
     @property
@@ -54,14 +54,14 @@ class RunDirectory:
         return self.root / "summary.json"
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, in order, without opening any."""
+        """Lists the steps that have a checkpoint, in order, without opening any."""
         return sorted(int(path.name) for path in self.checkpoints.glob("*") if path.name.isdigit())
 
 
 def start_run(config: Config) -> RunDirectory:
-    """A new directory `<output>/<name>`, or `<name>-2`, `<name>-3`, ... if something of that name is there already.
+    """Makes the directory `<output>/<name>`, or `<name>-2`, `<name>-3`, ... if that name is taken.
 
-    The config that is written holds the name that was found, which is the one to resume by.
+    The config is written with the name of the directory, so that `--resume` finds it.
     """
     first = RunDirectory.of(config).root
     root, number = first, 2
@@ -77,17 +77,17 @@ def start_run(config: Config) -> RunDirectory:
 
 
 def resume_run(config: Config) -> RunDirectory:
-    """The directory of the run that `--resume` continues.
+    """Opens the directory of the run that `--resume` continues.
 
     Raises:
-      UserError: if there is no such run, or the config differs in a field that changes the result, naming each.
+      UserError: there is no such run, or the config differs in fields that change the result; the message names each.
     """
     run = RunDirectory.of(config)
     if not run.config.is_file():
         raise UserError(f"--resume: there is no run at {run.root}; leave the flag out to start one")
     before, now = (_flat(c.model_dump(mode="json")) for c in (load(run.config).config, config))
     differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    wrong = [key for key in differing if not any(f"{key}.".startswith(f"{free}.") for free in FREE)]
+    wrong = [key for key in differing if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
     if wrong:
         listed = "; ".join(f"{key}: the run has {before.get(key)!r}, got {now.get(key)!r}" for key in wrong)
         raise UserError(f"--resume: the config differs from that of {run.root}: {listed}")

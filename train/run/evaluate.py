@@ -14,11 +14,11 @@ SHOWN = 16
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
       metrics: means over all held-out examples.
-      samples: the first few of them, with what the policy answered and what that earned.
+      samples: the first few examples, with the completion and its rewards.
     """
 
     metrics: dict[str, float]
@@ -26,11 +26,11 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: jax.Array) -> Evaluation:
-    """Means over the held-out examples of every named reward, `accuracy` in percent, and the first completions.
+    """Computes the mean of every named reward over the held-out examples, and `accuracy` in percent.
 
-    The sampler is that of this process, wherever the rollouts come from: what is measured is the policy that is
-    trained, and not an engine's copy of it, with the same keys every time. The last batch is filled up with repeated
-    examples, which are not counted, so that one program serves all.
+    The sampler of this process draws the completions, wherever rollouts come from: it runs the policy that is trained,
+    not a server's copy, with the same keys every time. The last batch is filled up with repeated examples, which are
+    not counted, so that every batch runs the same program.
     """
     config, examples = context.config, context.held_out
     size = config.eval.batch_size

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop at the end of the step."""
+"""Ctrl-C and SIGTERM: stop at the end of the step."""
 
 import signal
 import sys
@@ -8,16 +8,16 @@ from types import FrameType
 
 
 class Interrupt:
-    """Whether the user asked to stop. The first signal is a wish, the second one stops at once."""
+    """A signal handler: the first signal stops at the end of the step, the second at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+        self.requested = True
+        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def train(
     """
     config = context.config
     done = int(state.step)
-    while done < config.steps and not interrupt.asked:
+    while done < config.steps and not interrupt.requested:
         try:
             state, values, seconds = rl_step(context, programs, source, frozen, state, step=done)
         except SourceError as error:
@@ -132,7 +132,7 @@ def train(
         last = done == config.steps
         if last or done % config.eval.every == 0:
             write_evaluation(context, programs, policy_of(state.trainable, frozen.base), writer, done)
-        if last or interrupt.asked or done % config.checkpoint.every == 0:
+        if last or interrupt.requested or done % config.checkpoint.every == 0:
             checkpoints.save(state, done)
         advance(_note(values))
     jax.block_until_ready(state)

@@ -1,4 +1,4 @@
-"""Metrics of a run: `metrics.jsonl`, the same bytes for the same values, and TensorBoard events."""
+"""The metrics of a run: `metrics.jsonl`, with equal bytes for equal values, and TensorBoard events."""
 
 import json
 import math
@@ -16,16 +16,16 @@ PHASES = ("warm_start", "train", "eval")
 
 
 def finite_or_none(value: SupportsFloat) -> float | None:
-    """`value` as a Python float; None for NaN and infinity, which JSON does not have."""
+    """Converts a value to a Python float; NaN and infinity, which JSON lacks, become None."""
     number = float(value)
     return number if math.isfinite(number) else None
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a metrics file in order; a last line without its newline (a write cut short) is left out.
+    """Reads the records of a metrics file in order; drops a last line without newline (a write cut short).
 
     Raises:
-        UserError: the file cannot be read, or another line is not a record.
+      UserError: the file cannot be read, or another line is not a record.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
@@ -52,17 +52,17 @@ class MetricsWriter:
     """Appends the metrics of a run to `metrics.jsonl` and to TensorBoard, flushing every line.
 
     `metrics.jsonl` holds `{"phase", "step", name: value, ...}` a line, keys sorted, floats with every digit, so two
-    runs with the same values have the same bytes. Times and other values that differ between runs go through
-    `timing`. A step's lines have to be written before its checkpoint is: then a resumed file is the uninterrupted one.
+    runs with equal values have equal bytes. Times and other values that differ between runs go through `timing`.
+    Write the lines of a step before its checkpoint: then the file of a resumed run equals that of an uninterrupted one.
     """
 
     def __init__(self, directory: str | Path, resume_step: int | None = None) -> None:
-        """Start the files of `directory` anew, or continue them after `resume_step`.
+        """Starts the files of `directory`, or continues them after `resume_step`.
 
         Args:
-            directory: where to write; created if missing.
-            resume_step: None removes the metrics of an earlier run. A step keeps its lines up to and with that step,
-                and every line of the warm start, which is over when a step can be resumed from.
+          directory: where to write; created if missing.
+          resume_step: None removes the metrics of an earlier run. A step keeps its lines up to and with that step,
+              and every line of the warm start, which is over when a step can be resumed from.
         """
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -78,10 +78,10 @@ class MetricsWriter:
         self._boards: dict[str, SummaryWriter] = {}
 
     def _board(self, phase: str) -> SummaryWriter:
-        # One TensorBoard run a phase: warm start and RL count their steps separately.
+        # One TensorBoard run for each phase: warm start and RL count their steps separately.
         if phase not in self._boards:
             resumed_after = None if phase == "warm_start" else self._resume_step
-            # The name of an event file has only its second: a resume within it must not overwrite the first file.
+            # Event files are named by the second: a resume within it must not overwrite the first file.
             self._boards[phase] = SummaryWriter(
                 str(self._directory / "tensorboard" / phase),
                 purge_step=None if resumed_after is None else resumed_after + 1,
@@ -97,10 +97,10 @@ class MetricsWriter:
         board.flush()
 
     def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
-        """Record the values of a step; NaN and infinity become null, and have no point in TensorBoard.
+        """Writes the values of a step; NaN and infinity become null, and have no point in TensorBoard.
 
         Raises:
-            ValueError: an unknown phase, or a metric that is named "phase" or "step".
+          ValueError: an unknown phase, or a metric that is named "phase" or "step".
         """
         if phase not in PHASES:
             raise ValueError(f"phase: got {phase!r}, expected one of {', '.join(PHASES)}")
@@ -112,17 +112,17 @@ class MetricsWriter:
         self._plot(phase, step, plain)
 
     def samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Keep the completions of an evaluation in `samples/<step>.jsonl`, one object a line."""
+        """Writes the completions of an evaluation to `samples/<step>.jsonl`, one object a line."""
         directory = self._directory / "samples"
         directory.mkdir(exist_ok=True)
         write_text_atomic(directory / f"{step}.jsonl", _dump(samples))
 
     def timing(self, step: int, values: Mapping[str, SupportsFloat], phase: str = "train") -> None:
-        """Show values that differ from run to run (seconds, tokens per second) in TensorBoard only, under `time/`."""
+        """Writes values that differ between runs, such as seconds, to TensorBoard only, under `time/`."""
         self._plot(phase, step, {f"time/{name}": finite_or_none(value) for name, value in values.items()})
 
     def close(self) -> None:
-        """Close the files; the writer cannot be used after."""
+        """Closes the files."""
         self._file.close()
         for board in self._boards.values():
             board.close()

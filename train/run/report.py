@@ -1,4 +1,4 @@
-"""What a run shows: progress, the table of before and after, and the summary file."""
+"""Output of a run: progress, the table before and after RL, the summary file."""
 
 import json
 import math
@@ -30,13 +30,13 @@ ROWS = (
 
 
 def default_console() -> Console:
-    """Standard output; control codes only if it is a terminal, whatever FORCE_COLOR says."""
+    """Opens standard output, with control codes only if it is a terminal, whatever FORCE_COLOR says."""
     return Console() if sys.stdout.isatty() else Console(force_terminal=False, soft_wrap=True)
 
 
 def _print_line(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, markup=False, highlight=False)
-    # A log that is followed through a pipe should not lag behind by a buffer.
+    # A log that is read through a pipe must not lag by a buffer.
     console.file.flush()
 
 
@@ -65,11 +65,11 @@ def _start_bars(bars: Progress) -> Start:
 
 @contextmanager
 def progress(console: Console, *, every: int = 10) -> Iterator[Start]:
-    """Progress of several phases: bars on a terminal, otherwise a plain line every `every` steps and at the last one.
+    """Shows progress of several phases: bars on a terminal, else one line every `every` steps and at the last step.
 
     Yields:
-        `start(label, total, done)`: `done` steps are over already (a resumed run). It returns `advance(note)`, to be
-        called once a step; the note is shown behind the bar.
+      `start(label, total, done)`, where `done` steps are over already (a resumed run). It returns `advance(note)`:
+      call it once a step; the note is shown behind the bar.
     """
     if not console.is_terminal or console.is_dumb_terminal:
         yield _start_lines(console, every)
@@ -91,12 +91,12 @@ def _cell(values: Mapping[str, float], metric: str, spec: str) -> str:
 
 
 def print_comparison(console: Console, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-    """The table of accuracy and KL before and after RL; a metric that neither side has is left out.
+    """Prints accuracy and KL before and after RL; leaves out a metric that neither side has.
 
     Args:
-        console: where to print.
-        before: `accuracy` (percent), `kl_reference`, `rollout_kl` (nats per token) and others of `ROWS`, each optional.
-        after: the same.
+      console: where to print.
+      before: `accuracy` (percent), `kl_reference`, `rollout_kl` (nats per token) and others of `ROWS`, each optional.
+      after: the same.
     """
     table = Table("", "before", "after")
     for column in table.columns[1:]:
@@ -107,22 +107,22 @@ def print_comparison(console: Console, before: Mapping[str, float], after: Mappi
     console.print(table)
 
 
-def print_evaluation(console: Console, title: str, found: Mapping[str, Any], temperature: float) -> None:
-    """The table of one evaluation: the mean of every reward, `accuracy` in percent first.
+def print_evaluation(console: Console, title: str, results: Mapping[str, Any], temperature: float) -> None:
+    """Prints one evaluation: the mean of every reward, `accuracy` in percent first.
 
     Args:
-        console: where to print.
-        title: what was evaluated.
-        found: `sampled` and `greedy`, each a mapping from names to numbers.
-        temperature: the one that was sampled at.
+      console: where to print.
+      title: what was evaluated.
+      results: `sampled` and `greedy`, each a mapping from names to numbers.
+      temperature: the sampling temperature.
     """
     table = Table("", f"temperature {temperature:g}", "greedy", title=Text(title), title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
-    names = sorted(found["sampled"], key=lambda name: (name != "accuracy", name))
+    names = sorted(results["sampled"], key=lambda name: (name != "accuracy", name))
     for name in names:
         label, spec = ("accuracy (%)", ".2f") if name == "accuracy" else (name, ".4g")
-        table.add_row(label, *(_cell(found[kind], name, spec) for kind in ("sampled", "greedy")))
+        table.add_row(label, *(_cell(results[kind], name, spec) for kind in ("sampled", "greedy")))
     console.print(table)
 
 
@@ -135,5 +135,5 @@ def _without_nan(value: Any) -> Any:
 
 
 def write_summary(path: str | Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary` as JSON with sorted keys, atomically; NaN and infinity become null."""
+    """Writes `summary` as JSON with sorted keys, atomically; NaN and infinity become null."""
     write_text_atomic(Path(path), json.dumps(_without_nan(summary), indent=2, sort_keys=True, allow_nan=False) + "\n")

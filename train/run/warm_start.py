@@ -1,4 +1,4 @@
-"""The supervised warm start: imitate the solutions for a while; the result is the base and the first reference."""
+"""The supervised warm start on the solutions of the task; its result is the base of the run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ Report = Callable[[int, dict[str, float]], None]
 def supervised_loss(
     config: Config, model: Decoder, params: Tree, batch: SupervisedBatch
 ) -> tuple[jax.Array, kljax.WeightedSum]:
-    """Mean negative log-prob over the tokens of the solutions, at the temperature that will be sampled at."""
+    """Computes the mean negative log-prob of the solutions' tokens, at the sampling temperature."""
     stats, _ = token_stats(
         model,
         kljax.Policy(params),
@@ -41,7 +41,7 @@ def supervised_loss(
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """AdamW under a cosine schedule with a short warm-up."""
+    """Makes AdamW with a cosine schedule and a short warm-up."""
     section = config.warm_start
     return optax.chain(
         optax.clip_by_global_norm(config.optim.max_grad_norm),
@@ -49,7 +49,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
             optax.warmup_cosine_decay_schedule(
                 0.0,
                 section.learning_rate,
-                # At least one step, but never the only one: the decay needs one too.
+                # At least one step, and one left for the decay.
                 min(max(1, section.steps // 20), section.steps - 1),
                 section.steps,
                 section.learning_rate / 100,
@@ -63,7 +63,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 def make_step(
     config: Config, model: Decoder, optimizer: optax.GradientTransformation, start: tuple[Tree, Tree], mesh: Mesh
 ) -> Callable[[Tree, Tree, SupervisedBatch], tuple[Tree, Tree, kljax.WeightedSum]]:
-    """`(params, opt_state, batch) -> (params, opt_state, loss)`; the first two are donated, and laid out as `start`."""
+    """Compiles `(params, opt_state, batch) -> (params, opt_state, loss)`; the first two are donated."""
 
     def step(params: Tree, opt_state: Tree, batch: SupervisedBatch) -> tuple[Tree, Tree, kljax.WeightedSum]:
         gradient = jax.grad(lambda p: supervised_loss(config, model, p, batch), has_aux=True)
@@ -76,7 +76,7 @@ def make_step(
 
 
 def warm_start(context: RunContext, params: Tree, data: Supervised, report: Report) -> Tree:
-    """Trains the weights for `config.warm_start.steps` steps; `report(step, metrics)` is called after each.
+    """Trains the weights for `config.warm_start.steps` steps, and calls `report(step, metrics)` after each.
 
     The metrics of step i are read while step i + 1 runs, so the host does not wait for the device.
     """
@@ -86,7 +86,7 @@ def warm_start(context: RunContext, params: Tree, data: Supervised, report: Repo
         return params
     optimizer = make_optimizer(config)
     opt_state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, replicated(mesh)), optimizer.init(params))
-    # The first weights are copied because their buffers are given away to the step.
+    # The step donates its weights, so the first ones are copied.
     params = jax.tree.map(jnp.copy, params)
     compiled = make_step(config, model, optimizer, (params, opt_state), mesh)
     pending: kljax.WeightedSum | None = None

@@ -12,9 +12,9 @@ from train.run.interrupt import listening
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_a_wish_and_the_second_an_end(number, capsys):
     with listening() as interrupt:
-        assert not interrupt.asked
+        assert not interrupt.requested
         os.kill(os.getpid(), number)
-        assert interrupt.asked
+        assert interrupt.requested
         assert "stopping after this step" in capsys.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)

@@ -53,7 +53,7 @@ def load_task(config: Config) -> Task:
     """The task that `config.task` names, loaded as `config.data` and `config.eval` say.
 
     Raises:
-        UserError: a split would be empty, a file is missing or malformed, or a reward is weighed that the task lacks.
+      UserError: a split would be empty, a file is missing or malformed, or a reward is weighed that the task lacks.
     """
     task = _TASKS[config.task](config)
     if task.rewards:

@@ -95,11 +95,11 @@ def evaluate(text: str) -> Value:
     """The value of an expression and the numbers in it.
 
     Raises:
-        NotArithmetic: it is anything else than numbers, operations and parentheses, or divides by zero.
+      NotArithmetic: it is anything else than numbers, operations and parentheses, or divides by zero.
 
     Example:
-        >>> evaluate("(7 - 3) / 8")
-        Value(value=Fraction(1, 2), numbers=(7, 3, 8))
+      >>> evaluate("(7 - 3) / 8")
+      Value(value=Fraction(1, 2), numbers=(7, 3, 8))
     """
     reader = _Reader(_tokens(text))
     value = reader.sum()

@@ -19,8 +19,8 @@ def last_boxed(text: str) -> str | None:
     """What the last `\\boxed{...}` of `text` holds, with its braces matched; None if there is none that is closed.
 
     Example:
-        >>> last_boxed(r"so \\boxed{1}, or rather $\\boxed{\\frac{1}{2}}$.")
-        '\\\\frac{1}{2}'
+      >>> last_boxed(r"so \\boxed{1}, or rather $\\boxed{\\frac{1}{2}}$.")
+      '\\\\frac{1}{2}'
     """
     start = text.rfind(BOX + "{")
     if start < 0:
@@ -70,7 +70,7 @@ def load(*, train: str | Path | None, held_out: str | Path | None) -> Task:
     """The task of two sets of records, judged by math-verify.
 
     Raises:
-        UserError: a file cannot be used.
+      UserError: a file cannot be used.
     """
     judge = shared_judge()
 

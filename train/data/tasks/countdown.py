@@ -80,11 +80,11 @@ def load(*, problems: int, numbers: int, max_number: int, held_out: int, seed: i
     """Different solvable problems in a seeded order; the first `held_out` are the eval split.
 
     Args:
-        problems: how many to train on; fewer, with a logged warning, where there are not as many.
-        numbers: numbers of a problem, 2 to 6.
-        max_number: the largest of them; targets are 1 to 10 times that.
-        held_out: how many are held out.
-        seed: seed of the problems.
+      problems: how many to train on; fewer, with a logged warning, where there are not as many.
+      numbers: numbers of a problem, 2 to 6.
+      max_number: the largest of them; targets are 1 to 10 times that.
+      held_out: how many are held out.
+      seed: seed of the problems.
     """
     draw = np.random.default_rng(seed)
     found: dict[tuple[tuple[int, ...], int], Example] = {}

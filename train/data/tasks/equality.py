@@ -79,8 +79,8 @@ class Judge:
     """A few workers, started when they are first needed; safe to call from several threads.
 
     Attributes:
-        workers: how many questions are answered at once.
-        gave_up: how many answers took too long and count as wrong.
+      workers: how many questions are answered at once.
+      gave_up: how many answers took too long and count as wrong.
     """
 
     def __init__(self, workers: int = WORKERS, seconds: float = SECONDS) -> None:
@@ -95,11 +95,11 @@ class Judge:
         """Whether the last mathematical expression of `text` (a boxed one first) is equal to `gold`.
 
         Args:
-            gold: LaTeX or plain, without dollar signs and without a box.
-            text: what the model wrote.
+          gold: LaTeX or plain, without dollar signs and without a box.
+          text: what the model wrote.
 
         Raises:
-            RuntimeError: no worker starts.
+          RuntimeError: no worker starts.
         """
         worker = self._free.get()
         try:

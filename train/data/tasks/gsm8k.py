@@ -85,11 +85,11 @@ def read_examples(path: str | Path | None, field: str) -> list[Example]:
     """The examples of a JSON-lines file (blank lines skipped) or of a data set, in its order.
 
     Args:
-        path: the file, or `datasets:NAME:CONFIG:SPLIT`.
-        field: the setting that named it, for the error messages.
+      path: the file, or `datasets:NAME:CONFIG:SPLIT`.
+      field: the setting that named it, for the error messages.
 
     Raises:
-        UserError: `path` is None or unreadable, no line is there, or one is malformed (names file, line and field).
+      UserError: `path` is None or unreadable, no line is there, or one is malformed (names file, line and field).
     """
     records = read_records(path, field, task="gsm8k", expected="'question' and 'answer'")
     return [_example(record) for record in records]
@@ -99,11 +99,11 @@ def load(*, train: str | Path | None, held_out: str | Path | None, judge: str = 
     """The task of two sets of records, both in their order.
 
     Args:
-        train: what is trained on; held_out: what is held out.
-        judge: "strict" or "math_verify".
+      train: what is trained on; held_out: what is held out.
+      judge: "strict" or "math_verify".
 
     Raises:
-        UserError: a file cannot be used (see `read_examples`).
+      UserError: a file cannot be used (see `read_examples`).
     """
     to_train, to_eval = read_examples(train, "data.train"), read_examples(held_out, "data.eval")
     names = ("correct", "format")

@@ -36,7 +36,7 @@ def find_function(name: str) -> RewardFunction:
     """The function of `module:function` or `path/to/file.py:function`.
 
     Raises:
-        UserError: it cannot be imported, or is no function.
+      UserError: it cannot be imported, or is no function.
     """
     source, _, attribute = name.rpartition(":")
     try:
@@ -95,7 +95,7 @@ def read_examples(path: str | Path | None, field: str, *, prompt: str, answer: s
     `role: content`.
 
     Raises:
-        UserError: nothing is there, or a line is malformed (names file, line and field).
+      UserError: nothing is there, or a line is malformed (names file, line and field).
     """
     examples = []
     for record in read_records(path, field, task="jsonl", expected=f"{prompt!r}"):
@@ -123,7 +123,7 @@ def load(
     """The task of two sets of records and a reward function.
 
     Raises:
-        UserError: a file or the function cannot be used.
+      UserError: a file or the function cannot be used.
     """
     if reward is None:
         raise UserError("data.reward: missing; task jsonl needs a reward function: data.reward=module:function")

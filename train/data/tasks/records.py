@@ -21,7 +21,7 @@ def text_of(record: Record, name: str) -> str:
     """The text of a field.
 
     Raises:
-        UserError: it is missing, empty or no text; names where.
+      UserError: it is missing, empty or no text; names where.
     """
     if name not in record.fields:
         got = ", ".join(sorted(record.fields)) or "no fields"
@@ -84,13 +84,13 @@ def read_records(path: str | Path | None, field: str, *, task: str, expected: st
     """All records of a file, blank lines skipped, or of a data set.
 
     Args:
-        path: the file, or `datasets:NAME`, `datasets:NAME:SPLIT`, `datasets:NAME:CONFIG:SPLIT`.
-        field: the setting that named it, for the error messages.
-        task: the task, for the same.
-        expected: the fields that a record has, for the same.
+      path: the file, or `datasets:NAME`, `datasets:NAME:SPLIT`, `datasets:NAME:CONFIG:SPLIT`.
+      field: the setting that named it, for the error messages.
+      task: the task, for the same.
+      expected: the fields that a record has, for the same.
 
     Raises:
-        UserError: `path` is None or unreadable, nothing is there, or a line is no JSON object (names file and line).
+      UserError: `path` is None or unreadable, nothing is there, or a line is no JSON object (names file and line).
     """
     if path is None:
         raise UserError(f"{field}: task {task} needs the path of a JSON-lines file")

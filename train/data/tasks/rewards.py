@@ -16,7 +16,7 @@ def judge(task: Task, examples: Sequence[Example], completions: Sequence[str], f
     """What the task says of each completion: named rewards, each `[B]` float32, in the order of the rows.
 
     Raises:
-        UserError: two completions got rewards of different names.
+      UserError: two completions got rewards of different names.
     """
 
     def one(row: tuple[Example, str, bool]) -> dict[str, float]:
@@ -41,18 +41,18 @@ def overlong(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:
     `0` up to `longest - buffer`, then `((longest - buffer) - length) / buffer` down to `-1` at `longest` and after.
 
     Args:
-        lengths: `[B]`, in tokens, what ends a completion included.
-        longest: the length at which it is full; buffer: tokens over which it grows, at least 1.
+      lengths: `[B]`, in tokens, what ends a completion included.
+      longest: the length at which it is full; buffer: tokens over which it grows, at least 1.
 
     Returns:
-        `[B]` float32.
+      `[B]` float32.
 
     References:
-        DAPO, arXiv:2503.14476, equation 13.
+      DAPO, arXiv:2503.14476, equation 13.
 
     Example:
-        >>> overlong(np.array([6, 8, 9, 12]), longest=10, buffer=4).tolist()
-        [0.0, -0.5, -0.75, -1.0]
+      >>> overlong(np.array([6, 8, 9, 12]), longest=10, buffer=4).tolist()
+      [0.0, -0.5, -0.75, -1.0]
     """
     over = np.asarray(lengths, np.float32) - (longest - buffer)
     return 0 - np.clip(over / buffer, 0, 1, dtype=np.float32)
@@ -65,17 +65,17 @@ def compose(config: Rewards, scores: Mapping[str, np.ndarray], lengths: np.ndarr
               - length_penalty * length / longest + overlong_coef * overlong`
 
     Args:
-        config: weights and penalties.
-        scores: named rewards of the task, each `[B]`.
-        lengths: `[B]`, tokens of each completion, what ends it included.
-        longest: the most tokens that a completion has.
+      config: weights and penalties.
+      scores: named rewards of the task, each `[B]`.
+      lengths: `[B]`, tokens of each completion, what ends it included.
+      longest: the most tokens that a completion has.
 
     Returns:
-        all names of `scores`; "length_penalty" and "overlong" (as they enter the reward, 0 or less) where they are on;
-        and "reward", each `[B]` float32.
+      all names of `scores`; "length_penalty" and "overlong" (as they enter the reward, 0 or less) where they are on;
+      and "reward", each `[B]` float32.
 
     Raises:
-        UserError: a weight for a reward that the task does not have, or a task without a total and no weights.
+      UserError: a weight for a reward that the task does not have, or a task without a total and no weights.
     """
     found = dict(scores)
     total = weighted(config.weights, found)

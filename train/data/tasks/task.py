@@ -12,12 +12,12 @@ class Example:
     """One problem: the text that is shown, the answer that is checked, the solution that is imitated.
 
     Attributes:
-        prompt: what a model without a chat template continues.
-        answer: what the verifier compares with.
-        solution: what the warm start imitates; empty where there is none.
-        messages: (role, text) of the conversation for a model with a chat template; empty: the user says the prompt.
-        record: the fields of the line that the example was read from.
-        prompt_ids, solution_ids: tokens, once they have been counted, so that no text is tokenized twice.
+      prompt: what a model without a chat template continues.
+      answer: what the verifier compares with.
+      solution: what the warm start imitates; empty where there is none.
+      messages: (role, text) of the conversation for a model with a chat template; empty: the user says the prompt.
+      record: the fields of the line that the example was read from.
+      prompt_ids, solution_ids: tokens, once they have been counted, so that no text is tokenized twice.
     """
 
     prompt: str
@@ -43,8 +43,8 @@ class Task:
     the ones to use.
 
     Attributes:
-        rewards: the names that `score` returns besides "reward"; empty if they show only when it is called.
-        workers: how many completions may be scored at once, by threads.
+      rewards: the names that `score` returns besides "reward"; empty if they show only when it is called.
+      workers: how many completions may be scored at once, by threads.
     """
 
     name: str

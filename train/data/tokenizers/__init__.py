@@ -15,7 +15,7 @@ def load_tokenizer(config: "Config") -> Tokenizer:
     """The tokenizer of `model.path` with the chat template as `data` says, or bytes for a model without a folder.
 
     Raises:
-        UserError: the folder has no usable tokenizer, or not the template that `data` asks for.
+      UserError: the folder has no usable tokenizer, or not the template that `data` asks for.
     """
     path = config.model.path
     if path is None:
@@ -32,8 +32,8 @@ def vocabulary_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
     """`token_bytes` for a model whose vocabulary has `size` rows: those beyond the tokenizer show as U+FFFD.
 
     Example:
-        >>> vocabulary_bytes(ByteTokenizer(), 300)[-1].decode() == UNKNOWN
-        True
+      >>> vocabulary_bytes(ByteTokenizer(), 300)[-1].decode() == UNKNOWN
+      True
     """
     known = tokenizer.token_bytes()
     return known + [UNKNOWN.encode()] * (size - len(known))

@@ -21,11 +21,11 @@ class ByteTokenizer:
     between `pad_id` and `vocab_size` are never produced by `encode`.
 
     Example:
-        >>> tokenizer = ByteTokenizer()
-        >>> tokenizer.encode("1+2=")
-        [49, 43, 50, 61]
-        >>> tokenizer.decode([51, tokenizer.eos_id])
-        '3'
+      >>> tokenizer = ByteTokenizer()
+      >>> tokenizer.encode("1+2=")
+      [49, 43, 50, 61]
+      >>> tokenizer.decode([51, tokenizer.eos_id])
+      '3'
     """
 
     bos_id: int = BYTES

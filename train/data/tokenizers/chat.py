@@ -54,16 +54,16 @@ class ChatTemplate:
     """A compiled template with what stays the same from call to call.
 
     Example:
-        >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
-        >>> template.render([{"role": "user", "content": "hi"}], reply=False)
-        '<user>hi'
+      >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
+      >>> template.render([{"role": "user", "content": "hi"}], reply=False)
+      '<user>hi'
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         """Compile `source`; `variables` are the texts of special tokens and the arguments of the config.
 
         Raises:
-            ValueError: `source` is not a jinja2 template.
+          ValueError: `source` is not a jinja2 template.
         """
         try:
             self._template = _environment().from_string(source)
@@ -75,7 +75,7 @@ class ChatTemplate:
         """The conversation as text; with `reply`, up to where the assistant begins to speak.
 
         Raises:
-            ValueError: the template refuses the conversation, in its own words.
+          ValueError: the template refuses the conversation, in its own words.
         """
         shown = [dict(message) for message in messages]
         try:

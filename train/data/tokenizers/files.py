@@ -18,7 +18,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object of a JSON file; empty if there is no such file.
 
     Raises:
-        UserError: the file cannot be read, or holds no JSON object.
+      UserError: the file cannot be read, or holds no JSON object.
     """
     if not path.exists():
         return {}
@@ -92,15 +92,15 @@ def load_folder(
     """The tokenizer of a Hugging Face folder.
 
     Args:
-        path: the folder.
-        chat: whether prompts go through the chat template; None: where the folder has one.
-        system: what the system says first in a conversation.
-        template: a jinja file instead of the folder's template.
-        arguments: variables of the template, such as `enable_thinking`.
+      path: the folder.
+      chat: whether prompts go through the chat template; None: where the folder has one.
+      system: what the system says first in a conversation.
+      template: a jinja file instead of the folder's template.
+      arguments: variables of the template, such as `enable_thinking`.
 
     Raises:
-        UserError: a file is missing or cannot be read, nothing ends a completion, or a template is asked for that is
-            not there.
+      UserError: a file is missing or cannot be read, nothing ends a completion, or a template is asked for that is
+          not there.
     """
     folder = Path(path)
     file = folder / "tokenizer.json"

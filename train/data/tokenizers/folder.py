@@ -36,12 +36,12 @@ class FolderTokenizer:
         """Wrap `tokenizer`.
 
         Args:
-            tokenizer: what is wrapped; its padding and truncation are switched off.
-            special: text of each special token by its role (`bos_token`, ...).
-            eos_ids: what ends a completion, at least one.
-            add_bos: whether a prompt without a template begins with BOS; None: as the post-processor says.
-            template: renders prompts as conversations; None: prompts are plain text.
-            system: what the system says first in a conversation.
+          tokenizer: what is wrapped; its padding and truncation are switched off.
+          special: text of each special token by its role (`bos_token`, ...).
+          eos_ids: what ends a completion, at least one.
+          add_bos: whether a prompt without a template begins with BOS; None: as the post-processor says.
+          template: renders prompts as conversations; None: prompts are plain text.
+          system: what the system says first in a conversation.
         """
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -96,7 +96,7 @@ class FolderTokenizer:
         """The conversation up to the reply with a template, else the prompt after what the tokenizer puts first.
 
         Raises:
-            UserError: the template refuses the conversation.
+          UserError: the template refuses the conversation.
         """
         if self._template is not None:
             return self.encode(self._render(self._template, example, answer=None))
@@ -143,7 +143,7 @@ class FolderTokenizer:
         """What each id adds to a text: nothing for what ends a completion, U+FFFD for ids without a token.
 
         Raises:
-            UserError: the decoder of the tokenizer is of a kind whose bytes are not known.
+          UserError: the decoder of the tokenizer is of a kind whose bytes are not known.
         """
         return list(self._bytes)
 

@@ -11,8 +11,8 @@ def byte_alphabet() -> dict[str, int]:
     """The printable character that stands for each byte in byte-level BPE (that of GPT-2).
 
     Example:
-        >>> byte_alphabet()["Ġ"], byte_alphabet()["a"]
-        (32, 97)
+      >>> byte_alphabet()["Ġ"], byte_alphabet()["a"]
+      (32, 97)
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -42,11 +42,11 @@ def piece_bytes(decoder: Mapping[str, Any] | None, pieces: Mapping[int, str]) ->
     """The bytes of each piece of the vocabulary (added tokens are not pieces: their bytes are their text).
 
     Args:
-        decoder: the `decoder` of `tokenizer.json`: byte-level, or metaspace with or without byte fallback.
-        pieces: id to the piece as the vocabulary writes it.
+      decoder: the `decoder` of `tokenizer.json`: byte-level, or metaspace with or without byte fallback.
+      pieces: id to the piece as the vocabulary writes it.
 
     Raises:
-        ValueError: another kind of decoder.
+      ValueError: another kind of decoder.
     """
     kinds = list(_decoders(decoder))
     names = [kind["type"] for kind in kinds]

@@ -13,10 +13,10 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     Attributes:
-        bos_id: what a sequence begins with, or None.
-        eos_ids: what ends a completion, the usual one first; at least one.
-        pad_id: fills rows; masks come from lengths, so it may be an id that is also drawn.
-        vocab_size: ids are below it.
+      bos_id: what a sequence begins with, or None.
+      eos_ids: what ends a completion, the usual one first; at least one.
+      pad_id: fills rows; masks come from lengths, so it may be an id that is also drawn.
+      vocab_size: ids are below it.
     """
 
     @property

@@ -49,9 +49,9 @@ def stop_table(stops: Sequence[str], token_bytes: Sequence[bytes]) -> StopTable 
       ValueError: an empty stop string.
 
     Example:
-        >>> table = stop_table(["ab"], [b"a", b"b", b"cab", b""])
-        >>> table.next.tolist()
-        [[1, 0, 2, 0], [1, 2, 2, 1], [2, 2, 2, 2]]
+      >>> table = stop_table(["ab"], [b"a", b"b", b"cab", b""])
+      >>> table.next.tolist()
+      [[1, 0, 2, 0], [1, 2, 2, 1], [2, 2, 2, 2]]
     """
     if not stops:
         return None

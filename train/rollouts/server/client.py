@@ -22,10 +22,10 @@ def wait_before(attempt: int, chance: float, asked: float | None = None) -> floa
     `w / 2 * (1 + chance)` with `w = min(0.5 * 2 ** (attempt - 1), 30)`; a server that asks for longer gets it.
 
     Example:
-        >>> [wait_before(attempt, chance=1.0) for attempt in (1, 2, 3, 9)]
-        [0.5, 1.0, 2.0, 30.0]
-        >>> wait_before(1, chance=0.0), wait_before(1, chance=0.0, asked=5.0)
-        (0.25, 5.0)
+      >>> [wait_before(attempt, chance=1.0) for attempt in (1, 2, 3, 9)]
+      [0.5, 1.0, 2.0, 30.0]
+      >>> wait_before(1, chance=0.0), wait_before(1, chance=0.0, asked=5.0)
+      (0.25, 5.0)
     """
     longest = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT)
     return max(longest / 2 * (1 + chance), min(asked or 0.0, LONGEST_WAIT))
