@@ -18,7 +18,7 @@ examples:
 
 
 def field_help() -> str:
-    """One line per field: name, default, meaning and what is allowed."""
+    """Lists every field: name, default, meaning, allowed values."""
     lines = ["fields (key: default):"]
     for path, known in known_fields().items():
         if not known.section:
@@ -28,10 +28,10 @@ def field_help() -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Makes the parser of the command line."""
     command = argparse.ArgumentParser(
         prog="python -m train",
-        description="Train a policy with KL regularisation as a YAML config says.",
+        description="Train a policy with KL regularisation by a YAML config.",
         epilog=f"{EXAMPLES}\n{field_help()}".replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -43,12 +43,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code is 0, 2 for what the user can put right, 130 for Ctrl-C."""
+    """Runs the command; the exit code is 0, 2 for an error that the user can fix, 130 for Ctrl-C."""
     options = parser().parse_intermixed_args(arguments)
 
     def command() -> int:
         loaded = load_config(options.config, options.overrides)
-        # Only now, so that a mistake in the config shows before JAX starts.
+        # Imported late, so that an error in the config shows before JAX starts.
         from train.run.run import run
 
         return run(loaded, resume=options.resume)

@@ -22,7 +22,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Makes the parser of the command line."""
     command = argparse.ArgumentParser(
         prog="python -m train.eval",
         description="Evaluate a step of a run, or the model that a config starts from, on the held-out prompts.",
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code is 0, 2 for what the user can put right, 130 for Ctrl-C."""
+    """Runs the command; the exit code is 0, 2 for an error that the user can fix, 130 for Ctrl-C."""
     options = parser().parse_intermixed_args(arguments)
     return run_command(lambda: show(options.what, options.overrides, step=options.step, file=options.json))
 
@@ -47,9 +47,9 @@ def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path |
     """Evaluates, prints the table, and writes `file` if one is named.
 
     Raises:
-      UserError: naming what cannot be read or does not fit, and what there is.
+      UserError: something cannot be read or does not fit.
     """
-    # Only now, so that a mistake on the command line shows before JAX starts.
+    # Imported late, so that an error on the command line shows before JAX starts.
     import jax
 
     from train.run.report import default_console, print_evaluation, write_summary
@@ -65,7 +65,7 @@ def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path |
     context = make_context(config)
     with jax.set_mesh(context.mesh):
         if saved is None:
-            policy, name = _start(context), str(what)
+            policy, name = _initial_policy(context), str(what)
         else:
             step = saved.step(step)
             policy, name = saved.policy(context.model, context.mesh, step), f"{what} after step {step}"
@@ -77,11 +77,10 @@ def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path |
 
 
 def measure(context: "RunContext", policy: "kljax.Policy") -> dict[str, Any]:
-    """`sampled` and `greedy`, the means over the held-out prompts, with the keys that a run evaluates with.
+    """Evaluates a policy on the held-out prompts, sampled and greedily, with the keys of a run.
 
     Returns:
-      Both as mappings from names of rewards, and `accuracy` in percent, to numbers; and `samples`, the first
-      completions that were sampled.
+      `sampled` and `greedy`: mean of each reward, and `accuracy` in percent; `samples`: the first completions.
     """
     from train.rl.keys import purpose_key
     from train.rollouts import make_sampler
@@ -93,8 +92,8 @@ def measure(context: "RunContext", policy: "kljax.Policy") -> dict[str, Any]:
     return {"sampled": sampled.metrics, "greedy": greedy.metrics, "samples": sampled.samples}
 
 
-def _start(context: "RunContext") -> "kljax.Policy":
-    """The policy that the config starts from, which has to be one that exists."""
+def _initial_policy(context: "RunContext") -> "kljax.Policy":
+    """Loads the saved policy that the config starts from."""
     import kljax
     from train.run.base import load_initial_base
     from train.run.setup import check_start, load_initial_adapter

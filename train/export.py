@@ -19,7 +19,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Makes the parser of the command line."""
     command = argparse.ArgumentParser(
         prog="python -m train.export",
         description="Write the policy of a run as a folder that others load. Nothing is ever overwritten.",
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code is 0, 2 for what the user can put right, 130 for Ctrl-C."""
+    """Runs the command; the exit code is 0, 2 for an error that the user can fix, 130 for Ctrl-C."""
     options = parser().parse_args(arguments)
     return run_command(
         lambda: export(
@@ -54,12 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def export(
     root: Path, target: Path, *, step: int | None, form: str | None, merge: bool, base_name: str | None = None
 ) -> None:
-    """Writes a step of the run at `root` to `target`, whole or not at all, and says what it wrote.
+    """Writes a step of the run at `root` to `target`, completely or not at all, and prints a line.
 
     Raises:
-      UserError: naming what cannot be read, or what does not go together, before anything is read or written.
+      UserError: something cannot be read, or options contradict each other; nothing was written.
     """
-    # Only now, so that a mistake on the command line shows before JAX starts.
+    # Imported late, so that an error on the command line shows before JAX starts.
     import jax
 
     import kljax
@@ -112,7 +112,7 @@ def export(
 
 
 def _format(form: str | None, *, lora: bool, merge: bool) -> str:
-    """The format that is meant; raises `UserError` for what does not go together."""
+    """Chooses the format; raises `UserError` if options contradict each other."""
     if merge and not lora:
         raise UserError("--merge: the run has no adapter, its weights are whole; leave the flag out")
     if form == "peft" and (merge or not lora):

@@ -1,4 +1,4 @@
-"""The prompts, and how long they and their completions are."""
+"""Prompts, tasks, and the lengths of prompts and completions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from train.config.types import (
 )
 
 GSM8K_LENGTHS = {"max_prompt_length": 256, "max_completion_length": 192}
-# In bytes, as the tokenizer without a folder counts; others need about a third of it.
+# In bytes, the tokens of the byte-level tokenizer; other tokenizers need about a third.
 LENGTHS = {
     "gsm8k": GSM8K_LENGTHS,
     "math": {"max_prompt_length": 512, "max_completion_length": 1024},
@@ -27,59 +27,59 @@ LENGTHS = {
 
 
 def arithmetic_lengths(data: Mapping[str, Any]) -> dict[str, int]:
-    """What the longest problem and answer need, wrong answers included; nothing for operands that are no numbers."""
+    """Computes the lengths of the longest problem and answer, wrong answers included."""
     operand, operations = data.get("max_operand", 99), str(data.get("operations", "+"))
     if not isinstance(operand, int):
         return {}
     digits = len(str(operand))
     answer = (2 * digits if "*" in operations else digits + 1) + ("-" in operations)
-    # Operation, equals sign and the beginning of the sequence; the end of the sequence.
+    # The prompt adds operation, equals sign and BOS; the completion adds EOS.
     return {"max_prompt_length": 2 * digits + 3, "max_completion_length": answer + 1}
 
 
 def task_lengths(task: Any, data: Mapping[str, Any]) -> dict[str, int]:
-    """The lengths of a task where the config says nothing."""
+    """Returns the default lengths of a task."""
     return LENGTHS[task] if isinstance(task, str) and task in LENGTHS else arithmetic_lengths(data)
 
 
 class Data(Section):
     train: Text | None = None
-    """gsm8k, math, jsonl: what is trained on: JSON lines, or datasets:NAME:CONFIG:SPLIT."""
+    """gsm8k, math, jsonl: training set: JSON lines, or datasets:NAME:CONFIG:SPLIT."""
     eval: Text | None = None
-    """gsm8k, math, jsonl: what is held out, in the same form."""
+    """gsm8k, math, jsonl: held-out set, in the same form."""
     max_prompt_length: Count = 7
-    """Tokens; longer prompts are counted and left out. The default fits every arithmetic problem, else by the task."""
+    """Prompt length in tokens; longer prompts are counted and left out. The default depends on the task."""
     max_completion_length: Count = 4
-    """Tokens that are sampled at most, what ends it included. The default fits every answer, else by the task."""
+    """Max new tokens, EOS included. The default depends on the task."""
     chat: bool | None = None
-    """Prompts as a conversation by the chat template of model.path; null: where it has one."""
+    """Format prompts by the chat template of model.path; null: if it has one."""
     system: Text | None = None
-    """What the system says first in a conversation."""
+    """System message of the conversation."""
     chat_template: Text | None = None
-    """A jinja file instead of the template of model.path."""
+    """Jinja file in place of the chat template of model.path."""
     template_arguments: TemplateArguments = Table()
     """Variables of the chat template, such as {enable_thinking: false}."""
     judge: Judge = "math_verify"
-    """gsm8k: equality of answers as mathematics, or strictly of the decimal number after '####'."""
+    """gsm8k: math_verify compares answers as mathematics, strict the decimal number after '####'."""
     prompt_field: Text = "prompt"
-    """jsonl: field of the text, or of the list of messages."""
+    """jsonl: field of the prompt, text or a list of messages."""
     answer_field: Text = "answer"
-    """jsonl: field of the answer; a line may lack it."""
+    """jsonl: field of the answer, which is optional."""
     solution_field: Text = "solution"
-    """jsonl: field of what the warm start imitates; a line may lack it where nothing does."""
+    """jsonl: field of the solution that the warm start trains on, optional without a warm start."""
     reward: Text | None = None
     """jsonl: the reward function, as module:function or path/to/file.py:function."""
     problems: Count = 10_000
-    """countdown: problems to train on."""
+    """countdown: number of training problems."""
     numbers: NumberCount = 3
-    """countdown: numbers of a problem."""
+    """countdown: numbers in a problem."""
     max_number: Operand = 99
     """countdown: the largest number."""
     max_operand: Operand = 99
     """arithmetic: the largest operand."""
     operations: Operations = "+"
-    """arithmetic: which operations the problems use."""
+    """arithmetic: operations of the problems."""
     error_rate: Fraction = 0.0
-    """arithmetic: share of wrong solutions in what the warm start imitates; the verifier knows the right answers."""
+    """arithmetic: fraction of wrong solutions in the warm start; the verifier always knows the right answer."""
     solutions: Count = 1
-    """arithmetic: solutions of each training problem; several with errors of their own are not learned by heart."""
+    """arithmetic: solutions per training problem, each with errors of its own, so that none is memorised."""

@@ -1,4 +1,4 @@
-"""The schema as a table: dotted path -> what is expected there. Error messages and --help read it."""
+"""The schema as a table of dotted paths, which error messages and --help read."""
 
 import types
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ class Known:
 
 @cache
 def known_fields() -> Mapping[str, Known]:
-    """All paths of the schema, sections included, in the order of the schema."""
+    """Lists all paths of the schema, sections included, in its order."""
     table: dict[str, Known] = {}
     for known in _walk(Config, ""):
         table[known.path] = _merged(table[known.path], known) if known.path in table else known
@@ -44,7 +44,7 @@ def known_fields() -> Mapping[str, Known]:
 
 
 def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    """What an annotation allows, in words."""
+    """Describes in words what an annotation allows."""
     spoken = [item for item in metadata if isinstance(item, str)]
     if spoken:
         return spoken[0]
@@ -95,14 +95,14 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """The literal names an annotation allows, also as entries of a tuple."""
+    """Returns the literal names that an annotation allows, also as entries of a tuple."""
     if get_origin(annotation) is Literal:
         return tuple(str(choice) for choice in get_args(annotation))
     return tuple(choice for item in get_args(annotation) for choice in _choices(item))
 
 
 def _merged(one: Known, other: Known) -> Known:
-    """The same path in two variants of a union: the tag has the names of both."""
+    """Merges the entries of one path in two variants of a union; the tag gets the names of both."""
     choices = tuple(dict.fromkeys((*one.choices, *other.choices)))
     expected = f"one of {', '.join(choices)}" if choices else one.expected
     return replace(one, expected=expected, choices=choices, doc=one.doc or other.doc)

@@ -1,4 +1,4 @@
-"""Where KL enters the objective."""
+"""The four placements of KL in the objective."""
 
 from typing import Annotated, Any, Literal
 
@@ -26,9 +26,9 @@ class FixedController(Section):
 class AdaptiveController(Section):
     type: Literal["adaptive"]
     target: Positive
-    """Adaptive: mean KL per token, in nats, that the coefficient is steered to."""
+    """Adaptive: target of the mean KL per token, in nats."""
     horizon: Count
-    """Adaptive: completions over which the coefficient may change by a factor of about e."""
+    """Adaptive: number of completions over which the coefficient may change by a factor of about e."""
 
 
 Controller = Annotated[
@@ -40,35 +40,35 @@ Controller = Annotated[
 
 class RewardKL(Section):
     coef: NonNegative = 0.0
-    """Coefficient of the KL that is subtracted from the per-token rewards; with a controller, its initial value."""
+    """Coefficient of the KL subtracted from the per-token rewards; the initial one if adaptive."""
     estimator: EstimatorOrExact = "k1"
-    """Estimator of the KL in the reward, or `exact`, over the vocabulary; `verl/kl` sets what that name implies."""
+    """Estimator; `exact`: the KL over the whole vocabulary; `system/name`, as `verl/kl`, sets all it implies."""
     value_clip: Positive | None = None
-    """Bound of each token's estimate, in nats; null: none."""
+    """Clip of each token's estimate, in nats; null: none."""
     controller: Controller = FixedController(type="fixed")
-    """How the coefficient changes during the run."""
+    """Controller of the coefficient."""
 
 
 class LossKL(Section):
     coef: NonNegative = 0.0
     """Coefficient of the reference KL term of the loss."""
     estimator: EstimatorOrExact = "k3"
-    """Value of the term; `exact`: over the vocabulary; `system/name`, as `verl/low_var_kl`, sets all it implies."""
+    """Estimator; `exact`: over the whole vocabulary; `system/name`, as `verl/low_var_kl`, sets all it implies."""
     direction: Direction = "reverse"
-    """Exact: `reverse` is KL(policy || reference), `forward` KL(reference || policy), at the drawn prefixes."""
+    """exact: `reverse` is KL(policy || reference), `forward` KL(reference || policy), at the sampled prefixes."""
     gradient: KLGradient = "k2"
-    """`value` differentiates it (`exact`: always), `k2` is straight-through with the gradient of KL(policy || ref)."""
+    """`value`: of the estimate (`exact`: always); `k2`: straight-through, the gradient of KL(policy || reference)."""
     importance_corrected: bool = False
-    """Multiply by the ratio of the policy to the policy that sampled, which makes the term exact off-policy."""
+    """Multiply by the importance ratio to the old policy, which makes the term unbiased off-policy."""
     max_ratio: Positive | None = None
-    """Upper bound of that ratio; null: none."""
+    """Cap of that ratio; null: none."""
     value_clip: Positive | None = None
-    """Bound of each token's estimate, in nats; null: none."""
+    """Clip of each token's estimate, in nats; null: none."""
 
     @model_validator(mode="before")
     @classmethod
     def _exact_is_differentiated(cls, raw: Any) -> Any:
-        """So that `estimator: exact` alone is enough: it has one gradient, its own."""
+        """Lets `estimator: exact` stand alone: it is always differentiated itself."""
         exact = isinstance(raw, dict) and raw.get("estimator") == "exact"
         return {"gradient": "value", **raw} if exact else raw
 

@@ -94,7 +94,7 @@ def _wrong_variant(path: str, parent: Known, variant: str) -> str:
 
 
 def _without_variants(location: Location) -> tuple[Location, str]:
-    """Pydantic puts the chosen variant of a union into the location; it is no part of the path."""
+    """Removes the chosen variant of a union, which pydantic puts into the location, from the path."""
     cleaned: list[str | int] = []
     variant = ""
     parts = list(location)
@@ -107,7 +107,7 @@ def _without_variants(location: Location) -> tuple[Location, str]:
 
 
 def _by_last_name(path: str) -> str:
-    """A right name in the wrong section, such as `learning_rate` at the top."""
+    """Suggests the right section for a name, such as `learning_rate` at the top level."""
     name = path.rpartition(".")[2]
     found = [known for known in known_fields() if known.rpartition(".")[2] == name]
     return f"; did you mean {' or '.join(repr(item) for item in found[:3])}?" if found else ""

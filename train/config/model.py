@@ -1,4 +1,4 @@
-"""The decoder and its adapter."""
+"""The decoder and its LoRA adapter."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ Quantization = Annotated[
     Literal["int8"] | None, "int8 or null (nf4 is not there: its logits moved too far, and XLA unpacks it to bytes)"
 ]
 
-# `model=tiny` in place of the section: a random Qwen 3 that a laptop trains, so that any recipe can be tried.
+# `model=tiny` in place of the section: a random Qwen 3 small enough for a laptop, to try any recipe.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {
         "layers": 2,
@@ -33,27 +33,27 @@ MODEL_EXPECTED = f"a mapping with path, dtype, layers, width and so on, or one o
 
 class Model(Section):
     path: Text | None = None
-    """Folder of Hugging Face to start from; its config.json decides the shape, so no field of it is given."""
+    """Hugging Face folder to start from; its config.json sets the shape, so leave the shape fields out."""
     dtype: DType = "float32"
-    """What the decoder computes in; norms, softmax, log-probs and the optimizer stay float32."""
+    """Dtype of the decoder's computation; norms, softmax, log-probs and the optimizer use float32."""
     param_dtype: DType = "float32"
-    """What base weights are held in; bfloat16 only where they are not trained (lora)."""
+    """Dtype of the stored base weights; bfloat16 only if they are frozen (lora)."""
     quantization: Quantization = None
-    """Kernels of the layers in int8 with a scale per output channel, only with lora; null: as param_dtype says."""
+    """Store the layers' kernels in int8 with a scale per output channel, only with lora; null: in param_dtype."""
     attention: Literal["auto", "xla"] = "auto"
-    """Whole sequences: auto takes splash attention on TPU, cuDNN on NVIDIA GPUs in bfloat16, else XLA; xla: neither."""
+    """Attention kernel: auto: splash on TPU, cuDNN on NVIDIA GPUs in bfloat16, else XLA; xla: always XLA."""
     remat: Literal["full", "dots"] = "full"
-    """What the backward pass computes again: full: all of a layer; dots: not its projections, which are kept."""
+    """Rematerialisation: full: recompute the whole layer; dots: keep the outputs of projections."""
     layers: Count = 2
     """Decoder layers."""
     width: Count = 128
-    """Size of the residual stream."""
+    """Model width, the size of the residual stream."""
     heads: Count = 4
     """Query heads."""
     kv_heads: Count = 2
-    """Key and value heads; divides heads."""
+    """Key and value heads; a divisor of heads."""
     head_dim: EvenCount = 32
-    """Size of a head."""
+    """Width of a head."""
     mlp_width: Count = 384
     """Hidden size of the gated MLP."""
     rope_theta: Positive = 10000.0
@@ -74,12 +74,12 @@ class Model(Section):
 
     @model_serializer(mode="wrap")
     def _without_shape(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A folder decides the shape: what is written holds none, so that it loads again."""
+        """Leaves the shape out if a folder sets it, so that the written config loads again."""
         found: dict[str, Any] = dump(self)
         return found if self.path is None else {key: value for key, value in found.items() if key in NOT_SHAPE}
 
     def shape(self) -> dict[str, Any]:
-        """The fields that `config.json` decides where there is a folder."""
+        """Returns the shape fields, which `config.json` sets if there is a folder."""
         return {key: getattr(self, key) for key in type(self).model_fields if key not in NOT_SHAPE}
 
 
@@ -87,12 +87,12 @@ NOT_SHAPE = ("path", "dtype", "param_dtype", "quantization", "attention", "remat
 
 
 def expand_preset(raw: Any) -> Any:
-    """The mapping that the name of a preset stands for; anything else as it is."""
+    """Returns the fields of a named preset; any other value unchanged."""
     return dict(PRESETS[raw]) if isinstance(raw, str) and raw in PRESETS else raw
 
 
 def without_warm_start(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A raw config that starts from a folder, or from a preset in its place: without supervised steps by default."""
+    """Turns the warm start off by default in a raw config that starts from a folder or a preset."""
     model, section = expand_preset(raw.get("model")), raw.get("warm_start", {})
     if not isinstance(model, dict) or not isinstance(section, dict):
         return dict(raw)
@@ -106,8 +106,8 @@ class Lora(Section):
     alpha: Positive = 16.0
     """Scale: the adapter's output is multiplied by alpha / rank."""
     rslora: bool = False
-    """Rank-stabilised: multiplied by alpha / sqrt(rank) instead."""
+    """Rank-stabilised LoRA: multiply by alpha / sqrt(rank) instead."""
     targets: LoraTargets = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Modules that get an adapter."""
+    """Modules with an adapter."""
     path: Text | None = None
-    """Start from this PEFT folder, whose rank, alpha and targets are those here; null: from a new adapter."""
+    """Start from this PEFT folder, with the rank, alpha and targets given here; null: a new adapter."""

@@ -1,4 +1,4 @@
-"""The reference policy: what the KL is measured against."""
+"""The reference policy of the KL."""
 
 from typing import Annotated, Literal
 
@@ -9,9 +9,9 @@ from train.config.types import Count, CountOrZero, Decay, Section, Text, tag_def
 
 class BaseReference(Section):
     source: Literal["base"]
-    """`base`: adapter off, or the weights before RL; `step`: a step of this run; `ema`: an average; or a saved one."""
+    """`base`: adapter off, or the weights before RL; `step`: of this run; others: saved, or an average."""
     refresh_every: Count | None = None
-    """Base, step: the reference becomes a copy of the policy every so many steps; null: it stays what it is."""
+    """base, step: replace the reference by the policy every so many steps; null: never."""
     monitor: bool = False
     """Compute the reference KL as a metric even if no coefficient needs it."""
 
@@ -19,7 +19,7 @@ class BaseReference(Section):
 class StepReference(Section):
     source: Literal["step"]
     step: CountOrZero
-    """Step: the step of this run that is the reference; 0 is the policy before RL."""
+    """step: the step of this run that is the reference; 0 is the policy before RL."""
     refresh_every: Count | None = None
     monitor: bool = False
 
@@ -27,7 +27,7 @@ class StepReference(Section):
 class AdapterReference(Section):
     source: Literal["adapter"]
     path: Text
-    """Adapter: a PEFT folder, or what orbax saved; checkpoint: a Hugging Face folder, or what orbax saved."""
+    """adapter: a PEFT folder or orbax directory; checkpoint: a Hugging Face folder or orbax directory."""
     monitor: bool = False
 
 
@@ -40,11 +40,11 @@ class CheckpointReference(Section):
 class EmaReference(Section):
     source: Literal["ema"]
     decay: Decay = 0.99
-    """Ema: weight of the old average after each step; the policy as it then is has the rest."""
+    """ema: weight of the old average after each step; the new policy has the rest."""
     monitor: bool = False
 
 
-Reference = Annotated[
+ReferenceSection = Annotated[
     BaseReference | StepReference | AdapterReference | CheckpointReference | EmaReference,
     Field(discriminator="source"),
     BeforeValidator(tag_defaults_to("source", "base")),

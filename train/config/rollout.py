@@ -1,4 +1,4 @@
-"""Where completions come from."""
+"""The source of completions and its sampling options."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ Stops = Annotated[tuple[Text, ...], Field(strict=False), "a list of texts"]
 
 class JaxSource(Section):
     type: Literal["jax"]
-    """`jax`: sampled in this process; `openai`: by an OpenAI-compatible server such as vLLM; `file`: recorded ones."""
+    """`jax`: this process samples; `openai`: an OpenAI-compatible server such as vLLM; `file`: recorded completions."""
 
 
 class OpenAISource(Section):
@@ -21,27 +21,27 @@ class OpenAISource(Section):
     url: Url
     """openai: the address of the server, without /v1."""
     model: Text
-    """openai: the name of the base model there."""
+    """openai: the server's name of the base model."""
     sync: Literal["lora", "weights", "none"] | None = None
-    """openai: what the server is given before each step; null: `lora` where an adapter is trained, else `weights`."""
+    """openai: what is sent to the server before each step; null: `lora` if an adapter is trained, else `weights`."""
     folder: Text | None = None
-    """openai: where weights are written for the server, which must see the same path; null: a temporary one."""
+    """openai: directory for weights, at the same path on the server; null: a temporary one."""
     api_key_env: Text | None = None
-    """openai: the environment variable that holds the key of the server; null: none is sent."""
+    """openai: environment variable with the server's API key; null: none is sent."""
     timeout: Positive = 600.0
-    """openai: seconds that one request may take."""
+    """openai: time limit of one request, in seconds."""
     retries: CountOrZero = 6
-    """openai: further attempts after a request that failed, each after a longer wait."""
+    """openai: retries of a failed request, each after a longer wait."""
     concurrency: Count = 64
-    """openai: requests under way at once, one for each prompt."""
+    """openai: requests at one time, one for each prompt."""
 
 
 class FileSource(Section):
     type: Literal["file"]
     path: Text
-    """file: JSON lines or Parquet with a completion a row, or a directory of such files, as `rollout.record` writes."""
+    """file: JSON lines or Parquet, one completion per row, or a directory of files, as `rollout.record` writes."""
     shuffle: bool = True
-    """file: another order of the prompts in every epoch, or always that of the file."""
+    """file: shuffle the prompts anew in every epoch; false: keep the order of the file."""
 
 
 CompletionSource = Annotated[
@@ -51,24 +51,24 @@ CompletionSource = Annotated[
 
 class Rollout(Section):
     prompts_per_step: Count = 16
-    """Prompts of one rollout batch."""
+    """Prompts in a rollout batch."""
     samples_per_prompt: Count = 8
-    """Completions of each prompt: the group of the group estimators."""
+    """Completions of each prompt, which form a group."""
     source: CompletionSource = JaxSource(type="jax")
-    """Where completions come from."""
+    """Source of the completions."""
     top_k: CountOrZero = 0
-    """Draw from the k most probable tokens alone; 0: from all. Log-probs stay those of all tokens."""
+    """Sample from the k most probable tokens; 0: from all. Recorded log-probs are over all tokens."""
     top_p: TopP = 1.0
-    """Draw from the most probable tokens that together have this probability; 1: from all."""
+    """Sample from the most probable tokens with this total probability; 1: from all."""
     min_p: Fraction = 0.0
-    """Draw from tokens at least this share as probable as the most probable one; 0: from all."""
+    """Sample from tokens with at least this fraction of the highest probability; 0: from all."""
     stop: Stops = ()
-    """Texts that end a completion, to which they then belong."""
+    """Stop strings; a completion includes the one that ends it."""
     slots: Count | None = None
-    """jax: rows that are decoded at once, refilled as they end; null: all of them."""
+    """jax: slots of continuous batching, refilled as rows end; null: one for each row."""
     record_log_probs: bool = True
-    """Keep the sampler's log-probs (rollout_log_probs)."""
+    """Record the sampler's log-probs (rollout_log_probs)."""
     policy_lag: CountOrZero = 0
-    """Sample with the policy of this many steps ago; the state holds as many copies of the trained weights."""
+    """Sample with the policy of this many steps ago; the state holds that many copies of the trained weights."""
     record: Text | None = None
-    """Write every rollout batch to this directory, a file a step, which `source.type=file` reads."""
+    """Write each rollout batch to a file in this directory, for `source.type=file`."""

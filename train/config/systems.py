@@ -1,4 +1,4 @@
-"""Names of other systems in a config: `estimator: verl/low_var_kl` sets every field that the name implies.
+"""Names of other systems in a config: `estimator: verl/low_var_kl` sets all fields that the name implies.
 
 The library is imported where a name is looked up: a config without one is checked before JAX is loaded.
 """
@@ -11,16 +11,16 @@ from typing import Any
 from train.config.kl import AdvantageKL, LossKL, RewardKL
 from train.config.types import Section
 
-# In the reward and in the advantages the KL is data: which gradient a name has, and what corrects it, is of no effect.
+# In the reward and the advantages the KL is treated as a constant: gradient and correction have no effect.
 ONLY_IN_THE_LOSS = ("gradient", "importance_corrected", "max_ratio")
 TERMS: Mapping[str, type[Section]] = {"reward": RewardKL, "loss": LossKL, "advantage": AdvantageKL}
 Fields = dict[str, Any]
 
 
 def with_meanings(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]:
-    """The mapping with `system/name` replaced by what it means; then lines of what was replaced, and of problems.
+    """Replaces each `system/name` by the fields it implies; also returns notes of the replacements, and problems.
 
-    A name that cannot be replaced is left out, so that everything else is still checked.
+    A name that cannot be replaced is removed, so that everything else is still checked.
     """
     result: Fields = copy.deepcopy(dict(raw))
     notes: list[str] = []
@@ -33,7 +33,7 @@ def with_meanings(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]
             problems.append(f"{path}.{field}: got {name!r}; {error}")
             continue
         problems += [
-            f"{path}.{key}: got {section[key]}, but {path}.{field} {name} means {_shown(value)}; leave one of them out"
+            f"{path}.{key}: got {section[key]}, but {path}.{field} {name} means {_shown(value)}; set only one of them"
             for key, value in fields.items()
             if section.get(key, value) != value
         ]
@@ -43,7 +43,7 @@ def with_meanings(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]
 
 
 def _named(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str, str], Fields]]]:
-    """Each section that holds such a name: its path, itself, the field, and what looks the name up."""
+    """Yields each section that holds such a name: path, section, field, and the function that looks the name up."""
     kl, loss = raw.get("kl"), raw.get("loss")
     for term, model in TERMS.items():
         section = kl.get(term) if isinstance(kl, dict) else None
@@ -62,7 +62,7 @@ def _shown(value: Any) -> str:
 
 
 def _kl_fields(model: type[Section], system: str, name: str) -> Fields:
-    """The fields of a KL section that a name stands for; the library's defaults where the name says nothing."""
+    """Returns the fields of a KL section that a name implies, and the library's defaults for the rest."""
     from kljax import systems
 
     fields = {"gradient": "value", **systems.kl(system, name)}

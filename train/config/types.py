@@ -1,4 +1,4 @@
-"""The names and number ranges that config fields are made of."""
+"""Types of config fields: names to choose from, number ranges, the base class of sections."""
 
 import math
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-# A plain string in the metadata is what an error message says is expected; otherwise the type and its range do.
+# A plain string in the metadata is the text after "expected" in an error; otherwise type and range make it.
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -64,14 +64,14 @@ LoraTargets = Annotated[
 
 
 class Table(dict[str, Any]):
-    """A mapping that is not changed once it is made, as all of a config: it has a hash."""
+    """A mapping that is never changed after it is made, so that it can have a hash."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items(), key=str)))
 
 
 def _mapping_of(allowed: tuple[type, ...]) -> BeforeValidator:
-    """Text to values of these types, checked as one field: its entries are no fields of the schema."""
+    """Checks a mapping of text to values of these types as one field; its entries are not fields of the schema."""
 
     def check(value: Any) -> Any:
         for key, item in value.items() if isinstance(value, dict) else ():
@@ -83,7 +83,7 @@ def _mapping_of(allowed: tuple[type, ...]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-# The texts are not to be taken apart by dotted paths: `key={name: value}` sets all of a mapping.
+# Dotted paths do not reach into these mappings: `key={name: value}` sets the whole mapping.
 TemplateArguments = Annotated[
     dict[str, bool | int | float | str],
     _mapping_of((bool, int, float, str)),
@@ -104,5 +104,5 @@ class Section(BaseModel):
 
 
 def tag_defaults_to(key: str, tag: str) -> Callable[[Any], Any]:
-    """Lets a section be changed in part (`reference.monitor=true`) without repeating which variant it is."""
+    """Lets an override change part of a union (`reference.monitor=true`) without repeating its tag."""
     return lambda value: {key: tag, **value} if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""YAML as people write it: 1e-3 is a number, `no` is text, and a repeated key is a mistake."""
+"""YAML by the 1.2 core schema: 1e-3 is a number, `no` is text, a repeated key is an error."""
 
 import re
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str) -> tuple[Any, list[str]]:
-    """The value of a YAML text, and one line for every repeated key. Raises yaml.YAMLError."""
+    """Parses a YAML text; also returns one line for every repeated key. Raises yaml.YAMLError."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -51,7 +51,7 @@ def parse_yaml(text: str) -> tuple[Any, list[str]]:
 
 
 def format_yaml(value: Any) -> str:
-    """YAML text that `parse_yaml` reads back as the same value."""
+    """Formats a value as YAML that `parse_yaml` reads back."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

@@ -66,10 +66,10 @@ def test_a_folder_decides_the_shape(folder):
     assert (decoder.layers, decoder.vocab_size, decoder.dtype, decoder.lora.rank) == (3, 300, "bfloat16", 2)
     assert decoder.attention == "xla"
     assert problems(f"model.path={folder()}", "model.layers=3") == [
-        "model.layers: got 3, but config.json of model.path decides it; leave one of them out"
+        "model.layers: got 3, but config.json of model.path decides it; set only one of them"
     ]
     assert problems("model=tiny", f"model.path={folder()}") == [
-        f"model.path: got '{folder()}' and model=tiny, which is a shape in place of a folder; leave one of them out"
+        f"model.path: got '{folder()}' and model=tiny, which is a shape in place of a folder; set only one of them"
     ]
     assert problems(f"model={{path: {folder()}, layers: 3, heads: 2}}") == [
         f"model.path: got '{folder()}', whose config.json decides the shape, and layers=3, heads=2; leave the one or "
@@ -122,8 +122,8 @@ def test_an_unknown_preset_lists_those_there_are():
 def test_only_a_base_under_an_adapter_is_quantised(folder):
     (problem,) = problems("model.quantization=int8")
     assert problem == (
-        "model.quantization: got int8, but there is no lora section, so the weights are trained, which whole numbers "
-        "cannot be; expected null, or a lora section"
+        "model.quantization: got int8, but there is no lora section, so the weights are trained, and int8 "
+        "weights cannot be; set it to null, or add a lora section"
     )
     config = build("model.quantization=int8", "lora={}")
     assert parse(yaml.safe_load(dump_yaml(config)))[0] == config

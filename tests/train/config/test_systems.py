@@ -65,7 +65,7 @@ def test_a_field_that_contradicts_the_name_is_an_error_that_names_both() -> None
     with pytest.raises(ConfigError) as error:
         config_of(kl={"loss": {"coef": 0.1, "estimator": "verl/low_var_kl", "gradient": "k2"}})
     assert list(error.value.problems) == [
-        "kl.loss.gradient: got k2, but kl.loss.estimator verl/low_var_kl means value; leave one of them out"
+        "kl.loss.gradient: got k2, but kl.loss.estimator verl/low_var_kl means value; set only one of them"
     ]
     config_of(kl={"loss": {"coef": 0.1, "estimator": "verl/low_var_kl", "gradient": "value"}})
 

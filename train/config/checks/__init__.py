@@ -1,4 +1,4 @@
-"""What must hold between fields. A field that would be ignored is a problem too, not a surprise later."""
+"""Checks between fields. A field that would be ignored is a problem too."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,12 +17,12 @@ CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
 
 
 def cross_field_problems(config: Config) -> list[Problem]:
-    """Everything wrong with the combination of fields that are each valid."""
+    """Lists the problems of a combination of fields that are each valid."""
     return [problem for check in CHECKS for problem in check(config)]
 
 
 def cross_field_warnings(config: Config) -> list[str]:
-    """Combinations that run, but hardly do what was meant."""
+    """Lists combinations that run but are probably a mistake."""
     kl = config.kl
     terms = (
         ("kl.reward", kl.reward.coef, kl.reward.estimator),

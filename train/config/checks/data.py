@@ -88,7 +88,7 @@ CHECKS = (_files, _arithmetic, _owned, _template, _rewards)
 
 
 def warnings(config: Config) -> Iterator[str]:
-    """What a model without a folder does not read: it has bytes, no template."""
+    """Warns of chat fields that a model without a folder does not read."""
     if config.model.path is None:
         for name in ("chat", "system", "chat_template", "template_arguments"):
             if getattr(config.data, name):

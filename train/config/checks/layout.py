@@ -32,7 +32,7 @@ def _rows(config: Config) -> Iterator[Problem]:
 
 
 def divisions(shape: Mapping[str, int], mesh: Mesh) -> Iterator[tuple[str, str]]:
-    """What of a decoder does not divide: the name of the size, and the line. `vocab_size` may be left out."""
+    """Finds sizes of a decoder that do not divide: name and message of each. `vocab_size` is optional."""
     pairs = (
         ("heads", "heads", shape["kv_heads"], "model.kv_heads"),
         ("heads", "heads", mesh.tensor, "mesh.tensor"),
@@ -70,14 +70,14 @@ def _folder(config: Config) -> Iterator[Problem]:
     set_to = {name: getattr(model, name) for name in given}
     preset = next((name for name, shape in PRESETS.items() if shape.items() <= set_to.items()), None)
     if preset is not None:
-        line = f"got {model.path!r} and model={preset}, which is a shape in place of a folder; leave one of them out"
+        line = f"got {model.path!r} and model={preset}, which is a shape in place of a folder; set only one of them"
         yield problem(line, "model.path", *fields)
     elif len(given) == 1:
-        line = f"got {set_to[given[0]]}, but config.json of model.path decides it; leave one of them out"
+        line = f"got {set_to[given[0]]}, but config.json of model.path decides it; set only one of them"
         yield problem(line, *fields, "model.path")
     else:
         shown = ", ".join(f"{name}={value}" for name, value in set_to.items())
-        line = f"got {model.path!r}, whose config.json decides the shape, and {shown}; leave the one or the other out"
+        line = f"got {model.path!r}, whose config.json decides the shape, and {shown}; set only one of them"
         yield problem(line, "model.path", *fields)
 
 
@@ -103,8 +103,8 @@ def _trained_dtype(config: Config) -> Iterator[Problem]:
 def _quantization(config: Config) -> Iterator[Problem]:
     if config.model.quantization is not None and config.lora is None:
         yield problem(
-            f"got {config.model.quantization}, but there is no lora section, so the weights are trained, which whole "
-            "numbers cannot be; expected null, or a lora section",
+            f"got {config.model.quantization}, but there is no lora section, so the weights are trained, and "
+            "int8 weights cannot be; set it to null, or add a lora section",
             "model.quantization",
             "lora",
         )

@@ -69,15 +69,15 @@ def load(
     """Lists all problems `a op b` with operands 0..max_operand in a seeded order; the first `held_out` are held out.
 
     Args:
-        max_operand: largest operand, 1 to 999.
-        operations: some of "+", "-" and "*"; differences may be negative.
-        held_out: number of held-out problems; with few problems, half of them and a logged warning.
-        error_rate: share of the solutions that are wrong, as in a corpus of uneven quality; answers are always right.
-        solutions: examples of each training problem, with one solution each; errors are drawn for each alone.
-        seed: seed of the order.
+      max_operand: largest operand, 1 to 999.
+      operations: some of "+", "-" and "*"; differences may be negative.
+      held_out: number of held-out problems; with few problems, half of them and a logged warning.
+      error_rate: share of the solutions that are wrong, as in a corpus of uneven quality; answers are always right.
+      solutions: examples of each training problem, with one solution each; errors are drawn for each alone.
+      seed: seed of the order.
 
     Raises:
-        UserError: `max_operand` or `operations` is out of range.
+      UserError: `max_operand` or `operations` is out of range.
     """
     if not 1 <= max_operand <= MAX_OPERAND:
         raise UserError(f"data.max_operand: got {max_operand}, expected 1 to {MAX_OPERAND}")
