@@ -1,14 +1,39 @@
 """Type aliases. Shape letters used throughout: B rows, T positions, D width, V vocabulary, N tokens, G groups."""
 
+import os
 from typing import TYPE_CHECKING, Literal, NewType
 
 import jax
 import jax.typing
 
 Array = jax.Array
+
+# Shapes in annotations, `Float[ArrayLike, "*b T"]`: names of axes as above, `*b` any leading ones. They are jaxtyping's
+# where a test asks for it by this variable, and the bare array type everywhere else, so nothing depends on jaxtyping.
 if TYPE_CHECKING:
+    from typing import Annotated as Bool
+    from typing import Annotated as Float
+    from typing import Annotated as Integer
+    from typing import Annotated as MaskLike
+    from typing import Annotated as Real
+    from typing import Annotated as Shaped
+
     ArrayLike = jax.typing.ArrayLike
+elif os.environ.get("KLJAX_CHECK_SHAPES"):
+    from jaxtyping import Bool, Float, Integer, Real, Shaped
+
+    ArrayLike = jax.typing.ArrayLike
+    # Booleans or integers; a mask of floats is refused with an error of its own.
+    MaskLike = Shaped
 else:
+
+    class _Shaped:
+        """An annotation that drops the shape."""
+
+        def __class_getitem__(cls, item: tuple[object, str]) -> object:
+            return item[0]
+
+    Bool = Float = Integer = MaskLike = Real = Shaped = _Shaped
     # The union under a name: `help` would spell out its members at every argument.
     ArrayLike = NewType("ArrayLike", jax.typing.ArrayLike)
     ArrayLike.__module__ = "kljax.typing"

@@ -13,7 +13,18 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_only_with, check_same_shape
 from kljax._devices import over_devices
-from kljax._typing import Array, ArrayLike, AxisName, EmptyRows, Reduction, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    EmptyRows,
+    Float,
+    Integer,
+    MaskLike,
+    Real,
+    Reduction,
+    Scalar,
+)
 from kljax.masking import masked
 from kljax.rows import check_segments, row_any, row_count, to_tokens
 
@@ -75,17 +86,17 @@ class WeightedSum:
 
 
 def token_weights(
-    mask: ArrayLike,
+    mask: MaskLike[ArrayLike, "*b B T"],
     *,
     mode: Reduction,
     max_length: Scalar | None = None,
-    group_ids: ArrayLike | None = None,
+    group_ids: Integer[ArrayLike, "..."] | None = None,
     num_groups: int | None = None,
     empty_rows: EmptyRows = "drop",
     denominator: Scalar | None = None,
-    segment_ids: ArrayLike | None = None,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, "*b B T"]:
     """The weight of each token in the loss, for one of six reductions.
 
     With `n_i` tokens in row `i`, `N` tokens in all, `S` rows, `P` prompts, `n_p` tokens in all rows of prompt `p`:
@@ -173,8 +184,8 @@ def token_weights(
 
 
 def aggregate(
-    values: ArrayLike,
-    mask: ArrayLike,
+    values: Real[ArrayLike, "B T"],
+    mask: MaskLike[ArrayLike, "B T"],
     *,
     mode: Reduction,
     max_length: Scalar | None = None,
@@ -184,7 +195,7 @@ def aggregate(
     denominator: Scalar | None = None,
     segment_ids: ArrayLike | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, ""]:
     """Reduces per-token values of a whole batch to a scalar: `sum(where(mask, values, 0) * token_weights(mask, ...))`.
 
     Args:

@@ -17,7 +17,15 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
 from kljax._numerics import clip_symmetric, exp_capped, expm1_minus, times, with_gradient_of
-from kljax._typing import Array, ArrayLike, Estimator, KLGradient, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Estimator,
+    Float,
+    KLGradient,
+    MaskLike,
+    Scalar,
+)
 
 __all__ = ["abs_diff", "estimate_kl", "k1", "k2", "k3", "low_var_kl"]
 
@@ -27,7 +35,7 @@ LOW_VAR_VALUE_CLIP = 10.0
 Ratios = tuple[Array, Array, Array]
 
 
-def k1(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
+def k1(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLike, "*b T"]) -> Float[Array, "*b T"]:
     """The log-ratio itself: `k1 = x = log pi - log ref`. Unbiased for KL(pi || ref), high variance, can be negative.
 
     Args:
@@ -55,7 +63,7 @@ def k1(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
     return _log_ratio(log_probs, ref_log_probs)
 
 
-def abs_diff(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
+def abs_diff(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLike, "*b T"]) -> Float[Array, "*b T"]:
     """The absolute log-ratio: `abs = |x|`. A size of the mismatch; larger than KL(pi || ref) in expectation.
 
     Args:
@@ -82,7 +90,7 @@ def abs_diff(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
     return _abs(_log_ratio(log_probs, ref_log_probs))
 
 
-def k2(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
+def k2(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLike, "*b T"]) -> Float[Array, "*b T"]:
     """Half the squared log-ratio: `k2 = x^2 / 2`. Biased in value, right in gradient.
 
     Args:
@@ -110,7 +118,7 @@ def k2(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
     return _k2(_log_ratio(log_probs, ref_log_probs))
 
 
-def k3(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
+def k3(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLike, "*b T"]) -> Float[Array, "*b T"]:
     """The low-variance estimator: `k3 = exp(-x) - 1 + x`. Unbiased for KL(pi || ref) and never negative.
 
     Near 0 it is computed by a series: written naively it is mere rounding in float32 for `|x| < 3e-4`, often negative.
@@ -141,7 +149,7 @@ def k3(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
     return _k3(_log_ratio(log_probs, ref_log_probs))
 
 
-def low_var_kl(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
+def low_var_kl(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLike, "*b T"]) -> Float[Array, "*b T"]:
     """`k3` with its log-ratio clipped to [-20, 20] and its value to [-10, 10]: the meaning of the name in verl.
 
     Args:
@@ -169,17 +177,17 @@ def low_var_kl(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
 
 
 def estimate_kl(
-    log_probs: ArrayLike,
-    ref_log_probs: ArrayLike,
-    mask: ArrayLike | None = None,
+    log_probs: Float[ArrayLike, "*b T"],
+    ref_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"] | None = None,
     *,
     estimator: Estimator = "k3",
     gradient: KLGradient = "value",
-    sampling_log_probs: ArrayLike | None = None,
+    sampling_log_probs: Float[ArrayLike, "*b T"] | None = None,
     max_ratio: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,
     value_clip: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Per-token estimate of KL(pi || ref), with its value and its gradient chosen separately.
 
     With `x = log pi - log ref`, `c = log_ratio_clip`, `v = value_clip`, and

@@ -9,7 +9,17 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
 from kljax._devices import over_devices
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Bool,
+    Integer,
+    MaskLike,
+    Real,
+    Scalar,
+    Shaped,
+)
 from kljax.rows import check_segments, row_last
 
 __all__ = [
@@ -26,7 +36,7 @@ __all__ = [
 Axis = int | tuple[int, ...] | None
 
 
-def masked(values: ArrayLike, mask: ArrayLike | None) -> Array:
+def masked(values: Real[ArrayLike, "*b"], mask: MaskLike[ArrayLike, "*b"] | None) -> Array:
     """Values where the mask is set, exact zeros elsewhere: `where(mask, values, 0)` in float32 (float64 is kept).
 
     Args:
@@ -55,7 +65,9 @@ def masked(values: ArrayLike, mask: ArrayLike | None) -> Array:
     return jnp.where(check_mask(mask), values, 0)
 
 
-def masked_sum(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, axis_name: AxisName = None) -> Array:
+def masked_sum(
+    values: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, axis: Axis = None, axis_name: AxisName = None
+) -> Array:
     """Sum over the unmasked positions: `sum_t m_t x_t`.
 
     Args:
@@ -81,7 +93,9 @@ def masked_sum(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, axis_na
     return over_devices(masked(values, mask).sum(axis), axis_name)
 
 
-def masked_mean(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, axis_name: AxisName = None) -> Array:
+def masked_mean(
+    values: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, axis: Axis = None, axis_name: AxisName = None
+) -> Array:
     """Mean over the unmasked positions: `sum_t m_t x_t / sum_t m_t`, and 0 where nothing is unmasked.
 
     No epsilon enters the divisor, so the mean of a constant is that constant.
@@ -111,7 +125,12 @@ def masked_mean(values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, axis_n
 
 
 def masked_var(
-    values: ArrayLike, mask: ArrayLike, *, axis: Axis = None, ddof: int = 1, axis_name: AxisName = None
+    values: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    axis: Axis = None,
+    ddof: int = 1,
+    axis_name: AxisName = None,
 ) -> Array:
     """Variance over the unmasked positions, by two passes: `sum_t m_t (x_t - mean)^2 / (n - ddof)`.
 
@@ -145,8 +164,8 @@ def masked_var(
 
 
 def masked_whiten(
-    values: ArrayLike,
-    mask: ArrayLike,
+    values: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     axis: Axis = None,
     shift_mean: bool = True,
@@ -189,7 +208,9 @@ def masked_whiten(
     return masked(whitened if shift_mean else whitened + mean, mask)
 
 
-def completion_mask(prompt_lengths: ArrayLike, completion_lengths: ArrayLike, length: int) -> Array:
+def completion_mask(
+    prompt_lengths: Integer[ArrayLike, "*b"], completion_lengths: Integer[ArrayLike, "*b"], length: int
+) -> Bool[Array, "*b T"]:
     """The positions of the sampled tokens: `prompt <= t < prompt + completion`.
 
     Masks come from lengths and never from comparing tokens with a padding id, which a model may sample itself.
@@ -221,7 +242,9 @@ def completion_mask(prompt_lengths: ArrayLike, completion_lengths: ArrayLike, le
     return (position >= start) & (position < stop)
 
 
-def last_token_mask(mask: ArrayLike, *, segment_ids: ArrayLike | None = None) -> Array:
+def last_token_mask(
+    mask: MaskLike[ArrayLike, "*b T"], *, segment_ids: Integer[ArrayLike, "..."] | None = None
+) -> Bool[Array, "*b T"]:
     """The last unmasked position of each row, and nothing in a row without one.
 
     Args:
@@ -249,7 +272,7 @@ def last_token_mask(mask: ArrayLike, *, segment_ids: ArrayLike | None = None) ->
     return row_last(mask, segment_ids=segment_ids)
 
 
-def shift_right(values: ArrayLike, fill: Scalar = 0) -> Array:
+def shift_right(values: Shaped[ArrayLike, "*b T"], fill: Scalar = 0) -> Shaped[Array, "*b T"]:
     """The next-token shift: what position `t - 1` predicts becomes the value of token `t`, `y_t = x_{t-1}`.
 
     A model's output at position `t - 1` scores token `t`; after this shift every array of the library holds at

@@ -3,14 +3,22 @@
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike, Estimator, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Estimator,
+    Float,
+    MaskLike,
+    Real,
+    Scalar,
+)
 from kljax.kl import estimate_kl
 from kljax.masking import last_token_mask, masked
 
 __all__ = ["distillation_rewards", "kl_shaped_rewards", "place_rewards", "subtract_kl"]
 
 
-def place_rewards(scores: ArrayLike, mask: ArrayLike) -> Array:
+def place_rewards(scores: Real[ArrayLike, "..."], mask: MaskLike[ArrayLike, "*b T"]) -> Float[Array, "*b T"]:
     """Places each sequence score on the last unmasked token of its row: `R_t = s [t = last]`.
 
     Args:
@@ -34,7 +42,9 @@ def place_rewards(scores: ArrayLike, mask: ArrayLike) -> Array:
     return _placed("scores", scores, mask)
 
 
-def subtract_kl(rewards: ArrayLike, kl: ArrayLike, mask: ArrayLike, *, coef: Scalar) -> Array:
+def subtract_kl(
+    rewards: Real[ArrayLike, "..."], kl: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, coef: Scalar
+) -> Float[Array, "*b T"]:
     """Subtracts a KL per token from the rewards: `R_t = r_t - coef * kl_t`.
 
     The KL may be an estimate from `estimate_kl` or the exact one from `kl_from_hidden`.
@@ -74,10 +84,10 @@ def subtract_kl(rewards: ArrayLike, kl: ArrayLike, mask: ArrayLike, *, coef: Sca
 
 
 def kl_shaped_rewards(
-    scores: ArrayLike,
-    log_probs: ArrayLike,
-    ref_log_probs: ArrayLike,
-    mask: ArrayLike,
+    scores: Real[ArrayLike, "..."],
+    log_probs: Float[ArrayLike, "*b T"],
+    ref_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     coef: Scalar,
     estimator: Estimator = "k1",
@@ -126,14 +136,14 @@ def kl_shaped_rewards(
 
 
 def distillation_rewards(
-    log_probs: ArrayLike,
-    teacher_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    teacher_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     coef: Scalar = 1.0,
     estimator: Estimator = "k1",
     value_clip: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Rewards each token with minus the KL to a teacher: `R_t = -coef * kl_t`; k1 is `log pi - log teacher`.
 
     Returns of these rewards charge a token with what follows from it; taken as advantages, as verl and Trinity-RFT do,

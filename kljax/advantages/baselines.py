@@ -7,7 +7,18 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
 from kljax._devices import all_rows, auto_sharded, local_rows, same_everywhere
-from kljax._typing import Array, ArrayLike, AxisName, Baseline, Scalar, Singleton
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Baseline,
+    Float,
+    Integer,
+    MaskLike,
+    Real,
+    Scalar,
+    Singleton,
+)
 from kljax.advantages._groups import SINGLETONS, centered, finish, make_groups, safe_ids
 from kljax.advantages.group import broadcast_to_tokens
 from kljax.advantages.temporal import reinforce_plus_plus_returns
@@ -19,16 +30,16 @@ BASELINES = get_args(Baseline)
 
 @auto_sharded
 def opmd_advantages(
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
+    rewards: Real[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
     baseline: Baseline = "logavgexp",
     tau: Scalar = 1.0,
     singleton: Singleton = "zero",
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " B"]:
     """Rewards minus the soft value of their group: `A_i = r_i - tau * log(mean_g(exp(r / tau)))`.
 
     The soft value is that of the policy which is optimal under a KL penalty of weight `tau`. It goes from the mean of
@@ -77,15 +88,15 @@ def opmd_advantages(
 
 @auto_sharded
 def asymre_advantages(
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
+    rewards: Real[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
     shift: Scalar = -0.1,
     singleton: Singleton = "zero",
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " B"]:
     """Rewards minus a baseline a little off the mean of their group: `A_i = r_i - (mean_g + shift)`.
 
     Off-policy a baseline is not neutral. Below the mean (`shift < 0`) successes weigh more than failures do.
@@ -122,7 +133,9 @@ def asymre_advantages(
     return finish(groups, centered(groups, groups.weights()) - shift, groups.rewards, singleton)
 
 
-def remax_advantages(token_rewards: ArrayLike, baselines: ArrayLike, mask: ArrayLike) -> tuple[Array, Array]:
+def remax_advantages(
+    token_rewards: Real[ArrayLike, "*b T"], baselines: Real[ArrayLike, "*b"], mask: MaskLike[ArrayLike, "*b T"]
+) -> tuple[Array, Array]:
     """Returns minus the reward of a greedy row for the same prompt: `A_t = sum_{u >= t} m_u R_u - b`.
 
     Args:
@@ -155,12 +168,12 @@ def remax_advantages(token_rewards: ArrayLike, baselines: ArrayLike, mask: Array
 
 @auto_sharded
 def rae_advantages(
-    rewards: ArrayLike,
-    baselines: ArrayLike,
-    group_ids: ArrayLike,
+    rewards: Real[ArrayLike, " B"],
+    baselines: Real[ArrayLike, " G"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     decay: Scalar = 0.95,
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
 ) -> tuple[Array, Array]:
     """Rewards minus a running mean of each role: `A_i = r_i - b_g`, and then `b_g <- decay b_g + (1 - decay) r_i`.

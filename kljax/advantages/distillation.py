@@ -5,7 +5,14 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
 from kljax._numerics import expm1_minus, log_mix
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    MaskLike,
+    Real,
+    Scalar,
+)
 from kljax.advantages.group import per_token
 from kljax.masking import masked
 from kljax.rows import row_cumsum, row_sum
@@ -14,13 +21,13 @@ __all__ = ["distillation_advantages", "iw_opd_advantages", "jsd_advantages", "ki
 
 
 def distillation_advantages(
-    advantages: ArrayLike,
-    log_probs: ArrayLike,
-    teacher_log_probs: ArrayLike,
-    mask: ArrayLike,
+    advantages: Real[ArrayLike, "..."],
+    log_probs: Float[ArrayLike, "*b T"],
+    teacher_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     coef: Scalar,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Advantages raised where the teacher likes a token more: `A_t - coef * (log pi - log teacher)`.
 
     In expectation over tokens drawn from pi, the policy gradient with them is that of the reward minus `coef` times
@@ -57,8 +64,13 @@ def distillation_advantages(
 
 
 def kimi_advantages(
-    advantages: ArrayLike, log_probs: ArrayLike, old_log_probs: ArrayLike, mask: ArrayLike, *, tau: Scalar
-) -> Array:
+    advantages: Real[ArrayLike, "..."],
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    tau: Scalar,
+) -> Float[Array, "*b T"]:
     """Advantages lowered where the policy has already moved up: `A_t - tau * (log pi - log pi_old)`.
 
     Evaluated at every update, it makes the policy gradient that of the squared difference between `A_t` and `tau` times
@@ -95,13 +107,13 @@ def kimi_advantages(
 
 
 def jsd_advantages(
-    log_probs: ArrayLike,
-    teacher_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    teacher_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     beta: Scalar = 0.5,
     coef: Scalar = 1.0,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Trinity-RFT's `jsd`: `A = -coef * (beta * (t - m) + (1 - beta) * (s - m))`, `m = log((1 - beta) e^s + beta e^t)`.
 
     `s` and `t` are the log-probs that the policy and the teacher give the sampled token. At `beta` 0 it is
@@ -151,8 +163,12 @@ def jsd_advantages(
 
 
 def iw_opd_advantages(
-    log_probs: ArrayLike, teacher_log_probs: ArrayLike, mask: ArrayLike, *, gamma: Scalar = 1.0
-) -> Array:
+    log_probs: Float[ArrayLike, "*b T"],
+    teacher_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    gamma: Scalar = 1.0,
+) -> Float[Array, "*b T"]:
     """Distillation that weighs what comes first: `A_t = a_t (1 + gamma (1 - sum_{u < t} |a_u| / sum_u |a_u|))`.
 
     `a_t = log teacher - log pi` at the sampled token: where a row has left the teacher early, what follows is a

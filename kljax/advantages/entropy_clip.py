@@ -10,21 +10,30 @@ import jax.numpy as jnp
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
 from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import floor_share
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Bool,
+    Float,
+    MaskLike,
+    Real,
+    Scalar,
+)
 from kljax.masking import highest, masked, masked_mean, masked_var
 
 __all__ = ["clip_b_mask", "clip_v_mask"]
 
 
 def clip_b_mask(
-    advantages: ArrayLike,
-    log_probs: ArrayLike,
-    entropies: ArrayLike,
-    mask: ArrayLike,
+    advantages: Real[ArrayLike, "*b T"],
+    log_probs: Float[ArrayLike, "*b T"],
+    entropies: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     mu: Scalar = 2.5,
     axis_name: AxisName = None,
-) -> Array:
+) -> Bool[Array, "*b T"]:
     """Tokens kept when those of negative advantage and small `S` go: `A >= 0` or `S - mean(S) >= -mu * std(S)`.
 
     Mean and population standard deviation are those of all unmasked tokens: give it the whole batch.
@@ -66,16 +75,16 @@ def clip_b_mask(
 
 @auto_sharded
 def clip_v_mask(
-    advantages: ArrayLike,
-    log_probs: ArrayLike,
-    entropies: ArrayLike,
-    expected_scores: ArrayLike,
-    mask: ArrayLike,
+    advantages: Real[ArrayLike, "*b T"],
+    log_probs: Float[ArrayLike, "*b T"],
+    entropies: Real[ArrayLike, "*b T"],
+    expected_scores: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     mu: Scalar = 2.0,
     max_fraction: Scalar = 1e-4,
     axis_name: AxisName = None,
-) -> Array:
+) -> Bool[Array, "*b T"]:
     """Tokens kept when those of negative advantage and an `S` far below its expectation go, the farthest first.
 
     A token goes where `A < 0` and `E[S] - S > mu * std`, with the population standard deviation of `E[S] - S` over all

@@ -6,15 +6,27 @@ import jax.numpy as jnp
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
 from kljax._devices import all_rows, auto_sharded
 from kljax._numerics import floor_share
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Bool,
+    MaskLike,
+    Real,
+    Scalar,
+)
 
 __all__ = ["high_entropy_mask"]
 
 
 @auto_sharded
 def high_entropy_mask(
-    entropies: ArrayLike, mask: ArrayLike, *, fraction: Scalar = 0.2, axis_name: AxisName = None
-) -> Array:
+    entropies: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    fraction: Scalar = 0.2,
+    axis_name: AxisName = None,
+) -> Bool[Array, "*b T"]:
     """Keeps the tokens of highest entropy: `m_t and H_t >= quantile(H, 1 - fraction)` over the unmasked tokens.
 
     The quantile is that of all unmasked tokens: give it the whole batch. Of `n` tokens it keeps

@@ -10,7 +10,18 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_choice, check_mask, check_same_shape
 from kljax._devices import auto_sharded
-from kljax._typing import Array, ArrayLike, AxisName, Scalar, Scale, Singleton
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Float,
+    Integer,
+    MaskLike,
+    Real,
+    Scalar,
+    Scale,
+    Singleton,
+)
 from kljax.advantages._groups import SINGLETONS, centered, deviations, finish, make_groups
 from kljax.masking import masked
 from kljax.rows import row_count
@@ -28,17 +39,17 @@ SCALES = get_args(Scale)
 
 @auto_sharded
 def grpo_advantages(
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
+    rewards: Real[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
     scale: Scale = "std",
     ddof: int = 1,
     eps: Scalar = 1e-6,
     singleton: Singleton = "zero",
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " B"]:
     """Group-relative advantages: `A_i = (r_i - mean_g) / (std_g + eps)`, or with another divisor, or without one.
 
     Args:
@@ -99,14 +110,14 @@ def grpo_advantages(
 
 @auto_sharded
 def reinforce_plus_plus_baseline_advantages(
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
+    rewards: Real[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
     singleton: Singleton = "zero",
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " B"]:
     """Rewards minus the mean of their group: `A_i = r_i - mean_g`. REINFORCE++-baseline then whitens over the batch.
 
     The whitening is a step of its own: `masked_whiten(broadcast_to_tokens(A, mask), mask)`.
@@ -149,14 +160,14 @@ def reinforce_plus_plus_baseline_advantages(
 
 @auto_sharded
 def rloo_advantages(
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
+    rewards: Real[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
     singleton: Singleton = "zero",
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " B"]:
     """Leave-one-out advantages: `A_i = r_i - mean of the others in its group = n / (n - 1) * (r_i - mean_g)`.
 
     Args:
@@ -193,15 +204,15 @@ def rloo_advantages(
 
 @auto_sharded
 def opo_advantages(
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
-    mask: ArrayLike,
+    rewards: Real[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"],
+    mask: MaskLike[ArrayLike, "B T"],
     *,
     num_groups: int,
     singleton: Singleton = "zero",
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " B"]:
     """Subtracts the length-weighted mean of their group from the rewards: `A_i = r_i - sum_g n_j r_j / sum_g n_j`.
 
     Args:
@@ -241,7 +252,7 @@ def opo_advantages(
     return finish(groups, centered(groups, weights), groups.rewards, singleton)
 
 
-def broadcast_to_tokens(advantages: ArrayLike, mask: ArrayLike) -> Array:
+def broadcast_to_tokens(advantages: Real[ArrayLike, "*b"], mask: MaskLike[ArrayLike, "*b T"]) -> Float[Array, "*b T"]:
     """Gives every unmasked token of a row the row's advantage: `A_t = m_t A`.
 
     Args:

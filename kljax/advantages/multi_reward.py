@@ -7,7 +7,19 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_choice, check_mask
 from kljax._devices import auto_sharded
-from kljax._typing import Array, ArrayLike, AxisName, RewardNormalization, Scalar, Scale, Singleton
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Float,
+    Integer,
+    MaskLike,
+    Real,
+    RewardNormalization,
+    Scalar,
+    Scale,
+    Singleton,
+)
 from kljax.advantages._groups import safe_ids
 from kljax.advantages.group import grpo_advantages
 
@@ -18,19 +30,19 @@ NORMALIZATIONS = get_args(RewardNormalization)
 
 @auto_sharded
 def gdpo_advantages(
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
+    rewards: Real[ArrayLike, "B K"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
-    weights: ArrayLike | None = None,
+    weights: Real[ArrayLike, "..."] | None = None,
     scale: Scale = "std",
     ddof: int = 1,
     eps: Scalar = 1e-6,
     normalize: RewardNormalization = "none",
     singleton: Singleton = "zero",
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, "..."] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " B"]:
     """The sum of the group advantages of each reward: `A_i = sum_k w_k grpo(r_k)_i`.
 
     A reward that varies little weighs as much as one that varies much, which it would not in the advantage of the sum.

@@ -5,7 +5,18 @@ import jax.numpy as jnp
 
 from kljax._checks import check_choice
 from kljax._devices import auto_sharded, local_rows, over_devices
-from kljax._typing import Array, ArrayLike, AxisName, Scalar, Singleton, StdScale
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Float,
+    Integer,
+    MaskLike,
+    Real,
+    Scalar,
+    Singleton,
+    StdScale,
+)
 from kljax.advantages._groups import SINGLETONS, Groups, centered, deviations, finish, make_groups
 
 __all__ = ["gpg_advantages", "maxrl_advantages", "pass_at_k_advantages"]
@@ -13,15 +24,15 @@ __all__ = ["gpg_advantages", "maxrl_advantages", "pass_at_k_advantages"]
 
 @auto_sharded
 def maxrl_advantages(
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
+    rewards: Real[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
     eps: Scalar = 0.0,
     singleton: Singleton = "zero",
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " B"]:
     """Rewards relative to the mean of their group: `A_i = (r_i - mean_g) / (mean_g + eps)`, and 0 where `mean_g <= 0`.
 
     Meant for rewards of at least 0, of which the mean is the success rate `p`: a prompt that is seldom solved weighs
@@ -66,14 +77,14 @@ def maxrl_advantages(
 
 @auto_sharded
 def gpg_advantages(
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
+    rewards: Real[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
     singleton: Singleton = "zero",
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " B"]:
     """Centred rewards, made larger where few rows have a reward: `A_i = n / n_nonzero * (r_i - mean_g)`.
 
     `n` is the number of rows of the batch and `n_nonzero` of those whose reward is not 0, at least 1. A further
@@ -113,16 +124,16 @@ def gpg_advantages(
 
 @auto_sharded
 def pass_at_k_advantages(
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
+    rewards: Real[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
     scale: StdScale = "std",
     ddof: int = 1,
     eps: Scalar = 1e-6,
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " B"]:
     """Credits the best row with its margin: `A_best = (r_best - r_second) / (std_g + eps)`, and 0 for every other row.
 
     The best of `k` samples would be `r_second` without it. Where two rows share the best reward, neither adds anything.

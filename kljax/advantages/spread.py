@@ -2,7 +2,16 @@
 
 from kljax._checks import check_at_least
 from kljax._devices import auto_sharded
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Bool,
+    Integer,
+    MaskLike,
+    Real,
+    Scalar,
+)
 from kljax.advantages._groups import centered, deviations, make_groups
 
 __all__ = ["groups_with_spread"]
@@ -10,15 +19,15 @@ __all__ = ["groups_with_spread"]
 
 @auto_sharded
 def groups_with_spread(
-    rewards: ArrayLike,
-    group_ids: ArrayLike,
+    rewards: Real[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
     threshold: Scalar = 0.0,
     ddof: int = 1,
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Bool[Array, " G"]:
     """Finds the groups whose rewards differ: `std_g > threshold`.
 
     Dynamic sampling draws the other groups anew. `groups_with_spread(...)[group_ids]` is the `valid` of the advantage

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_same_shape
 from kljax._devices import auto_sharded, over_devices
-from kljax._typing import Array, ArrayLike, AxisName
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Float,
+    Integer,
+    MaskLike,
+    Real,
+)
 from kljax.advantages._groups import safe_ids
 
 __all__ = ["broadcast_to_steps"]
@@ -13,14 +21,14 @@ __all__ = ["broadcast_to_steps"]
 
 @auto_sharded
 def broadcast_to_steps(
-    advantages: ArrayLike,
-    group_ids: ArrayLike,
+    advantages: Real[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
     divide_by_steps: bool = False,
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " B"]:
     """Gives every step of a trajectory the sum of the advantages at its rows: `A_i = sum_{j in trajectory of i} a_j`.
 
     Usually they stand at one of them: with `valid` marking the last step of each trajectory, `grpo_advantages` compares

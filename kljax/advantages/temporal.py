@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape, check_scalar
-from kljax._typing import Array, ArrayLike, GAERule, ReturnsRule, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    GAERule,
+    Integer,
+    MaskLike,
+    Real,
+    ReturnsRule,
+    Scalar,
+)
 from kljax.masking import masked
 from kljax.rows import check_segments, row_cumsum, row_ends
 
@@ -18,13 +28,13 @@ GAE_RULES = get_args(GAERule)
 
 
 def reinforce_plus_plus_returns(
-    token_rewards: ArrayLike,
-    mask: ArrayLike,
+    token_rewards: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     gamma: Scalar = 1.0,
     masked_tokens: ReturnsRule = "skip",
-    segment_ids: ArrayLike | None = None,
-) -> Array:
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
+) -> Float[Array, "*b T"]:
     """Discounted returns: `G_t = R_t + gamma * G_{t+1}` over the unmasked tokens of a row.
 
     The systems differ in the effect of a masked token in between, such as the output of a tool:
@@ -78,14 +88,14 @@ def reinforce_plus_plus_returns(
 
 
 def gae(
-    rewards: ArrayLike,
-    values: ArrayLike,
-    mask: ArrayLike,
+    rewards: Real[ArrayLike, "*b T"],
+    values: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     gamma: Scalar = 1.0,
     lam: Scalar = 1.0,
     masked_tokens: GAERule = "skip",
-    segment_ids: ArrayLike | None = None,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> tuple[Array, Array]:
     """Generalised advantage estimates, and the returns that the value function is fitted to.
 

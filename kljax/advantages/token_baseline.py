@@ -7,7 +7,18 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
 from kljax._devices import auto_sharded, greatest, over_devices
-from kljax._typing import Array, ArrayLike, AxisName, BaselineAlignment, Scalar, Singleton
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    BaselineAlignment,
+    Float,
+    Integer,
+    MaskLike,
+    Real,
+    Scalar,
+    Singleton,
+)
 from kljax.advantages._groups import SINGLETONS, safe_ids
 from kljax.advantages.temporal import reinforce_plus_plus_returns
 from kljax.masking import masked
@@ -20,19 +31,19 @@ ALIGNMENTS = get_args(BaselineAlignment)
 
 @auto_sharded
 def otb_advantages(
-    token_rewards: ArrayLike,
-    old_log_probs: ArrayLike,
-    sum_squared_probs: ArrayLike,
-    mask: ArrayLike,
-    group_ids: ArrayLike,
+    token_rewards: Real[ArrayLike, "B T"],
+    old_log_probs: Float[ArrayLike, "B T"],
+    sum_squared_probs: Real[ArrayLike, "B T"],
+    mask: MaskLike[ArrayLike, "B T"],
+    group_ids: Integer[ArrayLike, " B"],
     *,
     num_groups: int,
-    weights: ArrayLike | None = None,
+    weights: Real[ArrayLike, "B T"] | None = None,
     align: BaselineAlignment = "token",
     zero_tail: bool = True,
     eps: Scalar = 0.0,
     singleton: Singleton = "zero",
-    valid: ArrayLike | None = None,
+    valid: MaskLike[ArrayLike, " B"] | None = None,
     axis_name: AxisName = None,
 ) -> tuple[Array, Array]:
     """Returns minus the optimal token baseline: `A_it = G_it - sum_j W_jt G_jt / (sum_j W_jt + eps)` over the group.

@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_choice, check_mask
-from kljax._typing import Array, ArrayLike, ClipSide, Level, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Bool,
+    ClipSide,
+    Float,
+    Level,
+    MaskLike,
+    Real,
+    Scalar,
+)
 from kljax.aggregation import WeightedSum
 from kljax.losses._surrogate import beyond_clip, check_clip, loss_inputs
 from kljax.losses.value import value_errors
@@ -19,16 +29,16 @@ SIDES = get_args(ClipSide)
 
 
 def clipped_tokens(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     side: ClipSide = "both",
     level: Level = "token",
-) -> Array:
+) -> Bool[Array, "*b T"]:
     """The tokens whose clip is active: `r > 1 + clip_high` where `A > 0`, `r < 1 - clip_low` where `A < 0`.
 
     Args:
@@ -64,10 +74,10 @@ def clipped_tokens(
 
 
 def clip_fraction(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
@@ -108,10 +118,10 @@ def clip_fraction(
 
 
 def dual_clip_fraction(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     dual_clip: Scalar,
     level: Level = "token",
@@ -148,9 +158,9 @@ def dual_clip_fraction(
 
 
 def ratio_fraction(
-    log_probs: ArrayLike,
-    sampling_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    sampling_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     lower: Scalar | None = None,
     upper: Scalar | None = None,
@@ -187,7 +197,12 @@ def ratio_fraction(
 
 
 def value_clip_fraction(
-    values: ArrayLike, old_values: ArrayLike, returns: ArrayLike, mask: ArrayLike, *, clip: Scalar
+    values: Real[ArrayLike, "*b T"],
+    old_values: Real[ArrayLike, "*b T"],
+    returns: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    clip: Scalar,
 ) -> WeightedSum:
     """Counts the values whose clip is active: `(clip(V, V_old - c, V_old + c) - R)^2 > (V - R)^2`.
 

@@ -2,7 +2,15 @@
 
 import jax.numpy as jnp
 
-from kljax._typing import ArrayLike, Estimator, Level, MetricMode, Scalar
+from kljax._typing import (
+    ArrayLike,
+    Estimator,
+    Float,
+    Level,
+    MaskLike,
+    MetricMode,
+    Scalar,
+)
 from kljax.aggregation import WeightedSum
 from kljax.diagnostics.means import mean_by_position, mean_metric
 from kljax.kl import estimate_kl
@@ -20,9 +28,9 @@ __all__ = [
 
 
 def ppo_kl(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     estimator: Estimator = "k1",
     log_ratio_clip: Scalar | None = None,
@@ -57,9 +65,9 @@ def ppo_kl(
 
 
 def reference_kl(
-    log_probs: ArrayLike,
-    ref_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    ref_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     estimator: Estimator = "k3",
     mode: MetricMode = "token_mean",
@@ -91,9 +99,9 @@ def reference_kl(
 
 
 def rollout_kl(
-    log_probs: ArrayLike,
-    rollout_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    rollout_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     estimator: Estimator = "k3",
     mode: MetricMode = "token_mean",
@@ -128,7 +136,11 @@ def rollout_kl(
 
 
 def log_prob_abs_diff(
-    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean"
+    log_probs: Float[ArrayLike, "*b T"],
+    rollout_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    mode: MetricMode = "token_mean",
 ) -> WeightedSum:
     """Mean absolute difference of two log-probs: `E[|log pi - log pi_rollout|]`.
 
@@ -156,7 +168,11 @@ def log_prob_abs_diff(
 
 
 def log_prob_squared_diff(
-    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean"
+    log_probs: Float[ArrayLike, "*b T"],
+    rollout_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    mode: MetricMode = "token_mean",
 ) -> WeightedSum:
     """Mean squared difference of two log-probs: `E[(log pi - log pi_rollout)^2]`, twice the mean of k2.
 
@@ -188,9 +204,9 @@ def log_prob_squared_diff(
 
 
 def chi_squared(
-    log_probs: ArrayLike,
-    sampling_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    sampling_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     level: Level = "token",
     log_ratio_clip: Scalar | None = None,
@@ -226,9 +242,9 @@ def chi_squared(
 
 
 def kl_by_position(
-    log_probs: ArrayLike,
-    ref_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    ref_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     num_buckets: int,
     max_length: Scalar | None = None,

@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike, MetricMode, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    MaskLike,
+    MetricMode,
+    Real,
+    Scalar,
+    Shaped,
+)
 from kljax.aggregation import WeightedSum
 from kljax.masking import masked
 from kljax.rows import positions, row_any, row_first, row_max, row_mean, row_sum
@@ -16,7 +24,9 @@ __all__ = ["masked_fraction", "mean_by_position", "mean_metric"]
 MODES = get_args(MetricMode)
 
 
-def mean_metric(values: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean") -> WeightedSum:
+def mean_metric(
+    values: Shaped[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, mode: MetricMode = "token_mean"
+) -> WeightedSum:
     """The mean of values per token, or of a statistic of each row, as a `WeightedSum`.
 
     With `n_i` tokens in row `i` and `S` rows that have one:
@@ -63,7 +73,9 @@ def mean_metric(values: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token
     return WeightedSum.of(rows, row_any(kept))
 
 
-def masked_fraction(kept: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "token_mean") -> WeightedSum:
+def masked_fraction(
+    kept: MaskLike[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, mode: MetricMode = "token_mean"
+) -> WeightedSum:
     """The fraction of the unmasked tokens that a further mask drops: of a rejection, a veto, a divergence mask.
 
     Args:
@@ -92,7 +104,11 @@ def masked_fraction(kept: ArrayLike, mask: ArrayLike, *, mode: MetricMode = "tok
 
 
 def mean_by_position(
-    values: ArrayLike, mask: ArrayLike, *, num_buckets: int, max_length: Scalar | None = None
+    values: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    num_buckets: int,
+    max_length: Scalar | None = None,
 ) -> WeightedSum:
     """The mean of values per token in each of a number of equal ranges of positions.
 

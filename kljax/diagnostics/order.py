@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from kljax._checks import check_mask
 from kljax._devices import all_rows, auto_sharded, greatest, least, same_everywhere
-from kljax._typing import Array, ArrayLike, AxisName, Level
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Float,
+    Level,
+    MaskLike,
+)
 from kljax.masking import masked
 from kljax.ratios import level_log_ratios, level_mask
 
@@ -56,9 +63,9 @@ class Extremes:
 
 
 def log_prob_diff_extremes(
-    log_probs: ArrayLike,
-    rollout_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    rollout_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     level: Level = "token",
     absolute: bool = False,
@@ -96,14 +103,14 @@ def log_prob_diff_extremes(
 
 @auto_sharded
 def ratio_quantiles(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     quantiles: Sequence[float] = (0.0, 0.01, 0.5, 0.99, 1.0),
     level: Level = "token",
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, " Q"]:
     """Quantiles of the importance ratios of a whole batch, interpolated linearly between their logarithms.
 
     An order statistic: those of micro-batches do not add up, so it is taken before the batch is split.

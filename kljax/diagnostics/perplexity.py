@@ -3,7 +3,12 @@
 import jax.numpy as jnp
 
 from kljax._checks import check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    MaskLike,
+)
 from kljax.aggregation import WeightedSum
 from kljax.ratios import level_log_ratios
 from kljax.rows import row_any, row_mean
@@ -11,7 +16,7 @@ from kljax.rows import row_any, row_mean
 __all__ = ["log_perplexity", "log_perplexity_diff", "perplexity", "perplexity_ratio"]
 
 
-def perplexity(log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
+def perplexity(log_probs: Float[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]) -> WeightedSum:
     """Mean perplexity of the sequences: `E_i[exp(-sum_t m_it log pi(y_it) / n_i)]`.
 
     Args:
@@ -35,7 +40,7 @@ def perplexity(log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
     return _over_rows(jnp.exp(-_mean_log_probs(log_probs, mask)), mask)
 
 
-def log_perplexity(log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
+def log_perplexity(log_probs: Float[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]) -> WeightedSum:
     """Mean log-perplexity of the sequences: `E_i[-sum_t m_it log pi(y_it) / n_i]`.
 
     Args:
@@ -60,7 +65,11 @@ def log_perplexity(log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
 
 
 def log_perplexity_diff(
-    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, absolute: bool = False
+    log_probs: Float[ArrayLike, "*b T"],
+    rollout_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    absolute: bool = False,
 ) -> WeightedSum:
     """How much higher the trainer's log-perplexity is than the sampler's, on sequences of the sampler.
 
@@ -94,7 +103,9 @@ def log_perplexity_diff(
     return _over_rows(jnp.abs(difference) if absolute else difference, mask)
 
 
-def perplexity_ratio(log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike) -> WeightedSum:
+def perplexity_ratio(
+    log_probs: Float[ArrayLike, "*b T"], rollout_log_probs: Float[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]
+) -> WeightedSum:
     """Mean over sequences of the trainer's perplexity divided by the sampler's.
 
     Args:

@@ -3,7 +3,12 @@
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_same_shape
-from kljax._typing import Array, ArrayLike
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    MaskLike,
+)
 from kljax.masking import masked
 from kljax.ratios._bernoulli import bernoulli_tv
 
@@ -11,8 +16,12 @@ __all__ = ["probability_diff"]
 
 
 def probability_diff(
-    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, absolute: bool = False
-) -> Array:
+    log_probs: Float[ArrayLike, "*b T"],
+    rollout_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    absolute: bool = False,
+) -> Float[Array, "*b T"]:
     """Subtracts the probabilities that two policies give the sampled tokens: `p_t - q_t`.
 
     With `absolute`, `mean_metric(diff, mask)` is the mean over tokens of the total variation of "this token or another

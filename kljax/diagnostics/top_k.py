@@ -3,12 +3,22 @@
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    Integer,
+    MaskLike,
+)
 
 __all__ = ["top_k_overlap"]
 
 
-def top_k_overlap(indices: ArrayLike, teacher_indices: ArrayLike, mask: ArrayLike) -> Array:
+def top_k_overlap(
+    indices: Integer[ArrayLike, "*b T K"],
+    teacher_indices: Integer[ArrayLike, "*b T K"],
+    mask: MaskLike[ArrayLike, "*b T"],
+) -> Float[Array, "*b T"]:
     """Compares two sets of `K` tokens at each position: the share that they have in common, `|A_t & B_t| / K`.
 
     Args:

@@ -5,14 +5,23 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_mask, check_same_shape
 from kljax._devices import greatest
-from kljax._typing import Array, ArrayLike, AxisName
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Float,
+    MaskLike,
+    Real,
+)
 from kljax.masking import masked, masked_mean, masked_var
 from kljax.ratios.levels import largest
 
 __all__ = ["effective_sample_size", "explained_variance", "probability_correlation"]
 
 
-def effective_sample_size(weights: ArrayLike, mask: ArrayLike, *, axis_name: AxisName = None) -> Array:
+def effective_sample_size(
+    weights: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, axis_name: AxisName = None
+) -> Float[Array, ""]:
     """The share of a sample that its importance weights leave in effect: `(sum w)^2 / (n sum w^2)`.
 
     Args:
@@ -47,7 +56,13 @@ def effective_sample_size(weights: ArrayLike, mask: ArrayLike, *, axis_name: Axi
     return jnp.where(none, 0, jnp.square(masked_mean(weights, mask, axis_name=axis_name)) / jnp.where(none, 1, squares))
 
 
-def explained_variance(values: ArrayLike, returns: ArrayLike, mask: ArrayLike, *, axis_name: AxisName = None) -> Array:
+def explained_variance(
+    values: Real[ArrayLike, "*b T"],
+    returns: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    axis_name: AxisName = None,
+) -> Float[Array, ""]:
     """How much of the returns a value function predicts: `1 - var(R - V) / var(R)`.
 
     Args:
@@ -81,8 +96,12 @@ def explained_variance(values: ArrayLike, returns: ArrayLike, mask: ArrayLike, *
 
 
 def probability_correlation(
-    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, axis_name: AxisName = None
-) -> Array:
+    log_probs: Float[ArrayLike, "*b T"],
+    rollout_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    axis_name: AxisName = None,
+) -> Float[Array, ""]:
     """Pearson's correlation of the probabilities that two policies give the sampled tokens.
 
     Args:

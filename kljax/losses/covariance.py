@@ -11,7 +11,15 @@ import jax.numpy as jnp
 from kljax._checks import check_at_least, check_mask
 from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import floor_share
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Float,
+    MaskLike,
+    Real,
+    Scalar,
+)
 from kljax.kl import abs_diff
 from kljax.losses._surrogate import beyond_clip, check_clip, clipped_surrogate, importance_weighted, loss_inputs
 from kljax.masking import highest, masked, masked_mean
@@ -21,10 +29,10 @@ __all__ = ["clip_cov_loss", "kl_cov_loss"]
 
 @auto_sharded
 def clip_cov_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     key: ArrayLike,
     *,
     fraction: Scalar = 2e-4,
@@ -34,7 +42,7 @@ def clip_cov_loss(
     clip_high: Scalar = 0.2,
     dual_clip: Scalar | None = None,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Clip-Cov: PPO's clipped surrogate without a random few of the tokens of high covariance, `L = k_t L_ppo`.
 
     The candidates are the tokens with `lower < c_t < upper` that PPO does not clip already. Of these
@@ -90,15 +98,15 @@ def clip_cov_loss(
 
 @auto_sharded
 def kl_cov_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     fraction: Scalar = 2e-4,
     coef: Scalar = 1.0,
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """KL-Cov: unclipped importance sampling with a KL penalty on the tokens of highest covariance.
 
     `L = -A r + coef |d|` on the `max(floor(fraction * n), 1)` tokens with the highest `c_t`, `L = -A r` on the others.

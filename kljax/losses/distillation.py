@@ -11,24 +11,33 @@ import numpy as np
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
 from kljax._devices import auto_sharded
 from kljax._numerics import bregman, clip, log_mix, times
-from kljax._typing import Array, ArrayLike, Estimator, KLGradient, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Estimator,
+    Float,
+    Integer,
+    KLGradient,
+    MaskLike,
+    Scalar,
+)
 from kljax.losses.kl import reference_kl_loss
 
 __all__ = ["append_tail", "distillation_loss", "generalized_jsd", "top_k_forward_kl", "top_k_with_tail"]
 
 
 def distillation_loss(
-    log_probs: ArrayLike,
-    teacher_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    teacher_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     estimator: Estimator = "k3",
     gradient: KLGradient = "k2",
-    sampling_log_probs: ArrayLike | None = None,
+    sampling_log_probs: Float[ArrayLike, "*b T"] | None = None,
     max_ratio: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,
     value_clip: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """The KL to a teacher from sampled tokens: `reference_kl_loss` with the teacher for the reference.
 
     Args:
@@ -76,8 +85,12 @@ def distillation_loss(
 
 
 def generalized_jsd(
-    vocab_log_probs: ArrayLike, teacher_vocab_log_probs: ArrayLike, mask: ArrayLike, *, beta: Scalar = 0.5
-) -> Array:
+    vocab_log_probs: Float[ArrayLike, "*b T V"],
+    teacher_vocab_log_probs: Float[ArrayLike, "*b T V"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    beta: Scalar = 0.5,
+) -> Float[Array, "*b T"]:
     """Divergence of the policy P and the teacher Q: `beta KL(Q || M) + (1 - beta) KL(P || M)`.
 
     The mixture is `M = (1 - beta) P + beta Q`. At `beta` 0 it is KL(Q || P), which spreads the policy over all that the
@@ -131,7 +144,7 @@ def generalized_jsd(
 
 
 @auto_sharded
-def top_k_with_tail(vocab_log_probs: ArrayLike, indices: ArrayLike) -> Array:
+def top_k_with_tail(vocab_log_probs: Float[ArrayLike, "*b T V"], indices: Integer[ArrayLike, "*b T K"]) -> Array:
     """The log-probs of some tokens and of all others together: `[log p_i for i in indices] + [log sum_{v not in} p_v]`.
 
     Two such rows over the same tokens, the teacher's largest, are distributions that `generalized_jsd` compares: a
@@ -179,7 +192,7 @@ def top_k_with_tail(vocab_log_probs: ArrayLike, indices: ArrayLike) -> Array:
     return jnp.concatenate([chosen, tail], -1)
 
 
-def append_tail(top_log_probs: ArrayLike, *, min_mass: Scalar = 1e-7) -> Array:
+def append_tail(top_log_probs: Float[ArrayLike, "*b K"], *, min_mass: Scalar = 1e-7) -> Array:
     """The log-probs of some tokens and of what they leave to all others, `max(1 - sum_i p_i, min_mass)`.
 
     For a teacher of whom only the largest log-probs are known. Where the vocabulary is, `top_k_with_tail` is exact;
@@ -219,12 +232,12 @@ def append_tail(top_log_probs: ArrayLike, *, min_mass: Scalar = 1e-7) -> Array:
 
 
 def top_k_forward_kl(
-    top_log_probs: ArrayLike,
-    teacher_top_log_probs: ArrayLike,
-    mask: ArrayLike,
+    top_log_probs: Float[ArrayLike, "*b T K"],
+    teacher_top_log_probs: Float[ArrayLike, "*b T K"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     min_log_prob: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """KL(teacher || pi) over the teacher's largest tokens alone: `max(sum_k q_k (log q_k - log p_k), 0)`.
 
     The rest of the vocabulary is left out and nothing is renormalised: the sum can be negative, where it counts as 0,

@@ -1,23 +1,31 @@
 """KL terms of a loss, per token; `[..., T]`, masked positions exactly 0. The coefficient is the caller's."""
 
-from kljax._typing import Array, ArrayLike, Estimator, KLGradient, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Estimator,
+    Float,
+    KLGradient,
+    MaskLike,
+    Scalar,
+)
 from kljax.kl import estimate_kl
 
 __all__ = ["reference_kl_loss", "rollout_kl_loss"]
 
 
 def reference_kl_loss(
-    log_probs: ArrayLike,
-    ref_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    ref_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     estimator: Estimator = "k3",
     gradient: KLGradient = "k2",
-    sampling_log_probs: ArrayLike | None = None,
+    sampling_log_probs: Float[ArrayLike, "*b T"] | None = None,
     max_ratio: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,
     value_clip: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """The KL to the reference as a loss term: `estimate_kl(log_probs, ref_log_probs)` whose gradient means something.
 
     Args:
@@ -73,15 +81,15 @@ def reference_kl_loss(
 
 
 def rollout_kl_loss(
-    log_probs: ArrayLike,
-    rollout_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    rollout_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     estimator: Estimator = "k2",
     gradient: KLGradient = "value",
     log_ratio_clip: Scalar | None = None,
     value_clip: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Keeps the policy near the one that drew the tokens: an estimator of `x = log pi - log pi_rollout`.
 
     It composes with any policy loss and needs no reference: `rollout_log_probs` are what the sampler recorded.

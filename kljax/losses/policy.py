@@ -9,7 +9,16 @@ import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice
 from kljax._numerics import clip, times, with_gradient_of
-from kljax._typing import Array, ArrayLike, GSPOGradient, Scalar, SurrogateLevel
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    GSPOGradient,
+    MaskLike,
+    Real,
+    Scalar,
+    SurrogateLevel,
+)
 from kljax.losses._surrogate import check_clip, clipped_surrogate, log_ratios_of, loss_inputs
 from kljax.masking import masked
 
@@ -17,10 +26,10 @@ __all__ = ["cispo_loss", "gspo_loss", "ppo_clip_loss"]
 
 
 def ppo_clip_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
@@ -28,7 +37,7 @@ def ppo_clip_loss(
     max_ratio: Scalar | None = None,
     level: SurrogateLevel = "token",
     log_ratio_clip: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """PPO's clipped surrogate: `L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
 
     With `dual_clip = c`, a token of negative advantage pays at most `-c A`. With `max_ratio`, `min(r, max_ratio)` takes
@@ -83,10 +92,10 @@ def ppo_clip_loss(
 
 
 def gspo_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     clip_low: Scalar = 3e-4,
     clip_high: Scalar = 4e-4,
@@ -94,7 +103,7 @@ def gspo_loss(
     dual_clip: Scalar | None = None,
     max_ratio: Scalar | None = None,
     max_log_ratio: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """PPO's surrogate with the length-normalised sequence ratio `s = exp(sum_t m_t d_t / n)` in place of the token's.
 
     Args:
@@ -148,17 +157,17 @@ def gspo_loss(
 
 
 def cispo_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     clip_low: Scalar = 1.0,
     clip_high: Scalar = 4.0,
     mask_low: Scalar | None = None,
     mask_high: Scalar | None = None,
     level: SurrogateLevel = "token",
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Policy gradient with a clipped, constant importance weight: `L = -A * w * log pi`.
 
     The weight `w = clip(r, 1 - clip_low, 1 + clip_high)` is not differentiated. Unlike in PPO no token loses its

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
 from kljax._numerics import clip, clip_symmetric, exp_capped, times
-from kljax._typing import Array, ArrayLike, Scalar, SupervisedWeight
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    MaskLike,
+    Real,
+    Scalar,
+    SupervisedWeight,
+)
 from kljax.losses._surrogate import check_per_token, importance_weighted, loss_inputs
 from kljax.masking import masked
 
@@ -27,7 +35,9 @@ __all__ = [
 WEIGHTS = get_args(SupervisedWeight)
 
 
-def reinforce_loss(log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> Array:
+def reinforce_loss(
+    log_probs: Float[ArrayLike, "*b T"], advantages: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]
+) -> Float[Array, "*b T"]:
     """REINFORCE, the plain policy gradient: `L = -A log pi`.
 
     For tokens of another policy the loss is multiplied by `stop_gradient(importance_weights(log_probs, ...))`: with
@@ -60,7 +70,9 @@ def reinforce_loss(log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike)
     return times(-masked(advantages, mask), masked(log_probs, mask))
 
 
-def gpg_loss(log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> Array:
+def gpg_loss(
+    log_probs: Float[ArrayLike, "*b T"], advantages: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]
+) -> Float[Array, "*b T"]:
     """GPG, group policy gradient: `L = -A log pi`, which is `reinforce_loss`.
 
     What makes it GPG is the advantage, a reward centred in its group and rescaled for the rows that are not centred to
@@ -92,14 +104,14 @@ def gpg_loss(log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike) -> Ar
 
 
 def importance_sampling_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     log_ratio_clip: Scalar | None = None,
     max_ratio: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Importance sampling without a clip: `L = -A r`.
 
     Args:
@@ -136,13 +148,13 @@ def importance_sampling_loss(
 
 
 def topr_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     threshold: Scalar = 0.0,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Tapered off-policy REINFORCE: `L = -A w log pi`, truncated importance weights for what went badly only.
 
     `w = min(r, 1)` where `A <= threshold`, else 1: what went well is imitated wherever it came from, what went badly
@@ -180,7 +192,13 @@ def topr_loss(
     return times(-advantages * weight, log_probs)
 
 
-def opmd_loss(log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, tau: Scalar = 1.0) -> Array:
+def opmd_loss(
+    log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    tau: Scalar = 1.0,
+) -> Float[Array, "*b T"]:
     """Online policy mirror descent in its simplest form: `L = -A log pi / (1 + tau)`.
 
     Args:
@@ -212,8 +230,12 @@ def opmd_loss(log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, t
 
 
 def cross_entropy_loss(
-    log_probs: ArrayLike, mask: ArrayLike, *, weight: SupervisedWeight = "none", max_probability: Scalar | None = None
-) -> Array:
+    log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    weight: SupervisedWeight = "none",
+    max_probability: Scalar | None = None,
+) -> Float[Array, "*b T"]:
     """Supervised fine-tuning on the tokens given: `L = -w log pi`, with the weight `w` constant.
 
     A policy loss on some rows and this one on the rows of an expert, each with its own mask and weight, are the mixed

@@ -5,23 +5,29 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
 from kljax._numerics import times
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    MaskLike,
+    Scalar,
+)
 from kljax.rows import row_sum
 
 __all__ = ["dpo_loss"]
 
 
 def dpo_loss(
-    log_probs: ArrayLike,
-    ref_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    ref_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
-    rejected_log_probs: ArrayLike,
-    rejected_ref_log_probs: ArrayLike,
-    rejected_mask: ArrayLike,
+    rejected_log_probs: Float[ArrayLike, "*b T"],
+    rejected_ref_log_probs: Float[ArrayLike, "*b T"],
+    rejected_mask: MaskLike[ArrayLike, "*b T"],
     coef: Scalar = 0.1,
     label_smoothing: Scalar = 0.0,
-) -> Array:
+) -> Float[Array, "*b"]:
     """DPO: `L = -(1 - s) log sigmoid(coef h) - s log sigmoid(-coef h)` of a preferred sequence and a rejected one.
 
     `h` is the sum of `log pi - log pi_ref` over the tokens of the preferred sequence, less that over the rejected one:

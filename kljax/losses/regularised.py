@@ -7,7 +7,17 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice
 from kljax._numerics import times
-from kljax._typing import Array, ArrayLike, RECClip, RECRegularizer, RECWeight, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    MaskLike,
+    Real,
+    RECClip,
+    RECRegularizer,
+    RECWeight,
+    Scalar,
+)
 from kljax.losses._surrogate import check_clip, log_ratios_of, loss_inputs
 from kljax.losses.kl import rollout_kl_loss
 from kljax.losses.policy_gradient import reinforce_loss
@@ -21,8 +31,13 @@ REGULARIZERS = get_args(RECRegularizer)
 
 
 def dro_loss(
-    log_probs: ArrayLike, old_log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, *, coef: Scalar
-) -> Array:
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    coef: Scalar,
+) -> Float[Array, "*b T"]:
     """Direct reward optimisation: `L = -A log pi + coef d^2 / 2`.
 
     It is `reinforce_loss + coef * rollout_kl_loss`: a square pulls back what the policy gradient moves, and neither a
@@ -62,10 +77,10 @@ def dro_loss(
 
 
 def rec_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     clip_mode: RECClip = "none",
     weight: RECWeight = "none",
@@ -76,7 +91,7 @@ def rec_loss(
     ring_high: Scalar = 2.0,
     coef: Scalar = 0.0,
     temperature: Scalar = 1.0,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """REC, REINFORCE with a clip taken apart: `L = -k w A log pi + coef * regularizer`, with `k` and `w` constant.
 
     `k` is 1 where, with `low = 1 - clip_low` and `high = 1 + clip_high`, and 0 elsewhere:

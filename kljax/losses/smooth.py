@@ -21,7 +21,16 @@ from kljax._numerics import (
     split,
     times,
 )
-from kljax._typing import Array, ArrayLike, Scalar, SurrogateLevel, Through
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    MaskLike,
+    Real,
+    Scalar,
+    SurrogateLevel,
+    Through,
+)
 from kljax.losses._surrogate import check_clip, importance_weighted, log_ratios_of, loss_inputs
 from kljax.masking import masked
 from kljax.rows import row_mean, row_sum
@@ -34,17 +43,17 @@ _SATURATED = 800.0
 
 
 def sapo_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     tau_positive: Scalar = 1.0,
     tau_negative: Scalar = 1.05,
     through: Through = "ratio",
     level: SurrogateLevel = "token",
     log_ratio_clip: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """SAPO, a soft gate in place of the clip: `L = -A f(r)` with `f(r) = 4 / tau * sigmoid(tau (r - 1))`.
 
     The slope of the gate is 1 at `r = 1` and falls off on both sides, the faster the larger `tau`, which is
@@ -97,14 +106,14 @@ def sapo_loss(
 
 
 def gmpo_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     clip_low: Scalar = 0.4,
     clip_high: Scalar = 0.4,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """GMPO: a row's loss is `L = -A exp(mean_t d'_t)`, the geometric mean of ratios that are clipped token by token.
 
     `d' = min(d, clip_high)` where `A > 0`, `max(d, -clip_low)` where `A < 0`, and 0 where `A = 0`: PPO's clip, in nats
@@ -151,18 +160,18 @@ def gmpo_loss(
 
 
 def vespo_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     k_positive: Scalar = 2.0,
     lambda_positive: Scalar = 3.0,
     k_negative: Scalar = 3.0,
     lambda_negative: Scalar = 2.0,
-    weights: ArrayLike | None = None,
+    weights: Real[ArrayLike, "*b T"] | None = None,
     log_ratio_clip: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """VESPO: `L = -A phi(w) log pi`, where the ratio `w` of the whole row enters by `phi(w) = w^k exp(lambda (1 - w))`.
 
     `phi` is 1 at `w = 1`, largest at `w = k / lambda` and falls to 0 on both sides, so no ratio is clipped. It is

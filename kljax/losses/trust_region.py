@@ -10,7 +10,17 @@ import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask
 from kljax._numerics import clip_symmetric, times
-from kljax._typing import Array, ArrayLike, Divergence, Scalar, Through
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Bool,
+    Divergence,
+    Float,
+    MaskLike,
+    Real,
+    Scalar,
+    Through,
+)
 from kljax.losses._surrogate import check_clip, importance_weighted, loss_inputs
 from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
 
@@ -21,16 +31,16 @@ THROUGH = get_args(Through)
 
 
 def dppo_mask(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     divergence: Divergence = "tv",
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     symmetric: bool = False,
-) -> Array:
+) -> Bool[Array, "*b T"]:
     """The tokens that `dppo_loss` trains: those that have not gone too far already in the direction of their advantage.
 
     With `p = pi_old` and `q = pi` at the sampled token, the distance is `|q - p|` ("tv") or that of the coins "this
@@ -80,10 +90,10 @@ def dppo_mask(
 
 
 def dppo_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     divergence: Divergence = "tv",
     clip_low: Scalar = 0.2,
@@ -92,7 +102,7 @@ def dppo_loss(
     symmetric: bool = False,
     max_ratio: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """DPPO: importance sampling on the tokens inside a trust region of probabilities, `L = -k A min(r, max_ratio)`.
 
     `k` is `dppo_mask`. PPO bounds the ratio, which stops rare tokens at once and common ones never; here the bound is
@@ -153,13 +163,13 @@ def dppo_loss(
 
 
 def sppo_loss(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     clip: Scalar = 0.3,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Softmax PPO: `L = -A d` where `1 / (1 + clip) <= r <= 1 + clip`, else 0.
 
     Args:

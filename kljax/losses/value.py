@@ -4,20 +4,27 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_same_shape
 from kljax._numerics import clip as clip_values
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    MaskLike,
+    Real,
+    Scalar,
+)
 from kljax.masking import masked
 
 __all__ = ["value_loss"]
 
 
 def value_loss(
-    values: ArrayLike,
-    old_values: ArrayLike | None,
-    returns: ArrayLike,
-    mask: ArrayLike,
+    values: Real[ArrayLike, "*b T"],
+    old_values: Real[ArrayLike, "*b T"] | None,
+    returns: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     clip: Scalar | None = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Takes half the larger of two squared errors: `max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2`.
 
     Args:

@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Float,
+    MaskLike,
+)
 
 __all__ = ["RolloutCorrection", "correct_rollout"]
 
@@ -29,7 +34,11 @@ class RolloutCorrection:
 
 
 def correct_rollout(
-    log_probs: ArrayLike, rollout_log_probs: ArrayLike, mask: ArrayLike, *, steps: Sequence[Step]
+    log_probs: Float[ArrayLike, "*b T"],
+    rollout_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    steps: Sequence[Step],
 ) -> RolloutCorrection:
     """Applies weights and rejections in the order given, each to the tokens that those before it left.
 

@@ -5,7 +5,19 @@ from typing import get_args
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
-from kljax._typing import Array, ArrayLike, Divergence, DivergenceLevel, RejectionEstimator, RowStatistic, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Bool,
+    Divergence,
+    DivergenceLevel,
+    Float,
+    MaskLike,
+    Real,
+    RejectionEstimator,
+    RowStatistic,
+    Scalar,
+)
 from kljax.kl import estimate_kl
 from kljax.masking import masked
 from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
@@ -21,16 +33,16 @@ LEVELS = get_args(DivergenceLevel)
 
 
 def kl_rejection_mask(
-    log_probs: ArrayLike,
-    sampling_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    sampling_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     estimator: RejectionEstimator = "k1",
     reduction: RowStatistic = "token",
     lower: Scalar | None = None,
     upper: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,
-) -> Array:
+) -> Bool[Array, "*b T"]:
     """The tokens whose estimate of KL(behaviour || pi) lies within bounds, each by itself or its whole row at once.
 
     With `d = log pi - log behaviour` at a token that the behaviour drew: `k1 = -d`, `k2 = d^2 / 2`,
@@ -83,14 +95,14 @@ def kl_rejection_mask(
 
 
 def divergence_mask(
-    log_probs: ArrayLike,
-    sampling_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    sampling_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     divergence: Divergence = "tv",
     level: DivergenceLevel = "token",
     max_divergence: Scalar,
-) -> Array:
+) -> Bool[Array, "*b T"]:
     """The tokens, or rows, at which the two policies are close, judged by the probability of the sampled token alone.
 
     Seen as a coin with the outcomes "this token" and "any other token", with `p = exp(sampling_log_probs)` and
@@ -137,14 +149,14 @@ def divergence_mask(
 
 
 def off_policy_sequence_mask(
-    log_probs: ArrayLike,
-    sampling_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    sampling_log_probs: Float[ArrayLike, "*b T"],
+    advantages: Real[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     max_kl: Scalar,
     log_ratio_clip: Scalar | None = None,
-) -> Array:
+) -> Bool[Array, "*b T"]:
     """Drops the tokens of negative advantage in rows that the policy has moved away from (OPSM).
 
     A row is off-policy if the mean of `log behaviour - log pi` over its unmasked tokens, k1 of KL(behaviour || pi),

@@ -18,7 +18,16 @@ import jax.numpy as jnp
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
 from kljax._devices import greatest
 from kljax._numerics import clip_symmetric
-from kljax._typing import Array, ArrayLike, AxisName, Level, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Float,
+    Integer,
+    Level,
+    MaskLike,
+    Scalar,
+)
 from kljax.masking import masked
 from kljax.rows import check_segments, row_any, row_mean, row_sum, to_tokens
 
@@ -28,8 +37,12 @@ LEVELS = get_args(Level)
 
 
 def log_ratios(
-    log_probs: ArrayLike, old_log_probs: ArrayLike, mask: ArrayLike, *, log_ratio_clip: Scalar | None = None
-) -> Array:
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    log_ratio_clip: Scalar | None = None,
+) -> Float[Array, "*b T"]:
     """Log-ratio of each token: `d = log pi - log pi_old`, clipped to `[-c, c]` if `c = log_ratio_clip` is given.
 
     Args:
@@ -61,8 +74,12 @@ def log_ratios(
 
 
 def token_ratios(
-    log_probs: ArrayLike, old_log_probs: ArrayLike, mask: ArrayLike, *, log_ratio_clip: Scalar | None = None
-) -> Array:
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    log_ratio_clip: Scalar | None = None,
+) -> Float[Array, "*b T"]:
     """Importance ratio of each token: `r_t = pi(y_t) / pi_old(y_t) = exp(d_t)`.
 
     Args:
@@ -89,12 +106,12 @@ def token_ratios(
 
 
 def sequence_ratios(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     log_ratio_clip: Scalar | None = None,
-    segment_ids: ArrayLike | None = None,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Array:
     """Importance ratio of each sequence: the product of its token ratios, `exp(sum_t m_t d_t)`.
 
@@ -127,12 +144,12 @@ def sequence_ratios(
 
 
 def geometric_ratios(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    old_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     log_ratio_clip: Scalar | None = None,
-    segment_ids: ArrayLike | None = None,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Array:
     """Length-normalised ratio of each sequence: the geometric mean of its token ratios, `exp(sum_t m_t d_t / n)`.
 

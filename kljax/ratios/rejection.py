@@ -7,7 +7,15 @@ loss and the denominators stay; with the weights of the returned mask they are d
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_mask
-from kljax._typing import Array, ArrayLike, Level, Scalar
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    Bool,
+    Float,
+    Level,
+    MaskLike,
+    Scalar,
+)
 from kljax.ratios.levels import check_bounds, level_log_ratios, token_ratios, within
 from kljax.rows import row_any
 
@@ -15,14 +23,14 @@ __all__ = ["rejection_mask", "veto_mask"]
 
 
 def rejection_mask(
-    log_probs: ArrayLike,
-    sampling_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    sampling_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     level: Level = "token",
     lower: Scalar | None = None,
     upper: Scalar | None = None,
-) -> Array:
+) -> Bool[Array, "*b T"]:
     """The tokens whose ratio lies within bounds: `m_t and lower <= r <= upper`, with the ratio `r` of a level.
 
     Reduce with the weights of the original mask to keep the denominators (rejected tokens then count as zero loss), or
@@ -57,13 +65,13 @@ def rejection_mask(
 
 
 def veto_mask(
-    log_probs: ArrayLike,
-    sampling_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    sampling_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     min_ratio: Scalar | None = 1e-4,
     max_ratio: Scalar | None = None,
-) -> Array:
+) -> Bool[Array, "*b T"]:
     """Drops each sequence that holds a catastrophic token: one with `r_t < min_ratio` or `r_t > max_ratio`.
 
     Args:

@@ -6,7 +6,17 @@ import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask, check_only_with
 from kljax._numerics import clip, exp_capped
-from kljax._typing import Array, ArrayLike, AxisName, Level, Scalar, WeightMode, WeightNormalization
+from kljax._typing import (
+    Array,
+    ArrayLike,
+    AxisName,
+    Float,
+    Level,
+    MaskLike,
+    Scalar,
+    WeightMode,
+    WeightNormalization,
+)
 from kljax.masking import masked, masked_mean
 from kljax.ratios.levels import check_bounds, largest, level_log_ratios, level_mask, level_to_tokens, within
 from kljax.rows import row_any, row_mean
@@ -18,9 +28,9 @@ NORMALIZE = get_args(WeightNormalization)
 
 
 def importance_weights(
-    log_probs: ArrayLike,
-    sampling_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    sampling_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     level: Level = "token",
     mode: WeightMode = "truncate",
@@ -29,7 +39,7 @@ def importance_weights(
     log_ratio_clip: Scalar | None = None,
     normalize: WeightNormalization = "none",
     axis_name: AxisName = None,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Importance weights: the ratio `r` of a level, kept within bounds in one of three ways, given to every token.
 
         truncate  min(r, upper)
@@ -98,13 +108,13 @@ def importance_weights(
 
 
 def truncated_importance_weights(
-    log_probs: ArrayLike,
-    sampling_log_probs: ArrayLike,
-    mask: ArrayLike,
+    log_probs: Float[ArrayLike, "*b T"],
+    sampling_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
     *,
     level: Level = "token",
     max_weight: Scalar | None = 2.0,
-) -> Array:
+) -> Float[Array, "*b T"]:
     """Truncated importance weights: `w = min(r, max_weight)` with the ratio `r` of a level, given to every token.
 
     The mode "truncate" of `importance_weights`, with the cap that is common.

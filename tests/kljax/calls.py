@@ -407,13 +407,15 @@ def _of_controller(call: Call, seed: int) -> Call:
 
 
 def _is_array(about: inspect.Parameter) -> bool:
-    return ArrayLike in (about.annotation, *typing.get_args(about.annotation)) or about.name in TREES
+    kinds = (about.annotation, *typing.get_args(about.annotation))
+    # With their shapes checked, see `typed_calls`, annotations are jaxtyping's, which know the type of their array.
+    return about.name in TREES or any(kind in (ArrayLike, np.ndarray) or hasattr(kind, "array_type") for kind in kinds)
 
 
 def _is_scalar(about: inspect.Parameter) -> bool:
     """Annotated as a number that may be traced."""
     inner = typing.get_args(about.annotation)
-    return jax.Array in inner and float in inner
+    return jax.Array in inner and float in inner and np.ndarray not in inner
 
 
 def _shape(name: str, parameter: str) -> tuple[int, ...]:
@@ -469,6 +471,7 @@ DRAWS: dict[str, Draw] = {
     "group_ids": lambda rng, shape, seed: np.roll([0, 1, 0, 2, 1, 0, 0, 1], seed),
     # The sequences of a row; of the first seed with padding before them.
     "segment_ids": lambda rng, shape, seed: np.broadcast_to(np.arange(shape[-1]) // 6 - (seed == 0), shape),
+    "lengths": lambda rng, shape, seed: rng.integers(0, LENGTH // 2, shape),
     "step": lambda rng, shape, seed: np.asarray(1 + seed),
     "targets": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),
     "token_log_probs.tokens": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),

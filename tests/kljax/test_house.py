@@ -99,7 +99,7 @@ def test_importing_the_library_loads_nothing_of_the_trainer() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert {"jax", "kljax"} <= loaded
-    assert not loaded & {"orbax", "flax", "optax", "chex", "train", "grain", "pydantic"}
+    assert not loaded & {"orbax", "flax", "optax", "chex", "train", "grain", "pydantic", "jaxtyping", "beartype"}
 
 
 def test_every_public_name_of_every_module_is_in_the_package() -> None:
