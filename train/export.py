@@ -64,7 +64,7 @@ def export(
 
     import kljax
     from train.data.tokenizers import load_tokenizer
-    from train.models.lora import merge as merged
+    from train.models.merge import merge as merged
     from train.run.saved import SavedRun, fitting
     from train.run.setup import config_mesh
     from train.weights.files import check_free

@@ -1,23 +1,28 @@
 """The decoder and its adapters."""
 
-from train.models.cache import KeyValues, SlotCache
+from train.models.cache import KeyValues, LayerCache, SlotCache
 from train.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Rope, YarnScaling
-from train.models.decoder import Decoder, Turns, layer_variables, rotations
+from train.models.decoder import Decoder
 from train.models.group_cache import GroupCache
+from train.models.layers import ValueHead
 from train.models.lora import LoraConfig
+from train.models.rope import RopeTables, rope_tables
+from train.models.transformer import Transformer
 
 __all__ = [
     "Decoder",
     "DecoderConfig",
     "GroupCache",
     "KeyValues",
+    "LayerCache",
     "LinearScaling",
     "Llama3Scaling",
     "LoraConfig",
     "Rope",
+    "RopeTables",
     "SlotCache",
-    "Turns",
+    "Transformer",
+    "ValueHead",
     "YarnScaling",
-    "layer_variables",
-    "rotations",
+    "rope_tables",
 ]

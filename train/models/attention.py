@@ -1,4 +1,7 @@
-"""Attention behind one function. Shapes: B rows, T queries, S keys, N query heads, K key-value heads, H head width."""
+"""Attention behind one function. Shapes: B rows, T queries, S keys, N query heads, K key-value heads, H head width.
+
+G = N / K query heads share a key-value head.
+"""
 
 import dataclasses
 
@@ -11,15 +14,15 @@ from train.models.kernels import choose_kernel, cudnn_attention, splash_attentio
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Sight:
-    """Which keys the queries see.
+class AttentionMask:
+    """The keys that each query attends to.
 
     Attributes:
       full: [B, 1, T, S] bool, in full layers.
-      sliding: [B, 1, T, S] bool, in sliding layers; None where the model has none.
-      segments: [B, S] int32 where the queries are the last T of the tokens that the keys are: equal numbers see each
-        other up to themselves, 0 is padding. None elsewhere (decoding), and where no kernel is wanted.
-      window: tokens that a sliding layer sees.
+      sliding: [B, 1, T, S] bool, in sliding layers; None if the model has none.
+      segments: [B, S] int32 for whole sequences, whose queries are the last T tokens: a token attends to tokens of its
+        number up to itself, 0 is padding. None while decoding, and if no kernel is wanted.
+      window: number of tokens that a sliding layer attends to.
     """
 
     full: jax.Array
@@ -27,125 +30,150 @@ class Sight:
     segments: jax.Array | None = None
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
+    def for_layer(self, sliding: bool | jax.Array) -> jax.Array:
+        """Selects the mask [B, 1, T, S] of a sliding or a full layer; `sliding` may be traced."""
+        if sliding is False:
+            return self.full
+        assert self.sliding is not None
+        return self.sliding if sliding is True else jnp.where(sliding, self.sliding, self.full)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """How scores are computed.
+
+    Attributes:
+      sliding: whether this is a sliding layer, also as a traced scalar.
+      scale: factor of the scores; None: `H ** -0.5`.
+      softcap: scores z become `softcap * tanh(z / softcap)`; None: unchanged.
+    """
+
+    sliding: bool | jax.Array = False
+    scale: float | None = None
+    softcap: float | None = None
+
 
 def token_ranks(token_mask: jax.Array) -> jax.Array:
-    """Number of real tokens of the row before each one, [B, T] int32; the same as its position without segments."""
+    """Counts the real tokens of the row before each one, [B, T] int32; its position in a row of one sequence."""
     return jnp.maximum(jnp.cumsum(token_mask, axis=-1, dtype=jnp.int32) - 1, 0)
 
 
 def token_positions(token_mask: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-    """Position of every real token within its segment, [B, T] int32; the first is 0 whatever the padding.
+    """Computes the position of every real token within its segment, [B, T] int32; padding is not counted.
 
     Args:
-      token_mask: [B, T] bool; segment_ids: [B, T] int32, one run of equal numbers per sequence; None: a row is one.
+      token_mask: [B, T] bool, True at real tokens.
+      segment_ids: [B, T] int32, one run of equal numbers per sequence; None: a row is one sequence.
     """
     ranks = token_ranks(token_mask)
     if segment_ids is None:
         return ranks
     columns = jnp.arange(token_mask.shape[-1])
-    # Column of the last real token before each one; the one before the first real token is the first column.
+    # Column of the last real token before each one; column 0 for the first real token.
     last = lax.cummax(jnp.where(token_mask, columns, 0), axis=1)
     last = jnp.pad(last, ((0, 0), (1, 0)))[:, :-1]
     begins = token_mask & (segment_ids != jnp.take_along_axis(segment_ids, last, axis=1))
     return ranks - lax.cummax(jnp.where(begins, ranks, 0), axis=1)
 
 
-def token_sight(token_mask: jax.Array, segment_ids: jax.Array | None, window: int | None, *, first: int = 0) -> Sight:
-    """What tokens [B, S] see of each other: real ones of their segment, up to themselves; padding sees nothing.
+def causal_mask(
+    token_mask: jax.Array, segment_ids: jax.Array | None, window: int | None, *, first: int = 0
+) -> AttentionMask:
+    """Builds the mask of whole sequences: real tokens of the same segment, up to the query; padding attends to nothing.
 
     Args:
-      token_mask: [B, S] bool; segment_ids: [B, S] int32, any numbers >= 0, or None.
-      window: real tokens that a sliding layer sees, the query's own included; None: the model has no such layer.
-      first: the first column that asks; there are T = S - first queries.
+      token_mask: [B, S] bool, True at real tokens.
+      segment_ids: [B, S] int32, any numbers >= 0; None: a row is one sequence.
+      window: real tokens that a sliding layer attends to, the query included; None: the model has no such layer.
+      first: column of the first query; there are T = S - first queries.
     """
     ids = jnp.zeros(token_mask.shape, jnp.int32) if segment_ids is None else segment_ids
     columns = jnp.arange(token_mask.shape[-1])
-    seen = (columns <= columns[first:, None])[None] & token_mask[:, None, :] & token_mask[:, first:, None]
+    full = (columns <= columns[first:, None])[None] & token_mask[:, None, :] & token_mask[:, first:, None]
     if segment_ids is not None:
-        seen = seen & (ids[:, None, :] == ids[:, first:, None])
-    near = None
+        full = full & (ids[:, None, :] == ids[:, first:, None])
+    sliding = None
     if window is not None:
         ranks = token_ranks(token_mask)
-        near = (seen & (ranks[:, first:, None] - ranks[:, None, :] < window))[:, None]
-    return Sight(seen[:, None], near, jnp.where(token_mask, ids + 1, 0), window)
+        sliding = (full & (ranks[:, first:, None] - ranks[:, None, :] < window))[:, None]
+    return AttentionMask(full[:, None], sliding, jnp.where(token_mask, ids + 1, 0), window)
 
 
-def cache_sight(
+def cache_mask(
     token_mask: jax.Array,
     window: int | None,
     positions: jax.Array | None = None,
     key_positions: jax.Array | None = None,
-) -> Sight:
-    """What one query per row sees of a cache: the columns of `token_mask` [B, S]; a sliding layer the last `window`.
+) -> AttentionMask:
+    """Builds the mask of one query per row over the columns of a KV cache.
 
-    Columns are in order, and the query's is the last real one, unless `positions` [B] of the queries and
-    `key_positions` [B, S] say otherwise.
+    Args:
+      token_mask: [B, S] bool, the columns that the query attends to, its own included.
+      window: tokens of these that a sliding layer attends to; None: the model has no such layer.
+      positions: [B] int32, positions of the queries; None: each query is the last real token.
+      key_positions: [B, S] int32, positions of the columns; None: columns are in order.
     """
-    near = None
+    sliding = None
     if window is not None:
         ranks = token_ranks(token_mask) if key_positions is None else key_positions
-        own = ranks[:, -1] if positions is None or key_positions is None else positions
-        near = (token_mask & (own[:, None] - ranks < window))[:, None, None, :]
-    return Sight(token_mask[:, None, None, :], near)
+        query = ranks[:, -1] if positions is None or key_positions is None else positions
+        sliding = (token_mask & (query[:, None] - ranks < window))[:, None, None, :]
+    return AttentionMask(token_mask[:, None, None, :], sliding)
 
 
 def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    sight: Sight,
-    *,
-    sliding: bool | jax.Array = False,
-    scale: float | None = None,
-    softcap: float | None = None,
+    mask: AttentionMask,
+    options: AttentionOptions = AttentionOptions(),
 ) -> jax.Array:
-    """Grouped-query attention, [B, T, N, H]; exactly 0, with zero gradient, for a query that sees no key.
+    """Computes grouped-query attention, [B, T, N, H]; exactly 0, with zero gradient, for a query without keys.
 
-    Whole sequences go through splash attention on TPU and through cuDNN on NVIDIA GPUs where these take the shape and
-    the type (`choose_kernel`); everything else through XLA. On TPU a window counts columns, so padding inside of a
-    sequence, which nothing here makes, would use it up.
+    Whole sequences go through splash attention on TPU and through cuDNN on NVIDIA GPUs if these take the shape and
+    the type (`choose_kernel`); everything else goes through XLA. Splash attention counts a window in columns, so
+    padding inside a sequence would use it up; the trainer has none.
 
     Args:
-      query: [B, T, N, H]; key, value: [B, S, K, H] with N a multiple of K, finite also where they are not seen.
-      sight: what the queries see.
-      sliding: whether this is a sliding layer, also as a traced scalar.
-      scale: of the scores; None: `H ** -0.5`.
-      softcap: scores z become `softcap * tanh(z / softcap)`.
+      query: [B, T, N, H].
+      key: [B, S, K, H] with N a multiple of K, finite also where masked.
+      value: [B, S, K, H], finite also where masked.
+      mask: the keys of each query.
+      options: layer kind, scale and softcap.
     """
-    mask = mask_of(sight, sliding)
-    kernel = None if sight.segments is None else choose_kernel(query, key, softcap)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if kernel == "splash" and sight.segments is not None:
+    seen = mask.for_layer(options.sliding)
+    kernel = None if mask.segments is None else choose_kernel(query, key, options.softcap)
+    scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
+    if kernel == "splash" and mask.segments is not None:
         output = splash_attention(
-            query, key, value, sight.segments, window=sight.window, sliding=sliding, scale=scale, softcap=softcap
+            query,
+            key,
+            value,
+            mask.segments,
+            window=mask.window,
+            sliding=options.sliding,
+            scale=scale,
+            softcap=options.softcap,
         )
-        return jnp.where(sight.segments[:, -query.shape[1] :, None, None] > 0, output, 0)
+        return jnp.where(mask.segments[:, -query.shape[1] :, None, None] > 0, output, 0)
     if kernel == "cudnn":
-        output = cudnn_attention(query, key, value, mask, scale=scale)
-    elif softcap is None:
-        output = jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale)
+        output = cudnn_attention(query, key, value, seen, scale=scale)
+    elif options.softcap is None:
+        output = jax.nn.dot_product_attention(query, key, value, mask=seen, scale=scale)
     else:
-        output = _capped(query, key, value, mask, scale=scale, softcap=softcap)
-    # Softmax over nothing is uniform over the padding; dropping it keeps padding out of value and gradient.
-    return jnp.where(jnp.any(mask, axis=-1)[:, 0, :, None, None], output, 0)
+        output = _softcapped(query, key, value, seen, scale=scale, softcap=options.softcap)
+    # Softmax over no key is uniform over the padding; the where keeps padding out of value and gradient.
+    return jnp.where(jnp.any(seen, axis=-1)[:, 0, :, None, None], output, 0)
 
 
-def mask_of(sight: Sight, sliding: bool | jax.Array) -> jax.Array:
-    """[B, 1, T, S] bool of a layer of this kind."""
-    if sliding is False:
-        return sight.full
-    assert sight.sliding is not None
-    return sight.sliding if sliding is True else jnp.where(sliding, sight.sliding, sight.full)
-
-
-def _capped(
+def _softcapped(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, scale: float, softcap: float
 ) -> jax.Array:
-    rows, length, heads, width = query.shape
-    grouped = query.reshape(rows, length, key.shape[2], -1, width)
+    rows, length, heads, head_dim = query.shape
+    grouped = query.reshape(rows, length, key.shape[2], -1, head_dim)
     wide = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=wide) * scale
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=wide) * scale
     capped = softcap * jnp.tanh(scores / softcap)
     lowest = jnp.finfo(wide).min / 2
     weights = jax.nn.softmax(jnp.where(mask[:, :, None], capped, lowest), axis=-1).astype(query.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(rows, length, heads, width)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights, value).reshape(rows, length, heads, head_dim)

@@ -1,4 +1,4 @@
-"""What a decoder looks like, whatever family it belongs to: everything that `config.json` decides."""
+"""The shape of a decoder of any family: everything that `config.json` decides."""
 
 import dataclasses
 from typing import Literal, TypeAlias, get_args
@@ -15,7 +15,7 @@ Quantization: TypeAlias = Literal["int8"]
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Every frequency divided by `factor`."""
+    """Divides every frequency by `factor`."""
 
     factor: float
 
@@ -25,7 +25,7 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Long wavelengths divided by `factor`, short ones kept, those between on a line; lengths in tokens.
+    """Divides the frequency of long wavelengths by `factor`, keeps short ones, and interpolates between; in tokens.
 
     A wavelength is long above `original_length / low_frequency_factor`, short below
     `original_length / high_frequency_factor`.
@@ -49,10 +49,15 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """Pairs that turn less than `beta_slow` times in `original_length` tokens divided by `factor`, those that turn more
-    than `beta_fast` times kept, those between on a line; queries and keys grow by `attention_factor`.
+    """Divides frequencies by `factor` by their rotations in `original_length` tokens; scales queries and keys.
 
-    `truncate`: the ends of the line are whole numbers of pairs.
+    Attributes:
+      factor: divides pairs that rotate less than `beta_slow` times.
+      original_length: tokens of the original context.
+      attention_factor: factor of queries and keys.
+      beta_fast: pairs that rotate more often than this are unchanged; those in between are interpolated.
+      beta_slow: see `factor`.
+      truncate: interpolates between whole pair indices.
     """
 
     factor: float
@@ -89,24 +94,26 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Shape of the decoder; `lora` says where an adapter may be attached, not that one is.
+    """The shape of the decoder; `lora` names the projections of an adapter, which may be absent.
 
     Attributes:
-      rope: positions of full layers, and of sliding ones unless `local_rope` says otherwise.
-      sliding_window: tokens that a sliding layer sees, the query's own included.
+      rope: rope of full layers, and of sliding ones if `local_rope` is None.
+      local_rope: rope of sliding layers.
+      sliding_window: tokens that a sliding layer attends to, the query included.
       layer_kinds: one per layer; None: all sliding if there is a window, else all full.
       qkv_bias, output_bias, mlp_bias: biases of q/k/v_proj, of o_proj, of the three projections of the MLP.
       qk_norm: RMSNorm on every head's query and key.
       norm_offset: norms multiply by `1 + scale` (Gemma) instead of `scale`.
-      post_norms: norms also after attention and MLP, before they are added (Gemma).
-      embed_scale: what embeddings are multiplied by; None: nothing.
-      attention_scale: what scores are multiplied by; None: `head_dim ** -0.5`.
-      attention_softcap, final_softcap: scores, logits z become `cap * tanh(z / cap)`; None: they stay.
-      dtype: what is computed in; float32 keeps float64 parameters at float64. Norms and softmax are float32 at least.
-      param_dtype: what parameters are drawn and stored in.
-      attention: "auto" takes the kernel that the devices have for whole sequences, "xla" none.
-      remat: what the backward pass computes again: "full": all of a layer; "dots": all but the outputs of projections.
-      quantization: what the kernels of the layers are held in instead, for a base that is not trained.
+      post_norms: norms also after attention and MLP, before the residual is added (Gemma).
+      embed_scale: factor of the embeddings; None: 1.
+      attention_scale: factor of the scores; None: `head_dim ** -0.5`.
+      attention_softcap: scores z become `cap * tanh(z / cap)`; None: unchanged.
+      final_softcap: the same of logits.
+      dtype: compute type; float32 keeps float64 parameters at float64. Norms and softmax are float32 at least.
+      param_dtype: type of the parameters.
+      attention: "auto" takes the devices' kernel for whole sequences, "xla" takes none.
+      remat: recomputed in the backward pass: "full": all of a layer; "dots": all but the outputs of projections.
+      quantization: type of the kernels of the layers instead, for a base that is not trained.
     """
 
     vocab_size: int
@@ -187,7 +194,7 @@ class DecoderConfig:
 
     @property
     def window(self) -> int | None:
-        """Tokens that a sliding layer sees; None where there is no such layer."""
+        """Tokens that a sliding layer attends to; None without such a layer."""
         return self.sliding_window if "sliding" in self.kinds else None
 
 

@@ -1,83 +1,76 @@
-"""The cache of rows that complete the same prompts: what a prompt holds is there once, and read once for them all."""
+"""The KV cache of rows that complete the same prompts: each prompt is stored once and read once for its rows."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from train.models.attention import Sight, mask_of
+from train.models.attention import AttentionMask, AttentionOptions
 from train.models.cache import KeyValues, SlotCache
 from train.models.sharding import constrain
-from train.models.shared import SharedSight
+from train.models.shared import SharedPromptMask
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupCache:
-    """One layer's cache of N x group rows, those of a prompt one after the other.
+    """One layer's cache of R x G rows; the G rows of a prompt are consecutive.
 
     Attributes:
-      prompts: of the N prompts, the first P columns of every row.
-      own: of the rows, the columns after these.
+      prompts: the first P columns, of the R prompts.
+      completions: the columns after these, of the R x G rows.
     """
 
     prompts: SlotCache
-    own: SlotCache
+    completions: SlotCache
 
     @classmethod
-    def of(cls, layer: KeyValues, group: int, room: int) -> "GroupCache":
-        """From keys and values [N, P, K, H] of one layer, with `room` columns of zeros for each row."""
+    def of(cls, layer: KeyValues, group: int, max_new_tokens: int) -> "GroupCache":
+        """Builds a cache from prompts [R, P, K, H], with `max_new_tokens` columns of zeros for each row."""
         prompts = SlotCache.of(layer)
-        count, heads, width, _ = prompts.key.shape
-        key = jnp.zeros((count * group, heads, width, room), prompts.key.dtype)
-        own = (constrain(x, "rows", "kv_heads", None, None) for x in (key, key.transpose(0, 1, 3, 2)))
-        return cls(prompts, SlotCache(*own))
+        count, heads, head_dim, _ = prompts.key.shape
+        key = jnp.zeros((count * group, heads, head_dim, max_new_tokens), prompts.key.dtype)
+        completions = (constrain(x, "rows", "kv_heads", None, None) for x in (key, key.transpose(0, 1, 3, 2)))
+        return cls(prompts, SlotCache(*completions))
 
     def write(self, new: KeyValues, column: int | jax.Array) -> "GroupCache":
-        """This cache with `new` [B, s, K, H] written from a column (a scalar, at least P) on."""
-        return GroupCache(self.prompts, self.own.write(new, column - self.prompts.key.shape[-1]))
+        """Returns this cache with `new` [B, s, K, H] written from a column (a scalar, at least P) on."""
+        return GroupCache(self.prompts, self.completions.write(new, column - self.prompts.key.shape[-1]))
 
-    def attend(
-        self,
-        query: jax.Array,
-        sight: Sight | SharedSight,
-        *,
-        sliding: bool | jax.Array,
-        scale: float | None,
-        softcap: float | None,
-    ) -> jax.Array:
-        """What one query per row [B, 1, N, H] reads; the formula of `train.models.attention.attend`.
+    def attend(self, query: jax.Array, mask: AttentionMask | SharedPromptMask, options: AttentionOptions) -> jax.Array:
+        """Computes the attention of one query per row, [B, 1, N, H]; the formula of `train.models.attention.attend`.
 
-        The softmax goes over two arrays of scores: sums of exponentials of what exceeds the larger of their maxima.
+        One softmax over two arrays of scores: both are shifted by the larger of their maxima, and their sums of
+        exponentials are added.
         """
-        assert isinstance(sight, Sight)
-        rows, _, heads, width = query.shape
+        assert isinstance(mask, AttentionMask)
+        rows, _, heads, head_dim = query.shape
         wide = jnp.promote_types(query.dtype, jnp.float32)
         columns = self.prompts.key.shape[-1]
-        grouped = query.reshape(rows, self.own.key.shape[1], -1, width)
-        mask = mask_of(sight, sliding)
-        spread = jnp.broadcast_to(mask[..., :columns], (*grouped.shape[:1], 1, grouped.shape[2], columns))
+        grouped = query.reshape(rows, self.completions.key.shape[1], -1, head_dim)
+        seen = mask.for_layer(options.sliding)
+        prompt_seen = jnp.broadcast_to(seen[..., :columns], (*grouped.shape[:1], 1, grouped.shape[2], columns))
 
-        def values(weights: jax.Array, cache: SlotCache) -> jax.Array:
-            return jnp.einsum("bkgs,bksh->bkgh", weights.astype(query.dtype), cache.value, preferred_element_type=wide)
+        def weighted_values(weights: jax.Array, cache: SlotCache) -> jax.Array:
+            return jnp.einsum("BKGS,BKSH->BKGH", weights.astype(query.dtype), cache.value, preferred_element_type=wide)
 
-        near = self.own.scores(grouped, mask[..., columns:], scale=scale, softcap=softcap)
-        far = self.prompts.scores(self._by_prompt(grouped), self._by_prompt(spread), scale=scale, softcap=softcap)
+        near = self.completions.scores(grouped, seen[..., columns:], options)
+        far = self.prompts.scores(self._by_prompt(grouped), self._by_prompt(prompt_seen), options)
         top = jnp.maximum(_max(near), self._by_row(_max(far)))
         near, far = jnp.exp(near - top), jnp.exp(far - self._by_prompt(top))
-        output = values(near, self.own) + self._by_row(values(far, self.prompts))
+        output = weighted_values(near, self.completions) + self._by_row(weighted_values(far, self.prompts))
         output = output / (_sum(near) + self._by_row(_sum(far)))
-        output = output.astype(query.dtype).reshape(rows, 1, heads, width)
-        return jnp.where(jnp.any(mask, axis=-1, keepdims=True), output, 0)
+        output = output.astype(query.dtype).reshape(rows, 1, heads, head_dim)
+        return jnp.where(jnp.any(seen, axis=-1, keepdims=True), output, 0)
 
     def _by_prompt(self, x: jax.Array) -> jax.Array:
-        """[B, K, G, w] of rows as [N, K, B / N * G, w]."""
+        """Regroups rows by prompt: [B, K, n, w] to [R, K, (B / R) n, w]."""
         count, (rows, heads, _, last) = self.prompts.key.shape[0], x.shape
         return x.reshape(count, rows // count, heads, -1, last).swapaxes(1, 2).reshape(count, heads, -1, last)
 
     def _by_row(self, x: jax.Array) -> jax.Array:
-        """The inverse of `_by_prompt`."""
-        (count, heads, _, last), rows = x.shape, self.own.key.shape[0]
+        """Inverts `_by_prompt`."""
+        (count, heads, _, last), rows = x.shape, self.completions.key.shape[0]
         return x.reshape(count, heads, rows // count, -1, last).swapaxes(1, 2).reshape(rows, heads, -1, last)
 
 

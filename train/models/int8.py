@@ -1,33 +1,43 @@
-"""A base in int8: kernels of the layers as whole numbers, with one scale for each output channel.
+"""A base in int8: the kernels of the layers as integers, with one float scale per output channel.
 
-Only weights are quantised. What is computed with them, and every gradient through them, is what the weights
-`qvalue * scale` give.
+Only weights are quantised. Values, and every gradient through them, are those of the weights `qvalue * scale`.
 """
 
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from train.models.parameters import param
+
 Tree = Any
-Int8Kernel: TypeAlias = Mapping[str, jax.Array]
+Int8Arrays: TypeAlias = Mapping[str, jax.Array]
 """`qvalue` int8 [..., in, out] and `scale` float32 [..., out]."""
 
 LARGEST = 127
 
 
+class Int8Kernel(nnx.Module):
+    """A kernel in int8: `qvalue` [in, out] and `scale` [out]."""
+
+    def __init__(self, kernel: jax.Array, axes: tuple[str, str]):
+        quantised = quantise(kernel)
+        self.qvalue = param(quantised["qvalue"], axes)
+        self.scale = param(quantised["scale"], axes[1:])
+
+
 def is_int8(kernel: Any) -> bool:
-    """Whether this part of the parameters is a kernel in int8."""
+    """Tells whether a subtree of the parameters is a kernel in int8."""
     return isinstance(kernel, Mapping) and "qvalue" in kernel
 
 
 def quantise(kernel: jax.Array, *, axis_name: tuple[str, ...] = ()) -> dict[str, jax.Array]:
-    """The nearest whole multiples of a scale that puts the largest weight of an output channel at 127.
+    """Rounds to multiples of a scale that puts the largest weight of an output channel at 127.
 
     No weight moves by more than half a scale. A channel of zeros has scale 1.
 
@@ -42,28 +52,17 @@ def quantise(kernel: jax.Array, *, axis_name: tuple[str, ...] = ()) -> dict[str,
     return {"qvalue": jnp.round(wide / scale[..., None, :]).astype(jnp.int8), "scale": scale}
 
 
-def dequantise(kernel: Int8Kernel, dtype: Any = jnp.float32) -> jax.Array:
-    """The weights [..., in, out] that a kernel stands for, rounded once to the type."""
+def dequantise(kernel: Int8Arrays, dtype: Any = jnp.float32) -> jax.Array:
+    """Computes the weights [..., in, out] of an int8 kernel, rounded once to the type."""
     wide = jnp.promote_types(dtype, jnp.float32)
     return (kernel["qvalue"].astype(wide) * kernel["scale"].astype(wide)[..., None, :]).astype(dtype)
 
 
-def int8_init(init: Callable[..., jax.Array], axes: tuple[str, str]) -> Callable[..., Tree]:
-    """An initialiser of kernels in int8, with logical axes, from one of kernels."""
-
-    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Tree:
-        drawn = quantise(init(key, shape, dtype))
-        names = {"qvalue": axes, "scale": axes[1:]}
-        return {name: nn.LogicallyPartitioned(value, names[name]) for name, value in drawn.items()}
-
-    return draw
-
-
 def quantise_params(params: Tree) -> Tree:
-    """Parameters with the kernels of all layers in int8, one stacked kernel after the other.
+    """Quantises the kernels of all layers, one stacked kernel after the other.
 
-    The kernels that are given are used up, so that there are never two copies of all of them. Embeddings, norms, biases
-    and head are the arrays that were given.
+    Donates the kernels of its argument, so that there are never two copies of all of them. Embeddings, norms, biases
+    and head stay the same arrays.
     """
 
     def convert(path: Any, leaf: jax.Array) -> Tree:
@@ -77,7 +76,7 @@ def quantise_params(params: Tree) -> Tree:
 
 
 def dequantise_params(params: Tree, dtype: Any) -> Tree:
-    """Parameters of a model without quantisation: the weights that kernels in int8 stand for, others as they are."""
+    """Converts int8 kernels back to floats of `dtype`; other parameters stay the same arrays."""
 
     def convert(leaf: Any) -> Any:
         if not is_int8(leaf):
@@ -89,7 +88,7 @@ def dequantise_params(params: Tree, dtype: Any) -> Tree:
 
 @functools.cache
 def _quantiser(sharding: Any) -> Callable[[jax.Array], dict[str, jax.Array]]:
-    """`quantise` for kernels [layers, in, out] that lie like this."""
+    """Compiles `quantise` for kernels [layers, in, out] of a sharding."""
     if not isinstance(sharding, NamedSharding):
         return jax.jit(quantise)
     spec = (*sharding.spec, None, None, None)

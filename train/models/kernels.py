@@ -1,7 +1,7 @@
 """Attention without scores in memory: splash attention on TPU, cuDNN on NVIDIA GPUs.
 
-Shapes: B rows, T queries, S keys, N query heads, K key-value heads, H head width. Queries are of the last T of the
-tokens that the keys are of.
+Shapes: B rows, T queries, S keys, N query heads, K key-value heads, H head width. Queries are those of the last T of
+S tokens.
 """
 
 from collections.abc import Callable
@@ -16,26 +16,27 @@ from train.models.sharding import mesh_axes, mesh_is_set, partition_spec
 
 Kernel: TypeAlias = Literal["splash", "cudnn"]
 LANES = 128
-"""Splash attention goes over multiples of so many tokens."""
+"""Splash attention takes lengths that are multiples of this."""
 BLOCKS = (512, 256, 128)
-"""Tokens of a block, the largest that divides them: 512 x 512 scores of 256-wide heads fit a v5e, the smallest chip."""
+"""Block lengths, the largest divisor is taken: 512 x 512 scores of 256-wide heads fit a v5e, the smallest chip."""
 _ROWS: tuple[str | None, ...] = ("rows",)
 _QUERIES: tuple[str | None, ...] = ("rows", None, "heads", None)
 _KEYS: tuple[str | None, ...] = ("rows", None, "kv_heads", None)
 
 
 def device_kind() -> str:
-    """The kind of the devices of the mesh, which need not be those of this process, or of the default device."""
+    """Returns the device kind of the mesh, which may differ from this process's, or of the default device."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     return str(jax.devices()[0].device_kind if abstract is None else abstract.device_kind)
 
 
 def choose_kernel(query: jax.Array, key: jax.Array, softcap: float | None) -> Kernel | None:
-    """The kernel that these devices have for whole sequences of this shape and type; None: XLA's own products.
+    """Chooses the kernel of these devices for whole sequences of a shape and type; None: XLA's own products.
 
     Args:
-      query: [B, T, N, H]; key: [B, S, K, H].
-      softcap: of the scores; cuDNN has none.
+      query: [B, T, N, H].
+      key: [B, S, K, H].
+      softcap: of the scores; cuDNN supports none.
     """
     kind = device_kind()
     if not kind.startswith(("TPU", "NVIDIA")) or not _divides(query.shape[0], "rows"):
@@ -44,7 +45,7 @@ def choose_kernel(query: jax.Array, key: jax.Array, softcap: float | None) -> Ke
         return None
     if kind.startswith("TPU"):
         return "splash" if query.dtype in (jnp.float32, jnp.bfloat16) else None
-    # Wider heads run on Hopper and later alone, and lengths that are odd not in the backward pass.
+    # cuDNN takes wider heads on Hopper and later only, and has no backward pass for odd lengths.
     small = query.shape[3] <= 128 and query.shape[3] % 8 == 0
     even = query.shape[1] % 2 == 0 and key.shape[1] % 2 == 0
     return "cudnn" if query.dtype in (jnp.bfloat16, jnp.float16) and small and even and softcap is None else None
@@ -71,16 +72,19 @@ def splash_attention(
     softcap: float | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """[B, T, N, H] by splash attention: blocks of scores that nothing sees are not computed.
+    """Computes attention [B, T, N, H] by splash attention, which skips fully masked blocks of scores.
 
     Args:
-      query: [B, T, N, H]; key, value: [B, S, K, H].
-      segments: [B, S] int32, equal numbers see each other up to themselves, in a sliding layer within `window` columns.
-      window: columns that a sliding layer sees, the query's own included.
+      query: [B, T, N, H].
+      key: [B, S, K, H].
+      value: [B, S, K, H].
+      segments: [B, S] int32; a token attends to tokens of its number up to itself, in a sliding layer within `window`
+        columns.
+      window: columns that a sliding layer attends to, the query's own included.
       sliding: whether this is a sliding layer, also as a traced scalar.
-      scale: of the scores.
-      softcap: of the scores after that.
-      interpret: run without a TPU, slowly.
+      scale: factor of the scores.
+      softcap: of the scaled scores.
+      interpret: runs without a TPU, slowly.
     """
     length, first = query.shape[1], key.shape[1] - query.shape[1]
 
@@ -99,7 +103,7 @@ def splash_attention(
 
 
 def _splash(window: int | None, first: int, softcap: float | None, interpret: bool) -> Callable[..., jax.Array]:
-    """Splash attention on the rows and heads of one device; the first query is of the token of column `first`."""
+    """Builds splash attention for the rows and heads of one device; the first query has column `first`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -136,7 +140,7 @@ def _splash(window: int | None, first: int, softcap: float | None, interpret: bo
 
 
 def cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, scale: float) -> jax.Array:
-    """[B, T, N, H] by cuDNN's fused attention under a mask [B, 1, T, S]; bfloat16 or float16."""
+    """Computes attention [B, T, N, H] under a mask [B, 1, T, S] with cuDNN; bfloat16 or float16."""
 
     def local(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scale, implementation="cudnn")
@@ -145,7 +149,7 @@ def cudnn_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: ja
 
 
 def _over_mesh(function: Callable[..., jax.Array], axes: tuple[tuple[str | None, ...], ...]) -> Callable[..., Any]:
-    """A kernel on every device's own rows and heads; a compiler cannot split what is inside."""
+    """Runs a kernel on every device's own rows and heads; XLA cannot partition a kernel by itself."""
     if not mesh_is_set():
         return function
     specs: tuple[PartitionSpec, ...] = tuple(partition_spec(names) for names in axes)

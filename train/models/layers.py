@@ -1,68 +1,66 @@
-"""Projections, norms and embeddings of the decoder."""
+"""Projections, norms and embeddings. Shapes: T tokens (rows flattened), I and O inputs and outputs, D model width."""
 
 from collections.abc import Callable
-from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
-from train.models.int8 import int8_init, is_int8
-from train.models.lora import LoraConfig, add_update
+from train.models.int8 import Int8Kernel
+from train.models.lora import LoraConfig, add_low_rank, kaiming_uniform
+from train.models.parameters import InitKey, param
 from train.models.sharding import constrain
 
 EMBEDDING_STD = 0.02
 
 
-def compute(x: jax.Array, dtype: str) -> jax.Array:
-    """An array of weights in the type that the decoder computes in: float32 keeps float64 as it is."""
+def compute_cast(x: jax.Array, dtype: str) -> jax.Array:
+    """Casts weights to the compute type; "float32" keeps float64."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32) if dtype == "float32" else dtype)
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`x @ kernel` over the last axis; on flattened rows, where XLA's CPU backend takes two thirds of the time."""
-    return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
+    """Computes `x @ kernel` over the last axis, [..., I] to [..., O].
+
+    Rows are flattened, which takes XLA's CPU backend two thirds of the time of a batched product.
+    """
+    tokens = jnp.einsum("TI,IO->TO", x.reshape(-1, x.shape[-1]), kernel)
+    return tokens.reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 def over_all_tokens(function: Callable[..., jax.Array], x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`function(x, weight)`, rounded once to the type of x, of tokens [..., D] and one weight [D] for all of them.
+    """Computes `function(x, weight)` of tokens [..., D] and one weight [D], rounded once to the type of x.
 
-    The result is that of the narrow type. The gradient of the weight is a sum over the tokens, which some compilers add
-    up in the type of its terms: in bfloat16 a sum of ones stops at 256.
+    The result equals that of the narrow type. The gradient of the weight is a sum over tokens, which some compilers
+    accumulate in the type of its terms: in bfloat16 a sum of ones stops at 256.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return function(x.astype(wide), weight.astype(wide)).astype(x.dtype)
 
 
-def product(x: jax.Array, kernel: Any, axes: tuple[str, str]) -> jax.Array:
-    """`x @ kernel` over the last axis, in the type of x; the kernel is an array, or one in int8.
+def int8_matmul(x: jax.Array, kernel: Int8Kernel, axes: tuple[str, str]) -> jax.Array:
+    """Computes `x @ (qvalue * scale)` over the last axis, in the type of x.
 
-    Every whole number of an int8 kernel is one of bfloat16 too: the product is scaled after it, in float32, so that no
-    weight is rounded.
+    Every int8 is exact in bfloat16: the product is scaled afterwards, in float32, so that no weight is rounded.
     """
-    if not is_int8(kernel):
-        return matmul(x, kernel.astype(x.dtype))
-    # Rows and the embedding axis share mesh axis fsdp: the kernel is gathered, and as int8, not as what it becomes.
-    qvalue = constrain(kernel["qvalue"], *(None if axis == "embed" else axis for axis in axes))
-    return over_all_tokens(jnp.multiply, matmul(x, qvalue.astype(x.dtype)), kernel["scale"])
+    # Rows and the embedding axis share mesh axis fsdp, so the kernel is gathered; as int8, before its cast.
+    qvalue = constrain(kernel.qvalue[...], *(None if axis == "embed" else axis for axis in axes))
+    return over_all_tokens(jnp.multiply, matmul(x, qvalue.astype(x.dtype)), kernel.scale[...])
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nnx.Module):
     """`x / sqrt(mean(x^2) + eps) * scale` over the last axis, computed in float32 at least.
 
-    With `offset` it is `1 + scale`, and the product is rounded to the type of x once, after it (Gemma) instead of
-    before (Llama and Qwen).
+    With `offset` the factor is `1 + scale`, and the product is rounded to the type of x once, afterwards (Gemma),
+    not before (Llama and Qwen).
     """
 
-    eps: float
-    offset: bool = False
-    param_dtype: str = "float32"
+    def __init__(self, width: int, *, eps: float, offset: bool = False, param_dtype: str = "float32"):
+        self.eps, self.offset = eps, offset
+        self.scale = param((jnp.zeros if offset else jnp.ones)(width, param_dtype), ("norm",))
 
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        start = nn.initializers.zeros_init() if self.offset else nn.initializers.ones_init()
-        init = nn.with_logical_partitioning(start, ("norm",))
-        scale = self.param("scale", init, (x.shape[-1],), jnp.dtype(self.param_dtype))
+        scale = self.scale[...]
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normed = wide * jax.lax.rsqrt(variance + self.eps)
@@ -71,45 +69,81 @@ class RMSNorm(nn.Module):
         return over_all_tokens(jnp.multiply, normed.astype(x.dtype), scale.astype(x.dtype))
 
 
-class Linear(nn.Module):
-    """`x @ kernel (+ bias)`, plus the low-rank update when `lora` names this projection and an adapter is given.
+class Linear(nnx.Module):
+    """`x W (+ bias)`, plus the update `scale (x A) B` of an adapter if there is one.
 
-    With `quantization` "int8" the kernel is one in int8.
+    Args:
+      inputs: I.
+      outputs: O.
+      axes: logical axes of the kernel [I, O].
+      key: random key of this projection.
+      bias: whether there is a bias [O].
+      init_scale: factor of the standard deviation `I ** -0.5` of new weights.
+      lora: adapter of this projection; None: no adapter.
+      param_dtype: type of kernel and bias.
+      quantization: "int8" keeps the kernel in int8; None: in `param_dtype`.
     """
 
-    features: int
-    axes: tuple[str, str]
-    use_bias: bool = False
-    init_scale: float = 1.0
-    lora: LoraConfig | None = None
-    param_dtype: str = "float32"
-    quantization: str | None = None
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str, str],
+        *,
+        key: InitKey,
+        bias: bool = False,
+        init_scale: float = 1.0,
+        lora: LoraConfig | None = None,
+        param_dtype: str = "float32",
+        quantization: str | None = None,
+    ):
+        self.axes = axes
+        dtype = jnp.dtype(param_dtype)
+        normal = jax.nn.initializers.normal(init_scale * inputs**-0.5)
+        kernel = normal(key.draw(0, 2 if bias else 1), (inputs, outputs), dtype)
+        self.kernel = param(kernel, axes) if quantization is None else Int8Kernel(kernel, axes)
+        if bias:
+            self.bias = param(jnp.zeros(outputs, dtype), axes[1:])
+        self.lora_scale = None if lora is None else lora.scale
+        if lora is not None:
+            lora_a = kaiming_uniform(key.draw(0, 2), (inputs, lora.rank))
+            self.lora_A = param(lora_a, (axes[0], "lora_rank"), nnx.LoRAParam)
+            self.lora_B = param(jnp.zeros((lora.rank, outputs)), ("lora_rank", axes[1]), nnx.LoRAParam)
 
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        normal = nn.initializers.normal(self.init_scale * x.shape[-1] ** -0.5)
-        init = nn.with_logical_partitioning if self.quantization is None else int8_init
-        dtype = jnp.dtype(self.param_dtype)
-        y = product(x, self.param("kernel", init(normal, self.axes), (x.shape[-1], self.features), dtype), self.axes)
-        if self.use_bias:
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.axes[1:])
-            y = over_all_tokens(jnp.add, y, self.param("bias", zeros, (self.features,), dtype).astype(x.dtype))
-        if self.lora is not None and self.name in self.lora.targets:
-            y = add_update(self, x, y, self.axes, self.lora)
+        if isinstance(self.kernel, Int8Kernel):
+            y = int8_matmul(x, self.kernel, self.axes)
+        else:
+            y = matmul(x, self.kernel[...].astype(x.dtype))
+        if hasattr(self, "bias"):
+            y = over_all_tokens(jnp.add, y, self.bias[...].astype(x.dtype))
+        if self.lora_scale is not None:
+            y = add_low_rank(x, y, self.lora_A[...], self.lora_B[...], self.lora_scale)
         return y
 
 
-class Embed(nn.Module):
-    """Token embeddings, `embedding` [V, D], in the type that is computed in."""
+class Embed(nnx.Module):
+    """Token embeddings, `embedding` [V, D], returned in the compute type."""
 
-    vocab_size: int
-    width: int
-    dtype: str = "float32"
-    param_dtype: str = "float32"
+    def __init__(
+        self, vocab_size: int, width: int, *, key: InitKey, dtype: str = "float32", param_dtype: str = "float32"
+    ):
+        self.dtype = dtype
+        drawn = jax.nn.initializers.normal(EMBEDDING_STD)(key.draw(0, 1), (vocab_size, width), jnp.dtype(param_dtype))
+        self.embedding = param(drawn, ("vocab", "embed"))
 
-    @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        init = nn.with_logical_partitioning(nn.initializers.normal(EMBEDDING_STD), ("vocab", "embed"))
-        embedding = self.param("embedding", init, (self.vocab_size, self.width), jnp.dtype(self.param_dtype))
         # Rows and the embedding axis share mesh axis fsdp: gather from a table that is whole along it.
-        return compute(jnp.take(constrain(embedding, "vocab", None), tokens, axis=0, mode="clip"), self.dtype)
+        table = constrain(self.embedding[...], "vocab", None)
+        return compute_cast(jnp.take(table, tokens, axis=0, mode="clip"), self.dtype)
+
+
+class ValueHead(nnx.Module):
+    """Values `h w + b` of hidden states [..., D]; small initial weights keep the first values near 0."""
+
+    def __init__(self, width: int, *, key: jax.Array):
+        self.kernel = param(jax.random.normal(key, (width,)) / (width + 1), ("embed",))
+        self.bias = param(jnp.zeros(()), ())
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        return hidden @ self.kernel[...] + self.bias[...]

@@ -1,17 +1,17 @@
-"""What a policy (base parameters, optional adapter) computes: weights, hidden states, token statistics, values."""
+"""The policy (base parameters, optional adapter): its weights, hidden states, token statistics and values."""
 
-import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from flax import nnx
+from jax.sharding import Mesh
 
 import kljax
 from train.config.types import Direction
-from train.models import Decoder
+from train.models import Decoder, Transformer, ValueHead
 from train.models.leaves import named_leaves
 from train.models.sharding import constrain, mesh_is_set, param_shardings, partition_spec
 
@@ -19,95 +19,82 @@ Tree = Any
 Reference = tuple[jax.Array, jax.Array | None]
 
 
-def _draw(model: Decoder, collection: str, key: jax.Array) -> Tree:
-    """The boxed variables of one collection; the other is dead code under jit."""
-    tokens, mask = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool)
-    return model.init({"params": key, "lora": key}, tokens, mask)[collection]
-
-
-def _abstract(model: Decoder, collection: str, mesh: Mesh) -> Tree:
-    """ShapeDtypeStructs that carry their shardings."""
-    boxed = jax.eval_shape(functools.partial(_draw, model, collection), jax.random.key(0))
-    shapes = nn.unbox(boxed)
-    shardings = param_shardings(mesh, nn.get_partition_spec(boxed), shapes)
+def _place(shapes: Tree, axes: Tree, mesh: Mesh) -> Tree:
+    """Adds to `ShapeDtypeStruct`s the shardings that their logical axes get on a mesh."""
+    shardings = param_shardings(mesh, axes, shapes)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def _initialise(model: Decoder, collection: str, key: jax.Array, mesh: Mesh) -> Tree:
-    """Values drawn on the devices that will hold them; threefry is partitionable, so they do not depend on the mesh."""
-    shardings = jax.tree.map(lambda x: x.sharding, _abstract(model, collection, mesh))
-    return jax.jit(lambda key: nn.unbox(_draw(model, collection, key)), out_shardings=shardings)(key)
-
-
-def _base(model: Decoder) -> Decoder:
-    return Decoder(dataclasses.replace(model.config, lora=None))
+def _draw(init: Callable[[jax.Array], Tree], key: jax.Array, abstract: Tree) -> Tree:
+    """Draws values on the devices that will hold them; threefry is partitionable, so the mesh does not change them."""
+    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(key)
 
 
 def _check_has_lora(model: Decoder) -> None:
     if model.config.lora is None:
-        raise ValueError("adapter: the model has no lora section, so there is nothing to attach an adapter to")
+        raise ValueError("adapter: the model has no lora section; set `model.lora`")
 
 
 def abstract_params(model: Decoder, mesh: Mesh) -> Tree:
-    """Shapes, dtypes and shardings of the base parameters, for restoring them."""
-    return _abstract(_base(model), "params", mesh)
+    """Describes the base parameters, for restoring them: shapes, dtypes and shardings."""
+    return _place(model.structure().params, model.structure().param_axes, mesh)
 
 
 def abstract_adapter(model: Decoder, mesh: Mesh) -> Tree:
-    """Shapes, dtypes and shardings of the adapter, for restoring it. Raises ValueError for a model without lora."""
+    """Describes the adapter, for restoring it. Raises ValueError for a model without lora."""
     _check_has_lora(model)
-    return _abstract(model, "lora", mesh)
+    return _place(model.structure().adapter, model.structure().adapter_axes, mesh)
 
 
 def init_params(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
-    """Base parameters, sharded over the mesh; the same values whether or not the model has a lora section."""
-    return _initialise(_base(model), "params", key, mesh)
+    """Draws base parameters, sharded over the mesh; the same values with and without a lora section."""
+    return _draw(lambda key: model.init(key)[0], key, abstract_params(model, mesh))
 
 
 def init_adapter(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
-    """A new adapter, sharded; B is zero, so that it changes nothing yet. Raises ValueError for a model without lora."""
-    _check_has_lora(model)
-    return _initialise(model, "lora", key, mesh)
+    """Draws an adapter, sharded over the mesh. B is zero, so that it changes nothing yet.
+
+    Raises:
+      ValueError: a model without lora.
+    """
+    return _draw(lambda key: model.init(key)[1], key, abstract_adapter(model, mesh))
 
 
 def init_value_head(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
-    """`{"kernel": [D], "bias": []}`: small weights, so that the first values are near 0."""
-    width = model.config.width
-    specs = {"kernel": PartitionSpec("embed"), "bias": PartitionSpec()}
+    """Draws a value head, `{"kernel": [D], "bias": []}`."""
+    _, shapes, axes = _value_head_structure(model.config.width)
 
-    def draw(key: jax.Array) -> Tree:
-        return {"kernel": jax.random.normal(key, (width,)) / (width + 1), "bias": jnp.zeros(())}
+    def init(key: jax.Array) -> Tree:
+        return nnx.to_pure_dict(nnx.state(ValueHead(model.config.width, key=key)))
 
-    shapes = jax.eval_shape(draw, key)
-    return jax.jit(draw, out_shardings=param_shardings(mesh, specs, shapes))(key)
+    return _draw(init, key, _place(shapes, axes, mesh))
 
 
 @functools.cache
-def _adapter_layout(model: Decoder) -> dict[str, tuple[int, ...]]:
-    boxed = jax.eval_shape(functools.partial(_draw, model, "lora"), jax.random.key(0))
-    return _layout(nn.unbox(boxed))
+def _value_head_structure(width: int) -> tuple[nnx.GraphDef[ValueHead], Tree, Tree]:
+    """Returns the modules, shapes and logical axes of a value head."""
+    graphdef, state = nnx.split(jax.eval_shape(lambda: ValueHead(width, key=jax.random.key(0))))
+    return graphdef, nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.get_partition_spec(state))
 
 
-def _layout(tree: Tree) -> dict[str, tuple[int, ...]]:
-    return {name: leaf.shape for name, leaf in named_leaves(tree).items()}
-
-
-def variables(model: Decoder, policy: kljax.Policy) -> dict[str, Tree]:
-    """The collections that `model.apply` takes; without an adapter there is no "lora".
+def bind(model: Decoder, policy: kljax.Policy) -> Transformer:
+    """Merges the weights of a policy with the modules of the decoder.
 
     Raises:
-      ValueError: an adapter whose names or shapes are not those that the model's lora section gives (flax would
-        silently leave the ones it does not know unused).
+      ValueError: an adapter whose names or shapes differ from those that the model's lora section gives.
     """
-    if policy.adapter is None:
-        return {"params": policy.params}
-    _check_has_lora(model)
-    expected, got = _adapter_layout(model), _layout(policy.adapter)
-    if expected != got:
-        wrong = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
-        listed = "; ".join(f"{name}: got {got.get(name)}, expected {expected.get(name)}" for name in wrong)
-        raise ValueError(f"adapter does not fit the model: {listed}")
-    return {"params": policy.params, "lora": policy.adapter}
+    if policy.adapter is not None:
+        _check_has_lora(model)
+        expected, got = _shapes(model.structure().adapter), _shapes(policy.adapter)
+        if expected != got:
+            wrong = sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
+            listed = "; ".join(f"{name}: got {got.get(name)}, expected {expected.get(name)}" for name in wrong)
+            raise ValueError(f"adapter does not fit the model: {listed}")
+    return model.bind(policy.params, policy.adapter)
+
+
+def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
+    return {name: leaf.shape for name, leaf in named_leaves(tree).items()}
 
 
 def hidden_states(
@@ -119,17 +106,21 @@ def hidden_states(
     prompt: int | None = None,
     group: int = 1,
 ) -> jax.Array:
-    """Hidden states [B, T, D]; finite but meaningless at padding.
+    """Computes hidden states [B, T, D]; finite but meaningless at padding.
 
     Args:
+      model: the decoder.
+      policy: its weights.
+      tokens: [B, T] int32.
+      token_mask: [B, T] bool, True at real tokens.
       prompt: columns that `group` consecutive rows have in common, which go through the layers once.
+      group: rows of a prompt.
     """
-    if group > 1 and prompt is None:
-        raise ValueError(f"prompt: got None, expected the columns that a group of {group} rows has in common")
-    given = variables(model, policy)
     if group == 1:
-        return model.apply(given, tokens, token_mask)
-    return model.apply(given, tokens, token_mask, prompt=prompt, group=group, method="grouped")
+        return bind(model, policy)(tokens, token_mask)
+    if prompt is None:
+        raise ValueError(f"prompt: got None, expected the number of columns that a group of {group} rows shares")
+    return bind(model, policy).grouped(tokens, token_mask, prompt=prompt, group=group)
 
 
 def paired_hidden_states(
@@ -142,14 +133,18 @@ def paired_hidden_states(
     prompt: int | None = None,
     group: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Hidden states [B, T, D] of a policy, and of the same base with another adapter, in one pass over the layers.
+    """Computes hidden states [B, T, D] of a policy and of its base with another adapter, in one pass over the layers.
 
-    The weights of the base are read, and on a mesh gathered, once for both; what a layer computes takes twice the room.
+    The base weights are read, and on a mesh gathered, once for both; activations take twice the memory.
 
     Args:
-      policy: has an adapter.
-      adapter: the other one, of the same layout; None: off.
-      prompt, group: as `hidden_states` has them.
+      model: the decoder.
+      policy: base parameters and an adapter.
+      adapter: the other adapter, of the same structure; None: off.
+      tokens: [B, T] int32.
+      token_mask: [B, T] bool, True at real tokens.
+      prompt: see `hidden_states`.
+      group: see `hidden_states`.
     """
     other = jax.tree.map(jnp.zeros_like, policy.adapter) if adapter is None else adapter
     pair = jax.tree.map(lambda *halves: jnp.stack(halves), policy.adapter, other)
@@ -163,12 +158,12 @@ def paired_hidden_states(
 
 
 def stored_head(model: Decoder, params: Tree) -> jax.Array:
-    """Weights of the LM head as the parameters hold them: the embedding table [V, D] if tied, else [D, V]."""
+    """Returns the LM head as it is stored: the embedding table [V, D] if tied, else the kernel [D, V]."""
     return params["embed_tokens"]["embedding"] if model.config.tie_embeddings else params["lm_head"]["kernel"]
 
 
 def head(model: Decoder, params: Tree) -> jax.Array:
-    """Weights of the LM head, [D, V]: whole along D, so that the loop of a sampler does not gather them each time."""
+    """Returns the LM head [D, V], not split along D, so that the sampler's loop does not gather it in every step."""
     stored = stored_head(model, params)
     return constrain(stored.T if model.config.tie_embeddings else stored, None, "vocab")
 
@@ -185,7 +180,7 @@ def _lm_head(model: Decoder, params: Tree, tile: kljax.Tile | None) -> kljax.Hea
 
 
 def _head_sharding(model: Decoder) -> kljax.HeadSharding | None:
-    """Rows and head where the rules of the mesh have put them; None where no mesh is set."""
+    """Returns the sharding of rows and head on the mesh; None if no mesh is set."""
     if not mesh_is_set():
         return None
     axes = ("vocab", "embed") if model.config.tie_embeddings else ("embed", "vocab")
@@ -253,5 +248,6 @@ def token_stats(
 
 
 def token_values(value_head: Tree, hidden: jax.Array) -> jax.Array:
-    """Value [B, T] of the state before token t, read from the hidden state of token t - 1; position 0 is 0."""
-    return kljax.shift_right(hidden @ value_head["kernel"] + value_head["bias"])
+    """Computes the value [B, T] of the state before token t, from the hidden state of token t - 1; 0 at position 0."""
+    graphdef, *_ = _value_head_structure(hidden.shape[-1])
+    return kljax.shift_right(nnx.merge(graphdef, value_head)(hidden))

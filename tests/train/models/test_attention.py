@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from train.models import Decoder, DecoderConfig, attention, kernels
-from train.models.attention import attend, token_sight
+from train.models.attention import AttentionOptions, attend, causal_mask
 from train.models.kernels import choose_kernel, splash_attention
 from train.models.sharding import make_mesh
 
 ROWS, LENGTH, HEADS, KV_HEADS, WIDTH, WINDOW = 2, 40, 4, 2, 16, 5
 MASK = jnp.stack([jnp.arange(LENGTH) >= 7, jnp.arange(LENGTH) < 33])
 SEGMENTS = jnp.stack([jnp.zeros(LENGTH, jnp.int32), jnp.arange(LENGTH) // 12])
-SIGHT = token_sight(MASK, SEGMENTS, WINDOW)
+ATTENTION_MASK = causal_mask(MASK, SEGMENTS, WINDOW)
 
 
 def inputs(dtype=jnp.float32, length=LENGTH):
@@ -44,7 +44,7 @@ def reference(query, key, value, *, sliding, scale, softcap):
 
 @pytest.mark.parametrize(("sliding", "softcap"), [(False, None), (True, 2.0)])
 def test_attention_is_its_formula(sliding, softcap):
-    output = attend(*inputs(), SIGHT, sliding=sliding, scale=0.7, softcap=softcap)
+    output = attend(*inputs(), ATTENTION_MASK, AttentionOptions(sliding, 0.7, softcap))
     expected = reference(*inputs(), sliding=sliding, scale=0.7, softcap=softcap)
     np.testing.assert_allclose(output, expected, atol=2e-6)
     assert not output[~MASK].any()
@@ -58,7 +58,7 @@ def test_splash_attention_is_the_same_with_its_gradient(sliding, softcap, monkey
         return splash_attention(*args, **options, interpret=True)
 
     def results():
-        run = functools.partial(attend, sight=SIGHT, sliding=sliding, scale=0.7, softcap=softcap)
+        run = functools.partial(attend, mask=ATTENTION_MASK, options=AttentionOptions(sliding, 0.7, softcap))
         if not sliding:
             return (run(*inputs()),)
         output, pull = jax.vjp(run, *inputs())
@@ -115,7 +115,7 @@ def lowered(kind, platform, monkeypatch):
     query, key, value = inputs(jnp.bfloat16)
 
     def loss(query, key, value, sliding):
-        return attend(query, key, value, SIGHT, sliding=sliding).astype(jnp.float32).sum()
+        return attend(query, key, value, ATTENTION_MASK, AttentionOptions(sliding)).astype(jnp.float32).sum()
 
     with jax.set_mesh(make_mesh(2, 1, 2)):
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(query, key, value, jnp.array(True))
@@ -136,7 +136,7 @@ def test_a_decoder_may_do_without_kernels(monkeypatch):
     def traced(attention):
         shape = {"layers": 1, "width": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "mlp_width": 8}
         model = Decoder(DecoderConfig(vocab_size=8, attention=attention, **shape))
-        return str(jax.make_jaxpr(lambda key: model.init(key, tokens, mask))(jax.random.key(0)))
+        return str(jax.make_jaxpr(lambda params: model.bind(params)(tokens, mask))(model.structure().params))
 
     assert "pallas_call" in traced("auto")
     assert "pallas_call" not in traced("xla")

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from train.models import Decoder, DecoderConfig, KeyValues, Rope
-from train.models.attention import attend, token_positions, token_sight
+from train.models import Decoder, DecoderConfig, KeyValues, LoraConfig, Rope
+from train.models.attention import attend, causal_mask, token_positions
 from train.models.layers import RMSNorm, matmul
-from train.models.rope import rotate, rotation
+from train.models.rope import apply_rope, rope_cos_sin
 from train.models.sharding import make_mesh
 from train.rl.policy import init_params
 
@@ -36,7 +37,9 @@ def test_rope_scores_depend_on_the_distance_alone():
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 2, 8))
 
     def score(i: int, j: int) -> jax.Array:
-        rotated = [rotate(x, rotation(Rope(100.0), 8, jnp.array([[p]]), x.dtype)) for x, p in ((query, i), (key, j))]
+        rotated = [
+            apply_rope(x, rope_cos_sin(Rope(100.0), 8, jnp.array([[p]]), x.dtype)) for x, p in ((query, i), (key, j))
+        ]
         return jnp.sum(rotated[0] * rotated[1], axis=-1)
 
     chex.assert_trees_all_close(score(7, 3), score(14, 10), score(4, 0), atol=1e-5)
@@ -50,27 +53,27 @@ def test_rope_is_the_half_rotation_of_llama_checkpoints():
     cos, sin = (np.concatenate([f(angle)] * 2, -1) for f in (np.cos, np.sin))
     rotated = np.concatenate([-x[..., 3:], x[..., :3]], -1)
     expected = x * cos + rotated * sin
-    turn = rotation(Rope(50.0), 6, jnp.asarray(positions), jnp.float32)
-    np.testing.assert_allclose(rotate(jnp.float32(x), turn), expected, atol=1e-6)
+    rope = rope_cos_sin(Rope(50.0), 6, jnp.asarray(positions), jnp.float32)
+    np.testing.assert_allclose(apply_rope(jnp.float32(x), rope), expected, atol=1e-6)
 
 
 def test_grouped_queries_equal_repeated_keys_and_values():
     shape = (2, 5)
     query = jax.random.normal(jax.random.key(0), (*shape, 6, 4))
     key, value = jax.random.normal(jax.random.key(1), (2, *shape, 2, 4))
-    sight = token_sight(jnp.array([[True] * 5, [False, False, True, True, True]]), None, None)
-    mask = sight.full
+    attention_mask = causal_mask(jnp.array([[True] * 5, [False, False, True, True, True]]), None, None)
+    mask = attention_mask.full
     wide_key, wide_value = jnp.repeat(key, 3, axis=2), jnp.repeat(value, 3, axis=2)
     scores = jnp.einsum("bqnh,bknh->bnqk", query, wide_key) / 2
     weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0)
     expected = jnp.einsum("bnqk,bknh->bqnh", weights, wide_value)
-    chex.assert_trees_all_close(attend(query, key, value, sight), expected, atol=1e-6)
+    chex.assert_trees_all_close(attend(query, key, value, attention_mask), expected, atol=1e-6)
 
 
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
     query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 3, 2, 4))
-    sight = token_sight(jnp.array([[False] * 3, [False, True, True]]), None, None)
-    output, pull = jax.vjp(lambda *qkv: attend(*qkv, sight), query, key, value)
+    mask = causal_mask(jnp.array([[False] * 3, [False, True, True]]), None, None)
+    output, pull = jax.vjp(lambda *qkv: attend(*qkv, mask), query, key, value)
     grads = pull(jnp.ones_like(output))
     assert not output[0].any()
     assert not output[1, 0].any()
@@ -92,7 +95,9 @@ def test_rms_norm_and_matmul_are_their_formulas():
     x = jax.random.normal(jax.random.key(0), (2, 3, 5)) * 3
     scale = jnp.arange(1.0, 6.0)
     expected = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 0.5) * scale
-    chex.assert_trees_all_close(RMSNorm(0.5).apply({"params": {"scale": scale}}, x), expected, rtol=1e-6)
+    norm = RMSNorm(5, eps=0.5)
+    nnx.update(norm, {"scale": scale})
+    chex.assert_trees_all_close(norm(x), expected, rtol=1e-6)
     kernel = jax.random.normal(jax.random.key(1), (5, 7))
     chex.assert_trees_all_close(matmul(x, kernel), jnp.einsum("abi,io->abo", x, kernel), rtol=1e-5, atol=1e-5)
 
@@ -115,12 +120,29 @@ def test_names_and_shapes_are_those_of_llama_and_qwen(variant):
     assert std["o_proj"] == pytest.approx((16 * 4) ** -0.5, rel=0.15)
 
 
+def test_a_seed_keeps_its_weights():
+    """Drawn with flax Linen: recorded results and shipped seeds depend on them."""
+    biased = dataclasses.replace(CONFIG, layers=3, qkv_bias=True, qk_norm=True, lora=LoraConfig(2, 1.0, ("q_proj",)))
+    draw = jax.jit(Decoder(biased).init)
+    (params, _), (_, adapter) = draw(jax.random.key(3)), draw(jax.random.key(4))
+    plain, _ = jax.jit(Decoder(CONFIG).init)(jax.random.key(3))
+    for leaf, first, last in (
+        (params["embed_tokens"]["embedding"], -0.011517874, -0.016611278),
+        (params["layers"]["mlp"]["up_proj"]["kernel"], -0.28696004, -0.14535615),
+        (params["layers"]["self_attn"]["q_proj"]["kernel"], 0.09158241, 0.42390397),
+        (adapter["layers"]["self_attn"]["q_proj"]["lora_A"], 0.1808421, -0.16043556),
+        (plain["layers"]["self_attn"]["q_proj"]["kernel"], -0.276742, -0.15634674),
+        (plain["lm_head"]["kernel"], -0.46391812, 0.5003273),
+    ):
+        np.testing.assert_allclose(leaf.ravel()[jnp.array([0, -1])], [first, last], rtol=2e-7)
+
+
 def test_the_future_and_the_padding_reach_nothing():
     config = dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True)
     model, params = Decoder(config), scaled(params_of(config))
     tokens = jax.random.randint(jax.random.key(0), (1, 6), 0, 24)
     mask = jnp.array([[False, True, True, True, True, False]])
-    run = jax.jit(lambda tokens: model.apply({"params": params}, tokens, mask))
+    run = jax.jit(lambda tokens: model.bind(params)(tokens, mask))
     base = run(tokens)
     chex.assert_trees_all_equal(run(tokens.at[0, 0].set(3).at[0, 5].set(7))[:, 1:5], base[:, 1:5])
     changed = run(tokens.at[0, 3].set((tokens[0, 3] + 1) % 24))
@@ -134,7 +156,7 @@ def test_gradients_are_finite_with_a_fully_padded_row():
     mask = jnp.array([[False] * 4, [False, True, True, True]])
 
     def total(params: dict, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(mask[..., None], model.apply({"params": params}, tokens, mask), 0) ** 3)
+        return jnp.sum(jnp.where(mask[..., None], model.bind(params)(tokens, mask), 0) ** 3)
 
     grad = jax.jit(jax.grad(total))
     padded = grad(params, tokens, mask)
@@ -153,7 +175,7 @@ def test_kept_projections_are_not_computed_again():
         model = Decoder(dataclasses.replace(CONFIG, remat=remat))
 
         def loss(params: dict) -> jax.Array:
-            return (model.apply({"params": params}, tokens, mask) ** 2).sum()
+            return (model.bind(params)(tokens, mask) ** 2).sum()
 
         traced = jax.jit(jax.grad(loss)).trace(params)
         lowered = traced.lower()
@@ -175,11 +197,11 @@ def test_depth_changes_neither_the_trace_nor_the_operations(sliding):
             CONFIG, layers=layers, layer_kinds=kinds, sliding_window=2 if sliding else None, local_rope=Rope(10.0)
         )
         model = Decoder(config)
-        shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))
+        shapes = model.structure().params
         tokens, mask = jnp.zeros((2, 3), jnp.int32), jnp.ones((2, 3), bool)
 
         def loss(params: dict) -> jax.Array:
-            return model.apply(params, tokens, mask).sum()
+            return model.bind(params)(tokens, mask).sum()
 
         traced = jax.jit(jax.grad(loss)).trace(shapes)
         names = re.findall(r"stablehlo\.[a-z_]+", traced.lower().as_text())
@@ -197,10 +219,9 @@ def test_rows_are_decoded_at_columns_of_their_own():
     tokens = jax.random.randint(jax.random.key(1), (3, 7), 0, 24)
     lengths = jnp.array([5, 3, 0])
     start = jnp.arange(7) < lengths[:, None]
-    variables = {"params": params}
-    _, cache = model.apply(variables, tokens, start, method=Decoder.prefill)
-    expected = jax.jit(lambda mask: model.apply(variables, tokens, mask))(jnp.arange(7) < lengths[:, None] + 2)
-    decode = jax.jit(lambda *args: model.apply(variables, *args, method=Decoder.decode))
+    _, cache = model.bind(params).prefill(tokens, start)
+    expected = jax.jit(lambda mask: model.bind(params)(tokens, mask))(jnp.arange(7) < lengths[:, None] + 2)
+    decode = jax.jit(lambda *args: model.bind(params).decode(*args))
     idle = jnp.array([False, False, True])
     for step in range(2):
         column = jnp.where(idle, 7, lengths + step)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from train.models import GroupCache, KeyValues
-from train.models.attention import cache_sight
+from train.models.attention import AttentionOptions, cache_mask
 
 PROMPTS, GROUP, WIDTH, ROOM, KV_HEADS, HEADS, SIZE = 2, 3, 5, 4, 2, 4, 8
 ROWS = PROMPTS * GROUP
@@ -42,8 +42,8 @@ def test_it_reads_what_every_row_has_and_sees(softcap, filled):
     cache = GroupCache.of(KeyValues(*prompt), GROUP, ROOM)
     for column in range(filled):
         cache = cache.write(KeyValues(*own[:, :, column : column + 1]), jnp.int32(WIDTH + column))
-    sight = cache_sight(jnp.asarray(seen), None)
-    found = jax.jit(lambda c, q: c.attend(q, sight, sliding=False, scale=None, softcap=softcap))(cache, query[:, None])
+    mask, options = cache_mask(jnp.asarray(seen), None), AttentionOptions(softcap=softcap)
+    found = jax.jit(lambda c, q: c.attend(q, mask, options))(cache, query[:, None])
     key, value = np.concatenate([np.repeat(prompt, GROUP, axis=1), own], axis=2)
     expected = softmax_of_seen(query, key, value, seen[:, : WIDTH + filled], softcap)
     np.testing.assert_allclose(found[:, 0], expected, atol=2e-6)

@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import kljax
 from train.models import Decoder, DecoderConfig, LoraConfig
-from train.models.int8 import dequantise, dequantise_params, is_int8, quantise, quantise_params
-from train.models.layers import Linear, product
+from train.models.int8 import Int8Kernel, dequantise, dequantise_params, is_int8, quantise, quantise_params
+from train.models.layers import Linear, int8_matmul
 from train.models.leaves import named_leaves
-from train.models.lora import PROJECTIONS, merge
+from train.models.lora import PROJECTIONS
+from train.models.merge import merge
+from train.models.parameters import InitKey
 from train.models.sharding import batch_sharding, make_mesh
 from train.rl.policy import (
     abstract_adapter,
@@ -83,7 +86,7 @@ def test_the_product_and_its_gradient_are_those_of_the_weights_in_float64(dtype,
     made = quantise(jnp.asarray(kernel()))
     rng = np.random.default_rng(1)
     x, up = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((2, 5, 16), (2, 5, 24)))
-    y, pull = jax.vjp(lambda x: product(x, made, AXES), x)
+    y, pull = jax.vjp(lambda x: int8_matmul(x, Int8Kernel(jnp.asarray(kernel()), AXES), AXES), x)
     weights = np.asarray(made["qvalue"], np.float64) * np.asarray(made["scale"], np.float64)
     wide, wide_up = (np.asarray(array, np.float64) for array in (x, up))
     for got, expected in ((y, wide @ weights), (pull(up)[0], wide_up @ weights.T)):
@@ -98,7 +101,9 @@ def test_float64_stays_float64():
         made = quantise(jnp.asarray(kernel()))
         x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 16)))
         weights = np.asarray(made["qvalue"], np.float64) * np.asarray(made["scale"], np.float64)
-        np.testing.assert_allclose(product(x, made, AXES), np.asarray(x) @ weights, rtol=1e-12)
+        np.testing.assert_allclose(
+            int8_matmul(x, Int8Kernel(jnp.asarray(kernel()), AXES), AXES), np.asarray(x) @ weights, rtol=1e-12
+        )
 
 
 def test_log_probs_and_gradients_of_the_adapter_are_those_of_the_weights_it_stands_for():
@@ -285,12 +290,8 @@ def test_the_base_is_one_argument_in_int8_and_no_layer_stack_of_floats_is_made()
 
 
 def test_a_linear_layer_draws_the_kernel_that_it_would_draw_as_floats():
-    x = jnp.ones((2, 16))
-    drawn, whole = (
-        Linear(24, AXES, quantization=how, name="up_proj").init(jax.random.key(0), x)["params"]["kernel"]
+    drawn, plain = (
+        nnx.to_pure_dict(nnx.state(Linear(16, 24, AXES, key=InitKey(jax.random.key(0)), quantization=how)))["kernel"]
         for how in ("int8", None)
     )
-    expected = quantise(whole.unbox())
-    chex.assert_trees_all_equal(
-        jax.tree.map(lambda x: x.unbox(), drawn, is_leaf=lambda x: hasattr(x, "unbox")), expected
-    )
+    chex.assert_trees_all_equal(drawn, quantise(plain))

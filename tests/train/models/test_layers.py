@@ -26,10 +26,10 @@ def test_gradients_of_scales_and_biases_are_sums_in_float32(offset):
     biases = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
     model = Decoder(DecoderConfig(dtype="bfloat16", qk_norm=True, norm_offset=offset, **shape, **biases))
     tokens, mask = jnp.zeros((3, 5), jnp.int32), jnp.ones((3, 5), bool)
-    params = jax.eval_shape(model.init, jax.random.key(0), tokens, mask)
+    params = model.structure().params
 
     def loss(params):
-        return model.apply(params, tokens, mask).astype(jnp.float32).sum()
+        return model.bind(params)(tokens, mask).astype(jnp.float32).sum()
 
     found = list(sums(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
     # Of scales: two norms of a layer, two of its heads, the last one; and seven biases.

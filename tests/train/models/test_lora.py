@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import kljax
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.layers import Linear
-from train.models.lora import PROJECTIONS, merge
+from train.models.lora import PROJECTIONS
+from train.models.merge import merge
+from train.models.parameters import InitKey
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter, init_adapter, init_params
 from train.rl.policy import hidden_states as eager_hidden_states
@@ -82,11 +85,14 @@ def test_an_adapter_is_float32_on_a_bfloat16_base_and_their_sum_is_rounded_once(
     rng = np.random.default_rng(0)
     x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((2, 5, 16), (16, 24)))
     lora_a, lora_b = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((16, 3), (3, 24)))
-    linear = Linear(24, ("embed", "heads"), lora=LORA, param_dtype="bfloat16", name="q_proj")
-    drawn = linear.init({"params": jax.random.key(0), "lora": jax.random.key(0)}, x)["lora"]
-    assert {leaf.dtype for leaf in jax.tree.leaves(drawn)} == {jnp.dtype("float32")}
-    y = linear.apply({"params": {"kernel": kernel}, "lora": {"lora_A": lora_a, "lora_B": lora_b}}, x)
-    alone = linear.apply({"params": {"kernel": kernel}}, x)
+    linear, plain = (
+        Linear(16, 24, ("embed", "heads"), key=InitKey(jax.random.key(0)), lora=lora, param_dtype="bfloat16")
+        for lora in (LORA, None)
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(linear, nnx.LoRAParam))} == {jnp.dtype("float32")}
+    nnx.update(linear, {"kernel": kernel, "lora_A": lora_a, "lora_B": lora_b})
+    nnx.update(plain, {"kernel": kernel})
+    y, alone = linear(x), plain(x)
     a, b, rows = (np.asarray(value, np.float64) for value in (lora_a, lora_b, x))
     expected = np.asarray(alone, np.float64) + 12 / 3 * rows @ a @ b
     # Half a unit in the last of bfloat16's 8 digits, and what float32 leaves of terms near 50 that cancel.

@@ -127,7 +127,7 @@ def test_greedy_continuations_are_those_of_transformers_decoded_one_token_at_a_t
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def generate(params: dict) -> jax.Array:
-        hidden, cache = model.apply({"params": params}, prompts, mask, method="prefill")
+        hidden, cache = model.bind(params).prefill(prompts, mask)
         cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0), (0, 0))), cache)
         seen = jnp.pad(mask, ((0, 0), (0, room)))
         first = jnp.argmax(logits_of(model, params, hidden[:, -1]), -1)
@@ -136,7 +136,7 @@ def test_greedy_continuations_are_those_of_transformers_decoded_one_token_at_a_t
             token, cache, seen = carry
             seen = seen.at[:, column].set(True)
             place = seen.sum(-1) - 1
-            hidden, cache = model.apply({"params": params}, token, place, cache, seen, column, method="decode")
+            hidden, cache = model.bind(params).decode(token, place, cache, seen, column)
             return (jnp.argmax(logits_of(model, params, hidden), -1), cache, seen), token
 
         columns = prompts.shape[1] + jnp.arange(room)

@@ -80,7 +80,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def run():
-    return jit(lambda params, *args: Decoder(CONFIG).apply({"params": params}, *args))
+    return jit(lambda params, *args: Decoder(CONFIG).bind(params)(*args))
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_what_is_computed_in_is_apart_from_what_is_held(dtype, param_dtype, para
     assert {leaf.dtype for leaf in jax.tree.leaves(held)} == {jnp.dtype(param_dtype)}
     weights = jax.tree.map(lambda x, like: x.astype(like.dtype), params, held)
     text = jnp.asarray(TEXTS, jnp.int32)
-    hidden = jit(Decoder(config).apply)({"params": weights}, text, jnp.ones_like(text, bool))
+    hidden = jit(lambda weights: Decoder(config).bind(weights)(text, jnp.ones_like(text, bool)))(weights)
     assert hidden.dtype == dtype
     error = jnp.sqrt(jnp.mean((hidden - alone) ** 2) / jnp.mean(alone**2))
     assert 1e-4 < error < 0.05
@@ -165,8 +165,10 @@ def test_gradients_of_trained_weights_stay_float32_when_bfloat16_is_computed_in(
 
     def gradient(dtype):
         model = Decoder(dataclasses.replace(CONFIG, dtype=dtype))
-        run = jit(jax.grad(lambda params: jnp.sum(model.apply({"params": params}, text, mask) * towards)))
-        return run({name: tree for name, tree in params.items() if name != "lm_head"})
+        run = jit(jax.grad(lambda params: jnp.sum(model.bind(params)(text, mask) * towards)))
+        gradient = run(params)
+        assert not gradient.pop("lm_head")["kernel"].any()
+        return gradient
 
     exact, found = gradient("float32"), gradient("bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}

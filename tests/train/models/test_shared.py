@@ -11,10 +11,10 @@ import pytest
 
 from tests.train.models.test_rows import CONFIG, PAD, jit, weights
 from train.models import Decoder, attention, kernels
-from train.models.attention import attend, token_sight
+from train.models.attention import AttentionOptions, attend, causal_mask
 from train.models.kernels import choose_kernel, splash_attention
 from train.models.sharding import make_mesh
-from train.models.shared import attend_shared, pack, shared_sight, unpack
+from train.models.shared import attend_shared, pack, shared_prompt_mask, unpack
 from train.rl.policy import hidden_states
 
 PROMPTS, GROUP, PROMPT, ROOM = 2, 3, 7, 5
@@ -61,14 +61,15 @@ def test_hidden_states_and_gradients_are_those_of_whole_rows():
     weight = jnp.asarray(np.random.default_rng(2).standard_normal((*TOKENS.shape, CONFIG.width), np.float32))
 
     def run(params, **options):
-        hidden = model.apply({"params": params}, TOKENS, MASK, **options)
+        transformer = model.bind(params)
+        hidden = transformer.grouped(TOKENS, MASK, **options) if options else transformer(TOKENS, MASK)
         return jnp.where(MASK[..., None], hidden * weight, 0).sum(), hidden
 
     def both(**options):
         return jit(jax.value_and_grad(functools.partial(run, **options), has_aux=True))(poisoned())
 
     (_, whole), whole_gradient = both()
-    (_, shared), gradient = both(prompt=PROMPT, group=GROUP, method="grouped")
+    (_, shared), gradient = both(prompt=PROMPT, group=GROUP)
     chex.assert_trees_all_close(shared[MASK], whole[MASK], atol=5e-6)
     chex.assert_tree_all_finite((shared, gradient))
     size = jax.tree.map(lambda x: jnp.abs(x).max() + 1e-30, whole_gradient)
@@ -78,9 +79,7 @@ def test_hidden_states_and_gradients_are_those_of_whole_rows():
 
 def test_a_completion_sees_its_own_tokens_and_its_prompt_alone():
     model, params = Decoder(CONFIG), poisoned()
-    run = jit(
-        lambda tokens: model.apply({"params": params}, tokens, MASK, prompt=PROMPT, group=GROUP, method="grouped")
-    )
+    run = jit(lambda tokens: model.bind(params).grouped(tokens, MASK, prompt=PROMPT, group=GROUP))
     before, at = run(TOKENS), (0, PROMPT + 2)
     after = run(TOKENS.at[at].set(1 + TOKENS[at] % 23))
     changed = np.abs(np.asarray(after - before)).max(-1) > 0
@@ -101,10 +100,10 @@ def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(slid
     mask = jnp.stack([column[: prompt + room] >= 7, column[: prompt + room] < 150]).at[1, 150:].set(False)
     both = jnp.concatenate([mask, mask.at[1, prompt:].set(False)])[jnp.array([0, 2, 1, 3])]
     both = both.at[:, :prompt].set(both[::2, :prompt].repeat(2, axis=0))
-    sight = shared_sight(both, prompt, 2, WINDOW)
+    mask = shared_prompt_mask(both, prompt, 2, WINDOW)
 
     def computed():
-        run = functools.partial(attend_shared, sight=sight, sliding=sliding, scale=0.7, softcap=softcap)
+        run = functools.partial(attend_shared, mask=mask, options=AttentionOptions(sliding, 0.7, softcap))
 
         def results():
             output, pull = jax.vjp(run, *heads(rows, prompt + 2 * room))
@@ -119,7 +118,7 @@ def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(slid
 
 
 def test_every_query_sees_what_it_sees_in_a_whole_row():
-    whole, last = (token_sight(MASK, None, WINDOW, first=first) for first in (0, PROMPT))
+    whole, last = (causal_mask(MASK, None, WINDOW, first=first) for first in (0, PROMPT))
     assert last.sliding is not None
     np.testing.assert_array_equal(last.full, whole.full[:, :, PROMPT:])
     np.testing.assert_array_equal(last.sliding, whole.sliding[:, :, PROMPT:])
@@ -135,10 +134,10 @@ def test_cudnn_takes_no_odd_number_of_keys(monkeypatch):
 @pytest.mark.parametrize(("kind", "platform", "call"), [("TPU v5 lite", "tpu", "@tpu_custom_call")])
 def test_both_parts_can_be_lowered_on_a_mesh(kind, platform, call, monkeypatch):
     monkeypatch.setattr(kernels, "device_kind", lambda: kind)
-    sight = shared_sight(jnp.ones((4, 40), bool), 24, 2, None)
+    mask = shared_prompt_mask(jnp.ones((4, 40), bool), 24, 2, None)
 
     def loss(*operands):
-        return attend_shared(*operands, sight, sliding=False, scale=1.0, softcap=None).astype(jnp.float32).sum()
+        return attend_shared(*operands, mask, AttentionOptions(scale=1.0)).astype(jnp.float32).sum()
 
     operands = [x.astype(jnp.bfloat16) for x in heads(2, 24 + 2 * 16)]
     with jax.set_mesh(make_mesh(2, 1, 2)):
@@ -155,7 +154,7 @@ def test_a_group_without_its_prompt_is_refused():
 @pytest.mark.thorough
 def test_attention_without_a_shared_prompt_is_untouched():
     """The sum over groups of the gradient of a prompt's keys is what separate rows add up to."""
-    whole = token_sight(MASK, None, None)
+    whole = causal_mask(MASK, None, None)
     query, key, value = heads(PROMPTS, PROMPT + GROUP * ROOM)
 
     def separate(key, value):
@@ -163,8 +162,8 @@ def test_attention_without_a_shared_prompt_is_untouched():
         return jnp.where(MASK[..., None, None], attend(*rows, whole), 0)[:, PROMPT:].sum()
 
     def shared(key, value):
-        sight = shared_sight(MASK, PROMPT, GROUP, None)
-        output = attend_shared(query, key, value, sight, sliding=False, scale=None, softcap=None)
+        mask = shared_prompt_mask(MASK, PROMPT, GROUP, None)
+        output = attend_shared(query, key, value, mask, AttentionOptions())
         return jnp.where(MASK[..., None, None], unpack(output, PROMPT, GROUP), 0)[:, PROMPT:].sum()
 
     found, expected = (jax.value_and_grad(f, (0, 1))(key, value) for f in (shared, separate))

@@ -50,17 +50,15 @@ def traced(request):
     name, way = request.param
     model = Decoder(CONFIGS[name])
     tokens, mask = jnp.zeros((ROWS, LENGTH), jnp.int32), jnp.ones((ROWS, LENGTH), bool)
-    variables = jax.eval_shape(model.init, jax.random.key(0), tokens, mask)
-    params = {"params": variables["params"]}
+    params = model.structure().params
     if way == "whole":
-        return name, jax.make_jaxpr(lambda params: model.apply(params, tokens, mask))(params).jaxpr
+        return name, jax.make_jaxpr(lambda params: model.bind(params)(tokens, mask))(params).jaxpr
     held = jnp.zeros((2, ROWS, LENGTH, 1, 8), jnp.bfloat16)
     place = jnp.full(ROWS, LENGTH - 1)
 
     def decode(params: Any) -> jax.Array:
-        return model.apply(
-            params, tokens[:, 0], place, KeyValues(held, held), mask, jnp.int32(LENGTH - 1), method="decode"
-        )[0]
+        cache = KeyValues(held, held)
+        return model.bind(params).decode(tokens[:, 0], place, cache, mask, jnp.int32(LENGTH - 1))[0]
 
     return name, jax.make_jaxpr(decode)(params).jaxpr
 

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import kljax
 from tests import tiny
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.sharding import make_mesh
 from train.rl.policy import (
+    bind,
     head,
     hidden_states,
     init_adapter,
@@ -22,7 +24,6 @@ from train.rl.policy import (
     stored_head,
     token_stats,
     token_values,
-    variables,
 )
 
 CONFIG = DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
@@ -174,11 +175,12 @@ def test_values_belong_to_the_state_before_the_token():
     assert not values[:, 0].any()
 
 
-def test_the_adapter_collection_is_there_only_when_there_is_an_adapter():
+def test_the_adapter_is_there_only_when_there_is_one():
     policy = policy_of(MODEL)
-    assert set(variables(MODEL, policy)) == {"params"}
+    adapted = Decoder(dataclasses.replace(CONFIG, lora=LoraConfig(2, 4.0, ("q_proj",))))
+    assert not jax.tree.leaves(nnx.state(bind(adapted, policy), nnx.LoRAParam))
     with pytest.raises(ValueError, match="no lora section"):
-        variables(MODEL, kljax.Policy(policy.params, {"layers": {}}))
+        bind(MODEL, kljax.Policy(policy.params, {"layers": {}}))
 
 
 @pytest.mark.thorough

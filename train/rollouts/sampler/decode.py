@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from train.models import Decoder, GroupCache, KeyValues, SlotCache, Turns, layer_variables, rotations
+from train.models import GroupCache, KeyValues, RopeTables, SlotCache, Transformer, rope_tables
 from train.models.sharding import axis_size, constrain
 
 Tree = Any
@@ -22,30 +22,29 @@ class Decoding:
     """The model in the loop.
 
     Attributes:
-      model: the decoder.
-      variables: what `model.apply` takes.
-      layers: of each layer where these run one after the other, each with a cache of its own that is updated where it
-        is; None: one loop over layers, whatever the depth, at the price of copies out of the stack and into it.
-      turns: the rotations of all positions [1, S, 1, H / 2], looked up where layers run one after the other: each of
-        them would compute sines and cosines for itself, in the same loop as what it does with them.
+      transformer: the decoder and its weights.
+      rope: `rope_tables` of all positions [1, S], looked up if the layers are unrolled, each of which would compute
+        sines and cosines again, fused with their use. None: one loop over stacked layers, whose program does not grow
+        with the depth, at the price of copies out of the stack of caches and back.
     """
 
-    model: Decoder
-    variables: dict[str, Tree]
-    layers: list[Any] | None
-    turns: Turns | None
+    transformer: Transformer
+    rope: RopeTables | None
 
     @classmethod
-    def of(cls, model: Decoder, variables: dict[str, Tree], columns: int, dtype: Any, *, unroll: bool) -> "Decoding":
-        """With layers apart if `unroll`; their weights are copied out of the stack once, before the loop.
+    def of(cls, transformer: Transformer, columns: int, dtype: Any, *, unroll: bool) -> "Decoding":
+        """Copies the layers out of the stack once, before the loop, if `unroll`.
 
         Args:
-          columns: the most tokens of a row; dtype: that is computed in.
+          transformer: with stacked layers.
+          columns: the most tokens of a row.
+          dtype: the compute type.
+          unroll: whether decoding goes through the layers one by one, not in a loop.
         """
         if not unroll:
-            return cls(model, variables, None, None)
-        turns = rotations(model.config, jnp.arange(columns)[None], dtype)
-        return cls(model, variables, layer_variables(variables, model.config.layers), turns)
+            return cls(transformer, None)
+        rope = rope_tables(transformer.config, jnp.arange(columns)[None], dtype)
+        return cls(transformer.unrolled(), rope)
 
     def first(self, prompts: KeyValues, room: int) -> Cache:
         """The cache of slots that begin with `prompts` [L, S, P, K, H], with `room` columns after them."""
@@ -53,7 +52,7 @@ class Decoding:
         def widened(x: jax.Array, axis: int, *axes: str | None) -> jax.Array:
             return constrain(jnp.pad(x, [(0, room if axis == n else 0) for n in range(x.ndim)]), *axes)
 
-        if self.layers is None:
+        if self.rope is None:
             return jax.tree.map(lambda x: widened(x, 2, "layers", "rows", None, "kv_heads", None), prompts)
         axes = ("rows", "kv_heads", None, None)
         split = [SlotCache.of(one) for one in self._apart(prompts)]
@@ -62,12 +61,12 @@ class Decoding:
     def whole(self, prompts: KeyValues, pick: Pick, group: int, room: int) -> Cache:
         """The cache of a slot for every row: `group` rows of each prompt [L, N, P, K, H], or those of `pick`."""
         # On a mesh a prompt may be on another device than its rows.
-        if group == 1 or self.layers is None or axis_size("rows") > 1:
+        if group == 1 or self.rope is None or axis_size("rows") > 1:
             return self.first(jax.tree.map(lambda x: pick(x, 1), prompts), room)
         return [GroupCache.of(one, group, room) for one in self._apart(prompts)]
 
     def _apart(self, stacked: KeyValues) -> list[KeyValues]:
-        return [jax.tree.map(lambda x, n=n: x[n], stacked) for n in range(self.model.config.layers)]
+        return [jax.tree.map(lambda x, n=n: x[n], stacked) for n in range(self.transformer.config.layers)]
 
     def load(self, cache: Cache, slot: jax.Array, prompts: KeyValues, prompt: jax.Array) -> Cache:
         """The cache with one prompt's columns copied into one slot; what is after them is in no mask."""
@@ -90,16 +89,8 @@ class Decoding:
         key_positions: jax.Array,
     ) -> tuple[jax.Array, Cache]:
         """Hidden states [slots, D] that predict what follows `tokens` [slots], and the cache with them in `column`."""
-        turns = jax.tree.map(lambda x: jnp.take(x[0], positions, axis=0, mode="clip")[:, None], self.turns)
-        return self.model.apply(
-            self.variables,
-            tokens,
-            positions,
-            cache,
-            token_mask,
-            column,
-            key_positions=key_positions,
-            layers=self.layers,
-            turns=turns,
-            method=Decoder.decode,
+        rope = jax.tree.map(lambda x: jnp.take(x[0], positions, axis=0, mode="clip")[:, None], self.rope)
+        hidden, cache_with_token = self.transformer.decode(
+            tokens, positions, cache, token_mask, column, key_positions=key_positions, rope=rope
         )
+        return hidden, cast(Cache, cache_with_token)

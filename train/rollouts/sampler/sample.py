@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 import kljax
-from train.models import Decoder, KeyValues
+from train.models import Decoder, KeyValues, Transformer
 from train.models.sharding import axis_size
-from train.rl.policy import head, variables
+from train.rl.policy import bind, head
 from train.rollouts.sampler.decode import Decoding, Pick
 from train.rollouts.sampler.draw import Sampling, draw, token_uniforms
 from train.rollouts.sampler.queue import Rows, empty, refill, whole
@@ -20,13 +20,13 @@ from train.rollouts.sampler.stops import StopTable
 
 
 def _prefill(
-    model: Decoder, params: dict, prompts: jax.Array, prompt_mask: jax.Array
+    transformer: Transformer, prompts: jax.Array, prompt_mask: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, KeyValues]:
     """Prompts, mask, last hidden states [N, D] and cache; N is filled up to what the mesh divides."""
     fill = -len(prompts) % axis_size("rows")
     prompts = jnp.pad(prompts.astype(jnp.int32), ((0, fill), (0, 0)))
     prompt_mask = jnp.pad(prompt_mask, ((0, fill), (0, 0)))
-    hidden, cache = model.apply(params, prompts, prompt_mask, method=Decoder.prefill)
+    hidden, cache = transformer.prefill(prompts, prompt_mask)
     return prompts, prompt_mask, hidden[:, -1], cache
 
 
@@ -198,11 +198,11 @@ def sample(
     count = len(chosen)
     slots = count if slots is None else min(slots, count)
     _check(count, slots, max_new_tokens)
-    params = variables(model, policy)
+    transformer = bind(model, policy)
     lengths = pick(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), 0)
     limit = jnp.full(count, max_new_tokens) if limits is None else jnp.minimum(limits, max_new_tokens)
     limit = jnp.where(lengths > 0, limit, 0)
-    filled, filled_mask, hidden, cache = _prefill(model, params, prompts, prompt_mask)
+    filled, filled_mask, hidden, cache = _prefill(transformer, prompts, prompt_mask)
     rows = Rows(
         order=jnp.argsort(limit <= 0, stable=True).astype(jnp.int32),
         count=jnp.sum(limit > 0, dtype=jnp.int32),
@@ -217,7 +217,7 @@ def sample(
     )
     ends = jnp.asarray(eos_ids, jnp.int32).reshape(-1)
     unroll = jax.default_backend() == "cpu" if unroll is None else unroll
-    decoding = Decoding.of(model, params, prompts.shape[1] + max_new_tokens, hidden.dtype, unroll=unroll)
+    decoding = Decoding.of(transformer, prompts.shape[1] + max_new_tokens, hidden.dtype, unroll=unroll)
     if slots == count:
         start = whole(rows, decoding, pick, group, max_new_tokens)
     else:

@@ -8,9 +8,7 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from train.models.decoder import Decoder
 
@@ -43,10 +41,7 @@ class Slot:
 
 def layout(model: Decoder) -> Tree:
     """Shapes and dtypes of the base parameters before any of them is quantised; nothing is drawn."""
-    bare = Decoder(dataclasses.replace(model.config, lora=None, quantization=None))
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    mask = jax.ShapeDtypeStruct((1, 1), jnp.bool_)
-    return nn.unbox(jax.eval_shape(bare.init, jax.random.key(0), tokens, mask)["params"])
+    return Decoder(dataclasses.replace(model.config, quantization=None)).structure().params
 
 
 @functools.cache

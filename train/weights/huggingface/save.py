@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import kljax
 from train.models.decoder import Decoder
 from train.models.int8 import dequantise, is_int8
-from train.models.lora import merge
+from train.models.merge import merge
 from train.weights.files import check_free, new_directory, write_text_atomic
 from train.weights.huggingface.config import hf_config
 from train.weights.huggingface.contents import CONFIG, INDEX, SINGLE
