@@ -1,7 +1,7 @@
-"""Examples to batches: length filter, padding, and shuffled epochs that are read by step.
+"""Batches of examples: length filter, padding, and shuffled epochs indexed by step.
 
-A sequence is laid out as `[prompt, left-padded to P | completion, right-padded to C]`. The masks say which positions
-are real; they come from lengths, the pad id is never looked for. All arrays are numpy, int32 and bool.
+A sequence is laid out as `[prompt, left-padded to P | completion, right-padded to C]`. The masks mark the
+real tokens. They come from the lengths, never from the pad id. All arrays are numpy, int32 and bool.
 """
 
 import logging
@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 class SupervisedBatch(NamedTuple):
     """Prompts with their solutions: `tokens` int32, `token_mask` and `completion_mask` bool, each `[B, P + C]`.
 
-    `completion_mask` marks the solution and its EOS, which are what is trained.
+    `completion_mask` marks the solution and its EOS, the tokens of the supervised loss.
     """
 
     tokens: np.ndarray
@@ -53,13 +53,13 @@ def _pad(
 
 
 def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """The prompt of each example as the tokenizer frames it, left-padded.
+    """Encodes the prompt of each example, left-padded.
 
     Returns:
-      tokens `[N, length]` int32 and mask `[N, length]` bool, true at real tokens.
+      Tokens `[N, length]` int32 and mask `[N, length]` bool, True at real tokens.
 
     Raises:
-      ValueError: a prompt is longer than `length`; `keep_prompts` removes those.
+      ValueError: a prompt is longer than `length`; filter the examples with `keep_prompts` first.
     """
     return _pad([_prompt_ids(example, tokenizer) for example in examples], length, tokenizer.pad_id, left=True)
 
@@ -67,7 +67,7 @@ def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: in
 def encode_solutions(
     examples: Sequence[Example], tokenizer: Tokenizer, *, prompt_length: int, completion_length: int
 ) -> SupervisedBatch:
-    """Prompt, solution and what ends it of each example in the layout of a sampled batch."""
+    """Encodes prompt, solution and EOS of each example in the layout of a sampled batch."""
     prompts, prompt_mask = encode_prompts(examples, tokenizer, prompt_length)
     rows = [_solution_ids(example, tokenizer) for example in examples]
     solutions, solution_mask = _pad(rows, completion_length, tokenizer.pad_id, left=False)
@@ -79,56 +79,54 @@ def encode_solutions(
 
 
 def decode_completions(tokens: np.ndarray, completion_mask: np.ndarray, tokenizer: Tokenizer) -> list[str]:
-    """The text of the marked tokens of each row of `[B, T]` arrays."""
+    """Decodes the masked-in tokens of each row of `[B, T]` arrays."""
     return [
         tokenizer.decode(row[mask].tolist())
         for row, mask in zip(np.asarray(tokens), np.asarray(completion_mask), strict=True)
     ]
 
 
-def _keep(examples: Sequence[Example], lengths: Sequence[int], limit: int, what: str, field: str) -> list[Example]:
-    kept = [example for example, length in zip(examples, lengths, strict=True) if length <= limit]
-    if not kept:
+def _keep(examples: Sequence[Example], lengths: Sequence[int], limit: int, label: str, field: str) -> list[Example]:
+    fitting = [example for example, length in zip(examples, lengths, strict=True) if length <= limit]
+    if not fitting:
         shortest = min(lengths, default=0)
         raise UserError(
-            f"{field}: got {limit}, but none of the {len(examples)} {what} fit"
-            + (f"; the shortest has {shortest} tokens, raise {field} to at least that" if examples else "")
+            f"{field}: got {limit}, but none of the {len(examples)} {label} fit"
+            + (f"; the shortest has {shortest} tokens; raise {field} to at least that" if examples else "")
         )
-    dropped = len(examples) - len(kept)
+    dropped = len(examples) - len(fitting)
     if dropped:
         _LOG.warning(
-            "%d of %d %s are longer than %s = %d tokens and are left out", dropped, len(examples), what, field, limit
+            "%d of %d %s are longer than %s = %d tokens and are left out", dropped, len(examples), label, field, limit
         )
-    return kept
-
-
-def _counted(ids: np.ndarray, what: str, example: Example) -> np.ndarray:
-    if not len(ids):
-        raise UserError(f"{what} without a single token: {example.prompt[:80]!r}, and the tokenizer puts nothing first")
-    return ids
+    return fitting
 
 
 def keep_prompts(
-    examples: Sequence[Example], tokenizer: Tokenizer, length: int, *, what: str = "prompts"
+    examples: Sequence[Example], tokenizer: Tokenizer, length: int, *, label: str = "prompts"
 ) -> list[Example]:
-    """The examples whose framed prompt has at most `length` tokens; how many are left out is logged as a warning.
+    """Drops the examples whose encoded prompt has more than `length` tokens, and logs a warning with their number.
 
-    Those that are kept carry their tokens (`Example.prompt_ids`): no prompt is tokenized twice.
+    The returned examples carry their tokens (`Example.prompt_ids`), so no prompt is tokenized twice.
 
     Raises:
-      UserError: none is left; says which setting to raise. Or a prompt has no token at all.
+      UserError: no prompt fits (the message names the setting to raise), or a prompt has no tokens.
     """
     ids = [np.asarray(_prompt_ids(example, tokenizer), np.int32) for example in examples]
-    rows = zip(examples, ids, strict=True)
-    tokenized = [replace(example, prompt_ids=_counted(row, "a prompt", example)) for example, row in rows]
-    return _keep(tokenized, [len(row) for row in ids], length, what, "data.max_prompt_length")
+    for example, row in zip(examples, ids, strict=True):
+        if not len(row):
+            raise UserError(
+                f"prompt: got {example.prompt[:80]!r}, which has no tokens; write a prompt that is not empty"
+            )
+    tokenized = [replace(example, prompt_ids=row) for example, row in zip(examples, ids, strict=True)]
+    return _keep(tokenized, [len(row) for row in ids], length, label, "data.max_prompt_length")
 
 
 def keep_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> list[Example]:
-    """The examples whose solution with what ends it has at most `length` tokens; otherwise as `keep_prompts`.
+    """Drops the examples whose solution and EOS have more than `length` tokens; otherwise as `keep_prompts`.
 
     Raises:
-      UserError: none is left, or an example has no solution.
+      UserError: no solution fits, or an example has no solution.
     """
     _check_solved(examples)
     ids = [np.asarray(_solution_ids(example, tokenizer), np.int32) for example in examples]
@@ -137,7 +135,7 @@ def keep_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: in
 
 
 def check_solutions(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> None:
-    """Raises what `keep_solutions` would, but tokenizes no more than until one solution fits."""
+    """Raises the errors of `keep_solutions`, but stops tokenizing at the first solution that fits."""
     _check_solved(examples)
     if not any(len(_solution_ids(example, tokenizer)) <= length for example in examples):
         keep_solutions(examples, tokenizer, length)
@@ -147,8 +145,8 @@ def _check_solved(examples: Sequence[Example]) -> None:
     for example in examples:
         if not example.solution:
             raise UserError(
-                f"warm_start.steps: a warm start imitates solutions, but there is none for {example.prompt[:80]!r}; "
-                "warm_start.steps=0 starts without"
+                f"warm_start.steps: a warm start trains on solutions, but there is none for {example.prompt[:80]!r}; "
+                "add a solution, or set warm_start.steps=0"
             )
 
 
@@ -164,21 +162,21 @@ def _epochs(
 
     def batch(step: int) -> list[Example]:
         start = step * batch_size + shard_index * rows
-        return [dataset[place] for place in range(start, start + rows)]
+        return [dataset[index] for index in range(start, start + rows)]
 
     return batch
 
 
 class Prompts:
-    """Endless shuffled epochs of the examples whose prompt fits, read by step.
+    """Endless shuffled epochs of the examples whose prompt fits, indexed by step.
 
-    Batch `step` holds places `step * batch_size + 0, 1, ...` of the epochs, each a different permutation. Nothing is
-    carried from step to step: a resumed run asks for its step and gets the same batch. A shard is a contiguous slice
-    of each batch, so all shards in order are the batch, however many there are.
+    Batch `step` holds indices `step * batch_size + 0, 1, ...` of the epochs, each a different permutation. No state is
+    carried between steps, so a resumed run gets the same batches. A shard is a contiguous slice of each batch:
+    concatenating the shards in order gives the batch for any number of shards.
 
     Attributes:
-      examples: those that fit.
-      dropped: number of those that do not.
+      examples: the examples that fit.
+      dropped: number of examples that do not fit.
     """
 
     def __init__(
@@ -199,12 +197,12 @@ class Prompts:
         )
 
     def batch(self, step: int) -> list[Example]:
-        """The examples of `step`: of this shard, `batch_size / shard_count` of them."""
+        """Returns the `batch_size / shard_count` examples of this shard at `step`."""
         return self._batch(step)
 
 
 class Supervised:
-    """As `Prompts`, for examples whose prompt and solution both fit; batches are padded arrays."""
+    """Shuffled epochs as `Prompts`, of examples whose prompt and solution both fit; batches are padded arrays."""
 
     def __init__(
         self,
@@ -227,7 +225,7 @@ class Supervised:
         )
 
     def batch(self, step: int) -> SupervisedBatch:
-        """The arrays of `step`: of this shard, `batch_size / shard_count` rows."""
+        """Returns the arrays of `step`: the `batch_size / shard_count` rows of this shard."""
         prompt_length, completion_length = self._lengths
         return encode_solutions(
             self._batch(step), self._tokenizer, prompt_length=prompt_length, completion_length=completion_length

@@ -46,7 +46,7 @@ def make_context(config: Config) -> RunContext:
         batch_size=config.rollout.prompts_per_step,
         seed=config.seed,
     )
-    held_out = keep_prompts(task.eval, tokenizer, config.data.max_prompt_length, what="held-out prompts")
+    held_out = keep_prompts(task.eval, tokenizer, config.data.max_prompt_length, label="held-out prompts")
     return RunContext(
         config=config,
         mesh=config_mesh(config),

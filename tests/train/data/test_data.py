@@ -186,6 +186,6 @@ def test_no_text_is_tokenized_twice():
 def test_a_warm_start_without_solutions_is_named():
     without = [Example("1=", "1", "")]
     with pytest.raises(
-        UserError, match=r"warm_start\.steps: a warm start imitates solutions.*'1='.*warm_start\.steps=0"
+        UserError, match=r"warm_start\.steps: a warm start trains on solutions.*'1='.*warm_start\.steps=0"
     ):
         Supervised(without, TOKENIZER, prompt_length=8, completion_length=4, batch_size=1, seed=0)

@@ -177,7 +177,7 @@ def test_where_a_template_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("files", "settings", "message"),
     [
-        ({"tokenizer__json": None}, {}, r"has no tokenizer\.json; transformers makes it"),
+        ({"tokenizer__json": None}, {}, r"has no tokenizer\.json; convert the tokenizer with"),
         ({"tokenizer__json": "{}"}, {}, r"cannot read .*tokenizer\.json"),
         ({"tokenizer_config__json": "{"}, {}, r"cannot read .*tokenizer_config\.json"),
         ({"tokenizer_config__json": "[1]"}, {}, r"tokenizer_config\.json holds list"),
@@ -185,12 +185,16 @@ def test_where_a_template_is_found(tmp_path):
         ({"chat_template__jinja": None}, {"system": "x"}, r"data\.system: only a chat template reads it, and .* none"),
         ({}, {"chat": False, "arguments": {"a": 1}}, r"data\.template_arguments: .* data\.chat is false"),
         ({}, {"template": "missing.jinja"}, r"data\.chat_template: cannot read missing\.jinja"),
-        ({"chat_template__jinja": "{% if %}"}, {}, r"data\.chat: .*chatml: the chat template is not jinja2: line 1"),
+        (
+            {"chat_template__jinja": "{% if %}"},
+            {},
+            r"data\.chat: .*chatml: the chat template is not valid jinja2: line 1",
+        ),
         ({"config__json": {"vocab_size": 10}}, {}, r"has 355 ids, but config\.json a vocabulary of 10"),
         (
             {"tokenizer_config__json": {"eos_token": None}, "generation_config__json": None},
             {},
-            "names nothing that ends a completion",
+            "has no EOS token; set eos_token in",
         ),
     ],
 )
@@ -222,7 +226,7 @@ def test_an_unknown_decoder_is_named_when_bytes_are_asked_for(tmp_path):
 
 
 def test_a_prompt_without_a_token_is_named():
-    with pytest.raises(UserError, match="a prompt without a single token"):
+    with pytest.raises(UserError, match="prompt: got '', which has no tokens"):
         keep_prompts([Example("", "", "")], load_folder(FOLDERS / "chatml", chat=False), 8)
 
 

@@ -50,10 +50,10 @@ _TASKS = {"arithmetic": _arithmetic, "gsm8k": _gsm8k, "math": _math, "countdown"
 
 
 def load_task(config: Config) -> Task:
-    """The task that `config.task` names, loaded as `config.data` and `config.eval` say.
+    """Loads the task named by `config.task` with the settings of `config.data` and `config.eval`.
 
     Raises:
-      UserError: a split would be empty, a file is missing or malformed, or a reward is weighed that the task lacks.
+      UserError: a split is empty, a file is missing or malformed, or `rewards.weights` names an unknown reward.
     """
     task = _TASKS[config.task](config)
     if task.rewards:

@@ -12,14 +12,14 @@ from train.data.tasks.task import Example, Task
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _LOG = logging.getLogger(__name__)
 
-# The split is not a function of the run's seed: a base model that one run warm-started can be the start of a run with
-# another seed without having seen the held-out problems, and accuracies of different seeds are on the same problems.
+# The split does not depend on the seed of the run: accuracies of different seeds are on the same problems, and a
+# base model from the warm start of one run has not seen the held-out problems of another.
 SPLIT_SEED = 0
-# Every problem is listed; a larger range would need gigabytes.
+# All problems are listed in memory; a larger range would need gigabytes.
 MAX_OPERAND = 999
 
 
-# What a wrong solution is off by: a slip in the last digit, or a forgotten or invented carry.
+# Errors of the wrong solutions: a slip in the last digit, or a carry too few or too many.
 SLIPS = (-10, -1, 1, 10)
 
 
@@ -29,30 +29,30 @@ def _example(left: int, operation: str, right: int, slip: int) -> Example:
 
 
 def _problems(max_operand: int, operations: str, error_rate: float, seed: int) -> list[Example]:
-    operands, draw = max_operand + 1, np.random.default_rng(seed)
+    operands, rng = max_operand + 1, np.random.default_rng(seed)
     shape = (operands, len(operations), operands)
-    order = draw.permutation(operands * len(operations) * operands)
+    order = rng.permutation(operands * len(operations) * operands)
     columns = (axis.tolist() for axis in np.unravel_index(order, shape))
-    problems = zip(*columns, _slips(len(order), error_rate, draw), strict=True)
+    problems = zip(*columns, _slips(len(order), error_rate, rng), strict=True)
     return [_example(left, operations[which], right, slip) for left, which, right, slip in problems]
 
 
-def _slips(count: int, error_rate: float, draw: np.random.Generator) -> list[int]:
-    return np.where(draw.random(count) < error_rate, draw.choice(SLIPS, count), 0).tolist()
+def _slips(count: int, error_rate: float, rng: np.random.Generator) -> list[int]:
+    return np.where(rng.random(count) < error_rate, rng.choice(SLIPS, count), 0).tolist()
 
 
 def _more_solutions(examples: list[Example], count: int, error_rate: float, seed: int) -> list[Example]:
-    # A stream of its own: the first solutions do not depend on how many follow.
-    draw = np.random.default_rng((seed, 1))
+    # A separate random stream, so that the first solutions do not depend on `count`.
+    rng = np.random.default_rng((seed, 1))
     return [
         replace(example, solution=str(int(example.answer) + slip))
         for _ in range(count)
-        for example, slip in zip(examples, _slips(len(examples), error_rate, draw), strict=True)
+        for example, slip in zip(examples, _slips(len(examples), error_rate, rng), strict=True)
     ]
 
 
 def score(example: Example, completion: str, finished: bool) -> dict[str, float]:
-    """1 for exactly the answer followed by EOS, else 0."""
+    """Returns reward 1 for exactly the answer followed by EOS, else 0."""
     correct = float(finished and completion == example.answer)
     return {"reward": correct, "correct": correct}
 
@@ -66,15 +66,15 @@ def load(
     solutions: int = 1,
     seed: int = SPLIT_SEED,
 ) -> Task:
-    """Lists all problems `a op b` with operands 0..max_operand in a seeded order; the first `held_out` are held out.
+    """Lists all problems `a op b` with operands 0..max_operand in a seeded order; holds out the first `held_out`.
 
     Args:
       max_operand: largest operand, 1 to 999.
-      operations: some of "+", "-" and "*"; differences may be negative.
-      held_out: number of held-out problems; with few problems, half of them and a logged warning.
-      error_rate: share of the solutions that are wrong, as in a corpus of uneven quality; answers are always right.
-      solutions: examples of each training problem, with one solution each; errors are drawn for each alone.
-      seed: seed of the order.
+      operations: a subset of "+", "-" and "*"; differences may be negative.
+      held_out: number of held-out problems; at most half of all problems, with a logged warning.
+      error_rate: share of wrong solutions, as in a corpus of uneven quality; answers are always right.
+      solutions: examples per training problem, each with one solution; errors are drawn independently.
+      seed: seed of the order and of the errors.
 
     Raises:
       UserError: `max_operand` or `operations` is out of range.
@@ -84,14 +84,14 @@ def load(
     if not operations or set(operations) - set(OPERATIONS) or len(set(operations)) != len(operations):
         raise UserError(f"data.operations: got {operations!r}, expected some of {''.join(OPERATIONS)}, each once")
     problems = _problems(max_operand, operations, error_rate, seed)
-    kept_out = min(held_out, len(problems) // 2)
-    if kept_out < held_out:
+    held_out_count = min(held_out, len(problems) // 2)
+    if held_out_count < held_out:
         _LOG.warning(
             "eval.prompts is %d, but there are only %d problems: %d are held out; raise data.max_operand for more",
             held_out,
             len(problems),
-            kept_out,
+            held_out_count,
         )
-    train = problems[kept_out:]
+    train = problems[held_out_count:]
     train += _more_solutions(train, solutions - 1, error_rate, seed)
-    return Task("arithmetic", train=train, eval=problems[:kept_out], score=score, rewards=("correct",))
+    return Task("arithmetic", train=train, eval=problems[:held_out_count], score=score, rewards=("correct",))

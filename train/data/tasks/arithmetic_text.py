@@ -1,41 +1,41 @@
-"""Arithmetic that a model wrote, read without running it: integers, `+ - * /` and parentheses, in exact fractions."""
+"""A parser of arithmetic expressions: integers, `+ - * /` and parentheses, in exact fractions. Never calls `eval`."""
 
 import re
 from fractions import Fraction
 from typing import NamedTuple
 
-# Longer texts are refused before they are read, and so is what would recurse deeply.
+# Longer texts are rejected before parsing, which also bounds the recursion.
 MAX_LENGTH = 200
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
 
 
 class Value(NamedTuple):
-    """What an expression is, and the integers that it was written with, in order."""
+    """The value of an expression, and the integers in it in order."""
 
     value: Fraction
     numbers: tuple[int, ...]
 
 
 class NotArithmetic(ValueError):
-    """The text is no expression, or divides by zero."""
+    """Raised for a text that is no expression or divides by zero."""
 
 
 def _tokens(text: str) -> list[str]:
     if len(text) > MAX_LENGTH:
         raise NotArithmetic(f"longer than {MAX_LENGTH} characters")
-    tokens, place = [], 0
+    tokens, position = [], 0
     text = text.strip()
-    while place < len(text):
-        found = _TOKEN.match(text, place)
-        if found is None:
-            raise NotArithmetic(f"got {text[place]!r}")
-        tokens.append(found[1] or found[2])
-        place = found.end()
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise NotArithmetic(f"got {text[position]!r}")
+        tokens.append(match[1] or match[2])
+        position = match.end()
     return tokens
 
 
-class _Reader:
-    """By the grammar
+class _Parser:
+    """Recursive-descent parser of the grammar
 
     sum = product (("+" | "-") product)*; product = factor (("*" | "/") factor)*;
     factor = number | "(" sum ")" | "-" factor.
@@ -43,16 +43,16 @@ class _Reader:
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = [*tokens, ""]
-        self._place = 0
+        self._position = 0
         self.numbers: list[int] = []
 
     def _next(self) -> str:
-        token = self._tokens[self._place]
-        self._place += bool(token)
+        token = self._tokens[self._position]
+        self._position += bool(token)
         return token
 
     def _peek(self) -> str:
-        return self._tokens[self._place]
+        return self._tokens[self._position]
 
     def sum(self) -> Fraction:
         total = self.product()
@@ -92,17 +92,17 @@ class _Reader:
 
 
 def evaluate(text: str) -> Value:
-    """The value of an expression and the numbers in it.
+    """Evaluates an expression, and lists the numbers in it.
 
     Raises:
-      NotArithmetic: it is anything else than numbers, operations and parentheses, or divides by zero.
+      NotArithmetic: the text has anything but numbers, operations and parentheses, or divides by zero.
 
     Example:
-      >>> evaluate("(7 - 3) / 8")
-      Value(value=Fraction(1, 2), numbers=(7, 3, 8))
+        >>> evaluate("(7 - 3) / 8")
+        Value(value=Fraction(1, 2), numbers=(7, 3, 8))
     """
-    reader = _Reader(_tokens(text))
-    value = reader.sum()
-    if not reader.ended():
-        raise NotArithmetic("more follows the expression")
-    return Value(value, tuple(reader.numbers))
+    parser = _Parser(_tokens(text))
+    value = parser.sum()
+    if not parser.ended():
+        raise NotArithmetic("got text after the expression")
+    return Value(value, tuple(parser.numbers))

@@ -1,4 +1,4 @@
-"""MATH-style problems from records of `problem` and `solution`, the answer in the last `\\boxed{}` of the solution."""
+"""MATH-style problems: records of `problem` and `solution`, with the answer in the last `\\boxed{}` of the solution."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,37 +12,37 @@ INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
 BOX = "\\boxed"
 CORRECT_WEIGHT = 1.0
 FORMAT_WEIGHT = 0.1
-THOUGHT_ENDS = "</think>"
+THINK_END = "</think>"
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` of `text` holds, with its braces matched; None if there is none that is closed.
+    """Extracts the content of the last `\\boxed{...}`, with its braces matched; None if no box is closed.
 
     Example:
-      >>> last_boxed(r"so \\boxed{1}, or rather $\\boxed{\\frac{1}{2}}$.")
-      '\\\\frac{1}{2}'
+        >>> last_boxed(r"so \\boxed{1}, or rather $\\boxed{\\frac{1}{2}}$.")
+        '\\\\frac{1}{2}'
     """
     start = text.rfind(BOX + "{")
     if start < 0:
         return None
     start += len(BOX) + 1
     depth = 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
-            return text[start:place]
+            return text[start:position]
     return None
 
 
 def score(example: Example, completion: str, finished: bool, *, equal: Callable[[str, str], bool]) -> dict[str, float]:
-    """Named rewards: correct (the answer is the right one), format (ended, and boxed), reward (weighted sum).
+    """Returns named rewards: correct (equal to the answer), format (finished and boxed), reward (weighted sum).
 
-    The answer is read after the thought, if there is one. An answer that is not boxed counts as well: `format` is what
-    asks for the box.
+    The answer is read after the last `</think>`, if there is one. `correct` accepts an answer without a box; only
+    `format` requires it.
     """
-    said = completion.rpartition(THOUGHT_ENDS)[2]
-    boxed = last_boxed(said)
-    correct = bool(said.strip()) and (boxed == example.answer or equal(example.answer, said))
+    reply = completion.rpartition(THINK_END)[2]
+    boxed = last_boxed(reply)
+    correct = bool(reply.strip()) and (boxed == example.answer or equal(example.answer, reply))
     format_ = float(finished and boxed is not None)
     return {"reward": CORRECT_WEIGHT * correct + FORMAT_WEIGHT * format_, "correct": float(correct), "format": format_}
 
@@ -61,16 +61,16 @@ def _example(record: Record) -> Example:
 
 
 def read_examples(path: str | Path | None, field: str) -> list[Example]:
-    """As `gsm8k.read_examples`, of `problem` and `solution`; `answer`, where it is given, need not be boxed."""
+    """Reads examples as `gsm8k.read_examples`, from `problem` and `solution`; a field `answer` needs no box."""
     records = read_records(path, field, task="math", expected="'problem' and 'solution'")
     return [_example(record) for record in records]
 
 
 def load(*, train: str | Path | None, held_out: str | Path | None) -> Task:
-    """The task of two sets of records, judged by math-verify.
+    """Loads the task from two sets of records, with math-verify as its verifier.
 
     Raises:
-      UserError: a file cannot be used.
+      UserError: a file is missing or malformed.
     """
     judge = shared_judge()
 

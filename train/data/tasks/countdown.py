@@ -1,4 +1,4 @@
-"""Countdown: reach a target with given numbers, each used exactly once. Problems are made, each with a solution."""
+"""Countdown: reach a target with given numbers, each used exactly once. Problems are generated with a solution."""
 
 import logging
 import re
@@ -16,13 +16,13 @@ INSTRUCTION = (
 )
 CORRECT_WEIGHT = 1.0
 FORMAT_WEIGHT = 0.1
-# As of arithmetic: accuracies of runs with different seeds are on the same problems.
+# As in `arithmetic`: accuracies of runs with different seeds are on the same problems.
 SPLIT_SEED = 0
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def expression_of(completion: str) -> str:
-    """What the last `<answer>` holds, or else the last line that is not blank."""
+    """Extracts the last `<answer>`, or else the last line that is not blank."""
     answers = _ANSWER.findall(completion)
     if answers:
         return str(answers[-1])
@@ -31,9 +31,9 @@ def expression_of(completion: str) -> str:
 
 
 def score(example: Example, completion: str, finished: bool) -> dict[str, float]:
-    """Named rewards: correct (the target, each number once), format (ended, and an expression), reward (weighted sum).
+    """Returns named rewards: correct (the target, each number once), format (finished), reward (weighted sum).
 
-    `answer` is the target and the numbers, as `46: 3 7 25`. The expression is parsed, never run.
+    `answer` is the target and the numbers, as `46: 3 7 25`. A text that is no expression gets 0 for all three.
     """
     target, _, numbers = example.answer.partition(":")
     try:
@@ -46,7 +46,7 @@ def score(example: Example, completion: str, finished: bool) -> dict[str, float]
 
 
 def _combine(left: tuple[int, str], right: tuple[int, str], operation: str) -> tuple[int, str] | None:
-    """Both joined by an operation, if that is a whole number."""
+    """Joins two parts by an operation; None if the value is no integer."""
     (a, first), (b, second) = left, right
     if operation == "/" and (b == 0 or a % b):
         return None
@@ -54,14 +54,14 @@ def _combine(left: tuple[int, str], right: tuple[int, str], operation: str) -> t
     return value, f"({first}{operation}{second})"
 
 
-def _solved(numbers: list[int], draw: np.random.Generator) -> tuple[int, str]:
-    """A random expression of all the numbers, and what it is."""
+def _random_solution(numbers: list[int], rng: np.random.Generator) -> tuple[int, str]:
+    """Draws a random expression of all the numbers, and returns its value and text."""
     parts = [(number, str(number)) for number in numbers]
     while len(parts) > 1:
-        one, other = (int(place) for place in draw.choice(len(parts), 2, replace=False))
-        joined = _combine(parts[one], parts[other], str(draw.choice(list("+-*/"))))
+        first, second = (int(index) for index in rng.choice(len(parts), 2, replace=False))
+        joined = _combine(parts[first], parts[second], str(rng.choice(list("+-*/"))))
         if joined is not None:
-            parts = [part for place, part in enumerate(parts) if place not in (one, other)] + [joined]
+            parts = [part for index, part in enumerate(parts) if index not in (first, second)] + [joined]
     value, text = parts[0]
     return value, text[1:-1]
 
@@ -77,31 +77,31 @@ def _example(numbers: list[int], target: int, solution: str) -> Example:
 
 
 def load(*, problems: int, numbers: int, max_number: int, held_out: int, seed: int = SPLIT_SEED) -> Task:
-    """Different solvable problems in a seeded order; the first `held_out` are the eval split.
+    """Generates distinct solvable problems in a seeded order; the first `held_out` are the held-out set.
 
     Args:
-      problems: how many to train on; fewer, with a logged warning, where there are not as many.
-      numbers: numbers of a problem, 2 to 6.
-      max_number: the largest of them; targets are 1 to 10 times that.
-      held_out: how many are held out.
+      problems: number of training problems; fewer, with a logged warning, if there are not enough.
+      numbers: numbers per problem, 2 to 6.
+      max_number: the largest number; targets are 1 to `10 * max_number`.
+      held_out: number of held-out problems.
       seed: seed of the problems.
     """
-    draw = np.random.default_rng(seed)
-    found: dict[tuple[tuple[int, ...], int], Example] = {}
+    rng = np.random.default_rng(seed)
+    by_key: dict[tuple[tuple[int, ...], int], Example] = {}
     wanted, tries = problems + held_out, 0
-    # A small range has few problems: the draw ends once it finds hardly any that are new.
-    while len(found) < wanted and tries < 20 * wanted + 1000:
+    # A small range has few distinct problems, so the number of tries is bounded.
+    while len(by_key) < wanted and tries < 20 * wanted + 1000:
         tries += 1
-        drawn = [int(number) for number in draw.integers(1, max_number + 1, numbers)]
-        target, solution = _solved(drawn, draw)
+        drawn = [int(number) for number in rng.integers(1, max_number + 1, numbers)]
+        target, solution = _random_solution(drawn, rng)
         key = (tuple(sorted(drawn)), target)
-        if 1 <= target <= 10 * max_number and key not in found:
-            found[key] = _example(drawn, target, solution)
-    examples = list(found.values())
+        if 1 <= target <= 10 * max_number and key not in by_key:
+            by_key[key] = _example(drawn, target, solution)
+    examples = list(by_key.values())
     if len(examples) < wanted:
         held_out = min(held_out, len(examples) // 2)
         _LOG.warning(
-            "data.problems: %d different problems were found, expected %d and those held out; %d are held out",
+            "data.problems: found %d different problems, expected %d and the held-out set; %d are held out",
             len(examples),
             problems,
             held_out,

@@ -1,4 +1,4 @@
-"""Whether an answer is the right one as mathematics, by math-verify in processes that can be ended."""
+"""Mathematical equality of answers, by math-verify in worker processes that can be killed."""
 
 import contextlib
 import functools
@@ -21,12 +21,12 @@ SECONDS = 8.0
 WORKERS = 2
 
 
-class _Busy(Exception):
-    """A worker did not answer in time, or is no longer there."""
+class _NoReply(Exception):
+    """Raised when a worker did not answer in time or has died."""
 
 
 class _Worker:
-    """One process; a question, an answer."""
+    """One worker process: a line of JSON per question and per answer."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -35,7 +35,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._rest = b""
+        self._unread = b""
         self.close = weakref.finalize(self, _end, self._process)
         self._line(START_SECONDS)
 
@@ -44,14 +44,14 @@ class _Worker:
         assert pipe is not None
         with selectors.DefaultSelector() as answers:
             answers.register(pipe, selectors.EVENT_READ)
-            while b"\n" not in self._rest:
+            while b"\n" not in self._unread:
                 ready = answers.select(max(0.0, until - time.monotonic()))
                 more = os.read(pipe.fileno(), 65536) if ready else b""
                 if not more:
                     self.close()
-                    raise _Busy
-                self._rest += more
-        line, _, self._rest = self._rest.partition(b"\n")
+                    raise _NoReply
+                self._unread += more
+        line, _, self._unread = self._unread.partition(b"\n")
         return line
 
     def ask(self, gold: str, text: str, seconds: float) -> bool:
@@ -62,7 +62,7 @@ class _Worker:
             question.flush()
         except OSError as error:
             self.close()
-            raise _Busy from error
+            raise _NoReply from error
         return bool(json.loads(self._line(seconds))["equal"])
 
 
@@ -76,15 +76,15 @@ def _end(process: subprocess.Popen) -> None:
 
 
 class Judge:
-    """A few workers, started when they are first needed; safe to call from several threads.
+    """A pool of worker processes, started on first use; safe to call from several threads.
 
     Attributes:
-      workers: how many questions are answered at once.
-      gave_up: how many answers took too long and count as wrong.
+      workers: maximum number of concurrent questions.
+      gave_up: number of answers that timed out and count as wrong.
     """
 
     def __init__(self, workers: int = WORKERS, seconds: float = SECONDS) -> None:
-        """At most `workers` processes; an answer that takes longer than `seconds` is wrong."""
+        """Limits the pool to `workers` processes and each answer to `seconds`; a timed-out answer is wrong."""
         self.workers, self._seconds = workers, seconds
         self._free: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(workers):
@@ -92,21 +92,21 @@ class Judge:
         self.gave_up = 0
 
     def equal(self, gold: str, text: str) -> bool:
-        """Whether the last mathematical expression of `text` (a boxed one first) is equal to `gold`.
+        """Checks whether the last mathematical expression of `text` (a box first) is equal to `gold`.
 
         Args:
-          gold: LaTeX or plain, without dollar signs and without a box.
-          text: what the model wrote.
+          gold: LaTeX or plain text, without dollar signs or a box.
+          text: the completion.
 
         Raises:
-          RuntimeError: no worker starts.
+          RuntimeError: a worker does not start.
         """
         worker = self._free.get()
         try:
             if worker is None:
-                worker = _started()
+                worker = _start_worker()
             return worker.ask(gold, text, self._seconds)
-        except _Busy:
+        except _NoReply:
             worker = None
             self.gave_up += 1
             _LOG.warning(
@@ -117,7 +117,7 @@ class Judge:
             self._free.put(worker)
 
     def close(self) -> None:
-        """End the processes; they start again when they are needed."""
+        """Ends the processes; the next question starts them again."""
         idle = [self._free.get() for _ in range(self._free.qsize())]
         for worker in idle:
             if worker is not None:
@@ -125,14 +125,14 @@ class Judge:
             self._free.put(None)
 
 
-def _started() -> _Worker:
+def _start_worker() -> _Worker:
     try:
         return _Worker()
-    except _Busy:
+    except _NoReply:
         raise RuntimeError(f"math-verify does not start: {sys.executable} {WORKER} gave no answer") from None
 
 
 @functools.cache
 def shared_judge() -> Judge:
-    """The workers of this process."""
+    """Returns the pool of workers that all tasks of this process share."""
     return Judge()

@@ -1,7 +1,7 @@
-"""Answers lines of `{"gold", "text"}` with `{"equal"}`; run as a script, so that it needs neither JAX nor the trainer.
+"""Worker script: answers lines of `{"gold", "text"}` with `{"equal"}`, and imports neither JAX nor the trainer.
 
-A process of its own, because what a model writes (`9^{9^{9}}`) can keep one busy for ever in a way that only ending the
-process stops, and because math-verify's own time limit is a signal, which works in a main thread alone.
+It is a separate process for two reasons. A completion such as `9^{9^{9}}` can keep sympy busy until the process is
+killed; and the time limit of math-verify is a signal, which works only in a main thread.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 MEMORY = 4 << 30
-# math-verify's own limit; what it does not stop is stopped from outside.
+# Time limit of math-verify; the parent process kills a worker that exceeds it.
 SECONDS = 3
 
 
@@ -26,29 +26,29 @@ def _gold(text: str) -> Any:
 
 
 def equal(gold: str, text: str) -> bool:
-    """Whether the last answer in `text` is `gold`, as mathematics; a gold answer that cannot be read equals nothing."""
+    """Checks whether the last answer in `text` is mathematically equal to `gold`; False if `gold` cannot be parsed."""
     from math_verify import parse, verify
 
     return bool(verify(_gold(gold), parse(text, parsing_timeout=SECONDS), timeout_seconds=SECONDS))
 
 
 def main() -> None:
-    """Serve until the input ends."""
-    # Whatever a library prints must not come between the answers.
+    """Serves until the input ends."""
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     logging.disable(logging.CRITICAL)
-    with contextlib.suppress(ValueError, OSError):  # a system that has no such limit
+    with contextlib.suppress(ValueError, OSError):  # systems without this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     equal("1", "1")
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            found = equal(request["gold"], request["text"])
-        except Exception:  # whatever sympy makes of it, MemoryError too
-            found = False
-        print(json.dumps({"equal": found}), file=answers, flush=True)
+            is_equal = equal(request["gold"], request["text"])
+        except Exception:  # any error of sympy, including MemoryError
+            is_equal = False
+        print(json.dumps({"equal": is_equal}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""GSM8K-style word problems from JSON lines of `question` and `answer`, the answer ending in "#### number"."""
+"""GSM8K-style word problems: records of `question` and `answer`, which ends in "#### number"."""
 
 import re
 from collections.abc import Callable
@@ -20,19 +20,19 @@ _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)")
 
 
 def parse_number(text: str) -> Decimal | None:
-    """The number that `text` is, without commas, "$" and trailing periods; None if it is not one."""
+    """Parses a number, ignoring commas, "$" and trailing periods; returns None for any other text."""
     plain = text.strip().replace(",", "").replace("$", "").rstrip(".")
     return Decimal(plain) if _NUMBER.fullmatch(plain) else None
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number in the first word after the last "####" of `text`, or None."""
+    """Parses the first word after the last "####"; returns None if it is no number."""
     words = text.rpartition(MARK)[2].split() if MARK in text else []
     return parse_number(words[0]) if words else None
 
 
 def well_formed(completion: str) -> bool:
-    """Whether `completion` has one "####", followed by a number and by nothing else."""
+    """Checks that `completion` has one "####", followed by a number and nothing else."""
     return completion.count(MARK) == 1 and parse_number(completion.rpartition(MARK)[2]) is not None
 
 
@@ -42,29 +42,29 @@ def _rewards(correct: bool, completion: str, finished: bool) -> dict[str, float]
 
 
 def score(example: Example, completion: str, finished: bool) -> dict[str, float]:
-    """Named rewards: correct (the final number is the answer), format (ended, well formed), reward (weighted sum)."""
+    """Returns named rewards: correct (final number), format (finished, well formed), reward (weighted sum)."""
     number = final_number(completion)
     return _rewards(number is not None and number == Decimal(example.answer), completion, finished)
 
 
 def judged_text(completion: str) -> str:
-    """What holds the answer: what is after the last "####", or all that was written."""
+    """Returns the text after the last "####", or the whole completion without one."""
     return completion.rpartition(MARK)[2] if MARK in completion else completion
 
 
 def score_mathematically(
     example: Example, completion: str, finished: bool, *, equal: Callable[[str, str], bool]
 ) -> dict[str, float]:
-    """As `score`, but `correct` needs no "####" and knows `42/1`, `\\boxed{42}` and `42 apples`; `format` is as strict.
+    """Scores as `score`, but `correct` needs no "####" and accepts `42/1`, `\\boxed{42}` and `42 apples`.
 
-    Where a plain number stands after "####", both judges compare decimals; a text without a digit has no answer.
+    A plain number after "####" is compared as a decimal by both judges. A text without a digit has no answer.
     """
     number = final_number(completion)
     if number is not None:
         return score(example, completion, finished)
     text = judged_text(completion)
-    found = any(character.isdecimal() for character in text) and equal(example.answer, text)
-    return _rewards(found, completion, finished)
+    correct = any(character.isdecimal() for character in text) and equal(example.answer, text)
+    return _rewards(correct, completion, finished)
 
 
 def _example(record: Record) -> Example:
@@ -82,28 +82,29 @@ def _example(record: Record) -> Example:
 
 
 def read_examples(path: str | Path | None, field: str) -> list[Example]:
-    """The examples of a JSON-lines file (blank lines skipped) or of a data set, in its order.
+    """Reads the examples of a JSON-lines file (skipping blank lines) or of a dataset, in order.
 
     Args:
       path: the file, or `datasets:NAME:CONFIG:SPLIT`.
-      field: the setting that named it, for the error messages.
+      field: config field of the path, for error messages.
 
     Raises:
-      UserError: `path` is None or unreadable, no line is there, or one is malformed (names file, line and field).
+      UserError: `path` is None, unreadable or empty, or a line is malformed (names file, line and field).
     """
     records = read_records(path, field, task="gsm8k", expected="'question' and 'answer'")
     return [_example(record) for record in records]
 
 
 def load(*, train: str | Path | None, held_out: str | Path | None, judge: str = "strict") -> Task:
-    """The task of two sets of records, both in their order.
+    """Loads the task from two sets of records, both in file order.
 
     Args:
-      train: what is trained on; held_out: what is held out.
+      train: path of the training records.
+      held_out: path of the held-out records.
       judge: "strict" or "math_verify".
 
     Raises:
-      UserError: a file cannot be used (see `read_examples`).
+      UserError: a file is missing or malformed (see `read_examples`).
     """
     to_train, to_eval = read_examples(train, "data.train"), read_examples(held_out, "data.eval")
     names = ("correct", "format")

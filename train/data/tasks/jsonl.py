@@ -1,8 +1,8 @@
-"""A task of one's own: JSON lines of prompts, and a reward function given by its name.
+"""A user-defined task: JSON lines of prompts, and a reward function given by name.
 
-The function is called as `function(record, completion, finished)`: the fields of the line, the text of the completion,
-and whether it ended by itself. It returns a number, or a mapping of names to numbers with "reward" or with the names
-that `rewards.weights` weighs. "correct" (0 or 1) is what accuracy averages; without it a reward of at least 1 is.
+The function is called as `function(record, completion, finished)` with the fields of the line, the text of the
+completion, and whether it ended with EOS. It returns a number, or a mapping of names to numbers with "reward" or the
+names in `rewards.weights`. Accuracy averages "correct" (0 or 1); the default is 1 for a reward of at least 1.
 """
 
 import importlib
@@ -33,23 +33,23 @@ def _module(name: str) -> Any:
 
 
 def find_function(name: str) -> RewardFunction:
-    """The function of `module:function` or `path/to/file.py:function`.
+    """Imports `module:function` or `path/to/file.py:function`.
 
     Raises:
-      UserError: it cannot be imported, or is no function.
+      UserError: the import fails, or the object is not callable.
     """
     source, _, attribute = name.rpartition(":")
     try:
-        found = getattr(_module(source), attribute)
-    except Exception as error:  # whatever the user's module raises
+        function = getattr(_module(source), attribute)
+    except Exception as error:  # any error of the user's module
         raise UserError(f"data.reward: cannot import {name!r}: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise UserError(f"data.reward: {name!r} is {type(found).__name__}, expected a function")
-    return found
+    if not callable(function):
+        raise UserError(f"data.reward: got {name!r}, a {type(function).__name__}, expected a function")
+    return function
 
 
-def _named(returned: Any, where: str) -> dict[str, float]:
-    """What the function returned, as named rewards."""
+def _named_rewards(returned: Any, where: str) -> dict[str, float]:
+    """Converts the result of the reward function to named rewards."""
     named = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
     for name, value in named.items():
         if not isinstance(name, str) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -60,8 +60,8 @@ def _named(returned: Any, where: str) -> dict[str, float]:
     return values
 
 
-def scored_by(function: RewardFunction, name: str) -> Callable[[Example, str, bool], dict[str, float]]:
-    """The verifier that calls `function`; an error in it is shown with the example, and ends the run."""
+def make_verifier(function: RewardFunction, name: str) -> Callable[[Example, str, bool], dict[str, float]]:
+    """Wraps a reward function as a verifier; its errors name the example and end the run."""
 
     def score(example: Example, completion: str, finished: bool) -> dict[str, float]:
         where = f"data.reward: {name} for the prompt {example.prompt[:80]!r} and the completion {completion[:80]!r}"
@@ -69,7 +69,7 @@ def scored_by(function: RewardFunction, name: str) -> Callable[[Example, str, bo
             returned = function(example.record, completion, finished)
         except Exception as error:
             raise UserError(f"{where}: {type(error).__name__}: {error}") from error
-        return _named(returned, where)
+        return _named_rewards(returned, where)
 
     return score
 
@@ -89,13 +89,12 @@ def _optional(record: Record, name: str) -> str:
 
 
 def read_examples(path: str | Path | None, field: str, *, prompt: str, answer: str, solution: str) -> list[Example]:
-    """The examples of a file or data set, in its order; the arguments after `field` are names of fields.
+    """Reads the examples of a file or dataset in order; `prompt`, `answer` and `solution` are names of fields.
 
-    A prompt that is a list of messages is a conversation, which a model without a chat template is shown as lines of
-    `role: content`.
+    A prompt may be a list of messages. A model without a chat template gets them as lines of `role: content`.
 
     Raises:
-      UserError: nothing is there, or a line is malformed (names file, line and field).
+      UserError: the file is empty, or a line is malformed (names file, line and field).
     """
     examples = []
     for record in read_records(path, field, task="jsonl", expected=f"{prompt!r}"):
@@ -120,17 +119,17 @@ def load(
     answer: str,
     solution: str,
 ) -> Task:
-    """The task of two sets of records and a reward function.
+    """Loads the task from two sets of records and a reward function.
 
     Raises:
-      UserError: a file or the function cannot be used.
+      UserError: a file is missing or malformed, or the function cannot be imported.
     """
     if reward is None:
-        raise UserError("data.reward: missing; task jsonl needs a reward function: data.reward=module:function")
+        raise UserError("data.reward: missing; task jsonl needs a reward function: set data.reward=module:function")
     names = {"prompt": prompt, "answer": answer, "solution": solution}
     return Task(
         "jsonl",
         train=read_examples(train, "data.train", **names),
         eval=read_examples(held_out, "data.eval", **names),
-        score=scored_by(find_function(reward), reward),
+        score=make_verifier(find_function(reward), reward),
     )

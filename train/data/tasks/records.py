@@ -1,4 +1,4 @@
-"""Records of a task: JSON lines, or a data set by its name through the `datasets` library."""
+"""Records of a task, read from JSON lines or, by name, through the `datasets` library."""
 
 import json
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ HUB = "datasets:"
 
 
 class Record(NamedTuple):
-    """One object, and where it stands for the messages about it."""
+    """One JSON object; `where` is its file and line, for error messages."""
 
     where: str
     fields: Mapping[str, Any]
 
 
 def text_of(record: Record, name: str) -> str:
-    """The text of a field.
+    """Returns the text of a field.
 
     Raises:
-      UserError: it is missing, empty or no text; names where.
+      UserError: the field is missing, empty or no string; names file and line.
     """
     if name not in record.fields:
         got = ", ".join(sorted(record.fields)) or "no fields"
@@ -60,7 +60,7 @@ def _from_lines(path: str | Path, field: str, expected: str) -> list[Record]:
 
 
 def _from_hub(name: str, field: str) -> list[Record]:
-    """`NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; the split is train unless said."""
+    """Loads `NAME`, `NAME:SPLIT` or `NAME:CONFIG:SPLIT`; the default split is train."""
     parts = name.split(":")
     if not parts[0] or len(parts) > 3:
         raise UserError(f"{field}: got 'datasets:{name}', expected datasets:NAME, :SPLIT or :CONFIG:SPLIT after it")
@@ -70,27 +70,27 @@ def _from_hub(name: str, field: str) -> list[Record]:
         from datasets import load_dataset
     except ImportError as error:
         raise UserError(
-            f"{field}: 'datasets:{name}' is read by the library datasets, which is not installed: "
-            "`pip install datasets` (`uv sync --group datasets`); a file of JSON lines needs nothing"
+            f"{field}: 'datasets:{name}' is read by the library datasets, which is not installed; "
+            "run `pip install datasets` (`uv sync --group datasets`), or give a file of JSON lines"
         ) from error
     try:
         rows = load_dataset(parts[0], config, split=split)
-    except Exception as error:  # whatever the network, the Hub and its data sets raise
+    except Exception as error:  # any error of the network or the Hub
         raise UserError(f"{field}: cannot load 'datasets:{name}': {error}") from error
     return [Record(f"datasets:{name}, row {number}", dict(row)) for number, row in enumerate(rows)]
 
 
 def read_records(path: str | Path | None, field: str, *, task: str, expected: str) -> list[Record]:
-    """All records of a file, blank lines skipped, or of a data set.
+    """Reads all records of a file, skipping blank lines, or of a dataset.
 
     Args:
       path: the file, or `datasets:NAME`, `datasets:NAME:SPLIT`, `datasets:NAME:CONFIG:SPLIT`.
-      field: the setting that named it, for the error messages.
-      task: the task, for the same.
-      expected: the fields that a record has, for the same.
+      field: config field of the path, for error messages.
+      task: name of the task, for error messages.
+      expected: fields of a record, for error messages.
 
     Raises:
-      UserError: `path` is None or unreadable, nothing is there, or a line is no JSON object (names file and line).
+      UserError: `path` is None, unreadable or empty, or a line is no JSON object (names file and line).
     """
     if path is None:
         raise UserError(f"{field}: task {task} needs the path of a JSON-lines file")

@@ -1,4 +1,4 @@
-"""From the named rewards of a task to the one number that is optimised; the one place where they are put together."""
+"""Composition of the named rewards of a task into the scalar reward."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,21 +13,21 @@ Scores = dict[str, np.ndarray]
 
 
 def judge(task: Task, examples: Sequence[Example], completions: Sequence[str], finished: np.ndarray) -> Scores:
-    """What the task says of each completion: named rewards, each `[B]` float32, in the order of the rows.
+    """Scores each completion with the verifier of the task: named rewards, each `[B]` float32, in row order.
 
     Raises:
-      UserError: two completions got rewards of different names.
+      UserError: two completions got different reward names.
     """
 
-    def one(row: tuple[Example, str, bool]) -> dict[str, float]:
+    def score_row(row: tuple[Example, str, bool]) -> dict[str, float]:
         return task.score(row[0], row[1], bool(row[2]))
 
     rows = list(zip(examples, completions, finished, strict=True))
     if task.workers > 1:
         with ThreadPoolExecutor(task.workers) as pool:
-            scores = list(pool.map(one, rows))
+            scores = list(pool.map(score_row, rows))
     else:
-        scores = [one(row) for row in rows]
+        scores = [score_row(row) for row in rows]
     for score in scores:
         if score.keys() != scores[0].keys():
             first, other = (", ".join(sorted(names)) for names in (scores[0], score))
@@ -36,13 +36,14 @@ def judge(task: Task, examples: Sequence[Example], completions: Sequence[str], f
 
 
 def overlong(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:
-    """The soft punishment of what comes near the limit of length, -1 to 0.
+    """Computes the soft overlong penalty, -1 to 0, of completions near the maximum length.
 
     `0` up to `longest - buffer`, then `((longest - buffer) - length) / buffer` down to `-1` at `longest` and after.
 
     Args:
-      lengths: `[B]`, in tokens, what ends a completion included.
-      longest: the length at which it is full; buffer: tokens over which it grows, at least 1.
+      lengths: `[B]`, tokens per completion, including EOS.
+      longest: length of the full penalty.
+      buffer: number of tokens over which the penalty grows, at least 1.
 
     Returns:
       `[B]` float32.
@@ -51,46 +52,46 @@ def overlong(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:
       DAPO, arXiv:2503.14476, equation 13.
 
     Example:
-      >>> overlong(np.array([6, 8, 9, 12]), longest=10, buffer=4).tolist()
-      [0.0, -0.5, -0.75, -1.0]
+        >>> overlong(np.array([6, 8, 9, 12]), longest=10, buffer=4).tolist()
+        [0.0, -0.5, -0.75, -1.0]
     """
     over = np.asarray(lengths, np.float32) - (longest - buffer)
     return 0 - np.clip(over / buffer, 0, 1, dtype=np.float32)
 
 
 def compose(config: Rewards, scores: Mapping[str, np.ndarray], lengths: np.ndarray, *, longest: int) -> Scores:
-    """`scores` with what length costs, and with the "reward" that is optimised.
+    """Adds the length penalties and the scalar "reward" to the named rewards of the task.
 
-    `reward = sum of weight * score, or the task's own total
+    `reward = sum of weight * score, or "reward" of the task without weights
               - length_penalty * length / longest + overlong_coef * overlong`
 
     Args:
       config: weights and penalties.
       scores: named rewards of the task, each `[B]`.
-      lengths: `[B]`, tokens of each completion, what ends it included.
-      longest: the most tokens that a completion has.
+      lengths: `[B]`, tokens per completion, including EOS.
+      longest: maximum completion length in tokens.
 
     Returns:
-      all names of `scores`; "length_penalty" and "overlong" (as they enter the reward, 0 or less) where they are on;
-      and "reward", each `[B]` float32.
+      All names of `scores`, "length_penalty" and "overlong" if enabled (as they enter the reward, at most 0), and
+      "reward", each `[B]` float32.
 
     Raises:
-      UserError: a weight for a reward that the task does not have, or a task without a total and no weights.
+      UserError: a weight names an unknown reward, or there are no weights and the task returns no "reward".
     """
-    found = dict(scores)
-    total = weighted(config.weights, found)
+    rewards = dict(scores)
+    total = weighted(config.weights, rewards)
     if config.length_penalty:
-        found["length_penalty"] = -np.float32(config.length_penalty) * np.asarray(lengths, np.float32) / longest
-        total = total + found["length_penalty"]
+        rewards["length_penalty"] = -np.float32(config.length_penalty) * np.asarray(lengths, np.float32) / longest
+        total = total + rewards["length_penalty"]
     if config.overlong_buffer:
         punishment = overlong(lengths, longest=longest, buffer=config.overlong_buffer)
-        found["overlong"] = np.float32(config.overlong_coef) * punishment
-        total = total + found["overlong"]
-    return found | {"reward": total.astype(np.float32)}
+        rewards["overlong"] = np.float32(config.overlong_coef) * punishment
+        total = total + rewards["overlong"]
+    return rewards | {"reward": total.astype(np.float32)}
 
 
 def weighted(weights: Mapping[str, float] | None, scores: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The sum of the scores with their weights, or the task's own total without."""
+    """Sums the weighted scores; without weights, returns the "reward" of the task."""
     if weights is None:
         if "reward" not in scores:
             names = ", ".join(sorted(scores))
@@ -102,7 +103,7 @@ def weighted(weights: Mapping[str, float] | None, scores: Mapping[str, np.ndarra
 
 
 def check_names(weights: Mapping[str, float] | None, names: Sequence[str]) -> None:
-    """Raises a UserError for a weight whose reward is not among `names`."""
+    """Raises `UserError` if a weight names a reward that is not in `names`."""
     for name in weights or ():
         if name not in names:
             raise UserError(f"rewards.weights: got {name!r}, expected some of {', '.join(sorted(names))}")

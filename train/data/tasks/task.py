@@ -1,4 +1,4 @@
-"""What a task is: examples to train on, examples held out, and a verifier."""
+"""Tasks: training examples, a held-out set, and a verifier."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: the text that is shown, the answer that is checked, the solution that is imitated.
+    """One problem: prompt, answer for the verifier, and solution for the warm start.
 
     Attributes:
-      prompt: what a model without a chat template continues.
-      answer: what the verifier compares with.
-      solution: what the warm start imitates; empty where there is none.
-      messages: (role, text) of the conversation for a model with a chat template; empty: the user says the prompt.
-      record: the fields of the line that the example was read from.
-      prompt_ids, solution_ids: tokens, once they have been counted, so that no text is tokenized twice.
+      prompt: text of the prompt for a model without a chat template.
+      answer: reference answer of the verifier.
+      solution: target of the warm start; empty if there is none.
+      messages: (role, text) pairs for a chat template; empty means one user message with the prompt.
+      record: fields of the line that the example was read from.
+      prompt_ids, solution_ids: cached tokens, so that no text is tokenized twice.
     """
 
     prompt: str
@@ -29,22 +29,21 @@ class Example:
     solution_ids: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def conversation(self) -> tuple[tuple[str, str], ...]:
-        """`messages`, or the prompt as the one thing that the user says."""
+        """Returns `messages`, or the prompt as one user message."""
         return self.messages or (("user", self.prompt),)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A named pair of splits with the verifier of their completions.
+    """Training examples and held-out set with the verifier of their completions.
 
-    `score(example, completion, finished)` returns named rewards; "reward" is the total that is optimised unless the
-    config weighs the others itself, "correct" is 0 or 1 and is what accuracy averages. `finished` says that the
-    completion ended by itself, not at the length limit. `eval` may be longer than an evaluation: its first examples are
-    the ones to use.
+    `score(example, completion, finished)` returns named rewards. "reward" is the scalar that RL optimizes unless the
+    config sets weights; "correct" is 0 or 1, and accuracy averages it. `finished` means that the completion ended with
+    EOS or a stop, not at the length limit. `eval` may be longer than an evaluation, which uses its first examples.
 
     Attributes:
-      rewards: the names that `score` returns besides "reward"; empty if they show only when it is called.
-      workers: how many completions may be scored at once, by threads.
+      rewards: names that `score` returns besides "reward"; empty if they are unknown before the first call.
+      workers: maximum number of threads that score completions.
     """
 
     name: str

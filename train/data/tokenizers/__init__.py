@@ -1,4 +1,4 @@
-"""Tokenizers: bytes by default, and that of a Hugging Face folder with its chat template."""
+"""Tokenizers: bytes by default, or the tokenizer and chat template of a Hugging Face folder."""
 
 from typing import TYPE_CHECKING
 
@@ -12,15 +12,15 @@ __all__ = ["UNKNOWN", "ByteTokenizer", "Tokenizer", "load_tokenizer", "vocabular
 
 
 def load_tokenizer(config: "Config") -> Tokenizer:
-    """The tokenizer of `model.path` with the chat template as `data` says, or bytes for a model without a folder.
+    """Loads the tokenizer of `model.path` with the chat settings of `data`; bytes if there is no folder.
 
     Raises:
-      UserError: the folder has no usable tokenizer, or not the template that `data` asks for.
+      UserError: the folder has no usable tokenizer, or lacks the chat template that `data` requires.
     """
     path = config.model.path
     if path is None:
         return ByteTokenizer()
-    from train.data.tokenizers.files import load_folder  # only here is the library needed
+    from train.data.tokenizers.files import load_folder  # the library is needed only here
 
     data = config.data
     return load_folder(
@@ -29,11 +29,11 @@ def load_tokenizer(config: "Config") -> Tokenizer:
 
 
 def vocabulary_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
-    """`token_bytes` for a model whose vocabulary has `size` rows: those beyond the tokenizer show as U+FFFD.
+    """Returns `token_bytes` for a model vocabulary of `size` rows; rows without a token decode to U+FFFD.
 
     Example:
-      >>> vocabulary_bytes(ByteTokenizer(), 300)[-1].decode() == UNKNOWN
-      True
+        >>> vocabulary_bytes(ByteTokenizer(), 300)[-1].decode() == UNKNOWN
+        True
     """
     known = tokenizer.token_bytes()
     return known + [UNKNOWN.encode()] * (size - len(known))

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer: every string has an encoding, nothing has to be downloaded."""
+"""A byte-level tokenizer, which encodes every string without a download."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ class ByteTokenizer:
     between `pad_id` and `vocab_size` are never produced by `encode`.
 
     Example:
-      >>> tokenizer = ByteTokenizer()
-      >>> tokenizer.encode("1+2=")
-      [49, 43, 50, 61]
-      >>> tokenizer.decode([51, tokenizer.eos_id])
-      '3'
+        >>> tokenizer = ByteTokenizer()
+        >>> tokenizer.encode("1+2=")
+        [49, 43, 50, 61]
+        >>> tokenizer.decode([51, tokenizer.eos_id])
+        '3'
     """
 
     bos_id: int = BYTES
@@ -35,18 +35,18 @@ class ByteTokenizer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The one id that ends a completion."""
+        """The EOS id, as a tuple."""
         return (self.eos_id,)
 
     def encode(self, text: str) -> list[int]:
-        """The UTF-8 bytes of `text`; no special ids are added. A lone surrogate becomes "?"."""
+        """Encodes `text` as UTF-8 bytes without special ids. A lone surrogate becomes "?"."""
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, EOS left out.
+        """Decodes `ids` without EOS.
 
-        Bytes that are not UTF-8 and every other special id become U+FFFD: a sampled BOS inside a number must not vanish
-        from what the verifier reads.
+        Invalid UTF-8 and every other special id become U+FFFD: a sampled BOS inside a number must stay visible to the
+        verifier.
         """
         pieces: list[str] = []
         run = bytearray()
@@ -59,15 +59,15 @@ class ByteTokenizer:
         return "".join(pieces) + run.decode("utf-8", errors="replace")
 
     def prompt_ids(self, example: "Example") -> list[int]:
-        """BOS and the prompt: the first byte has something to attend to, and an empty prompt a token."""
+        """Returns BOS and the bytes of the prompt, so that even an empty prompt has a token."""
         return [self.bos_id, *self.encode(example.prompt)]
 
     def solution_ids(self, example: "Example") -> list[int]:
-        """The solution and EOS."""
+        """Returns the bytes of the solution and EOS."""
         return [*self.encode(example.solution), self.eos_id]
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes themselves; BOS, padding and the ids after it show as U+FFFD, as in `decode`."""
+        """Returns the bytes of each id; BOS, padding and later ids are U+FFFD, as in `decode`."""
         special = [UNKNOWN.encode()] * (self.vocab_size - BYTES)
         special[self.eos_id - BYTES] = b""
         return [bytes([byte]) for byte in range(BYTES)] + special

@@ -1,4 +1,4 @@
-"""Chat templates: jinja2 programs that come with a checkpoint, run in a sandbox as transformers runs them."""
+"""Chat templates: jinja2 templates of a checkpoint, rendered in a sandbox as in transformers."""
 
 import datetime
 import json
@@ -15,12 +15,12 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what the assistant says; here it is what it contains."""
+    """The block `{% generation %}`, which marks text of the assistant; it renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The statements of the block."""
+        """Parses the statements of the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -51,16 +51,16 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template with what stays the same from call to call.
+    """A compiled template with its constant variables.
 
     Example:
-      >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
-      >>> template.render([{"role": "user", "content": "hi"}], reply=False)
-      '<user>hi'
+        >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
+        >>> template.render([{"role": "user", "content": "hi"}], reply=False)
+        '<user>hi'
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        """Compile `source`; `variables` are the texts of special tokens and the arguments of the config.
+        """Compiles `source`; `variables` are the texts of special tokens and the arguments of the config.
 
         Raises:
           ValueError: `source` is not a jinja2 template.
@@ -68,19 +68,19 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"the chat template is not jinja2: line {error.lineno}: {error.message}") from error
+            raise ValueError(f"the chat template is not valid jinja2: line {error.lineno}: {error.message}") from error
         self._variables = dict(variables)
 
     def render(self, messages: Messages, *, reply: bool) -> str:
-        """The conversation as text; with `reply`, up to where the assistant begins to speak.
+        """Renders the conversation; with `reply`, up to the start of the next assistant message.
 
         Raises:
-          ValueError: the template refuses the conversation, in its own words.
+          ValueError: the template rejects the conversation; quotes its message.
         """
-        shown = [dict(message) for message in messages]
+        copies = [dict(message) for message in messages]
         try:
             return self._template.render(
-                messages=shown, tools=None, documents=None, **self._variables, add_generation_prompt=reply
+                messages=copies, tools=None, documents=None, **self._variables, add_generation_prompt=reply
             )
         except (jinja2.TemplateError, TypeError, KeyError) as error:
             roles = ", ".join(message["role"] for message in messages)

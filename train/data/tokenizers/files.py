@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder that say how text becomes ids."""
+"""Loading of the tokenizer files of a Hugging Face folder."""
 
 import json
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file; empty if there is no such file.
+    """Reads the object of a JSON file; empty if the file does not exist.
 
     Raises:
-      UserError: the file cannot be read, or holds no JSON object.
+      UserError: the file cannot be read, or has no JSON object.
     """
     if not path.exists():
         return {}
@@ -32,31 +32,31 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _special(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The text of each special token by role; `tokenizer_config.json` counts before the older file."""
-    found = {}
+    """Maps roles to texts of special tokens; `tokenizer_config.json` wins over `special_tokens_map.json`."""
+    texts = {}
     for source in (read_json(folder / "special_tokens_map.json"), config):
         for role in ROLES:
             value = source.get(role)
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
-                found[role] = text
-    return found
+                texts[role] = text
+    return texts
 
 
 def _end_ids(folder: Path, tokenizer: tokenizers.Tokenizer, eos_token: str | None) -> list[int]:
-    """The tokenizer's own end first, then those that generation stops at."""
+    """Lists the EOS ids: `eos_token` of the tokenizer first, then the stops of the generation config."""
     model = read_json(folder / "config.json")
     sources = (read_json(folder / "generation_config.json"), model, model.get("text_config") or {})
     stops: Any = next((ids for ids in (source.get("eos_token_id") for source in sources) if ids is not None), [])
-    found = [] if eos_token is None else [tokenizer.token_to_id(eos_token)]
-    found += stops if isinstance(stops, list) else [stops]
-    known = [number for number in found if isinstance(number, int)]
-    if not known:
+    candidates = [] if eos_token is None else [tokenizer.token_to_id(eos_token)]
+    candidates += stops if isinstance(stops, list) else [stops]
+    ids = [number for number in candidates if isinstance(number, int)]
+    if not ids:
         raise UserError(
-            f"model.path: {folder} names nothing that ends a completion: expected eos_token in tokenizer_config.json "
+            f"model.path: {folder} has no EOS token; set eos_token in tokenizer_config.json "
             "or eos_token_id in generation_config.json or config.json"
         )
-    return known
+    return ids
 
 
 def _template_text(folder: Path, config: Mapping[str, Any], override: str | None) -> str | None:
@@ -69,8 +69,8 @@ def _template_text(folder: Path, config: Mapping[str, Any], override: str | None
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     value = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value}
-        value = named.get("default")
+        templates = {entry["name"]: entry["template"] for entry in value}
+        value = templates.get("default")
     return value
 
 
@@ -89,40 +89,39 @@ def load_folder(
     template: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> FolderTokenizer:
-    """The tokenizer of a Hugging Face folder.
+    """Loads the tokenizer of a Hugging Face folder.
 
     Args:
       path: the folder.
-      chat: whether prompts go through the chat template; None: where the folder has one.
-      system: what the system says first in a conversation.
-      template: a jinja file instead of the folder's template.
+      chat: whether to apply the chat template; None means if the folder has one.
+      system: text of the system message.
+      template: path of a jinja file that replaces the template of the folder.
       arguments: variables of the template, such as `enable_thinking`.
 
     Raises:
-      UserError: a file is missing or cannot be read, nothing ends a completion, or a template is asked for that is
-          not there.
+      UserError: a file is missing or cannot be read, there is no EOS token, or a required template is missing.
     """
     folder = Path(path)
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise UserError(
-            f"model.path: {folder} has no tokenizer.json; transformers makes it of other tokenizers: "
+            f"model.path: {folder} has no tokenizer.json; convert the tokenizer with transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library has no class of its own for it
+    except Exception as error:  # tokenizers raises plain Exception
         raise UserError(f"model.path: cannot read {file}: {error}") from error
     config = read_json(folder / "tokenizer_config.json")
     special = _special(folder, config)
     source = _template_text(folder, config, template) if chat is not False else None
     if chat and source is None:
-        raise UserError(f"data.chat: got true, but {folder} has no chat template; data.chat_template=FILE gives one")
+        raise UserError(f"data.chat: got true, but {folder} has no chat template; set data.chat_template=FILE")
     if source is None and (system is not None or arguments):
         field = "data.system" if system is not None else "data.template_arguments"
         raise UserError(
             f"{field}: only a chat template reads it, and "
-            + ("data.chat is false" if chat is False else f"{folder} has none; data.chat_template=FILE gives one")
+            + ("data.chat is false" if chat is False else f"{folder} has none; set data.chat_template=FILE")
         )
     try:
         compiled = None if source is None else ChatTemplate(source, {**special, **(arguments or {})})

@@ -1,4 +1,4 @@
-"""A tokenizer of the `tokenizers` library as the trainer asks for it."""
+"""The `Tokenizer` protocol for a tokenizer of the `tokenizers` library."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class FolderTokenizer:
-    """`tokenizer.json` as the trainer asks for it; the attributes are those of `train.data.tokenizers.Tokenizer`.
+    """A `tokenizer.json` with an optional chat template; attributes as in `train.data.tokenizers.Tokenizer`.
 
-    Without a chat template a prompt begins with what the tokenizer's post-processor puts first: BOS or nothing. With
-    one, the template writes every special token, and nothing is added to it.
+    Without a chat template, a prompt begins with the prefix of the post-processor: BOS or nothing. A chat template
+    writes every special token itself, and nothing is added.
     """
 
     def __init__(
@@ -33,15 +33,15 @@ class FolderTokenizer:
         template: ChatTemplate | None = None,
         system: str | None = None,
     ) -> None:
-        """Wrap `tokenizer`.
+        """Wraps a tokenizer.
 
         Args:
-          tokenizer: what is wrapped; its padding and truncation are switched off.
+          tokenizer: tokenizer to wrap; its padding and truncation are switched off.
           special: text of each special token by its role (`bos_token`, ...).
-          eos_ids: what ends a completion, at least one.
-          add_bos: whether a prompt without a template begins with BOS; None: as the post-processor says.
-          template: renders prompts as conversations; None: prompts are plain text.
-          system: what the system says first in a conversation.
+          eos_ids: ids that end a completion, at least one.
+          add_bos: whether a prompt without a template begins with BOS; None means as the post-processor does.
+          template: chat template; None means that prompts are plain text.
+          system: text of the system message.
         """
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -57,30 +57,30 @@ class FolderTokenizer:
 
     @property
     def chats(self) -> bool:
-        """Whether prompts are rendered by a chat template."""
+        """Whether a chat template renders the prompts."""
         return self._template is not None
 
     def _id(self, text: str | None) -> int | None:
         return None if text is None else self._tokenizer.token_to_id(text)
 
     def _first_ids(self, add_bos: bool | None) -> list[int]:
-        """What comes before the text of a prompt without a template."""
-        framed, plain = self._tokenizer.encode("a").ids, self.encode("a")
-        first = framed[: next(i for i in range(len(framed) + 1) if framed[i : i + len(plain)] == plain)]
+        """Finds the special ids before the text of a prompt without a template."""
+        processed, plain = self._tokenizer.encode("a").ids, self.encode("a")
+        first = processed[: next(i for i in range(len(processed) + 1) if processed[i : i + len(plain)] == plain)]
         if add_bos and self.bos_id is not None and self.bos_id not in first:
             return [self.bos_id, *first]
         return [token for token in first if add_bos is not False or token != self.bos_id]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone; texts of special tokens in it become those. A lone surrogate becomes "?"."""
+        """Encodes `text` alone; texts of special tokens become their ids, a lone surrogate becomes "?"."""
         clean = text.encode("utf-8", errors="replace").decode("utf-8")
         return list(self._tokenizer.encode(clean, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, what ends a completion left out.
+        """Decodes `ids` without EOS ids.
 
-        Other special tokens show as they are written and ids without a token as U+FFFD: what was sampled must not
-        vanish from what the verifier reads.
+        Other special tokens keep their text, and ids without a token become U+FFFD: every sampled token must stay
+        visible to the verifier.
         """
         texts: list[str] = []
         run: list[int] = []
@@ -93,10 +93,10 @@ class FolderTokenizer:
         return "".join([*texts, self._tokenizer.decode(run, skip_special_tokens=False)])
 
     def prompt_ids(self, example: "Example") -> list[int]:
-        """The conversation up to the reply with a template, else the prompt after what the tokenizer puts first.
+        """Encodes the conversation up to the reply, or, without a template, the special ids and the prompt.
 
         Raises:
-          UserError: the template refuses the conversation.
+          UserError: the template rejects the conversation.
         """
         if self._template is not None:
             return self.encode(self._render(self._template, example, answer=None))
@@ -104,28 +104,28 @@ class FolderTokenizer:
         return ids if self._first and ids[: len(self._first)] == self._first else [*self._first, *ids]
 
     def solution_ids(self, example: "Example") -> list[int]:
-        """What follows `prompt_ids` where the solution is known, up to and with what ends it.
+        """Encodes the solution as the continuation of `prompt_ids`, up to and including EOS.
 
-        Prompt and solution are tokenized as one text where that leaves the prompt's ids as they are: a tokenizer that
-        begins every text with a space does not put one between them.
+        Prompt and solution are tokenized as one text if that preserves the ids of the prompt, so that a tokenizer that
+        starts every text with a space does not put a space between them.
         """
         head, end = self.prompt_ids(example), self.eos_ids[0]
         if self._template is None:
-            tail = self._continued(example.prompt, example.solution, head)
+            tail = self._encode_continuation(example.prompt, example.solution, head)
         else:
             start = self._render(self._template, example, answer=None)
-            whole = self._render(self._template, example, answer=example.solution.strip())
-            rest = whole[len(start) :] if whole.startswith(start) else example.solution.strip()
-            tail = self._continued(start, rest, head)
-        ends = [place for place, token in enumerate(tail) if token in self.eos_ids]
+            full = self._render(self._template, example, answer=example.solution.strip())
+            rest = full[len(start) :] if full.startswith(start) else example.solution.strip()
+            tail = self._encode_continuation(start, rest, head)
+        ends = [index for index, token in enumerate(tail) if token in self.eos_ids]
         return tail[: ends[0] + 1] if ends else [*tail, end]
 
-    def _continued(self, start: str, rest: str, head: list[int]) -> list[int]:
-        """The ids of `rest` after `start`, whose ids end `head`; a newline stands for `start` where they merge."""
+    def _encode_continuation(self, start: str, rest: str, head: list[int]) -> list[int]:
+        """Encodes `rest` as it follows `start`, the end of `head`; where the two merge, as it follows a newline."""
         for before in (start, "\n"):
-            known, whole = self.encode(before), self.encode(before + rest)
-            if whole[: len(known)] == known and (before != start or head[-len(known) :] == known):
-                return whole[len(known) :]
+            prefix, full = self.encode(before), self.encode(before + rest)
+            if full[: len(prefix)] == prefix and (before != start or head[-len(prefix) :] == prefix):
+                return full[len(prefix) :]
         return self.encode(rest)
 
     def _render(self, template: ChatTemplate, example: "Example", *, answer: str | None) -> str:
@@ -140,10 +140,10 @@ class FolderTokenizer:
             raise UserError(f"data.chat: {error}; prompt {example.prompt[:80]!r}") from error
 
     def token_bytes(self) -> list[bytes]:
-        """What each id adds to a text: nothing for what ends a completion, U+FFFD for ids without a token.
+        """Returns the bytes of each id: empty for EOS ids, U+FFFD for ids without a token.
 
         Raises:
-          UserError: the decoder of the tokenizer is of a kind whose bytes are not known.
+          UserError: the decoder of the tokenizer is not supported.
         """
         return list(self._bytes)
 
@@ -151,8 +151,8 @@ class FolderTokenizer:
     def _bytes(self) -> list[bytes]:
         decoder = json.loads(self._tokenizer.to_str())["decoder"]
         try:
-            known = piece_bytes(decoder, {n: piece for n, piece in self._pieces.items() if n not in self._added})
+            by_id = piece_bytes(decoder, {n: piece for n, piece in self._pieces.items() if n not in self._added})
         except ValueError as error:
             raise UserError(f"model.path: {error}") from error
-        known |= {number: text.encode() for number, text in self._added.items()} | dict.fromkeys(self.eos_ids, b"")
-        return [known.get(number, UNKNOWN.encode()) for number in range(self.vocab_size)]
+        by_id |= {number: text.encode() for number, text in self._added.items()} | dict.fromkeys(self.eos_ids, b"")
+        return [by_id.get(number, UNKNOWN.encode()) for number in range(self.vocab_size)]

@@ -1,4 +1,4 @@
-"""The bytes of each token, from what `tokenizer.json` says of its decoder."""
+"""The bytes of each token, from the decoder in `tokenizer.json`."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,11 +8,11 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level BPE (that of GPT-2).
+    """Maps the printable characters of byte-level BPE (GPT-2) to their bytes.
 
     Example:
-      >>> byte_alphabet()["Ġ"], byte_alphabet()["a"]
-      (32, 97)
+        >>> byte_alphabet()["Ġ"], byte_alphabet()["a"]
+        (32, 97)
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -39,14 +39,14 @@ def _sentence_piece(piece: str, space: str) -> bytes:
 
 
 def piece_bytes(decoder: Mapping[str, Any] | None, pieces: Mapping[int, str]) -> dict[int, bytes]:
-    """The bytes of each piece of the vocabulary (added tokens are not pieces: their bytes are their text).
+    """Computes the bytes of each piece of the vocabulary, without the added tokens.
 
     Args:
       decoder: the `decoder` of `tokenizer.json`: byte-level, or metaspace with or without byte fallback.
-      pieces: id to the piece as the vocabulary writes it.
+      pieces: id -> piece, as written in the vocabulary.
 
     Raises:
-      ValueError: another kind of decoder.
+      ValueError: the decoder is of another kind.
     """
     kinds = list(_decoders(decoder))
     names = [kind["type"] for kind in kinds]

@@ -1,4 +1,4 @@
-"""What the trainer asks of a tokenizer."""
+"""The protocol of tokenizers."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
@@ -10,13 +10,13 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back.
+    """Conversion between text and ids.
 
     Attributes:
-      bos_id: what a sequence begins with, or None.
-      eos_ids: what ends a completion, the usual one first; at least one.
-      pad_id: fills rows; masks come from lengths, so it may be an id that is also drawn.
-      vocab_size: ids are below it.
+      bos_id: id of BOS, or None.
+      eos_ids: ids that end a completion, the default first; at least one.
+      pad_id: padding id; masks come from lengths, so it may also be sampled.
+      vocab_size: upper bound of the ids.
     """
 
     @property
@@ -32,16 +32,16 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text` alone; nothing is put before or after."""
+        """Encodes `text` alone, without BOS or EOS."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids` without what ends it; every other id shows, one without a text as U+FFFD."""
+        """Decodes `ids` without EOS ids; an id without a text becomes U+FFFD."""
 
     def prompt_ids(self, example: "Example") -> list[int]:
-        """What the model is shown: the chat template of the model, or BOS (where the model has one) and the prompt."""
+        """Encodes the prompt with the chat template, or as BOS (if there is one) and the prompt."""
 
     def solution_ids(self, example: "Example") -> list[int]:
-        """What imitation continues `prompt_ids` with, its end included."""
+        """Encodes the solution as the continuation of `prompt_ids`, including EOS."""
 
     def token_bytes(self) -> list[bytes]:
-        """What each id adds to a text, `vocab_size` entries; nothing for what ends it."""
+        """Returns the bytes of each of `vocab_size` ids; empty for EOS ids."""
