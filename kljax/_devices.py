@@ -6,7 +6,7 @@ default of `jax.make_mesh`, `auto_sharded` lets the compiler spread the operatio
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -104,19 +104,3 @@ def same_everywhere(values: Array, axis_name: AxisName) -> Array:
     if axis_name is None:
         return values
     return jax.lax.psum(jnp.where(jax.lax.axis_index(axis_name) == 0, values, 0), axis_name)
-
-
-def under_auto_axes(function: Callable[..., Tree], arrays: Sequence[Array], ndim: int) -> Callable[..., Tree]:
-    """Returns `function` with the explicit axes of the arrays' mesh turned into automatic ones inside it.
-
-    On a mesh with axes of type `Explicit`, the default of `jax.make_mesh`, the sharding is part of an array's type, and
-    operations that mix shardings are errors. Inside the returned function the compiler places intermediate results; the
-    outputs have the sharding of the first of `arrays` that is split along its first `ndim` axes, on these axes.
-    """
-    shardings = [jax.typeof(array).sharding for array in arrays]
-    mesh = next((sharding.mesh for sharding in shardings if sharding.mesh.explicit_axes), None)
-    if mesh is None:
-        return function
-    leading = [(*sharding.spec, *(None,) * ndim)[:ndim] for sharding in shardings]
-    spec = PartitionSpec(*next((entries for entries in leading if any(entries)), ()))
-    return jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=NamedSharding(mesh, spec))

@@ -170,13 +170,13 @@ def _stats_fwd(spec: Spec, weights: Any, constants: Any) -> tuple[Stats, Any]:
 
 def _stats_bwd(spec: Spec, saved: Any, cotangents: Any) -> tuple[Weights, None]:
     needs, weights, constants, residuals = saved
-    given = Cotangents(**{name: None if isinstance(x, SymbolicZero) else x for name, x in cotangents.items()})
+    requested = Cotangents(**{name: None if isinstance(x, SymbolicZero) else x for name, x in cotangents.items()})
     if not spec.entropy_gradient:
-        given = given._replace(entropy=None)
+        requested = requested._replace(entropy=None)
     if residuals.grad_target is not None:
-        hidden = scale_hidden_grads(residuals, given, weights.hidden, constants.mask)
+        hidden = scale_hidden_grads(residuals, requested, weights.hidden, constants.mask)
         return Weights(hidden, *(None,) * 5), None  # type: ignore[arg-type]
-    return Weights(*_run_backward(spec, needs, weights, constants, (residuals, given))), None  # type: ignore[arg-type]
+    return Weights(*_run_backward(spec, needs, weights, constants, (residuals, requested))), None  # type: ignore[arg-type]
 
 
 _stats.defvjp(_stats_fwd, _stats_bwd, symbolic_zeros=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kljax._checks import check_at_least, check_choice, check_mask
-from kljax._devices import under_auto_axes
+from kljax._devices import auto_sharded
 from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, HeadLayout, Scalar
 from kljax.log_probs._head import (
     SHAPES,
@@ -231,8 +231,7 @@ def run(call: Call, function: Function, *, shifted: bool = False) -> dict[str, A
 
     if call.spec.sharding is not None:
         return compute(*_resharded(call))
-    per_token = [call.weights.hidden, *(x for x in (call.constants.targets, call.constants.mask) if x is not None)]
-    return under_auto_axes(compute, per_token, call.weights.hidden.ndim - 1)(call.weights, call.constants)
+    return auto_sharded(compute)(call.weights, call.constants)
 
 
 def _shift(array: Array, by: int) -> Array:
@@ -246,7 +245,7 @@ def _shift(array: Array, by: int) -> Array:
         parts = [pad, array[..., :-1]] if by > 0 else [array[..., 1:], pad]
         return jnp.concatenate(parts, axis=-1)
 
-    return under_auto_axes(shift, [array], array.ndim)(array)
+    return auto_sharded(shift)(array)
 
 
 def _shifted_left(constants: Constants) -> Constants:
@@ -416,7 +415,7 @@ def _resharded(call: Call) -> tuple[Weights, Constants]:
     if not any("Explicit" in str(kind) for kind in mesh.axis_types):
         return call.weights, call.constants
 
-    def place(fields: Any) -> Any:
+    def reshard(fields: Any) -> Any:
         placed = {
             name: jax.reshard(x, NamedSharding(mesh, specs[name]))
             for name, x in fields._asdict().items()
@@ -424,4 +423,4 @@ def _resharded(call: Call) -> tuple[Weights, Constants]:
         }
         return fields._replace(**placed)
 
-    return place(call.weights), place(call.constants)
+    return reshard(call.weights), reshard(call.constants)

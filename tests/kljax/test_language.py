@@ -12,7 +12,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Not rewritten yet; a folder or file that is done leaves this list, and none joins it.
 NOT_YET = (
     "benchmarks/",
-    "kljax/log_probs/",
     "train/",
     "README.md",
     "CHANGELOG.md",
@@ -20,7 +19,7 @@ NOT_YET = (
     "docs/",
 )
 # Done within a folder above.
-DONE = ("docs/api/", "docs/benchmarks", "docs/references", "docs/rosetta", "docs/which-estimator")
+DONE = ("docs/api/", "docs/benchmarks", "docs/references", "docs/rosetta", "docs/which-estimator", "docs/log-probs.md")
 
 # A docstring says what a function does, or what a type is; these begin a riddle.
 OPENINGS = re.compile(r"(What|Those|Of|Such|Whose)\b")

@@ -1,5 +1,6 @@
 """Tokens packed into tiles in their order, and the vocabulary cut into chunks in which every column counts once."""
 
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from kljax.log_probs._tiles import (
     unpack,
 )
 from tests import oracles
+from tests.kljax.calls import known_options
 
 # ---- tokens ----
 
@@ -38,19 +40,30 @@ def test_tiles_cover_the_tokens_evenly(tokens: int, limit: int) -> None:
     assert rows * count - tokens < 8 * count
 
 
-@given(oracles.mask_rows(24), st.sampled_from([1, 5, 32]))
-def test_kept_tokens_are_packed_in_their_order(kept: list[bool], limit: int) -> None:
-    mask = np.array(kept, bool)
-    values = np.arange(1, 1 + mask.size, dtype=np.float32)
+@functools.cache
+def packed_and_unpacked(limit: int) -> Any:
+    """One program for each number of tokens."""
+
+    def run(mask: jax.Array, tree: Any) -> tuple[Any, Any, Any]:
+        packing = plan_packing(mask, mask.shape[0], limit)
+        packed = pack(packing, tree)
+        return packing.tiles, packed, unpack(packing, packed)
+
+    return jax.jit(run, compiler_options=known_options())
+
+
+@given(oracles.mask_rows(24), st.sampled_from([1, 9, 24]), st.sampled_from([1, 5, 32]))
+def test_unmasked_tokens_are_packed_in_their_order(kept: list[bool], tokens: int, limit: int) -> None:
+    mask = np.resize(np.array([*kept, False], bool), tokens)
+    values = np.arange(1, 1 + tokens, dtype=np.float32)
     tree = {"flat": jnp.asarray(values), "wide": jnp.asarray(values)[:, None] * jnp.ones((1, 3), jnp.float32)}
-    packing = plan_packing(jnp.asarray(mask), mask.size, limit)
-    packed = pack(packing, tree)
-    assert packed["flat"].shape == (packing.rows,)
-    assert packed["wide"].shape == (packing.rows, 3)
+    tiles, packed, unpacked = packed_and_unpacked(limit)(jnp.asarray(mask), tree)
+    size, count = tile_rows(tokens, limit)
+    assert packed["flat"].shape == (size * count,)
+    assert packed["wide"].shape == (size * count, 3)
     np.testing.assert_array_equal(packed["flat"][: mask.sum()], values[mask])
     np.testing.assert_array_equal(packed["wide"][:, 1], packed["flat"])
-    assert int(packing.tiles) == -(-int(mask.sum()) // packing.tile_size)
-    unpacked = unpack(packing, packed)
+    assert int(tiles) == -(-int(mask.sum()) // size)
     np.testing.assert_array_equal(unpacked["flat"], np.where(mask, values, 0))
     np.testing.assert_array_equal(unpacked["wide"][:, 2], np.where(mask, values, 0))
 
