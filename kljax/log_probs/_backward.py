@@ -242,15 +242,15 @@ def _add_chunk(device: DeviceView, chunk: Chunk, rows: RowInputs, carry: Gradien
         lambda index, sums: _add_tile(device, chunk, rows, index, sums), carry._replace(**start)
     )
 
-    def write(whole: Array | None, columns: Array | None, layout: HeadLayout) -> Array | None:
-        if whole is None or columns is None:
+    def write(gradient: Array | None, columns: Array | None, layout: HeadLayout) -> Array | None:
+        if gradient is None or columns is None:
             return None
         if columns.ndim == 1:
             columns, axis = device.axes.sum_over_tokens(columns), 0
         else:
             axis = 1 - embed_axis(layout)
             columns = device.axes.scatter_embed(columns, 1 - axis)
-        return lax.dynamic_update_slice_in_dim(whole, columns.astype(whole.dtype), chunk.start, axis=axis)
+        return lax.dynamic_update_slice_in_dim(gradient, columns.astype(gradient.dtype), chunk.start, axis=axis)
 
     layouts = dict.fromkeys(names, device.spec.layout) | {"ref_head": device.spec.ref_layout}
     return sums._replace(**{name: write(getattr(carry, name), getattr(sums, name), layouts[name]) for name in names})
@@ -287,8 +287,8 @@ def _add_tile(device: DeviceView, chunk: Chunk, rows: RowInputs, index: Array, s
     return sums
 
 
-def _add_rows(device: DeviceView, index: Array, whole: Array, more: Array) -> Array:
-    return device.set_tile(index, whole, device.get_tile(index, whole) + more)
+def _add_rows(device: DeviceView, index: Array, sums: Array, more: Array) -> Array:
+    return device.set_tile(index, sums, device.get_tile(index, sums) + more)
 
 
 # ---- gradients to the logits ----
