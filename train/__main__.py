@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from train.config.fields import known_fields
 from train.config.messages import show
-from train.run.console import load_config, run_command
+from train.run.console import ShowVersion, load_config, run_command
 
 EXAMPLES = """\
 examples:
@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
     command.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint of the run")
+    command.add_argument("--version", action=ShowVersion)
     return command
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config.errors import UserError
-from train.run.console import load_config, run_command
+from train.run.console import ShowVersion, load_config, run_command
 
 if TYPE_CHECKING:
     import kljax
@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
     command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
     command.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers and some completions")
+    command.add_argument("--version", action=ShowVersion)
     return command
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from train.config.errors import UserError
-from train.run.console import run_command
+from train.run.console import ShowVersion, run_command
 
 FORMATS = ("hf", "peft", "orbax")
 EXAMPLES = """\
@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--merge", action="store_true", help="add the adapter to the weights and write those")
     command.add_argument("--base", metavar="NAME", help="peft: the name of the base model, else model.path of the run")
+    command.add_argument("--version", action=ShowVersion)
     return command
 
 

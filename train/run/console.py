@@ -1,5 +1,6 @@
 """Helpers of the commands: exit codes, messages without a traceback, a quiet orbax."""
 
+import argparse
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -41,3 +42,17 @@ def run_command(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+class ShowVersion(argparse.Action):
+    """The `--version` flag of a command. The library is imported only when the flag is used: it loads JAX."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Prints the version of the package, which the trainer shares with the library."""
+        import kljax
+
+        print(f"kljax {kljax.__version__}")
+        parser.exit()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import kljax
 from train.__main__ import main
 from train.config.errors import UserError
 
@@ -142,3 +143,9 @@ def test_help_lists_the_fields(capsys):
     assert "  kl.loss.estimator: 'k3'\n" in text
     assert "  steps: required\n" in text
     assert "--resume" in text
+
+
+@pytest.mark.parametrize("command", ["train", "train.eval", "train.export"])
+def test_every_command_shows_the_version(command):
+    done = python("-m", command, "--version")
+    assert (done.returncode, done.stdout) == (0, f"kljax {kljax.__version__}\n")
