@@ -70,3 +70,18 @@ def test_curves_without_the_fooled_verifier_are_refused(capsys):
     with pytest.raises(SystemExit):
         quickstart.main(["--curves", "picture.png"])
     assert "--curves: only with --fooled" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_read_and_not_run_again(tmp_path):
+    directory = tmp_path / "quickstart-3"
+    directory.mkdir()
+    records = [
+        {"phase": "eval", "step": 0, "accuracy": 50.0, "accuracy_greedy": 90.0},
+        {"phase": "train", "step": 1, "kl_reference": 0.1},
+        {"phase": "eval", "step": 1, "accuracy": 95.0, "accuracy_greedy": 97.0},
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (directory / "summary.json").write_text("{}")
+    (found,) = quickstart.run_quickstart(tmp_path, [3], [])
+    assert (found.seed, found.gain, found.cpu_seconds) == (3, 45.0, None)
+    assert "| 3 | 50.0 % (90.0 %) | 95.0 % (97.0 %) | +45.0 | 0.10 | - |" in quickstart.quickstart_table([found])
