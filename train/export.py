@@ -94,7 +94,7 @@ def export(
 
                 save_folder(target, model, policy, source=source, tokenizer=tokenizer)
             else:
-                from train.weights.checkpoint import save_base
+                from train.weights.orbax import save_base
 
                 if merge:
                     policy = kljax.Policy(merged(model, policy.params, policy.adapter))

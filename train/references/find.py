@@ -11,9 +11,9 @@ from train.config.schema import Config
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import load_tokenizer
 from train.models import Decoder
-from train.weights.checkpoint import ITEM
 from train.weights.huggingface.config import decoder_config
 from train.weights.model import make_model
+from train.weights.orbax import ITEM
 from train.weights.peft import base_model, read_peft_config
 
 Format = Literal["orbax", "folder", "peft"]

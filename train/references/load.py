@@ -19,8 +19,8 @@ from train.references.record import is_recorded, record_reference, reference_fin
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rl.reference import Reference
 from train.rl.state import TrainState
-from train.weights.checkpoint import Checkpoints, check_saved
 from train.weights.huggingface import check_folder, load_params
+from train.weights.orbax import Checkpoints, check_saved
 from train.weights.peft import check_adapter, load_adapter
 
 Tree = Any

@@ -22,12 +22,12 @@ from train.models.int8 import quantise_params
 from train.references import is_recorded, locate, run_directory_of
 from train.rl.policy import abstract_params
 from train.run.directory import RunDirectory
-from train.weights.checkpoint import restore_base
 from train.weights.files import write_text_atomic
-from train.weights.huggingface import folder_digest, load_params
+from train.weights.huggingface import folder_arrays, folder_digest, load_params
 from train.weights.model import field_errors, unquantized
+from train.weights.orbax import orbax_arrays, restore_base
 from train.weights.peft import is_peft
-from train.weights.saved_arrays import SavedArray, folder_arrays, orbax_arrays
+from train.weights.saved_array import SavedArray
 
 Tree = Any
 RECORD = "base.json"

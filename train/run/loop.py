@@ -21,7 +21,7 @@ from train.rollouts.context import RunContext
 from train.run.evaluate import evaluate
 from train.run.interrupt import Interrupt
 from train.run.metrics import MetricsWriter
-from train.weights.checkpoint import Checkpoints
+from train.weights.orbax import Checkpoints
 
 Tree = Any
 

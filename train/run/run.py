@@ -29,7 +29,7 @@ from train.run.plots import write_curves
 from train.run.report import Start, default_console, print_comparison, progress, write_summary
 from train.run.setup import check_examples, check_start, first_state, make_base, make_context
 from train.weights.abandoned_reads import quiet_abandoned_reads
-from train.weights.checkpoint import Checkpoints
+from train.weights.orbax import Checkpoints
 
 Tree = Any
 INTERRUPTED = 130

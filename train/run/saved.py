@@ -16,7 +16,7 @@ from train.rl.policy import abstract_adapter, abstract_params
 from train.run.base import load_base
 from train.run.directory import RunDirectory
 from train.run.setup import config_mesh
-from train.weights.checkpoint import ITEM, restore_base
+from train.weights.orbax import ITEM, restore_base
 
 
 @dataclasses.dataclass(frozen=True)

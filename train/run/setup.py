@@ -28,9 +28,9 @@ from train.run.directory import RunDirectory
 from train.run.metrics import MetricsWriter
 from train.run.report import Start
 from train.run.warm_start import warm_start
-from train.weights.checkpoint import save_base
 from train.weights.huggingface import check_folder
 from train.weights.model import field_errors, make_model, unquantized
+from train.weights.orbax import save_base
 from train.weights.peft import check_adapter, load_adapter
 
 Tree = Any

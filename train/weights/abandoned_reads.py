@@ -1,4 +1,4 @@
-"""What the reads left behind by a failed one say after it, kept off the screen."""
+"""Suppression of late error reports from concurrent reads that a failed read abandoned."""
 
 import logging
 import sys
@@ -9,14 +9,14 @@ NEVER_RETRIEVED = ("Future exception was never retrieved", "Task exception was n
 
 
 class _Hook:
-    """An unraisable hook that drops reports of a closed event loop and hands on every other."""
+    """An unraisable hook that drops reports of a closed event loop and forwards all others."""
 
-    def __init__(self, before: Any) -> None:
-        self._before = before
+    def __init__(self, previous: Any) -> None:
+        self._previous = previous
 
     def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
         if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == CLOSED):
-            self._before(unraisable)
+            self._previous(unraisable)
 
 
 def _was_retrieved(record: logging.LogRecord) -> bool:
@@ -24,12 +24,11 @@ def _was_retrieved(record: logging.LogRecord) -> bool:
 
 
 def quiet_abandoned_reads() -> None:
-    """Keeps what follows a failed read from printing a traceback each, from now on.
+    """Installs a hook and a log filter that drop the late errors of reads abandoned by a failed read.
 
-    A read that fails ends orbax's event loop while others are on their way. Those that complete later report to
-    `sys.unraisablehook` that the loop is closed; those that failed too are logged by asyncio when they are collected.
-    Either can be any time after the first failure was caught and handled, and there is nothing to wait for: so this
-    stays in place. Calling it again changes nothing.
+    A failed read closes the event loop of orbax while other reads are pending. A read that completes later reports the
+    closed loop to `sys.unraisablehook`; a read that fails later is logged by asyncio when it is collected. Both can
+    happen long after the first error was handled, so the hook and the filter stay installed. A second call is a no-op.
     """
     if not isinstance(sys.unraisablehook, _Hook):
         sys.unraisablehook = _Hook(sys.unraisablehook)

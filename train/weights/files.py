@@ -1,4 +1,4 @@
-"""Files and directories that are whole at any moment."""
+"""Atomic writes of files and directories."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write `path` so that a process killed at any moment leaves the old file or the new one."""
+    """Writes a file atomically: a killed process leaves the old file or the new file."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", encoding="utf-8", newline="\n") as file:
         file.write(text)
@@ -19,13 +19,13 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def check_free(path: Path) -> None:
-    """Raises FileExistsError unless there is nothing, or an empty directory, at `path`."""
+    """Raises FileExistsError unless `path` is free or an empty directory."""
     if path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
         raise FileExistsError(f"{path} is there already, and nothing is overwritten")
 
 
 def usable_directory(path: Path) -> None:
-    """Makes a directory where there is none, and raises OSError unless something can be made in it."""
+    """Creates a directory if it is missing, and raises OSError if it is not writable."""
     path.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=path):
         pass
@@ -33,16 +33,16 @@ def usable_directory(path: Path) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory to write into that becomes `path`, by one rename, when the block ends; nothing of it after an error.
+    """Yields a temporary directory that is renamed to `path` when the block ends, and removed after an error.
 
     Raises:
-      FileExistsError: something is at `path` already.
+      FileExistsError: `path` exists and is no empty directory.
     """
     check_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
     try:
-        # What mkdtemp makes is for its owner alone.
+        # mkdtemp makes the directory private to its owner.
         partial.chmod(0o777 & ~_umask())
         yield partial
         partial.rename(path)

@@ -1,4 +1,4 @@
-"""Building the decoder that a config describes."""
+"""Construction of the decoder from a config."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,13 +26,13 @@ def make_model(config: Config, tokenizer: Tokenizer) -> Decoder:
         rope = Rope(shape.pop("rope_theta"))
         return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **options))
     with field_errors(f"model.path {section.path}"):
-        read = decoder_config(section.path, lora=lora, **options)
-    lines = [f"{name}: {line}" for name, line in divisions(dataclasses.asdict(read), config.mesh)]
-    if tokenizer.vocab_size > read.vocab_size:
-        lines.append(f"vocab_size: got {read.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens")
+        decoder = decoder_config(section.path, lora=lora, **options)
+    lines = [f"{name}: {line}" for name, line in divisions(dataclasses.asdict(decoder), config.mesh)]
+    if tokenizer.vocab_size > decoder.vocab_size:
+        lines.append(f"vocab_size: got {decoder.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens")
     if lines:
         raise UserError(f"model.path {section.path}: {'; '.join(lines)}")
-    return Decoder(read)
+    return Decoder(decoder)
 
 
 def unquantized(model: Decoder) -> Decoder:

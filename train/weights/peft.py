@@ -1,4 +1,4 @@
-"""Adapters as PEFT stores them: a folder of `adapter_config.json` and `adapter_model.safetensors`, in and out."""
+"""Loading and saving of PEFT adapters: folders of `adapter_config.json` and `adapter_model.safetensors`."""
 
 import dataclasses
 import functools
@@ -21,22 +21,22 @@ from train.models.lora import PROJECTIONS
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
 from train.weights.files import new_directory, write_text_atomic
-from train.weights.peft_config import CONFIG_FILE, read_config, targeted
+from train.weights.mismatch import first_five
+from train.weights.peft_config import CONFIG_FILE, is_targeted, read_config
 
 Tree = Any
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-# The decoder inside a causal language model, and inside the ones of Gemma 3 that take images too.
+# The decoder inside a causal language model, or inside a multimodal Gemma 3.
 KEY = re.compile(
     r"base_model\.model\.((?:model\.|model\.language_model\.|language_model\.model\.)"
     r"layers\.(\d+)\.((?:self_attn|mlp)\.(\w+)))\.(lora_[AB])\.weight"
 )
-SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """One tensor of a file: its key, where it belongs, and its shape as the file has it ([rank, in] or [out, rank])."""
+class StoredTensor:
+    """One tensor of a file: its key, module, layer and leaf, and its shape in the file, [rank, in] or [out, rank]."""
 
     key: str
     module: str
@@ -46,66 +46,68 @@ class Stored:
 
 
 def is_peft(path: str | Path) -> bool:
-    """Whether a folder holds an adapter of PEFT."""
+    """Checks whether a folder has a PEFT adapter."""
     return (Path(path) / CONFIG_FILE).is_file()
 
 
 def base_model(path: str | Path) -> str | None:
-    """The base model that a folder of PEFT names; None where it names none."""
+    """Reads the name of the base model from a PEFT folder; None if it has no name."""
     return read_config(path).get("base_model_name_or_path") or None
 
 
 def read_peft_config(path: str | Path) -> LoraConfig:
-    """Rank, alpha and targets of a PEFT folder: those projections that it has matrices for in some layer.
+    """Reads rank, alpha and targets of a PEFT folder; targets are the projections with a matrix in some layer.
 
     Raises:
-      FileNotFoundError: no adapter there.
-      ValueError: it is not plain LoRA or rsLoRA on projections of a decoder, naming the field or the tensor.
+      FileNotFoundError: there is no adapter.
+      ValueError: the adapter is no plain LoRA or rsLoRA on projections of a decoder; names the field or tensor.
     """
     raw = read_config(path)
-    with _weights(path) as file:
-        found = {tensor.leaf.split(".")[-2] for tensor in _stored(path, file)}
-    targets = tuple(name for name in PROJECTIONS if name in found)
+    with _open_weights(path) as file:
+        projections = {tensor.leaf.split(".")[-2] for tensor in _list_tensors(path, file)}
+    targets = tuple(name for name in PROJECTIONS if name in projections)
     return LoraConfig(int(raw["r"]), float(raw["lora_alpha"]), targets, bool(raw.get("use_rslora")))
 
 
 def check_adapter(path: str | Path, model: Decoder) -> None:
-    """Checks from the config and the file's header alone that `load_adapter` would fit; reads no tensor.
+    """Checks an adapter against the model from its config and header, without reading tensors.
 
     Raises:
-      FileNotFoundError: no adapter there.
-      ValueError: naming what differs, with what the folder has and what the model's lora section says.
+      FileNotFoundError: there is no adapter.
+      ValueError: the folder differs from the model or its lora section; names each difference.
     """
     if model.config.lora is None:
-        raise ValueError("adapter: the model has no lora section, so there is nothing to attach an adapter to")
+        raise ValueError("lora: got null, expected a lora section for the adapter; set lora.rank")
     _check_lora(path, model.config.lora)
     raw = read_config(path)
-    with _weights(path) as file:
-        stored = _stored(path, file)
-    problems = [*_misfits(stored, raw, model), *_gaps(stored, raw, model)]
+    with _open_weights(path) as file:
+        stored = _list_tensors(path, file)
+    problems = [*_mismatches(stored, raw, model), *_missing_matrices(stored, raw, model)]
     if problems:
-        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise ValueError(f"adapter {path} does not fit the model: {'; '.join(problems[:SHOWN])}{more}")
+        raise ValueError(f"adapter {path} does not fit the model: {first_five(problems)}")
 
 
 def load_adapter(path: str | Path, model: Decoder, mesh: Mesh) -> Tree:
-    """The adapter of a PEFT folder in the model's layout, float32, each array made in its sharding.
+    """Loads the adapter of a PEFT folder in the layout of the model, float32 and sharded.
 
-    A layer that the folder leaves out (`layers_to_transform`, a regular expression) gets zeros in both matrices, which
-    add nothing and have no gradient, so it stays as it is in training too.
+    A layer without an adapter (`layers_to_transform`, a regular expression) gets zeros in both matrices. They add
+    nothing and have zero gradient, so training does not change the layer.
 
     Args:
-      path: the folder; model: with a lora section that says what the folder says (`read_peft_config`); mesh: the mesh.
+      path: the folder.
+      model: the decoder, with a lora section equal to the folder's (`read_peft_config`).
+      mesh: the devices.
 
     Returns:
       A [layers, in, rank] and B [layers, rank, out] of each target.
 
     Raises:
-      FileNotFoundError, ValueError: as `check_adapter`, before anything is read.
+      FileNotFoundError: as `check_adapter`.
+      ValueError: as `check_adapter`, before any tensor is read.
     """
     check_adapter(path, model)
-    with _weights(path) as file:
-        keys = {(tensor.layer, tensor.leaf): tensor.key for tensor in _stored(path, file)}
+    with _open_weights(path) as file:
+        keys = {(tensor.layer, tensor.leaf): tensor.key for tensor in _list_tensors(path, file)}
 
         def load(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             values = np.zeros(leaf.shape, leaf.dtype)
@@ -122,17 +124,18 @@ def load_adapter(path: str | Path, model: Decoder, mesh: Mesh) -> Tree:
 def save_adapter(
     path: str | Path, model: Decoder, adapter: Tree, *, base_name: str | None, source: str | Path | None = None
 ) -> None:
-    """Writes an adapter as a PEFT folder, whole or not at all, which PEFT, transformers and vLLM load.
+    """Writes an adapter atomically as a PEFT folder, which PEFT, transformers and vLLM load.
 
     Args:
-      path: the folder, which is not there yet, or empty.
-      model: its lora section gives rank, alpha and targets; adapter: as `load_adapter` returns it.
-      base_name: `base_model_name_or_path`: the folder or the hub's name of the base model.
-      source: the Hugging Face folder of the base, which says whether the decoder is the text part of a larger model.
+      path: the new folder; it may exist if it is empty.
+      model: the decoder, with the lora section of the adapter.
+      adapter: the adapter, as `load_adapter` returns it.
+      base_name: `base_model_name_or_path`: folder or Hub name of the base model.
+      source: Hugging Face folder of the base, which tells whether the decoder is part of a multimodal model.
 
     Raises:
-      FileExistsError: something is there already.
-      ValueError: an adapter that does not fit the model.
+      FileExistsError: `path` exists and is not empty.
+      ValueError: the adapter does not fit the model.
     """
     lora, leaves = model.config.lora, named_leaves(adapter)
     got, expected = {name: leaf.shape for name, leaf in leaves.items()}, _shapes(model)
@@ -146,21 +149,21 @@ def save_adapter(
             for layer, matrix in enumerate(values):
                 key = f"{prefix}layers.{layer}.{name.removeprefix('layers.')}.weight"
                 tensors[key] = np.ascontiguousarray(matrix.T)
-        # `save_file` would leave it to its owner alone, and a server often is somebody else.
+        # `save_file` makes the file private to its owner, but a server may run as another user.
         (partial / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         text = json.dumps(_peft_config(lora, base_name), indent=2, sort_keys=True)
         write_text_atomic(partial / CONFIG_FILE, f"{text}\n")
 
 
 def _prefix(source: str | Path | None) -> str:
-    """Where the layers are in the model that transformers makes of a folder: deeper in one that takes images too."""
+    """Returns the prefix of the layers in the transformers model of a folder; it is longer in a multimodal model."""
     file = None if source is None else Path(source) / "config.json"
     nested = file is not None and file.is_file() and "text_config" in json.loads(file.read_text(encoding="utf-8"))
     return "model.language_model." if nested else "model."
 
 
 def _peft_config(lora: LoraConfig, base_name: str | None) -> dict[str, Any]:
-    """What PEFT 0.21 writes for such an adapter, but for the fields that say nothing."""
+    """Builds the config that PEFT 0.21 writes for this adapter, without the fields at their defaults."""
     return {
         "base_model_name_or_path": base_name,
         "bias": "none",
@@ -180,24 +183,24 @@ def _peft_config(lora: LoraConfig, base_name: str | None) -> dict[str, Any]:
 
 
 def _check_lora(path: str | Path, lora: LoraConfig) -> None:
-    """Raises ValueError naming each setting in which a folder and the model's lora section differ."""
-    found = read_peft_config(path)
-    wrong = [
+    """Raises ValueError naming each difference between a folder and the lora section of the model."""
+    saved = read_peft_config(path)
+    problems = [
         f"{theirs}: got {got!r}, but lora.{ours} of the config is {want!r}"
         for theirs, ours, got, want in (
-            ("r", "rank", found.rank, lora.rank),
-            ("lora_alpha", "alpha", found.alpha, float(lora.alpha)),
-            ("use_rslora", "rslora", found.rslora, lora.rslora),
-            ("target_modules", "targets", sorted(found.targets), sorted(lora.targets)),
+            ("r", "rank", saved.rank, lora.rank),
+            ("lora_alpha", "alpha", saved.alpha, float(lora.alpha)),
+            ("use_rslora", "rslora", saved.rslora, lora.rslora),
+            ("target_modules", "targets", sorted(saved.targets), sorted(lora.targets)),
         )
         if got != want
     ]
-    if wrong:
-        raise ValueError(f"adapter {path} does not fit the config: {'; '.join(wrong)}")
+    if problems:
+        raise ValueError(f"adapter {path} does not fit the config: {'; '.join(problems)}")
 
 
-def _misfits(stored: list[Stored], raw: Mapping[str, Any], model: Decoder) -> Iterator[str]:
-    """Tensors that have no place in the model, or another shape, or that PEFT would not load."""
+def _mismatches(stored: list[StoredTensor], raw: Mapping[str, Any], model: Decoder) -> Iterator[str]:
+    """Yields the tensors that are no part of the model, have another shape, or are ignored by PEFT."""
     shapes, layers = _shapes(model), model.config.layers
     for tensor in stored:
         expected = shapes.get(tensor.leaf)
@@ -205,54 +208,54 @@ def _misfits(stored: list[Stored], raw: Mapping[str, Any], model: Decoder) -> It
             yield f"{tensor.key} is no part of the model, which has {layers} layers"
         elif tensor.shape != expected[:0:-1]:
             yield f"{tensor.key}: got shape {tensor.shape}, expected {expected[:0:-1]}"
-        elif not targeted(raw, tensor.module):
-            yield f"{tensor.key}: target_modules does not ask for it"
+        elif not is_targeted(raw, tensor.module):
+            yield f"{tensor.key}: not in target_modules"
 
 
-def _gaps(stored: list[Stored], raw: Mapping[str, Any], model: Decoder) -> Iterator[str]:
-    """Matrices that the config asks for and the file does not have."""
-    have = {(tensor.layer, tensor.leaf) for tensor in stored}
+def _missing_matrices(stored: list[StoredTensor], raw: Mapping[str, Any], model: Decoder) -> Iterator[str]:
+    """Yields the matrices of the config that are missing in the file."""
+    saved = {(tensor.layer, tensor.leaf) for tensor in stored}
     prefix = stored[0].module.split("layers.")[0]
     for leaf in _shapes(model):
         module, _, name = leaf.removeprefix("layers.").rpartition(".")
         for layer in range(model.config.layers):
-            if (layer, leaf) not in have and targeted(raw, f"{prefix}layers.{layer}.{module}"):
+            if (layer, leaf) not in saved and is_targeted(raw, f"{prefix}layers.{layer}.{module}"):
                 yield f"layers.{layer}.{module}.{name} is missing"
 
 
 @functools.cache
 def _shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
-    """The shape of every matrix of the model's adapter, by dotted name."""
+    """Returns the shape of every matrix of the adapter, by dotted name."""
     return {name: leaf.shape for name, leaf in named_leaves(abstract_adapter(model, make_mesh())).items()}
 
 
 @contextmanager
-def _weights(path: str | Path) -> Iterator[Any]:
-    """The tensors of a folder, opened; only the header is read."""
+def _open_weights(path: str | Path) -> Iterator[Any]:
+    """Opens the tensors of a folder; reads only the header."""
     file = Path(path) / WEIGHTS_FILE
     if not file.is_file():
         others = sorted(p.name for p in Path(path).glob("adapter_model*"))
-        hint = f"; {others[0]} is not read, save it as safetensors with PEFT" if others else ""
+        hint = f"; {others[0]} is not supported; save the adapter as safetensors with PEFT" if others else ""
         raise FileNotFoundError(f"adapter {path} has no {WEIGHTS_FILE}{hint}")
     try:
         with safe_open(file, framework="numpy") as opened:
             yield opened
     except SafetensorError as error:
-        raise ValueError(f"{file}: not a whole safetensors file: {error}") from None
+        raise ValueError(f"{file}: not a complete safetensors file: {error}") from None
 
 
-def _stored(path: str | Path, file: Any) -> list[Stored]:
-    """Every tensor of an opened file; raises ValueError for one that is no matrix of a projection, and for none."""
-    stored, strange = [], []
+def _list_tensors(path: str | Path, file: Any) -> list[StoredTensor]:
+    """Lists the tensors of an open file; raises ValueError if there are none, or a tensor is no adapter matrix."""
+    stored, unknown = [], []
     for key in sorted(file.keys()):
         match = KEY.fullmatch(key)
         if match is None or match[4] not in PROJECTIONS:
-            strange.append(key)
+            unknown.append(key)
         else:
             leaf, shape = f"layers.{match[3]}.{match[5]}", tuple(file.get_slice(key).get_shape())
-            stored.append(Stored(key, match[1], int(match[2]), leaf, shape))
-    if strange or not stored:
-        listed = ", ".join(strange[:SHOWN]) or "nothing"
+            stored.append(StoredTensor(key, match[1], int(match[2]), leaf, shape))
+    if unknown or not stored:
+        listed = first_five(unknown, ", ") or "nothing"
         allowed = "layers.N.{self_attn,mlp}.PROJECTION.lora_{A,B}.weight, PROJECTION one of " + ", ".join(PROJECTIONS)
         raise ValueError(f"adapter {path}: got tensors {listed}; expected {allowed}")
     return stored

@@ -1,4 +1,4 @@
-"""`adapter_config.json` of PEFT: what of it is read, what changes nothing, and what is refused by name."""
+"""Reading of `adapter_config.json` of PEFT; a field that would change the weights is an error."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 
 CONFIG_FILE = "adapter_config.json"
 
-# Where an adapter comes from, or how it is trained and drawn: the weights in the file are used in the same way.
+# Origin, training and initialization of an adapter, which do not change the use of its weights.
 NEUTRAL = frozenset(
     {
         "auto_mapping",
@@ -40,15 +40,15 @@ READ = frozenset(
         "use_rslora",
     }
 )
-# The other ways to start (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) take something away from the base weights.
-BASE_KEPT = (True, False, "gaussian", "eva", "orthogonal")
-WHAT = {
+# Other initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA, MiCA) change the base weights.
+SUPPORTED_INITS = (True, False, "gaussian", "eva", "orthogonal")
+EXPECTED = {
     "alpha_pattern": "one lora_alpha for all modules",
     "bias": "'none'",
     "fan_in_fan_out": "false",
     "layer_replication": "the layers of the base model",
     "lora_bias": "false",
-    "modules_to_save": "none: whole modules beside the adapter are not read",
+    "modules_to_save": "none: modules beside the adapter are not supported",
     "rank_pattern": "one r for all modules",
     "trainable_token_indices": "none: the embedding has no adapter",
     "use_dora": "false: DoRA is not supported",
@@ -56,11 +56,11 @@ WHAT = {
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The mapping in `adapter_config.json` of a folder, with every field checked.
+    """Reads and checks `adapter_config.json` of a folder.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is not JSON, or a field asks for something else than plain LoRA or rsLoRA, naming all such fields.
+      FileNotFoundError: the file does not exist.
+      ValueError: the file is no JSON, or its fields are not plain LoRA or rsLoRA; names all wrong fields.
     """
     file = Path(path) / CONFIG_FILE
     try:
@@ -100,47 +100,47 @@ def _bad_patterns(raw: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _refused(raw: Mapping[str, Any]) -> list[str]:
-    """A field that is not known may change the meaning of the weights: only an empty one is passed over."""
+    """Lists unsupported fields; an unknown field may change the meaning of the weights, unless it is empty."""
     problems = []
     for name, value in sorted(raw.items()):
-        if name == "init_lora_weights" and value not in BASE_KEPT and value is not None:
+        if name == "init_lora_weights" and value not in SUPPORTED_INITS and value is not None:
             problems.append(f"{name}: got {value!r}, which changes the base weights; save it as plain LoRA with PEFT")
         elif name not in NEUTRAL | READ and value and value != "none":
-            expected = WHAT.get(name, "no such field, or an empty one")
+            expected = EXPECTED.get(name, "no such field, or an empty one")
             problems.append(f"{name}: got {json.dumps(value)[:80]}, expected {expected}")
     return problems
 
 
-def targeted(raw: Mapping[str, Any], module: str) -> bool:
-    """Whether a config asks for an adapter on a projection, such as `model.layers.0.self_attn.q_proj`, as PEFT decides.
+def is_targeted(raw: Mapping[str, Any], module: str) -> bool:
+    """Checks whether PEFT would put an adapter on a module, such as `model.layers.0.self_attn.q_proj`.
 
-    A list names modules by their full name or by its end; a string is a regular expression for the full name, or
-    "all-linear". `layers_to_transform` applies to lists alone.
+    A list has full names or suffixes of modules; a string is "all-linear" or a regular expression for the full name.
+    `layers_to_transform` applies only to lists.
     """
-    if _named(raw.get("exclude_modules") or [], module):
+    if _matches(raw.get("exclude_modules") or [], module):
         return False
     targets = raw["target_modules"]
     if isinstance(targets, str):
-        return targets.lower() == "all-linear" or _named(targets, module)
+        return targets.lower() == "all-linear" or _matches(targets, module)
     layers = raw.get("layers_to_transform")
-    if module in targets or not _named(targets, module) or layers in (None, []):
-        return _named(targets, module)
+    if module in targets or not _matches(targets, module) or layers in (None, []):
+        return _matches(targets, module)
     index = _layer(raw.get("layers_pattern"), module)
     return index in ([layers] if isinstance(layers, int) else layers)
 
 
-def _named(names: str | list[str], module: str) -> bool:
+def _matches(names: str | list[str], module: str) -> bool:
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _layer(patterns: str | list[str] | None, module: str) -> int | None:
-    """The index of the layer that a module is in, after the first name that `layers_pattern` allows."""
+    """Finds the layer index of a module, after the first match of `layers_pattern`."""
     if not patterns:
         match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
     else:
-        listed = [patterns] if isinstance(patterns, str) else patterns
-        found = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module) for pattern in listed)
-        match = next((one for one in found if one), None)
+        names = [patterns] if isinstance(patterns, str) else patterns
+        matches = (re.match(rf"(?:^|.*?\.){name}\.(\d+)\.", module) for name in names)
+        match = next((match for match in matches if match), None)
     return int(match[1]) if match else None

@@ -17,10 +17,10 @@ from train.config.load import LoadedConfig
 from train.models import Decoder
 from train.run.base import ExpectedBase, SavedBase, check_same_base, record_folder
 from train.run.run import run
-from train.weights.checkpoint import save_base
 from train.weights.huggingface import folder_digest, load_params
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.contents import INDEX
+from train.weights.orbax import save_base
 
 QWEN3 = Path(__file__).parents[2] / "goldens" / "models" / "qwen3"
 LORA = (

@@ -18,7 +18,7 @@ from train.rl.keys import purpose_key
 from train.rl.policy import abstract_params, init_adapter
 from train.rl.reference import Reference
 from train.rl.state import TrainState
-from train.weights.checkpoint import Checkpoints, restore_base, save_base
+from train.weights.orbax import Checkpoints, restore_base, save_base
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj]}"
 NEEDED = "kl.loss.coef=0.1"

@@ -21,7 +21,7 @@ from train.rl.objective import coefficients
 from train.rl.policy import hidden_states, init_params
 from train.rl.reference import Reference, reference_head
 from train.rl.step import make_prepare, make_score, make_update
-from train.weights.checkpoint import save_base
+from train.weights.orbax import save_base
 
 DISTIL = ("loss.policy=none", "rollout.samples_per_prompt=2")
 WIDER = tiny.config_of("model={layers: 2, width: 24, heads: 3, kv_heads: 1, head_dim: 8, mlp_width: 40}")

@@ -18,7 +18,7 @@ from train.rl.policy import init_adapter, init_params
 from train.rollouts import SourceError, open_source
 from train.run.interrupt import Interrupt
 from train.run.loop import train
-from train.weights.checkpoint import Checkpoints
+from train.weights.orbax import Checkpoints
 
 EOS = ByteTokenizer().eos_id
 

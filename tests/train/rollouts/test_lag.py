@@ -11,7 +11,7 @@ from tests import tiny
 from train.config.schema import Checkpoint
 from train.rl.state import TrainState
 from train.rollouts import initial_past, next_past, sampling_policy
-from train.weights.checkpoint import Checkpoints, abstract
+from train.weights.orbax import Checkpoints, abstract
 
 
 def numbered(lag: int) -> TrainState:

@@ -20,7 +20,7 @@ from train.config.schema import Checkpoint
 from train.models.sharding import replicated
 from train.rl.state import TrainState, initial_state
 from train.weights.abandoned_reads import quiet_abandoned_reads
-from train.weights.checkpoint import Checkpoints, abstract, restore_base, save_base
+from train.weights.orbax import Checkpoints, abstract, restore_base, save_base
 
 SECTION = Checkpoint(every=1, keep=2)
 
@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_is_named_moved_aside_and_the_one_before_is_used(ru
     restored = checkpoints.restore_last(state_of(9))
     chex.assert_trees_all_equal(restored, state_of(3))
     assert checkpoints.steps() == [0, 3]
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "train.weights.checkpoint"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "train.weights.orbax"]
     assert f"checkpoint {run}/checkpoints/4 is damaged and was skipped (moved to {run}/damaged/4-0): " in warning
     assert (run / "damaged" / "4-0").is_dir()
     # The run goes on and saves the step again.

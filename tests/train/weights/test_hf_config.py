@@ -111,7 +111,7 @@ def test_new_and_old_forms_of_the_rope_are_one():
     }
     gemma_new = tiny("gemma3_text", rope_parameters=layers, sliding_window_pattern=6)
     assert decoder_config(gemma_old) == decoder_config(gemma_new)
-    with pytest.raises(ValueError, match=r"rope_scaling: got .* not what rope_parameters says"):
+    with pytest.raises(ValueError, match=r"rope_scaling: got .* differs from rope_parameters"):
         decoder_config({**new, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
 
 

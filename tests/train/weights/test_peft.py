@@ -17,7 +17,7 @@ from train.models.lora import PROJECTIONS
 from train.models.sharding import make_mesh
 from train.rl.policy import init_adapter
 from train.weights.peft import check_adapter, is_peft, load_adapter, read_peft_config, save_adapter
-from train.weights.peft_config import read_config, targeted
+from train.weights.peft_config import is_targeted, read_config
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "models"
 ADAPTER = GOLDENS / "qwen3" / "adapter"
@@ -171,7 +171,7 @@ def test_what_is_not_plain_lora_is_refused_by_name(tmp_path, field, value, messa
     ],
 )
 def test_modules_are_asked_for_as_peft_decides(raw, asked):
-    assert targeted(raw, "model.layers.1.self_attn.q_proj") is asked
+    assert is_targeted(raw, "model.layers.1.self_attn.q_proj") is asked
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_tensors_that_do_not_fit_are_named(edited, tmp_path):
     for part in (
         "layers.3.self_attn.q_proj.lora_A.weight is no part of the model, which has 3 layers",
         "layers.0.mlp.down_proj.lora_B.weight: got shape (33, 4), expected (32, 4)",
-        "layers.1.self_attn.q_proj.lora_A.weight: target_modules does not ask for it",
+        "layers.1.self_attn.q_proj.lora_A.weight: not in target_modules",
         "layers.2.self_attn.v_proj.lora_A is missing",
     ):
         assert part in str(caught.value)
@@ -217,12 +217,14 @@ def test_files_that_are_no_adapter_are_named(edited, tmp_path):
     with pytest.raises(ValueError, match=r"got tensors base_model\.model\.lm_head\.lora_A\.weight; expected layers"):
         read_peft_config(path)
     (path / WEIGHTS).write_bytes((path / WEIGHTS).read_bytes()[:50])
-    with pytest.raises(ValueError, match=f"{WEIGHTS}: not a whole safetensors file"):
+    with pytest.raises(ValueError, match=f"{WEIGHTS}: not a complete safetensors file"):
         read_peft_config(path)
     (path / WEIGHTS).rename(path / "adapter_model.bin")
-    with pytest.raises(FileNotFoundError, match=f"has no {WEIGHTS}; adapter_model.bin is not read, save it as"):
+    with pytest.raises(
+        FileNotFoundError, match=f"has no {WEIGHTS}; adapter_model.bin is not supported; save the adapter as"
+    ):
         read_peft_config(path)
     with pytest.raises(FileNotFoundError, match=f"no PEFT adapter at {tmp_path}: it has no {CONFIG}"):
         read_config(tmp_path)
-    with pytest.raises(ValueError, match="no lora section"):
+    with pytest.raises(ValueError, match="lora: got null, expected a lora section"):
         check_adapter(ADAPTER, Decoder(dataclasses.replace(MODEL.config, lora=None)))

@@ -1,4 +1,4 @@
-"""`config.json` of Hugging Face to and from `DecoderConfig`. A key that is not understood is an error, not ignored."""
+"""Conversion between `config.json` of Hugging Face and `DecoderConfig`. An unknown key is an error."""
 
 import dataclasses
 import json
@@ -9,21 +9,21 @@ from typing import Any
 from train.models.config import DecoderConfig, DType, Kernels, LayerKind, Quantization, Remat, Rope
 from train.models.lora import LoraConfig
 from train.weights.huggingface.families import (
-    ABOUT_IMAGES,
     ACTIVATIONS,
+    ALLOWED_VALUES,
     COMMON,
     FAMILIES,
-    INERT,
     KINDS,
     NESTED,
     REQUIRED,
+    VISION_KEYS,
     Family,
-    irrelevant_keys,
+    ignored_keys,
 )
 from train.weights.huggingface.rope import read_rope, write_rope
 
-# For models that were never told how long a sequence may be; servers take it for the longest that they accept.
-LONGEST = 32768
+# Servers use it as their maximum sequence length. A `DecoderConfig` has no such limit.
+MAX_POSITIONS = 32768
 
 
 def decoder_config(
@@ -36,25 +36,24 @@ def decoder_config(
     remat: Remat = "full",
     quantization: Quantization | None = None,
 ) -> DecoderConfig:
-    """The decoder that a `config.json` describes, as transformers would build it.
+    """Reads the decoder of a `config.json`, as transformers would build it.
 
-    Of a multimodal model (`gemma3`) it is the text part.
+    For a multimodal model (`gemma3`), this is the text part.
 
     Args:
-      source: a folder with a `config.json`, such a file, or its mapping.
-      lora: where an adapter may be attached.
-      dtype: what is computed in; `dtype` and `torch_dtype` of the file say what its weights are stored in.
-      param_dtype: what the parameters are held in.
+      source: a folder with a `config.json`, the file, or its mapping.
+      lora: LoRA section of the decoder.
+      dtype: compute dtype; `dtype` and `torch_dtype` of the file describe its weights and are ignored.
+      param_dtype: dtype of the parameters.
       attention, remat, quantization: as in `DecoderConfig`.
 
     Raises:
-      FileNotFoundError: no such file.
-      ValueError: names the key: not JSON, a model that is not supported, a key that the family is not known to have,
-        a value that is not understood.
+      FileNotFoundError: the file does not exist.
+      ValueError: the file is no JSON, the model is not supported, or a key or value is unknown; names the key.
     """
     raw = text_part(_read(source))
     family = family_of(raw)
-    values = _checked(raw, family)
+    values = _check_keys(raw, family)
     ropes = _ropes(values, family)
     kinds, window = _layers(values, raw["model_type"])
     heads, head_dim = _count(values, "num_attention_heads"), _head_dim(values)
@@ -92,15 +91,15 @@ def decoder_config(
 
 
 def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The `config.json` of a decoder; `decoder_config` gives back an equal one, but for what is no shape.
+    """Writes the `config.json` of a decoder; `decoder_config` reads back a decoder of the same shape.
 
     Args:
       config: the decoder.
-      like: the mapping that it came from: its family is taken, and its keys that describe no shape are kept. Of a
-        multimodal model the text part is written. None: the first family that has such models.
+      like: original mapping, whose family and keys without effect on the shape are kept; for a multimodal model, the
+        text part is written. None means the first family with this shape.
 
     Raises:
-      ValueError: no model of the family, or of any, has this shape.
+      ValueError: no model of the family, or of any family, has this shape.
     """
     plain: Any = {"dtype": "float32", "param_dtype": "float32", "attention": "auto", "remat": "full"}
     shape = dataclasses.replace(config, lora=None, quantization=None, **plain)
@@ -110,18 +109,18 @@ def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -
         if decoder_config(text) == shape:
             return {**text, "architectures": [FAMILIES[text["model_type"]].architecture]}
         candidates = [text["model_type"]]
-        kept = {key: value for key, value in text.items() if key in irrelevant_keys()}
+        ignored = {key: value for key, value in text.items() if key in ignored_keys()}
     else:
-        candidates, kept = list(FAMILIES), {}
+        candidates, ignored = list(FAMILIES), {}
     for name in candidates:
-        found = kept | _written(shape, name)
-        if _describes(found, shape):
-            return found
+        mapping = ignored | _hf_keys(shape, name)
+        if _describes(mapping, shape):
+            return mapping
     raise ValueError(f"no model of {', '.join(candidates)} in transformers has this shape: {shape}")
 
 
 def parameter_count(config: DecoderConfig) -> int:
-    """Number of base parameters; an adapter is not counted, nor is a head that is the embedding table."""
+    """Counts the base parameters, without adapters; a tied head counts once."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = config.width * (2 * queries + 2 * keys)
     attention += config.qkv_bias * (queries + 2 * keys) + config.output_bias * config.width
@@ -133,25 +132,26 @@ def parameter_count(config: DecoderConfig) -> int:
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping of the language model: of a multimodal one the text part, with its tokens; else the mapping."""
+    """Returns the mapping of the language model: the text part of a multimodal model, else the mapping itself."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in NESTED:
         return raw
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         raise ValueError(f"text_config: got {text!r}, expected a mapping, as model_type is {kind!r}")
-    outer = {key: value for key, value in raw.items() if key not in {*ABOUT_IMAGES, "text_config", "architectures"}}
+    outer = {key: value for key, value in raw.items() if key not in {*VISION_KEYS, "text_config", "architectures"}}
     return {**text, **outer, "model_type": NESTED[kind]}
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """The family of a mapping. Raises ValueError, which lists those there are, for any other model."""
-    kind, named = raw.get("model_type"), raw.get("architectures")
+    """Looks up the family of a mapping; raises ValueError listing the supported families for any other model."""
+    kind, architectures = raw.get("model_type"), raw.get("architectures")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type: got {kind!r}, expected one of {', '.join([*FAMILIES, *NESTED])}")
     family = FAMILIES[kind]
-    if named and (not isinstance(named, list | tuple) or family.architecture not in named):
-        raise ValueError(f"architectures: got {named!r}, expected [{family.architecture!r}] as model_type is {kind!r}")
+    if architectures and (not isinstance(architectures, list | tuple) or family.architecture not in architectures):
+        expected = f"expected [{family.architecture!r}] as model_type is {kind!r}"
+        raise ValueError(f"architectures: got {architectures!r}, {expected}")
     return family
 
 
@@ -169,17 +169,17 @@ def _read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     return raw
 
 
-def _checked(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Every key of the family, with defaults where the file has none; nothing else is in the file."""
+def _check_keys(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Adds the defaults of the family, and raises for keys that the family does not have."""
     known = {**COMMON, **family.defaults}
-    unknown = sorted(raw.keys() - known.keys() - set(REQUIRED) - INERT.keys() - irrelevant_keys())
+    unknown = sorted(raw.keys() - known.keys() - set(REQUIRED) - ALLOWED_VALUES.keys() - ignored_keys())
     kind = raw["model_type"]
     if unknown:
         raise ValueError(
             f"{', '.join(unknown)}: not understood in a config of {kind}; "
-            "what is not understood is not ignored, as it may be another model"
+            "an unknown key may change the model, so it is not ignored"
         )
-    for key, allowed in INERT.items():
+    for key, allowed in ALLOWED_VALUES.items():
         if key in raw and raw[key] not in allowed:
             raise ValueError(f"{key}: got {raw[key]!r}, expected {' or '.join(map(repr, allowed))}: not supported")
     missing = [key for key in REQUIRED if raw.get(key) is None and key not in known]
@@ -189,7 +189,7 @@ def _checked(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _ropes(values: Mapping[str, Any], family: Family) -> tuple[Rope, Rope]:
-    """The ropes of full and of sliding layers, from whichever form the file has; both forms must say the same."""
+    """Reads the ropes of full and sliding layers from either form of the keys; both forms must agree."""
     new, length = values["rope_parameters"], values["max_position_embeddings"]
     old = values["rope_scaling"]
     theta = family.theta if values["rope_theta"] is None else _number(values, "rope_theta")
@@ -208,17 +208,17 @@ def _ropes(values: Mapping[str, Any], family: Family) -> tuple[Rope, Rope]:
         names = [f"rope_parameters.{kind}" for kind in KINDS]
     else:
         parts, names = [new, new], ["rope_parameters"] * 2
-    found = tuple(
+    ropes = tuple(
         read_rope(part, where=name, theta=rope.theta, length=length)
         for part, name, rope in zip(parts, names, (full, local), strict=True)
     )
-    if old is not None and found[0] != full:
-        raise ValueError(f"rope_scaling: got {old!r}, which is not what rope_parameters says; leave one of them out")
-    return found[0], found[1]
+    if old is not None and ropes[0] != full:
+        raise ValueError(f"rope_scaling: got {old!r}, which differs from rope_parameters; set only one of them")
+    return ropes[0], ropes[1]
 
 
 def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[LayerKind, ...], int | None]:
-    """The kind of every layer, and the window of the sliding ones."""
+    """Reads the kind of every layer, and the window of the sliding layers."""
     count = _count(values, "num_hidden_layers")
     window = None if values.get("sliding_window") is None else _count(values, "sliding_window")
     if not values.get("use_sliding_window", True):
@@ -252,8 +252,8 @@ def _head_dim(values: Mapping[str, Any]) -> int:
     return width // heads
 
 
-def _written(config: DecoderConfig, name: str) -> dict[str, Any]:
-    """The keys of a family that describe this decoder, as far as they can; ropes in both forms."""
+def _hf_keys(config: DecoderConfig, name: str) -> dict[str, Any]:
+    """Writes the keys of a family for this decoder, with the ropes in both forms; they may not describe it fully."""
     family = FAMILIES[name]
     known = {**COMMON, **family.defaults}
     scalar = config.head_dim if config.attention_scale is None else config.attention_scale**-2
@@ -285,7 +285,7 @@ def _written(config: DecoderConfig, name: str) -> dict[str, Any]:
         family.activation: {ours: theirs for theirs, ours in ACTIVATIONS.items()}[config.activation],
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": LONGEST,
+        "max_position_embeddings": MAX_POSITIONS,
         "rope_theta": config.rope.theta,
         "rope_scaling": None if config.rope.scaling is None else scaling,
         "rope_parameters": dict(zip(KINDS, (full, local), strict=True)) if family.nested_rope else full,
@@ -293,9 +293,9 @@ def _written(config: DecoderConfig, name: str) -> dict[str, Any]:
     }
 
 
-def _describes(found: Mapping[str, Any], shape: DecoderConfig) -> bool:
+def _describes(mapping: Mapping[str, Any], shape: DecoderConfig) -> bool:
     try:
-        return decoder_config(found) == shape
+        return decoder_config(mapping) == shape
     except ValueError:
         return False
 
@@ -330,7 +330,7 @@ def _flag(values: Mapping[str, Any], key: str) -> bool:
 
 
 def _choice(values: Mapping[str, Any], key: str, choices: Mapping[str, str]) -> Any:
-    # A list or a mapping is no key of one.
+    # Unhashable values are no keys of a mapping.
     if not isinstance(values[key], str) or values[key] not in choices:
         raise ValueError(f"{key}: got {values[key]!r}, expected one of {', '.join(choices)}")
     return choices[values[key]]

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds, and whether it is what the decoder needs: from the headers alone."""
+"""The tensors of a Hugging Face folder, and a check of their headers against the decoder."""
 
 import dataclasses
 import json
@@ -6,27 +6,32 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from train.models.decoder import Decoder
-from train.weights.huggingface.names import EMBEDDINGS, HEAD, find_prefix, full_name, slots
+from train.weights.huggingface.config import decoder_config
+from train.weights.huggingface.names import EMBEDDINGS, HEAD, LeafMapping, find_prefix, full_name, leaf_mappings
 from train.weights.huggingface.safetensors import DTYPES, Tensor, read_header
+from train.weights.mismatch import first_five
+from train.weights.saved_array import SavedArray
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-# Tensors that no weight of the text depends on: tables of the rotary embedding that old releases saved, and the part of
-# a multimodal model that sees.
+# Tensors that are no weights of the decoder: rope tables saved by old releases, and the vision part of a multimodal
+# model.
 IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 IGNORED_PREFIXES = ("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_projector.")
-SHOWN = 5
 LAYER = re.compile(r"\.\d+\.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """The tensors of a folder by the name they have without the prefix of the body.
+    """The tensors of a folder.
 
     Attributes:
-      second_head: the output head of a checkpoint whose head is tied; it must hold the embeddings again.
+      tensors: tensors by name, without the prefix of the body.
+      second_head: LM head of a checkpoint with a tied head; it must equal the embeddings.
     """
 
     tensors: Mapping[str, Tensor]
@@ -34,7 +39,7 @@ class Contents:
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether this is a directory with a `config.json` and weights, as `save_pretrained` writes it."""
+    """Checks for a directory with a `config.json` and weights, as `save_pretrained` writes it."""
     directory = Path(path)
     return (directory / CONFIG).is_file() and any(
         next(directory.glob(pattern), None) is not None for pattern in ("*.safetensors", INDEX, "pytorch_model*.bin*")
@@ -42,11 +47,10 @@ def is_folder(path: str | Path) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, in order.
+    """Lists the safetensors files of a folder, in order.
 
     Raises:
-      FileNotFoundError: no such folder, no weights in it, weights of another format, or a file that the index names is
-        missing.
+      FileNotFoundError: the folder, its safetensors files or a file of the index are missing.
     """
     if not folder.is_dir():
         kind = "it is a file" if folder.exists() else "there is no such directory"
@@ -55,14 +59,14 @@ def weight_files(folder: Path) -> list[Path]:
         files = sorted({folder / name for name in _read_index(folder / INDEX).values()})
         missing = [path.name for path in files if not path.is_file()]
         if missing:
-            raise FileNotFoundError(f"{folder}: {INDEX} names files that are not there: {_some(missing)}")
+            raise FileNotFoundError(f"{folder}: {INDEX} names files that are not there: {_summary(missing)}")
         return files
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for path in folder.glob(pattern))
     if others:
         raise FileNotFoundError(
-            f"{folder}: got {_some(others)}, expected {SINGLE} or {INDEX}; save the model again with transformers' "
+            f"{folder}: got {_summary(others)}, expected {SINGLE} or {INDEX}; save the model again with transformers' "
             "save_pretrained, which writes safetensors"
         )
     raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}, but there is neither")
@@ -77,74 +81,99 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_contents(folder: str | Path, model: Decoder) -> Contents:
-    """The tensors that fill the parameters of the model, none of them read yet.
+    """Lists the tensors of the parameters from the headers, without reading them.
 
     Raises:
       FileNotFoundError: as `weight_files`.
-      ValueError: names the tensors that are missing, left over, of another shape, or of a dtype that is not read.
+      ValueError: tensors are missing, left over, or of another shape or dtype; names them.
     """
     folder = Path(folder)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in weight_files(folder):
-        found |= read_header(path)
-    prefix = find_prefix(frozenset(found))
-    wanted = {full_name(name, prefix): (name, slot.shape) for slot in slots(model) for name in slot.names}
+        tensors |= read_header(path)
+    prefix = find_prefix(frozenset(tensors))
+    expected = {
+        full_name(name, prefix): (name, mapping.shape) for mapping in leaf_mappings(model) for name in mapping.names
+    }
     head = full_name(HEAD, prefix)
-    second = found.get(head) if model.config.tie_embeddings else None
-    extra = {name for name in found.keys() - wanted.keys() if not _ignored(name)} - {head if second else None}
-    problems = [*_differences(found, wanted, extra)]
-    if second and second.shape != found.get(full_name(EMBEDDINGS, prefix), second).shape:
-        problems.append(f"of another shape than the embeddings it is tied to: {head} {list(second.shape)}")
+    second = tensors.get(head) if model.config.tie_embeddings else None
+    extra = {name for name in tensors.keys() - expected.keys() if not _ignored(name)} - {head if second else None}
+    problems = [*_differences(tensors, expected, extra)]
+    if second and second.shape != tensors.get(full_name(EMBEDDINGS, prefix), second).shape:
+        problems.append(f"of another shape than the tied embeddings: {head} {list(second.shape)}")
     if problems:
         raise ValueError(f"{folder} does not fit the model of its {CONFIG}: {'; '.join(problems)}")
-    return Contents({short: found[name] for name, (short, _) in wanted.items()}, second)
+    return Contents({short: tensors[name] for name, (short, _) in expected.items()}, second)
 
 
 def check_folder(folder: str | Path, model: Decoder) -> None:
-    """Finds what is wrong with a folder from the headers of its files, before a weight is read.
+    """Checks a folder against the model from the headers of its files, without reading weights.
 
     Args:
       folder: a directory as `save_pretrained` writes it.
-      model: the decoder that its `config.json` describes.
+      model: the decoder of its `config.json`.
 
     Raises:
-      FileNotFoundError: no folder, or no safetensors in it.
-      ValueError: names the tensors that are missing, left over, of another shape, or of a dtype that is not read.
+      FileNotFoundError: the folder or its safetensors files are missing.
+      ValueError: tensors are missing, left over, or of another shape or dtype; names them.
     """
     read_contents(folder, model)
 
 
+def folder_arrays(folder: Path) -> dict[str, SavedArray]:
+    """Lists the weights of a folder by the names of our parameters, in float32, without reading them.
+
+    Raises:
+      FileNotFoundError: the folder or its safetensors files are missing.
+      ValueError: the tensors do not fit the model of `config.json`.
+    """
+    model = Decoder(decoder_config(folder))
+    contents = read_contents(folder, model)
+
+    def lazy_array(mapping: LeafMapping) -> SavedArray:
+        layer_shape = mapping.shape[::-1] if mapping.transposed else mapping.shape
+        shape = (len(mapping.names), *layer_shape) if mapping.stacked else layer_shape
+        return SavedArray(shape, np.dtype(np.float32), lambda: _read_leaf(contents, mapping))
+
+    return {".".join(mapping.path): lazy_array(mapping) for mapping in leaf_mappings(model)}
+
+
+def _read_leaf(contents: Contents, mapping: LeafMapping) -> np.ndarray:
+    tensors = [contents.tensors[name].rows(0, mapping.shape[0]).astype(np.float32) for name in mapping.names]
+    matrices = [tensor.T if mapping.transposed else tensor for tensor in tensors]
+    return np.stack(matrices) if mapping.stacked else matrices[0]
+
+
 def _differences(
-    found: Mapping[str, Tensor], wanted: Mapping[str, tuple[str, tuple[int, ...]]], extra: set[str]
+    tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[str, tuple[int, ...]]], extra: set[str]
 ) -> Iterable[str]:
-    missing = sorted(wanted.keys() - found.keys())
+    missing = sorted(expected.keys() - tensors.keys())
     if missing:
         tied = "; is the head tied (tie_word_embeddings)?" if missing == [HEAD] else ""
-        yield f"missing: {_some(missing)}{tied}"
+        yield f"missing: {_summary(missing)}{tied}"
     if extra:
-        yield f"left over: {_some(sorted(extra))}"
-    shared = sorted(wanted.keys() & found.keys())
+        yield f"left over: {_summary(sorted(extra))}"
+    shared = sorted(expected.keys() & tensors.keys())
     shapes = [
-        f"{name}: got {list(found[name].shape)}, expected {list(wanted[name][1])}"
+        f"{name}: got {list(tensors[name].shape)}, expected {list(expected[name][1])}"
         for name in shared
-        if found[name].shape != wanted[name][1]
+        if tensors[name].shape != expected[name][1]
     ]
     if shapes:
-        yield f"of another shape: {_some(shapes)}"
-    dtypes = [f"{name}: got {found[name].dtype}" for name in shared if found[name].dtype not in DTYPES]
+        yield f"of another shape: {_summary(shapes)}"
+    dtypes = [f"{name}: got {tensors[name].dtype}" for name in shared if tensors[name].dtype not in DTYPES]
     if dtypes:
-        yield f"of a dtype that is not read (expected {', '.join(DTYPES)}; quantised weights are not): {_some(dtypes)}"
+        yield f"of an unsupported dtype (expected {', '.join(DTYPES)}; no quantized weights): {_summary(dtypes)}"
 
 
 def _ignored(name: str) -> bool:
     return name.endswith(IGNORED_ENDINGS) or name.startswith(IGNORED_PREFIXES)
 
 
-def _some(names: list[str]) -> str:
-    """The first few; what is said of many layers alike is said once."""
+def _summary(names: list[str]) -> str:
+    """Joins the first five names; a name that repeats in several layers counts once."""
     layers: dict[str, list[str]] = {}
     for name in names:
         layers.setdefault(LAYER.sub(".*.", name, count=1), []).append(name)
-    said = [found[0] if len(found) == 1 else f"{found[0]} (and in {len(found) - 1} more)" for found in layers.values()]
-    more = f" and {len(said) - SHOWN} others" if len(said) > SHOWN else ""
-    return ", ".join(said[:SHOWN]) + more
+    lines = [same[0] if len(same) == 1 else f"{same[0]} (and in {len(same) - 1} more)" for same in layers.values()]
+    return first_five(lines, ", ")

@@ -1,4 +1,4 @@
-"""One string that says what is in a Hugging Face folder, so that a run continues with the weights it began with."""
+"""The digest of a Hugging Face folder, with which a resumed run checks that its weights are unchanged."""
 
 import functools
 import hashlib
@@ -9,26 +9,26 @@ from train.weights.huggingface.contents import CONFIG, weight_files
 
 
 def folder_digest(folder: str | Path) -> str:
-    """SHA-256 over `config.json` and every byte of the weights, as "sha256:" and 64 digits.
+    """Computes the SHA-256 of `config.json` and all weights, as "sha256:" and 64 digits.
 
-    Files are read in parallel, at the speed of the disk; in one process a file that has not changed is read once.
+    Files are read in parallel. Within a process, an unchanged file is read once.
 
     Raises:
-      FileNotFoundError: no such folder, no `config.json`, or no safetensors in it.
+      FileNotFoundError: the folder, its `config.json` or its safetensors files are missing.
     """
     folder = Path(folder)
     files = weight_files(folder)
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder}: expected {CONFIG}, but there is none")
     with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(_now, [folder / CONFIG, *files]))
-    # Without the names of the files: the same weights under other names are the same.
+        digests = list(pool.map(_cached_digest, [folder / CONFIG, *files]))
+    # File names are not part of the digest: renamed weights are the same weights.
     return "sha256:" + hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _now(path: Path) -> str:
-    state = path.stat()
-    return _file_digest(path.resolve(), state.st_size, state.st_mtime_ns)
+def _cached_digest(path: Path) -> str:
+    status = path.stat()
+    return _file_digest(path.resolve(), status.st_size, status.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
-"""The families of Hugging Face's `config.json` as a table: what each takes where a key is absent, and what it implies.
+"""The model families of `config.json` as a table: the default of every key, and the implied decoder fields.
 
-A family is data: the decoder knows none. Defaults are those of the configuration classes of transformers, which old
-files rely on; a key without one must be in the file.
+The decoder itself knows no families. Defaults are the defaults of the configuration classes of transformers, which old
+files rely on; a key without a default is required.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ class Family:
     """One `model_type`.
 
     Attributes:
-      architecture: the class of transformers whose weights are read and written.
-      defaults: keys of the family besides those of all families, and those of all whose default is the family's own.
-      implied: fields of `DecoderConfig` that no key decides.
+      architecture: transformers class of the weights.
+      defaults: keys of this family, and defaults that differ from `COMMON`.
+      implied: fields of `DecoderConfig` that no key sets.
       activation: key of the activation.
-      theta: base of the rotary frequencies where the file has none.
-      nested_rope: whether full and sliding layers have ropes of their own.
+      theta: default base of the rotary frequencies.
+      nested_rope: whether full and sliding layers have separate ropes.
     """
 
     architecture: str
@@ -36,7 +36,7 @@ _GEMMA: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
-    # Gemma 2 writes it beside the key above, which is the one that counts.
+    # Gemma 2 also writes this key; `hidden_activation` wins.
     "hidden_act": None,
     "tie_word_embeddings": True,
     "attention_bias": False,
@@ -87,7 +87,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
-# Keys of every family that decide something.
+# Keys of every family that change the model, with their defaults.
 COMMON: Mapping[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
@@ -100,9 +100,9 @@ COMMON: Mapping[str, Any] = {
     "rope_parameters": None,
 }
 
-# Keys that decide nothing here, by the reason.
-IRRELEVANT: Mapping[str, frozenset[str]] = {
-    "says where the file comes from": frozenset(
+# Keys that do not change the model, by reason.
+IGNORED: Mapping[str, frozenset[str]] = {
+    "origin of the file": frozenset(
         {
             "architectures",
             "model_type",
@@ -116,7 +116,7 @@ IRRELEVANT: Mapping[str, frozenset[str]] = {
             "transformers.js_config",
         }
     ),
-    "about tokens and sampling; the tokenizer and the run decide these": frozenset(
+    "tokens and sampling, which the tokenizer and the run decide": frozenset(
         {
             "bos_token_id",
             "eos_token_id",
@@ -150,8 +150,8 @@ IRRELEVANT: Mapping[str, frozenset[str]] = {
             "exponential_decay_length_penalty",
         }
     ),
-    "about a training that is over": frozenset({"initializer_range", "attention_dropout", "pretraining_tp"}),
-    "how transformers runs the model": frozenset(
+    "past training": frozenset({"initializer_range", "attention_dropout", "pretraining_tp"}),
+    "execution in transformers": frozenset(
         {
             "use_cache",
             "cache_implementation",
@@ -170,13 +170,13 @@ IRRELEVANT: Mapping[str, frozenset[str]] = {
             "gradient_checkpointing",
         }
     ),
-    "about heads of other tasks": frozenset(
+    "heads of other tasks": frozenset(
         {"id2label", "label2id", "problem_type", "num_labels", "finetuning_task", "task_specific_params"}
     ),
 }
 
-# Keys that are understood at these values alone: anything else is another model.
-INERT: Mapping[str, tuple[Any, ...]] = {
+# Keys that are supported only at these values.
+ALLOWED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "is_decoder": (False, True),
     "add_cross_attention": (False,),
@@ -194,12 +194,12 @@ ACTIVATIONS: Mapping[str, str] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tan
 KINDS: Mapping[str, str] = {"full_attention": "full", "sliding_attention": "sliding"}
 # Multimodal models whose text part is one of the families, under `text_config`.
 NESTED: Mapping[str, str] = {"gemma3": "gemma3_text"}
-# What such a file says of the other parts.
-ABOUT_IMAGES = frozenset(
+# Keys of their vision parts.
+VISION_KEYS = frozenset(
     {"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"}
 )
 
 
-def irrelevant_keys() -> frozenset[str]:
-    """All keys that decide nothing."""
-    return frozenset().union(*IRRELEVANT.values())
+def ignored_keys() -> frozenset[str]:
+    """Collects all keys that do not change the model."""
+    return frozenset().union(*IGNORED.values())

@@ -1,8 +1,8 @@
-"""A Hugging Face folder to sharded parameters, a few rows of one tensor at a time.
+"""Loading of a Hugging Face folder into sharded parameters, a few rows of a tensor at a time.
 
-Every stacked leaf is made on the devices first and then filled in place: rows of a tensor are read, put on the devices
-that keep them, and written into their shards, where they are transposed and rounded too. Host and device hold a few
-pieces of `CHUNK_BYTES` beyond the weights, however large a tensor is.
+Every stacked leaf is allocated on the devices and then filled in place: rows of a tensor are read, transferred to the
+devices of their shards, transposed, rounded and written there. Beyond the weights, host and devices need a few pieces
+of `CHUNK_BYTES`, for tensors of any size.
 """
 
 import functools
@@ -21,7 +21,7 @@ from train.models.decoder import Decoder
 from train.models.int8 import is_int8, quantise
 from train.rl.policy import abstract_params
 from train.weights.huggingface.contents import CONFIG, Contents, read_contents
-from train.weights.huggingface.names import EMBEDDINGS, Slot, slots
+from train.weights.huggingface.names import EMBEDDINGS, LeafMapping, leaf_mappings
 from train.weights.huggingface.safetensors import DTYPES, Tensor
 
 Tree = Any
@@ -29,45 +29,44 @@ CHUNK_BYTES = 4 * 2**20
 
 
 def load_params(folder: str | Path, model: Decoder, mesh: Mesh, *, chunk_bytes: int = CHUNK_BYTES) -> Tree:
-    """Base parameters from the safetensors of a Hugging Face folder.
+    """Loads the base parameters from the safetensors files of a Hugging Face folder.
 
     Args:
       folder: a directory as `save_pretrained` writes it: one file or several with an index, float32, float16 or
         bfloat16.
-      model: the decoder that its `config.json` describes; `param_dtype` is what the weights are rounded to, but for
-        those that it quantises, which are quantised as they are read.
-      mesh: the devices, over which the weights are laid out by the rules of `train.models.sharding`.
-      chunk_bytes: how much is read at a time.
+      model: the decoder of its `config.json`; weights are rounded to `param_dtype`, or quantized as they are read.
+      mesh: the devices; `train.models.sharding` has the sharding rules.
+      chunk_bytes: bytes per read.
 
     Returns:
-      The parameters, sharded as `train.rl.policy.abstract_params` says.
+      The parameters with the shardings of `train.rl.policy.abstract_params`.
 
     Raises:
-      FileNotFoundError: no folder, or no safetensors in it.
-      ValueError: before anything is read, names the tensors that are missing, left over, of another shape, or of a
-        dtype that is not read; then, if the head is tied, whether the file has another one that differs.
+      FileNotFoundError: the folder or its safetensors files are missing.
+      ValueError: tensors are missing, left over, or of another shape or dtype (checked before any read); or the head
+        is tied, and the file has an LM head that differs from the embeddings.
     """
     contents = read_contents(folder, model)
     targets = abstract_params(model, mesh)
     if contents.second_head is not None:
         _check_tied(Path(folder), contents, contents.second_head, chunk_bytes)
-    by_path = {slot.path: slot for slot in slots(model)}
+    by_path = {mapping.path: mapping for mapping in leaf_mappings(model)}
 
     def fill(path: Any, target: Tree, leaf: Tree) -> Tree:
-        slot = by_path[tuple(key.key for key in path)]
+        mapping = by_path[tuple(key.key for key in path)]
         if is_int8(target):
-            return _fill(contents, slot, leaf, None, chunk_bytes)
-        return _viewed(_fill(contents, slot, leaf, target.dtype, chunk_bytes), target)
+            return _fill(contents, mapping, leaf, None, chunk_bytes)
+        return _view_as(_fill(contents, mapping, leaf, target.dtype, chunk_bytes), target)
 
     return jax.tree_util.tree_map_with_path(fill, targets, _zeros(targets, mesh), is_leaf=is_int8)
 
 
 def _zeros(targets: Tree, mesh: Mesh) -> Tree:
-    """One program makes them all: every leaf is needed in the end, and is the only copy."""
+    """Allocates all leaves with one program; they are filled in place, so there is no second copy."""
 
     def make(target: jax.ShapeDtypeStruct) -> jax.Array:
-        # XLA on CPU computes an update of bfloat16 in float32, for which it converts the whole leaf each time; there
-        # the bits are written as integers.
+        # XLA on CPU updates bfloat16 arrays in float32, which converts the entire leaf each time; integers with the
+        # same bits avoid this.
         as_bits = target.dtype.itemsize == 2 and mesh.devices.flat[0].platform == "cpu"
         return jnp.zeros(target.shape, jnp.uint16 if as_bits else target.dtype)
 
@@ -75,8 +74,8 @@ def _zeros(targets: Tree, mesh: Mesh) -> Tree:
     return jax.jit(lambda: jax.tree.map(make, targets), out_shardings=shardings)()
 
 
-def _viewed(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-    """The leaf as what its bits mean; the host's memory of a CPU device is shared, not copied."""
+def _view_as(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """Views the bits of a leaf as the target dtype; memory of a CPU device is shared, not copied."""
     if leaf.dtype == target.dtype:
         return leaf
     shards = [jax.device_put(np.asarray(x.data).view(target.dtype), x.device) for x in leaf.addressable_shards]
@@ -95,34 +94,38 @@ def _check_tied(folder: Path, contents: Contents, head: Tensor, chunk_bytes: int
 
 
 def _pieces(rows: int, row_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """First row and number of rows of pieces of equal size, but for the last, none larger than it must be."""
+    """Splits rows into pieces of at most `chunk_bytes`, or one row: the first row and the number of rows of each."""
     parts = min(rows, max(1, math.ceil(rows * row_bytes / chunk_bytes)))
     size = math.ceil(rows / parts)
     return [(start, min(size, rows - start)) for start in range(0, rows, size)]
 
 
-def _fill(contents: Contents, slot: Slot, leaf: Tree, dtype: np.dtype | None, chunk_bytes: int) -> Tree:
-    """The leaf with every tensor in it, or the kernel in int8 where there is no type; what is given is used up."""
+def _fill(contents: Contents, mapping: LeafMapping, leaf: Tree, dtype: np.dtype | None, chunk_bytes: int) -> Tree:
+    """Writes all tensors of a leaf in place, as int8 if `dtype` is None; the leaf is donated."""
     array = leaf["qvalue"] if dtype is None else leaf
     sharding = array.sharding
     assert isinstance(sharding, NamedSharding)
     mesh = sharding.mesh
     spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
-    own = spec[1:] if slot.stacked else spec
-    if slot.stacked and spec[0] is not None:
-        raise ValueError(f"{'.'.join(slot.path)}: the axis of layers is split over {spec[0]}, expected it whole")
-    rows = PartitionSpec(*(own[::-1] if slot.transposed else own))
+    layer_spec = spec[1:] if mapping.stacked else spec
+    if mapping.stacked and spec[0] is not None:
+        raise ValueError(
+            f"{'.'.join(mapping.path)}: got the axis of layers sharded over {spec[0]}, expected it replicated"
+        )
+    rows = PartitionSpec(*(layer_spec[::-1] if mapping.transposed else layer_spec))
     parts = math.prod(mesh.shape[name] for name in _names(rows[0]))
     if dtype is None:
         write = _int8_writer(mesh, PartitionSpec(*spec), rows)
     else:
-        write = _writer(mesh, PartitionSpec(*spec), rows, stacked=slot.stacked, transposed=slot.transposed, dtype=dtype)
-    for layer, name in enumerate(slot.names):
+        write = _writer(
+            mesh, PartitionSpec(*spec), rows, stacked=mapping.stacked, transposed=mapping.transposed, dtype=dtype
+        )
+    for layer, name in enumerate(mapping.names):
         tensor = contents.tensors[name]
         local = tensor.shape[0] // parts
         for start, count in _pieces(local, tensor.row_bytes * parts, chunk_bytes):
             piece = _read(tensor, NamedSharding(mesh, rows), parts, start, count)
-            # Not before the last piece has been written does its memory on the host come free.
+            # Waiting frees the host memory of the piece before the next read.
             leaf = jax.block_until_ready(write(leaf, piece, np.int32(layer), np.int32(start)))
     return leaf
 
@@ -132,7 +135,7 @@ def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _read(tensor: Tensor, sharding: NamedSharding, parts: int, start: int, count: int) -> jax.Array:
-    """Rows `start` to `start + count` of each of the `parts` of a tensor, put where those parts are kept."""
+    """Reads rows `start` to `start + count` of each of the `parts` of a tensor onto the devices of the part."""
     local = tensor.shape[0] // parts
     last: dict[int, np.ndarray] = {}
 
@@ -152,7 +155,7 @@ def _read(tensor: Tensor, sharding: NamedSharding, parts: int, start: int, count
 def _writer(
     mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec, *, stacked: bool, transposed: bool, dtype: np.dtype
 ) -> Callable[..., jax.Array]:
-    """`(leaf, piece, layer, start) -> leaf`: every device writes its rows of a piece into its shard, in place."""
+    """Compiles `(leaf, piece, layer, start) -> leaf`: every device writes its rows into its shard, in place."""
 
     def write(leaf: jax.Array, piece: jax.Array, layer: jax.Array, start: jax.Array) -> jax.Array:
         block = (piece.T if transposed else piece).astype(dtype)
@@ -164,14 +167,14 @@ def _writer(
             block, first = block[None], [layer, *first]
         return lax.dynamic_update_slice(leaf, block, first)
 
-    everywhere = PartitionSpec()
-    mapped = jax.shard_map(write, mesh=mesh, in_specs=(spec, rows, everywhere, everywhere), out_specs=spec)
+    replicated = PartitionSpec()
+    mapped = jax.shard_map(write, mesh=mesh, in_specs=(spec, rows, replicated, replicated), out_specs=spec)
     return jax.jit(mapped, donate_argnums=0)
 
 
 @functools.cache
 def _int8_writer(mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec) -> Callable[..., Tree]:
-    """As `_writer`, for stacked kernels in int8: a row of a tensor is one output channel, quantised on its devices."""
+    """Compiles `_writer` for stacked int8 kernels: each tensor row, an output channel, is quantized on its devices."""
 
     def write(leaf: Tree, piece: jax.Array, layer: jax.Array, start: jax.Array) -> Tree:
         block = quantise(piece.T, axis_name=_names(spec[1]))
@@ -181,7 +184,7 @@ def _int8_writer(mesh: Mesh, spec: PartitionSpec, rows: PartitionSpec) -> Callab
             "scale": lax.dynamic_update_slice(leaf["scale"], block["scale"][None], (layer, start)),
         }
 
-    specs, everywhere = {"qvalue": spec, "scale": PartitionSpec(spec[0], spec[2])}, PartitionSpec()
-    mapped = jax.shard_map(write, mesh=mesh, in_specs=(specs, rows, everywhere, everywhere), out_specs=specs)
-    shardings = {name: NamedSharding(mesh, own) for name, own in specs.items()}
+    specs, replicated = {"qvalue": spec, "scale": PartitionSpec(spec[0], spec[2])}, PartitionSpec()
+    mapped = jax.shard_map(write, mesh=mesh, in_specs=(specs, rows, replicated, replicated), out_specs=specs)
+    shardings = {name: NamedSharding(mesh, leaf_spec) for name, leaf_spec in specs.items()}
     return jax.jit(mapped, donate_argnums=0, out_shardings=shardings)

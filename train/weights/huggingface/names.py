@@ -1,7 +1,7 @@
-"""Which tensors of a Hugging Face checkpoint a leaf of the parameters is: one rule for every family.
+"""The mapping of parameter leaves to tensors of a Hugging Face checkpoint: one rule for every family.
 
-A path of the parameters is the name that transformers gives, but that kernels are `[in, out]` there and weights
-`[out, in]` here, and that all layers are stacked along a leading axis there and numbered here.
+Paths of the parameters follow the names of transformers, with two differences: a kernel is `[in, out]`, its tensor
+`[out, in]`; and a leaf stacks all layers along a leading axis, while the checkpoint has one tensor per layer.
 """
 
 import dataclasses
@@ -17,19 +17,20 @@ Tree = Any
 ENDINGS = {"kernel": "weight", "embedding": "weight", "scale": "weight", "bias": "bias"}
 EMBEDDINGS = "embed_tokens.weight"
 HEAD = "lm_head.weight"
-# What the body's names begin with, as they are saved: a causal model, a bare one, the text part of a multimodal one.
+# Prefixes of the body: causal model, bare model, text part of a multimodal model (two conventions).
 PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
-    """One leaf of the parameters and the tensors it is made of.
+class LeafMapping:
+    """One leaf of the parameters and its tensors.
 
     Attributes:
-      path: of the leaf.
-      names: of the tensors without the prefix; one per layer if `stacked`, else one.
-      shape: of each tensor, in the file.
-      transposed: whether the leaf holds its matrix the other way round.
+      path: path of the leaf.
+      names: names of the tensors without the prefix: one per layer if `stacked`, else a single name.
+      shape: shape of each tensor in the file.
+      stacked: whether the leaf stacks all layers.
+      transposed: whether the leaf is the transpose of the tensor.
     """
 
     path: tuple[str, ...]
@@ -40,33 +41,35 @@ class Slot:
 
 
 def layout(model: Decoder) -> Tree:
-    """Shapes and dtypes of the base parameters before any of them is quantised; nothing is drawn."""
+    """Returns the shapes and dtypes of the unquantized base parameters, without initializing them."""
     return Decoder(dataclasses.replace(model.config, quantization=None)).structure().params
 
 
 @functools.cache
-def slots(model: Decoder) -> tuple[Slot, ...]:
-    """Every leaf of the base parameters."""
+def leaf_mappings(model: Decoder) -> tuple[LeafMapping, ...]:
+    """Lists the mapping of every leaf of the base parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(layout(model))
-    return tuple(_slot(tuple(key.key for key in path), leaf.shape, model.config.layers) for path, leaf in leaves)
+    return tuple(
+        _leaf_mapping(tuple(key.key for key in path), leaf.shape, model.config.layers) for path, leaf in leaves
+    )
 
 
-def _slot(path: tuple[str, ...], shape: tuple[int, ...], layers: int) -> Slot:
+def _leaf_mapping(path: tuple[str, ...], shape: tuple[int, ...], layers: int) -> LeafMapping:
     *modules, kind = path
     stacked, transposed = path[0] == "layers", kind == "kernel"
     last = f"{'.'.join(modules[1:] if stacked else modules)}.{ENDINGS[kind]}"
     names = tuple(f"layers.{layer}.{last}" for layer in range(layers)) if stacked else (last,)
-    own = shape[1:] if stacked else shape
-    return Slot(path, names, own[::-1] if transposed else own, stacked, transposed)
+    layer_shape = shape[1:] if stacked else shape
+    return LeafMapping(path, names, layer_shape[::-1] if transposed else layer_shape, stacked, transposed)
 
 
 def full_name(name: str, prefix: str) -> str:
-    """A name with the prefix of the body; the head stands beside the body, not in it."""
+    """Adds the prefix of the body to a name; the LM head is outside the body."""
     if name == HEAD:
         return f"language_model.{name}" if prefix == "language_model.model." else name
     return f"{prefix}{name}"
 
 
 def find_prefix(names: frozenset[str]) -> str:
-    """What the names of the body begin with; that of a causal model if none fits, whose names are then missing."""
+    """Finds the prefix of the body; defaults to the prefix of a causal model, whose names are then reported missing."""
     return next((prefix for prefix in PREFIXES if f"{prefix}{EMBEDDINGS}" in names), PREFIXES[0])

@@ -1,4 +1,4 @@
-"""Rotary embeddings in `config.json`: `rope_theta` and `rope_scaling`, or `rope_parameters`, also per kind of layer."""
+"""Rope keys of `config.json`: `rope_theta` and `rope_scaling`, or `rope_parameters`, also per kind of layer."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from train.models.config import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling
 
-# What each type reads, besides the type and the base.
+# Keys of each type, besides the type and the base.
 TYPES: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -27,44 +27,44 @@ TYPES: Mapping[str, frozenset[str]] = {
 
 
 def read_rope(parameters: Mapping[str, Any], *, where: str, theta: float, length: int | None) -> Rope:
-    """A rope from its keys.
+    """Reads a rope from its keys.
 
     Args:
-      parameters: the keys, nulls as if absent.
+      parameters: the keys; nulls count as absent.
       where: name of the mapping, for errors.
-      theta: base where the keys have none.
-      length: `max_position_embeddings`, the original length where the keys have none.
+      theta: default base.
+      length: `max_position_embeddings`, the default original length.
 
     Raises:
-      ValueError: an unknown type, a key that the type does not read, one that it needs, or a value out of range.
+      ValueError: an unknown type or key, a missing key, or a value out of range.
     """
-    found = {key: value for key, value in parameters.items() if value is not None}
-    kind, old_kind = found.pop("rope_type", None), found.pop("type", None)
+    keys = {key: value for key, value in parameters.items() if value is not None}
+    kind, old_kind = keys.pop("rope_type", None), keys.pop("type", None)
     if kind is not None and old_kind is not None and kind != old_kind:
         raise ValueError(f"{where}: got rope_type {kind!r} and type {old_kind!r}, expected one of them")
     kind = kind or old_kind or "default"
     if not isinstance(kind, str) or kind not in TYPES:
         raise ValueError(f"{where}.rope_type: got {kind!r}, expected one of {', '.join(TYPES)}")
-    base = _number(found.pop("rope_theta", theta), f"{where}.rope_theta")
-    if found.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"{where}.partial_rotary_factor: only heads that are rotated whole (1.0) are supported")
-    unknown = sorted(found.keys() - TYPES[kind])
+    base = _number(keys.pop("rope_theta", theta), f"{where}.rope_theta")
+    if keys.pop("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"{where}.partial_rotary_factor: got a partial rotation, expected 1.0")
+    unknown = sorted(keys.keys() - TYPES[kind])
     if unknown:
         raise ValueError(f"{where}: rope_type {kind!r} is not known to read {', '.join(unknown)}")
     if kind == "default":
         return Rope(base)
-    if "factor" not in found:
+    if "factor" not in keys:
         raise ValueError(f"{where}.factor: missing, expected a number as rope_type is {kind!r}")
     name = "original_max_position_embeddings"
-    original = found.pop(name, length)
+    original = keys.pop(name, length)
     if original is not None and (isinstance(original, bool) or not isinstance(original, int) or original < 1):
         raise ValueError(f"{where}.{name}: got {original!r}, expected a number of tokens (of max_position_embeddings)")
-    return Rope(base, _scaling(kind, found, original, where))
+    return Rope(base, _scaling(kind, keys, original, where))
 
 
-def _scaling(kind: str, found: dict[str, Any], original: int | None, where: str) -> RopeScaling:
-    truncate = found.pop("truncate", True)
-    numbers = {key: _number(value, f"{where}.{key}") for key, value in found.items()}
+def _scaling(kind: str, keys: dict[str, Any], original: int | None, where: str) -> RopeScaling:
+    truncate = keys.pop("truncate", True)
+    numbers = {key: _number(value, f"{where}.{key}") for key, value in keys.items()}
     if kind == "linear":
         return LinearScaling(numbers["factor"])
     if original is None:
@@ -85,7 +85,7 @@ def _scaling(kind: str, found: dict[str, Any], original: int | None, where: str)
 
 
 def _attention_factor(numbers: Mapping[str, float]) -> float:
-    """What queries and keys of YaRN grow by where the file does not say."""
+    """Computes the default attention factor of YaRN."""
 
     def growth(scale: float) -> float:
         return 0.1 * scale * math.log(numbers["factor"]) + 1.0
@@ -101,12 +101,12 @@ def _number(value: Any, name: str) -> float:
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """`rope_parameters` of one rope; what `read_rope` gives back."""
-    scaling, found = rope.scaling, {"rope_type": "default", "rope_theta": rope.theta}
+    """Writes the `rope_parameters` of a rope, which `read_rope` reads back."""
+    scaling, parameters = rope.scaling, {"rope_type": "default", "rope_theta": rope.theta}
     if isinstance(scaling, LinearScaling):
-        found |= {"rope_type": "linear", "factor": scaling.factor}
+        parameters |= {"rope_type": "linear", "factor": scaling.factor}
     elif isinstance(scaling, Llama3Scaling):
-        found |= {
+        parameters |= {
             "rope_type": "llama3",
             "factor": scaling.factor,
             "low_freq_factor": scaling.low_frequency_factor,
@@ -114,7 +114,7 @@ def write_rope(rope: Rope) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_length,
         }
     elif isinstance(scaling, YarnScaling):
-        found |= {
+        parameters |= {
             "rope_type": "yarn",
             "factor": scaling.factor,
             "original_max_position_embeddings": scaling.original_length,
@@ -122,5 +122,5 @@ def write_rope(rope: Rope) -> dict[str, Any]:
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
         }
-        found |= {} if scaling.truncate else {"truncate": False}
-    return found
+        parameters |= {} if scaling.truncate else {"truncate": False}
+    return parameters

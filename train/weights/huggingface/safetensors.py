@@ -1,7 +1,7 @@
-"""The safetensors format: what a file holds, rows of one tensor, and a file written tensor by tensor.
+"""The safetensors format: reading of headers and of rows of a tensor, and writing of a file tensor by tensor.
 
-The library that is named after the format maps the file into memory or reads tensors whole. Here a few rows are read
-at a time, so that the host needs a fraction of the largest tensor.
+The safetensors library maps the file into memory or reads complete tensors. This module reads a few rows at a time, so
+that the host needs a fraction of the largest tensor.
 """
 
 import dataclasses
@@ -21,16 +21,16 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 SIZES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 ALIGNMENT = 8
-# What the format allows a header to have; a larger number means that this is another kind of file.
+# Maximum header size of the format; a larger number means another kind of file.
 MAX_HEADER = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One tensor of a file, which is not read yet.
+    """The header entry of one tensor.
 
     Attributes:
-      dtype: as the format calls it, "F32" or "BF16" say.
+      dtype: name in the format, such as "F32" or "BF16".
       start: its first byte in the file.
     """
 
@@ -42,14 +42,14 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one index of the leading axis."""
+        """Bytes of one row of the leading axis."""
         return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Rows `start` to `start + count`, in memory of their own.
+        """Reads rows `start` to `start + count` into new memory.
 
         Raises:
-          ValueError: the file ends before them; it has changed since its header was read.
+          ValueError: the file is too short; it has changed since its header was read.
         """
         dtype = DTYPES[self.dtype]
         with self.file.open("rb") as file:
@@ -61,16 +61,16 @@ class Tensor:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """What a file holds, by name.
+    """Reads the header of a file: its tensors by name.
 
     Raises:
-      ValueError: no safetensors file, or one that is cut off.
+      ValueError: the file is no safetensors file, or is cut off.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
-            raise ValueError(f"{path}: no safetensors file, or one that is cut off ({size} bytes)")
+            raise ValueError(f"{path}: no safetensors file, or a file that is cut off ({size} bytes)")
         try:
             header = json.loads(file.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -78,9 +78,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
             ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path}: the header of this safetensors file cannot be read ({error})") from None
-    late = sorted(name for name, end in ends.items() if end > size)
-    if late:
-        raise ValueError(f"{path}: cut off: {late[0]} ends at byte {ends[late[0]]}, the file at {size}")
+    beyond = sorted(name for name, end in ends.items() if end > size)
+    if beyond:
+        raise ValueError(f"{path}: cut off: {beyond[0]} ends at byte {ends[beyond[0]]}, the file at {size}")
     return tensors
 
 
@@ -94,33 +94,34 @@ def _tensor(path: Path, name: str, entry: Mapping, first: int) -> Tensor:
 
 
 def dtype_name(dtype: np.dtype) -> str:
-    """What the format calls a dtype.
+    """Returns the name of a dtype in the format.
 
     Raises:
-      ValueError: none of float32, float16 and bfloat16.
+      ValueError: the dtype is not float32, float16 or bfloat16.
     """
-    for name, known in DTYPES.items():
-        if known == dtype:
+    for name, supported in DTYPES.items():
+        if supported == dtype:
             return name
     raise ValueError(f"dtype: got {np.dtype(dtype).name}, expected one of {', '.join(d.name for d in DTYPES.values())}")
 
 
 def nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
-    """Bytes of an array."""
+    """Computes the size of an array in bytes."""
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 def write_file(
     path: Path, layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]], arrays: Iterable[np.ndarray]
 ) -> None:
-    """Writes a file whose tensors come one after the other, in the order of `layout`, and syncs it to the disk.
+    """Writes a file tensor by tensor in the order of `layout`, and syncs it to disk.
 
     Args:
-      layout: name -> dtype and shape, known before the arrays are.
-      arrays: one for each name; each is asked for when the one before it has been written.
+      path: the file.
+      layout: name -> dtype and shape.
+      arrays: one array per name; an iterator is advanced only after the previous array is written.
 
     Raises:
-      ValueError: an array of another dtype or shape than announced, or of a dtype that is not written.
+      ValueError: an array differs from `layout` in dtype or shape, or its dtype is not supported.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0

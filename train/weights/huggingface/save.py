@@ -1,4 +1,4 @@
-"""Parameters to a Hugging Face folder that transformers and vLLM load."""
+"""Saving of a policy as a Hugging Face folder, which transformers and vLLM load."""
 
 import functools
 import json
@@ -20,12 +20,12 @@ from train.models.merge import merge
 from train.weights.files import check_free, new_directory, write_text_atomic
 from train.weights.huggingface.config import hf_config
 from train.weights.huggingface.contents import CONFIG, INDEX, SINGLE
-from train.weights.huggingface.names import EMBEDDINGS, HEAD, PREFIXES, Slot, full_name, slots
+from train.weights.huggingface.names import EMBEDDINGS, HEAD, PREFIXES, LeafMapping, full_name, leaf_mappings
 from train.weights.huggingface.safetensors import dtype_name, nbytes, write_file
 
 Tree = Any
 MAX_FILE_BYTES = 5 * 10**9
-# Files of a folder that say how text becomes tokens and how it is sampled; weights and config.json are written anew.
+# Tokenizer and generation files, which are copied; weights and config.json are written anew.
 COPIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -50,23 +50,23 @@ def save_folder(
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes a policy as a Hugging Face folder, whole or not at all.
+    """Writes a policy as a Hugging Face folder, atomically.
 
-    An adapter is merged into the weights, one layer at a time; of a quantised base they are the weights that it stands
-    for. One tensor after the other comes to the host. In a run
-    of several processes all of them call this, and the first writes.
+    An adapter is merged into the weights one layer at a time, and a quantized base is dequantized. Tensors are copied
+    to the host one by one. In a run of several processes, all processes call this function and the first one writes.
 
     Args:
-      path: the folder that is made; nothing may be there yet.
-      model: the decoder; policy: its parameters and adapter.
-      source: the folder that the parameters came from, whose tokenizer and other keys of `config.json` are kept.
-      tokenizer: whose `bos_id`, `eos_ids` and `pad_id` `config.json` gets if there is no `source`.
-      dtype: "float32" or "bfloat16" in the files; None: that of the parameters.
-      max_file_bytes: where a new file is begun.
+      path: the new folder, which must not exist.
+      model: the decoder.
+      policy: its parameters and adapter.
+      source: original folder of the parameters; its tokenizer and other keys of `config.json` are copied.
+      tokenizer: source of the token ids in `config.json` if there is no `source`.
+      dtype: "float32" or "bfloat16" in the files; None means the dtype of the parameters.
+      max_file_bytes: maximum size of a file with several tensors.
 
     Raises:
-      FileExistsError: there is something at `path`.
-      ValueError: an adapter that does not fit the model, or a dtype that is not written.
+      FileExistsError: `path` exists.
+      ValueError: the adapter does not fit the model, or `dtype` is not supported.
     """
     target = Path(path)
     check_free(target)
@@ -83,56 +83,57 @@ def save_folder(
             _copy_others(Path(source), folder)
         config = _config(model, source, tokenizer, stored)
         write_text_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
-        _write_weights(folder, {name: (stored, slot.shape) for name, slot, _ in pieces}, arrays, max_file_bytes)
+        _write_weights(folder, {name: (stored, mapping.shape) for name, mapping, _ in pieces}, arrays, max_file_bytes)
 
 
 def _config(model: Decoder, source: str | Path | None, tokenizer: Any, dtype: np.dtype) -> dict[str, Any]:
-    """`config.json`: that of the source with the shape of this model, the dtype of the files, the tokenizer's ids."""
+    """Builds `config.json` from the source, the shape of this model, the dtype of the files, and the token ids."""
     like = None if source is None else json.loads((Path(source) / CONFIG).read_text(encoding="utf-8"))
-    found = dict(hf_config(model.config, like=like))
-    # Releases before 4.56 know it by the longer name.
-    found["torch_dtype" if "torch_dtype" in found else "dtype"] = dtype.name
+    config = dict(hf_config(model.config, like=like))
+    # Releases of transformers before 4.56 read only the longer name.
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype.name
     if like is None and tokenizer is not None:
-        ends = tuple(tokenizer.eos_ids)
-        found |= {
+        eos_ids = tuple(tokenizer.eos_ids)
+        config |= {
             "bos_token_id": tokenizer.bos_id,
-            "eos_token_id": ends[0] if len(ends) == 1 else list(ends),
+            "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else list(eos_ids),
             "pad_token_id": tokenizer.pad_id,
         }
-    return found
+    return config
 
 
-def _tensors(model: Decoder) -> Iterator[tuple[str, Slot, int | None]]:
-    """Name, leaf and layer of every tensor: embeddings, then layer by layer, then the last norm and the head."""
+def _tensors(model: Decoder) -> Iterator[tuple[str, LeafMapping, int | None]]:
+    """Yields name, leaf and layer of every tensor: embeddings, layers in order, last norm and head."""
     rank = {EMBEDDINGS: 0, HEAD: 3}
-    single = [slot for slot in slots(model) if not slot.stacked]
-    ordered = sorted(single, key=lambda slot: rank.get(slot.names[0], 2))
-    found = [(slot.names[0], slot, None) for slot in ordered if rank.get(slot.names[0]) == 0]
-    stacked = [slot for slot in slots(model) if slot.stacked]
-    layers = [(slot.names[layer], slot, layer) for layer in range(model.config.layers) for slot in stacked]
-    rest = [(slot.names[0], slot, None) for slot in ordered if rank.get(slot.names[0]) != 0]
-    for name, slot, layer in [*found, *layers, *rest]:
-        yield full_name(name, PREFIXES[0]), slot, layer
+    single = [mapping for mapping in leaf_mappings(model) if not mapping.stacked]
+    ordered = sorted(single, key=lambda mapping: rank.get(mapping.names[0], 2))
+    first = [(mapping.names[0], mapping, None) for mapping in ordered if rank.get(mapping.names[0]) == 0]
+    stacked = [mapping for mapping in leaf_mappings(model) if mapping.stacked]
+    layers = [(mapping.names[layer], mapping, layer) for layer in range(model.config.layers) for mapping in stacked]
+    last = [(mapping.names[0], mapping, None) for mapping in ordered if rank.get(mapping.names[0]) != 0]
+    for name, mapping, layer in [*first, *layers, *last]:
+        yield full_name(name, PREFIXES[0]), mapping, layer
 
 
 def _arrays(
-    model: Decoder, policy: kljax.Policy, pieces: list[tuple[str, Slot, int | None]], dtype: np.dtype
+    model: Decoder, policy: kljax.Policy, pieces: list[tuple[str, LeafMapping, int | None]], dtype: np.dtype
 ) -> Iterator[np.ndarray]:
-    for _, slot, layer in pieces:
-        leaf, adapter = _at(policy.params, slot.path), _at(policy.adapter, slot.path[:-1])
+    for _, mapping, layer in pieces:
+        leaf, adapter = _subtree(policy.params, mapping.path), _subtree(policy.adapter, mapping.path[:-1])
         if layer is not None:
             leaf = jax.tree.map(lambda x, n=layer: lax.dynamic_slice_in_dim(x, n, 1), leaf)
-            if adapter is not None and slot.path[-1] == "kernel":
-                own = {name: lax.dynamic_slice_in_dim(value, layer, 1) for name, value in adapter.items()}
-                leaf = merge(model, {"kernel": leaf}, own)["kernel"]
+            if adapter is not None and mapping.path[-1] == "kernel":
+                layer_adapter = {name: lax.dynamic_slice_in_dim(value, layer, 1) for name, value in adapter.items()}
+                leaf = merge(model, {"kernel": leaf}, layer_adapter)["kernel"]
             elif is_int8(leaf):
                 leaf = dequantise(leaf, dtype)
-        whole = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if isinstance(leaf.sharding, NamedSharding) else None
-        yield np.asarray(_converter(slot.stacked, slot.transposed, dtype, whole)(leaf))
+        sharding = leaf.sharding
+        replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+        yield np.asarray(_converter(mapping.stacked, mapping.transposed, dtype, replicated)(leaf))
 
 
-def _at(tree: Tree, path: tuple[str, ...]) -> Tree:
-    """The subtree at a path; None where there is none."""
+def _subtree(tree: Tree, path: tuple[str, ...]) -> Tree:
+    """Returns the subtree at a path, or None if there is none."""
     for name in path:
         if tree is None or name not in tree:
             return None
@@ -142,15 +143,15 @@ def _at(tree: Tree, path: tuple[str, ...]) -> Tree:
 
 @functools.cache
 def _converter(
-    stacked: bool, transposed: bool, dtype: np.dtype, whole: NamedSharding | None
+    stacked: bool, transposed: bool, dtype: np.dtype, replicated: NamedSharding | None
 ) -> Callable[[jax.Array], jax.Array]:
-    """One layer of a leaf as the file has it, on every device."""
+    """Compiles the conversion of one layer of a leaf to the layout of the file, replicated over the devices."""
 
     def convert(x: jax.Array) -> jax.Array:
-        own = x[0] if stacked else x
-        return (own.T if transposed else own).astype(dtype)
+        matrix = x[0] if stacked else x
+        return (matrix.T if transposed else matrix).astype(dtype)
 
-    return jax.jit(convert, out_shardings=whole)
+    return jax.jit(convert, out_shardings=replicated)
 
 
 def _write_weights(
@@ -162,22 +163,22 @@ def _write_weights(
     files: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
     size = 0
     for name, (dtype, shape) in layout.items():
-        own = nbytes(dtype, shape)
-        if files[-1] and size + own > max_file_bytes:
+        tensor_bytes = nbytes(dtype, shape)
+        if files[-1] and size + tensor_bytes > max_file_bytes:
             files.append({})
             size = 0
         files[-1][name] = (dtype, shape)
-        size += own
+        size += tensor_bytes
     if len(files) == 1:
         write_file(folder / SINGLE, layout, arrays)
         return
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(files, start=1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         write_file(folder / file, part, (next(arrays) for _ in part))
-        where |= dict.fromkeys(part, file)
+        weight_map |= dict.fromkeys(part, file)
     total = sum(nbytes(dtype, shape) for dtype, shape in layout.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_text_atomic(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 

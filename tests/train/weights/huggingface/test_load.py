@@ -177,13 +177,13 @@ import jax, numpy as np
 from train.models import Decoder, DecoderConfig
 from train.weights.huggingface import load_params
 from train.weights.huggingface.contents import read_contents
-from train.weights.huggingface.names import full_name, slots
+from train.weights.huggingface.names import full_name, leaf_mappings
 from train.weights.huggingface.safetensors import write_file
 from train.models.sharding import make_mesh
 
 folder, status = sys.argv[1], "/proc/self/status"
 model = Decoder(DecoderConfig(vocab_size=24576, layers=3, width=512, heads=8, kv_heads=4, head_dim=64, mlp_width=1024))
-layout = {full_name(n, "model."): (np.dtype(np.float32), s.shape) for s in slots(model) for n in s.names}
+layout = {full_name(n, "model."): (np.dtype(np.float32), s.shape) for s in leaf_mappings(model) for n in s.names}
 write_file(__import__("pathlib").Path(folder) / "model.safetensors", layout,
            (np.full(shape, 0.5, dtype) for dtype, shape in layout.values()))
 largest = max(4 * int(np.prod(shape)) for _, shape in layout.values())

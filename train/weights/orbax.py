@@ -1,0 +1,202 @@
+"""Orbax checkpoints of a run: saving the base and the state, and restoring the last complete state."""
+
+import dataclasses
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+import kljax
+from train.config.errors import UserError
+from train.config.schema import Checkpoint
+from train.models.leaves import named_leaves
+from train.rl.state import TrainState
+from train.weights.mismatch import first_five, shape_and_dtype
+from train.weights.saved_array import SavedArray
+
+Tree = Any
+ITEM = "state"
+REFERENCE = "reference"
+
+
+def abstract(tree: Tree) -> Tree:
+    """Replaces the arrays of a tree with their shapes, dtypes and shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def _layout(tree: Tree) -> dict[str, str]:
+    """Maps the name of every leaf to its dtype and shape, for a state or the orbax metadata of a state."""
+    return {name: shape_and_dtype(leaf) for name, leaf in named_leaves(tree).items()}
+
+
+def _items(state: TrainState) -> dict[str, Tree]:
+    """Splits a state into checkpoint items: the state, and an EMA or lagged reference beside it.
+
+    Fields that are None are omitted, so that checkpoints from before a field existed can still be read.
+    """
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    reference = fields.pop("reference")
+    saved_fields = {name: value for name, value in fields.items() if value is not None}
+    return {ITEM: saved_fields} if reference is None else {ITEM: saved_fields, REFERENCE: reference}
+
+
+def save_base(path: Path, params: Tree) -> None:
+    """Writes the base weights atomically: orbax renames the finished directory into place."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path.absolute(), params)
+
+
+def check_saved(step: int, saved: Sequence[int]) -> None:
+    """Raises `UserError` naming `reference.step` unless the run has a checkpoint of `step`."""
+    if step not in saved:
+        allowed = ", ".join(map(str, sorted(saved))) or "none yet"
+        raise UserError(f"reference.step: got {step}, but this run has no such checkpoint; there are: {allowed}")
+
+
+class Checkpoints:
+    """The numbered checkpoints of one run: `<directory>/<step>/state`, and `reference` beside it if it is updated.
+
+    Saves run in the background and become visible by one rename. A killed run leaves a complete checkpoint or a
+    temporary directory, which the next start removes. The newest `keep` checkpoints are kept, and so are the steps that
+    a reference may load: step 0, the policy before RL, and the steps in `pinned`.
+    """
+
+    def __init__(self, directory: Path, section: Checkpoint, pinned: Sequence[int] = ()) -> None:
+        self._directory = directory.absolute()
+        policies = preservation_policy.LatestN(section.keep), preservation_policy.CustomSteps([0, *pinned])
+        self._options = ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy.AnyPreservationPolicy(policies), cleanup_tmp_directories=True
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=self._options)
+
+    def steps(self) -> list[int]:
+        """Lists the steps that have a checkpoint, in order."""
+        return sorted(self._manager.all_steps())
+
+    def path(self, step: int) -> Path:
+        """Returns the directory of the state of a step; raises `UserError` listing the saved steps."""
+        check_saved(step, self.steps())
+        return self._directory / str(step) / ITEM
+
+    def save(self, state: TrainState, step: int) -> None:
+        """Starts a save; the arrays are copied before it returns, so the state may be donated afterwards."""
+        items = {name: ocp.args.StandardSave(item) for name, item in _items(state).items()}
+        self._manager.save(step, args=ocp.args.Composite(**items))
+
+    def restore_last(self, like: TrainState) -> TrainState | None:
+        """Restores the newest readable state with the shardings of `like`; returns None if there is none.
+
+        `reference` is None unless `like` and the checkpoint have a reference of the same layout. An unreadable
+        checkpoint is named in a warning, moved to `damaged` and skipped.
+
+        Raises:
+          UserError: a complete checkpoint has other names, shapes or dtypes than `like`; it is not moved.
+        """
+        # An unfinished save must not be taken for a damaged checkpoint.
+        self.wait()
+        for step in reversed(self.steps()):
+            try:
+                return self._restore(step, like)
+            except UserError:
+                raise
+            except Exception as error:
+                # Orbax raises several types for damaged files, some of them bare `Exception`.
+                self._set_aside(step, error)
+        return None
+
+    def _restore(self, step: int, like: TrainState) -> TrainState:
+        expected = _items(like)
+        self._check_fits(step, expected[ITEM])
+        if REFERENCE in expected and self._saved_layout(step, REFERENCE) != _layout(expected[REFERENCE]):
+            del expected[REFERENCE]
+        args = {name: ocp.args.StandardRestore(abstract(item)) for name, item in expected.items()}
+        items = self._manager.restore(step, args=ocp.args.Composite(**args))
+        return TrainState(**items[ITEM], reference=items[REFERENCE] if REFERENCE in expected else None)
+
+    def _saved_layout(self, step: int, item: str) -> dict[str, str] | None:
+        """Reads the layout of an item of a step; None if the step has no such item."""
+        directory = self._directory / str(step) / item
+        if item != ITEM and not directory.is_dir():
+            return None
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            metadata = checkpointer.metadata(directory).item_metadata
+        if metadata is None:
+            raise ValueError("its metadata cannot be read")
+        return _layout(metadata.tree)
+
+    def _check_fits(self, step: int, like: Tree) -> None:
+        saved, expected = self._saved_layout(step, ITEM) or {}, _layout(like)
+        differing = (name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name))
+        # Weights first: their optimizer moments differ in the same way.
+        names = sorted(differing, key=lambda name: (not name.startswith("trainable"), name))
+        if names:
+            problems = [f"{name}: got {saved.get(name)}, expected {expected.get(name)}" for name in names]
+            raise UserError(
+                f"checkpoint {self._directory / str(step)} does not fit this config: {first_five(problems)}"
+            )
+
+    def _set_aside(self, step: int, error: Exception) -> None:
+        self._manager.close()
+        damaged = self._directory.parent / "damaged"
+        damaged.mkdir(exist_ok=True)
+        target = damaged / f"{step}-{len(list(damaged.iterdir()))}"
+        shutil.move(self._directory / str(step), target)
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        logging.getLogger(__name__).warning(
+            "checkpoint %s is damaged and was skipped (moved to %s): %s", self._directory / str(step), target, reason
+        )
+        self._manager = ocp.CheckpointManager(self._directory, options=self._options)
+
+    def wait(self) -> None:
+        """Waits until every started save is complete on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for the saves and stops the threads of orbax."""
+        self._manager.close()
+
+
+def restore_base(path: Path, abstract_params: Tree, field: str, *, item: str | None = None) -> Tree:
+    """Restores base weights from a `save_base` directory or a checkpoint; raises `UserError` naming `field`."""
+    try:
+        return kljax.restore_tree(path, abstract_params, item=item)
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{field}: {error}") from error
+
+
+def orbax_arrays(path: Path, item: str | None) -> dict[str, SavedArray]:
+    """Lists the arrays of an orbax directory, or of the subtree at the dotted path `item`, without reading them.
+
+    Raises:
+      FileNotFoundError: there is no readable checkpoint.
+    """
+    directory = path.absolute()
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(directory).item_metadata if directory.is_dir() else None
+    if metadata is None:
+        raise FileNotFoundError(f"no readable checkpoint at {directory}")
+    prefix = "" if item is None else f"{item}."
+
+    def lazy_array(name: str, leaf: Any) -> SavedArray:
+        shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
+        return SavedArray(shape, dtype, lambda: _read_leaf(directory, name, jax.ShapeDtypeStruct(shape, dtype)))
+
+    leaves = {name: leaf for name, leaf in named_leaves(metadata.tree).items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): lazy_array(name, leaf) for name, leaf in leaves.items()}
+
+
+def _read_leaf(directory: Path, name: str, abstract_leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+    item: Any = abstract_leaf
+    restore_args: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+    for key in reversed(name.split(".")):
+        item, restore_args = {key: item}, {key: restore_args}
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        arguments = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+        (leaf,) = jax.tree.leaves(checkpointer.restore(directory, args=arguments))
+    return np.asarray(leaf)
