@@ -72,8 +72,8 @@ def test_a_folder_decides_the_shape(folder):
         f"model.path: got '{folder()}' and model=tiny, which is a shape in place of a folder; set only one of them"
     ]
     assert problems(f"model={{path: {folder()}, layers: 3, heads: 2}}") == [
-        f"model.path: got '{folder()}', whose config.json decides the shape, and layers=3, heads=2; leave the one or "
-        "the other out"
+        f"model.path: got '{folder()}', whose config.json decides the shape, and layers=3, heads=2; "
+        "set only one of them"
     ]
 
 

@@ -198,7 +198,7 @@ def test_the_base_comes_back_in_the_layout_asked_for(tmp_path):
     chex.assert_trees_all_equal(restored, params)
     assert restored["w"].sharding == sharding
     other = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)}
-    with pytest.raises(UserError, match=r"^warm_start\.checkpoint: .*w is float32\[8, 8\], expected float32\[8, 4\]"):
+    with pytest.raises(UserError, match=r"^warm_start\.checkpoint: .*w: got float32\[8, 8\], expected float32\[8, 4\]"):
         restore_base(tmp_path / "base", other, "warm_start.checkpoint")
     with pytest.raises(UserError, match=r"^base: no checkpoint at .*nowhere"):
         restore_base(tmp_path / "nowhere", like, "base")
