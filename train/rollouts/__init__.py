@@ -1,26 +1,33 @@
-"""Where completions come from: one protocol, `Source`, and how a batch is made of what any source answers."""
+"""Rollouts: the protocol `Source`, its implementations, and the batch made from their completions."""
 
 from train.rollouts.collect import Rollout, collect
-from train.rollouts.jax_source import JaxSource, Sampled, Sampler, complete, make_sampler, sampling_program
+from train.rollouts.jax_source import (
+    DecodedSamples,
+    JaxSource,
+    Sampler,
+    make_sampler,
+    sample_completions,
+    sampling_program,
+)
 from train.rollouts.lag import initial_past, next_past, sampling_policy
 from train.rollouts.open import open_source
 from train.rollouts.source import Completions, Request, Source, SourceError
 
 __all__ = [
     "Completions",
+    "DecodedSamples",
     "JaxSource",
     "Request",
     "Rollout",
-    "Sampled",
     "Sampler",
     "Source",
     "SourceError",
     "collect",
-    "complete",
     "initial_past",
     "make_sampler",
     "next_past",
     "open_source",
+    "sample_completions",
     "sampling_policy",
     "sampling_program",
 ]

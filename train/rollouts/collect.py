@@ -1,4 +1,4 @@
-"""From completions of any source to the one kind of batch: judged, grouped, on the devices."""
+"""Collection of a rollout batch: completions from a source, scored, grouped and sharded."""
 
 import dataclasses
 from pathlib import Path
@@ -17,15 +17,14 @@ from train.rollouts.source import Completions, Request, Source
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """A sampled and judged batch.
+    """A sampled and scored batch.
 
     Attributes:
-      batch: on the devices; `rollout_log_probs` only if they are recorded.
-      metrics: means over the completions: every named reward, length, and the share that ended by itself; and what
-        the source measured.
-      timings: what the source measured that differs from run to run.
-      completions: what the source answered.
-      scores: named rewards, each [B], as they were judged: before weights and penalties.
+      batch: the arrays on the devices; `rollout_log_probs` only if the config records them.
+      metrics: means over the completions of every named reward, the length and `finished`; and metrics of the source.
+      timings: measurements of the source that differ between identical runs.
+      completions: output of the source.
+      scores: named rewards, each [B], before weights and penalties.
     """
 
     batch: Batch
@@ -36,10 +35,10 @@ class Rollout:
 
 
 def collect(context: RunContext, source: Source, step: int) -> Rollout:
-    """The rollout batch of one step: `samples_per_prompt` completions of each prompt, judged, and recorded if asked.
+    """Samples, scores and optionally records `samples_per_prompt` completions of each prompt of a step.
 
     Raises:
-      SourceError: the source is gone, or what it answered cannot be recorded.
+      SourceError: the source stopped answering, or the recording cannot be written.
     """
     config = context.config
     request = Request(
@@ -48,23 +47,23 @@ def collect(context: RunContext, source: Source, step: int) -> Rollout:
         step=step,
         key=purpose_key(config.seed, "sample", step),
     )
-    rollout = to_rollout(context, source.sample(request))
+    rollout = make_rollout(context, source.sample(request))
     if config.rollout.record is not None and jax.process_index() == 0:
         rows = record_rows(rollout.completions, rollout.scores, config.rollout.samples_per_prompt)
         write_rows(Path(config.rollout.record), step, rows)
     return rollout
 
 
-def to_rollout(context: RunContext, completions: Completions) -> Rollout:
-    """Judges what was not judged yet, weighs the rewards, and lays the rows over the devices."""
+def make_rollout(context: RunContext, completions: Completions) -> Rollout:
+    """Scores the completions unless the source did, combines the rewards, and shards the rows."""
     config, section = context.config, context.config.rollout
-    named = (
+    named_rewards = (
         judge(context.task, completions.examples, completions.texts, completions.finished)
         if completions.rewards is None
         else completions.rewards
     )
     lengths = np.asarray(jax.device_get(completions.completion_mask)).sum(-1)
-    scores = compose(config.rewards, named, lengths, longest=config.data.max_completion_length)
+    scores = compose(config.rewards, named_rewards, lengths, longest=config.data.max_completion_length)
     prompts = len(completions.examples) // section.samples_per_prompt
     rows = {
         "tokens": completions.tokens,
@@ -79,4 +78,6 @@ def to_rollout(context: RunContext, completions: Completions) -> Rollout:
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in scores.items()}
     metrics["completion_length"] = float(lengths.mean(dtype=np.float64))
     metrics["finished"] = float(completions.finished.mean(dtype=np.float64))
-    return Rollout(batch, metrics | dict(completions.metrics), dict(completions.timings), completions, dict(named))
+    return Rollout(
+        batch, metrics | dict(completions.metrics), dict(completions.timings), completions, dict(named_rewards)
+    )

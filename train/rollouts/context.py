@@ -1,4 +1,4 @@
-"""The run context: what a run builds from its config before it starts."""
+"""The run context: objects that a run builds from its config before the first step."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ class RunContext:
 
     Attributes:
       prompts: the training prompts, by step.
-      held_out: the examples of an evaluation.
+      held_out: the held-out examples of an evaluation.
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""Completions sampled in this process, by one compiled program for each width of prompts."""
+"""Sampling in this process, with one compiled program per prompt-length bucket."""
 
 import dataclasses
 import time
@@ -20,70 +20,70 @@ from train.rollouts.sampler import Samples, Sampling, StopTable, sample, samples
 from train.rollouts.source import Completions, Request
 
 Sampler = Callable[[kljax.Policy, jax.Array, jax.Array, jax.Array], Samples]
-# Fewer columns are not worth a program of their own.
-NARROWEST = 32
+# Shorter buckets would save less time than they take to compile.
+MIN_BUCKET = 32
 
 
-class Sampled(NamedTuple):
-    """Samples on the devices, and on the host their texts and which of them ended by themselves."""
+class DecodedSamples(NamedTuple):
+    """Samples on the devices, with their texts and `finished` flags on the host."""
 
     samples: Samples
     texts: list[str]
     finished: np.ndarray
 
 
-def prompt_widths(longest: int) -> list[int]:
-    """Columns of prompts that there is a program for: all, half and a quarter of them, but none for a few.
+def prompt_buckets(max_prompt_length: int) -> list[int]:
+    """Lists the prompt-length buckets: P, P/2 and P/4, but none below 32 except P itself.
 
     Example:
-      >>> prompt_widths(256), prompt_widths(7)
+      >>> prompt_buckets(256), prompt_buckets(7)
       ([64, 128, 256], [7])
     """
-    shorter = {-(-longest // parts) for parts in (2, 4)}
-    return sorted({longest, *(width for width in shorter if width >= NARROWEST)})
+    shorter = {-(-max_prompt_length // divisor) for divisor in (2, 4)}
+    return sorted({max_prompt_length, *(bucket for bucket in shorter if bucket >= MIN_BUCKET)})
 
 
 def make_sampler(context: RunContext, *, name: str, samples: int = 1, greedy: bool = False) -> Sampler:
-    """`(policy, prompts, prompt_mask, key) -> Samples`, compiled once for each width of prompts that is met.
+    """Makes `(policy, prompts, prompt_mask, key) -> Samples`, compiled on first use of each prompt-length bucket.
 
     Args:
-      context: the model, and the lengths, cuts, stops and slots of its config.
-      name: of the program.
-      samples: rows of each prompt, one after the other; they share what the model computes of it.
-      greedy: the most probable tokens instead of a draw.
+      context: the model, and the sampling section of its config.
+      name: prefix of the program names.
+      samples: completions per prompt, in consecutive rows that share the prefill.
+      greedy: whether to take the most probable tokens instead of sampling.
 
     Returns:
-      A function for one number of rows and prompts of as many columns as one of `prompt_widths`; its result has
-      `data.max_prompt_length` of them in any case.
+      A function of a fixed number of rows, with prompts in a length of `prompt_buckets`. Its output always has
+      prompts of `data.max_prompt_length`.
     """
-    widths = prompt_widths(context.config.data.max_prompt_length)
+    buckets = prompt_buckets(context.config.data.max_prompt_length)
     config, size = context.config.rollout, context.model.config.vocab_size
-    # Checkpoints often have more rows than their tokenizer has tokens, and any of them may be drawn.
+    # Checkpoints often have more vocabulary rows than their tokenizer has tokens, and any row may be sampled.
     stop = stop_table(config.stop, vocabulary_bytes(context.tokenizer, size) if config.stop else [])
     programs = {
-        width: sampling_program(context, f"{name}_{width}", width, samples, greedy=greedy, stop=stop)
-        for width in widths
+        bucket: sampling_program(context, f"{name}_{bucket}", bucket, samples, greedy=greedy, stop=stop)
+        for bucket in buckets
     }
 
-    def draw(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
+    def run_program(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
         return programs[prompts.shape[1]](policy, prompts, prompt_mask, key)
 
-    return draw
+    return run_program
 
 
 def sampling_program(
-    context: RunContext, name: str, width: int, samples: int, *, greedy: bool, stop: StopTable | None
+    context: RunContext, name: str, prompt_length: int, samples: int, *, greedy: bool, stop: StopTable | None
 ) -> Any:
-    """What `make_sampler` runs for prompts of `width` columns, not yet compiled."""
+    """Makes the jitted, not yet compiled program of `make_sampler` for one prompt length."""
     config, model, section = context.config, context.model, context.config.rollout
     sampling = Sampling(config.temperature, section.top_k, section.top_p, section.min_p, greedy)
-    missing = config.data.max_prompt_length - width
+    padding = config.data.max_prompt_length - prompt_length
 
-    def widen(x: jax.Array, fill: int = 0) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (missing, 0)), constant_values=fill)
+    def pad_left(x: jax.Array, fill: int = 0) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (padding, 0)), constant_values=fill)
 
     def draw(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
-        drawn = sample(
+        samples_of_bucket = sample(
             model,
             policy,
             prompts,
@@ -97,55 +97,56 @@ def sampling_program(
             group=samples,
         )
         return dataclasses.replace(
-            drawn,
-            tokens=widen(drawn.tokens, context.tokenizer.pad_id),
-            token_mask=widen(drawn.token_mask),
-            completion_mask=widen(drawn.completion_mask),
-            log_probs=widen(drawn.log_probs),
+            samples_of_bucket,
+            tokens=pad_left(samples_of_bucket.tokens, context.tokenizer.pad_id),
+            token_mask=pad_left(samples_of_bucket.token_mask),
+            completion_mask=pad_left(samples_of_bucket.completion_mask),
+            log_probs=pad_left(samples_of_bucket.log_probs),
         )
 
     return jax.jit(traced_once(draw, name), out_shardings=samples_sharding(context.mesh))
 
 
-def complete(
+def sample_completions(
     context: RunContext, sampler: Sampler, policy: kljax.Policy, examples: Sequence[Example], key: jax.Array
-) -> Sampled:
-    """The completions of each example, as many as the sampler was made for."""
-    longest = context.config.data.max_prompt_length
-    tokens, mask = encode_prompts(examples, context.tokenizer, longest)
-    # Prompts are padded on the left: what no row of them has is cut off.
-    width = next(width for width in prompt_widths(longest) if width >= mask.sum(axis=1).max())
-    prompts, prompt_mask = shard_rows((tokens[:, -width:], mask[:, -width:]), context.mesh)
+) -> DecodedSamples:
+    """Samples and decodes completions of each example, in the smallest bucket that fits all prompts."""
+    max_prompt_length = context.config.data.max_prompt_length
+    tokens, mask = encode_prompts(examples, context.tokenizer, max_prompt_length)
+    longest = mask.sum(axis=1).max()
+    bucket = next(bucket for bucket in prompt_buckets(max_prompt_length) if bucket >= longest)
+    # Prompts are padded on the left, so the last columns have all their tokens.
+    prompts, prompt_mask = shard_rows((tokens[:, -bucket:], mask[:, -bucket:]), context.mesh)
     samples = sampler(policy, prompts, prompt_mask, key)
     tokens, mask, finished = jax.device_get((samples.tokens, samples.completion_mask, samples.finished))
-    return Sampled(samples, decode_completions(tokens, mask, context.tokenizer), finished)
+    return DecodedSamples(samples, decode_completions(tokens, mask, context.tokenizer), finished)
 
 
 class JaxSource:
-    """The sampler of this process, with the weights where they are."""
+    """Samples in this process, with the weights in place."""
 
     def __init__(self, context: RunContext, sampler: Sampler | None = None) -> None:
         section, mesh = context.config.rollout, context.mesh
-        # Prompts that the mesh does not divide are repeated before they are laid over it, and not within the program.
-        whole = section.prompts_per_step % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
-        self._repeats = 1 if whole else section.samples_per_prompt
+        # The mesh must divide the rows: if it does not divide the prompts, they are repeated before the program.
+        divides = section.prompts_per_step % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
+        self._repeats = 1 if divides else section.samples_per_prompt
         samples = section.samples_per_prompt // self._repeats
         self._context = context
         self._sampler = sampler or make_sampler(context, name="rollout", samples=samples)
         self._policy: kljax.Policy | None = None
 
     def update(self, policy: kljax.Policy, step: int) -> None:
-        """Takes the weights; nothing is copied."""
+        """Sets the weights without a copy."""
         self._policy = policy
 
     def sample(self, request: Request) -> Completions:
-        """Token n of row r depends on the key, r, n and the prompt alone."""
+        """Samples the completions; token n of row r depends only on the key, r, n and the prompt."""
         if self._policy is None:
-            raise ValueError("policy: `update` has to be called before `sample`")
+            raise ValueError("policy: missing; call `update` before `sample`")
         prompts = [example for example in request.examples for _ in range(self._repeats)]
-        began = time.perf_counter()
-        samples, texts, finished = complete(self._context, self._sampler, self._policy, prompts, request.key)
-        drawn, occupancy = jax.device_get((samples.completion_mask.sum(), samples.occupancy))
+        start = time.perf_counter()
+        samples, texts, finished = sample_completions(self._context, self._sampler, self._policy, prompts, request.key)
+        token_count, occupancy = jax.device_get((samples.completion_mask.sum(), samples.occupancy))
         return Completions(
             examples=[example for example in request.examples for _ in range(request.samples)],
             tokens=samples.tokens,
@@ -155,8 +156,8 @@ class JaxSource:
             texts=texts,
             log_probs=samples.log_probs,
             metrics={"rollout_occupancy": float(occupancy)},
-            timings={"rollout_tokens_per_second": float(drawn) / (time.perf_counter() - began)},
+            timings={"rollout_tokens_per_second": float(token_count) / (time.perf_counter() - start)},
         )
 
     def close(self) -> None:
-        """Holds nothing."""
+        """No-op."""

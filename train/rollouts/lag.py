@@ -9,7 +9,7 @@ import kljax
 from train.rl.state import TrainState, policy_of
 
 Tree = Any
-Past = tuple[dict[str, Tree], ...] | None
+LaggedWeights = tuple[dict[str, Tree], ...] | None
 
 
 def _weights(trainable: dict[str, Tree]) -> dict[str, Tree]:
@@ -17,12 +17,12 @@ def _weights(trainable: dict[str, Tree]) -> dict[str, Tree]:
     return {name: jax.tree.map(jnp.copy, tree) for name, tree in trainable.items() if name != "value_head"}
 
 
-def initial_past(trainable: dict[str, Tree], lag: int) -> Past:
+def initial_past(trainable: dict[str, Tree], lag: int) -> LaggedWeights:
     """Makes the ring before the first step: `lag` times the policy before RL."""
     return (_weights(trainable),) * lag or None
 
 
-def next_past(state: TrainState) -> Past:
+def next_past(state: TrainState) -> LaggedWeights:
     """Moves the ring one step on, before the updates: drops the oldest policy, adds the current one."""
     return None if state.past is None else (*state.past[1:], _weights(state.trainable))
 

@@ -1,4 +1,4 @@
-"""From `rollout.source` of the config to a source."""
+"""Construction of the source that `rollout.source` names."""
 
 from train.rollouts.context import RunContext
 from train.rollouts.jax_source import JaxSource
@@ -8,13 +8,14 @@ from train.rollouts.source import Source
 
 
 def open_source(context: RunContext, *, continued: bool = False) -> Source:
-    """The source of the config, with everything checked that can be before a run starts.
+    """Opens the source of the config, and checks its server or files before the run starts.
 
     Args:
-      continued: whether a run is resumed, which may write its recordings again.
+      context: the run context.
+      continued: whether the run is resumed, and may overwrite its recordings.
 
     Raises:
-      UserError: naming the field: a server that does not answer as it must, a file that is not as it must be.
+      UserError: a server or file is missing or invalid; names the field.
     """
     section, record = context.config.rollout.source, context.config.rollout.record
     if record is not None:

@@ -1,4 +1,4 @@
-"""What completions are asked for, what comes back, and the protocol between: the only thing that the trainer knows."""
+"""The protocol between the trainer and a source of completions: `Request`, `Completions` and `Source`."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,21 +15,21 @@ Array = jax.Array | np.ndarray
 
 
 class SourceError(UserError):
-    """A source stopped answering, or what passes between it and the run cannot be written.
+    """Raised when a source stops answering, or a file for or from it cannot be written.
 
-    The run saves its state before it ends, so that it can be continued.
+    The run saves its state before it ends, so it can be resumed.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The completions of one step.
+    """The request for the completions of one step.
 
     Attributes:
-      examples: the prompts of the step.
-      samples: completions of each.
-      step: RL steps done.
-      key: all randomness of the answer.
+      examples: prompts of the step.
+      samples: completions per prompt.
+      step: number of RL steps done.
+      key: random key of the completions.
     """
 
     examples: Sequence[Example]
@@ -42,19 +42,19 @@ class Request:
 class Completions:
     """Rows of prompts, left-padded to P, with completions, right-padded to C; on the host or on the devices.
 
-    The completions of a prompt follow one another.
+    The completions of a prompt are in consecutive rows.
 
     Attributes:
-      examples: [B] what each row answers.
+      examples: [B] example of each row.
       tokens: [B, P + C] int32.
       token_mask: [B, P + C] bool, True on real tokens.
-      completion_mask: [B, P + C] bool, True on sampled tokens, with the one that ended the row.
-      finished: [B] bool, on the host: rows that ended by themselves and not at the limit of length.
-      texts: [B] the completions as text.
-      log_probs: [B, P + C] float32 log-probs of the sampled tokens under whatever sampled them, 0 elsewhere; or None.
-      rewards: named rewards, each [B] float32, where the source knows them; None: the task judges.
-      metrics: what the source measured of itself, the same in every run.
-      timings: what it measured that differs from run to run.
+      completion_mask: [B, P + C] bool, True on sampled tokens, including EOS.
+      finished: [B] bool, on the host; True for rows that ended with EOS or a stop, not at the length limit.
+      texts: [B] text of each completion.
+      log_probs: [B, P + C] float32 log-probs of the sampled tokens under the sampling policy, 0 elsewhere; or None.
+      rewards: named rewards, each [B] float32; None means that the task scores the completions.
+      metrics: measurements of the source that are equal in identical runs.
+      timings: measurements that differ between identical runs.
     """
 
     examples: Sequence[Example]
@@ -70,17 +70,17 @@ class Completions:
 
 
 class Source(Protocol):
-    """Where completions come from.
+    """A source of completions.
 
-    `update` is called before every `sample`, with the policy to sample with and the number of RL steps that made it.
-    Both raise `SourceError` when what they depend on is gone.
+    The trainer calls `update` before every `sample`, with the policy and its number of RL steps. Both raise
+    `SourceError` when a server or file is gone.
     """
 
     def update(self, policy: kljax.Policy, step: int) -> None:
-        """Samples with these weights from now on."""
+        """Sets the weights of the following samples."""
 
     def sample(self, request: Request) -> Completions:
-        """The completions of one step."""
+        """Returns the completions of one step."""
 
     def close(self) -> None:
-        """Frees what the source holds outside this process."""
+        """Frees the resources of the source outside this process."""

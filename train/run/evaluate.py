@@ -7,7 +7,7 @@ import numpy as np
 
 import kljax
 from train.data.tasks.rewards import compose, judge
-from train.rollouts import Sampler, complete
+from train.rollouts import Sampler, sample_completions
 from train.rollouts.context import RunContext
 
 SHOWN = 16
@@ -39,7 +39,9 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
     for start in range(0, len(examples), size):
         chunk = list(examples[start : start + size])
         filled = (chunk * size)[:size] if len(chunk) < size else chunk
-        samples, completions, finished = complete(context, sampler, policy, filled, jax.random.fold_in(key, start))
+        samples, completions, finished = sample_completions(
+            context, sampler, policy, filled, jax.random.fold_in(key, start)
+        )
         named = judge(context.task, filled, completions, finished)
         lengths = np.asarray(jax.device_get(samples.completion_mask)).sum(-1)
         judged = compose(config.rewards, named, lengths, longest=config.data.max_completion_length)

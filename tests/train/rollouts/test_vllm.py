@@ -157,20 +157,20 @@ def test_log_probs_of_another_kind_than_the_trainers_are_refused():
 
 
 def test_what_vllm_refuses_is_passed_on_with_what_to_do():
-    from train.rollouts.server.weights import _accepted
+    from train.rollouts.server.weights import _post
 
     with serving(Replay(EXCHANGES["others"])) as url:
         client = client_of(url)
         with pytest.raises(SourceError, match="refused with status 404: The model `nobody` does not exist"):
             client.post("/v1/completions", {"model": "nobody", "prompt": [1], "max_tokens": 1})
         with pytest.raises(SourceError, match=r"No adapter found for .*rollout.source.folder has to be a path that"):
-            _accepted(client, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"})
+            _post(client, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"})
     missing = '{"detail":"Not Found"}'
     with serving(lambda path, body: (404, missing)) as url:
         with pytest.raises(SourceError, match="start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME"):
-            _accepted(client_of(url), "/v1/load_lora_adapter", {})
+            _post(client_of(url), "/v1/load_lora_adapter", {})
         with pytest.raises(SourceError, match="start vLLM with VLLM_SERVER_DEV_MODE=1"):
-            _accepted(client_of(url), "/pause", {})
+            _post(client_of(url), "/pause", {})
 
 
 def test_weights_of_a_tied_head_are_refused():

@@ -1,4 +1,4 @@
-"""One recorded completion: what a row may hold, and what is wrong with it."""
+"""Parsing and validation of one row of a recording."""
 
 import dataclasses
 import math
@@ -11,17 +11,17 @@ from train.rollouts.context import RunContext
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
-    """A row, checked.
+class RecordedCompletion:
+    """A validated row.
 
     Attributes:
-      group: what the completions of one prompt have in common.
-      prompt_ids, completion_ids: tokens, those that begin and end a sequence included.
-      text: the completion, which a task judges.
-      log_probs: one for each id of the completion, or None.
-      finished: the completion ended by itself.
-      rewards: named, with "reward", the one that is optimised; None: the task judges.
-      example: the prompt with its answer and whatever else the row has.
+      group: key that the completions of a prompt share.
+      prompt_ids, completion_ids: token ids, including BOS and EOS.
+      text: text of the completion, for the verifier.
+      log_probs: log-prob of each completion id, or None.
+      finished: whether the completion ended with EOS or a stop.
+      rewards: named rewards, including "reward"; None means that the task scores the completion.
+      example: the prompt with its answer and all fields of the row.
     """
 
     group: Any
@@ -34,16 +34,16 @@ class Recorded:
     example: Example
 
 
-def read_record(record: Mapping[str, Any], context: RunContext) -> Recorded:
-    """A row as the trainer needs it.
+def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedCompletion:
+    """Parses and checks a row, and encodes its texts if it has no ids.
 
     Raises:
-      ValueError: names the field, what was got and what was expected.
+      ValueError: a field is missing or wrong; names it with the value and the expected value.
     """
     example = Example(
-        _typed(record, "prompt", str, "text") or "",
+        _read_field(record, "prompt", str, "text") or "",
         str(record.get("answer", "")),
-        _typed(record, "solution", str, "text") or "",
+        _read_field(record, "solution", str, "text") or "",
         record=record,
     )
     prompt_ids = _ids(record, "prompt_ids", context)
@@ -55,7 +55,7 @@ def read_record(record: Mapping[str, Any], context: RunContext) -> Recorded:
         raise ValueError("prompt_ids: got an empty list, expected at least one id")
     completion_ids, finished = _completion(record, context)
     text = record.get("completion")
-    return Recorded(
+    return RecordedCompletion(
         group=record.get("group", record.get("prompt_ids", record.get("prompt"))),
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
@@ -68,23 +68,23 @@ def read_record(record: Mapping[str, Any], context: RunContext) -> Recorded:
 
 
 def _encoded_prompt(example: Example, context: RunContext) -> list[int]:
-    """The ids that a run would show for this text, however long."""
+    """Encodes the prompt as a run would, at any length."""
     ids = context.tokenizer.prompt_ids(example)
     tokens, mask = encode_prompts([example], context.tokenizer, len(ids))
     return tokens[mask].tolist()
 
 
 def _completion(record: Mapping[str, Any], context: RunContext) -> tuple[list[int], bool]:
-    """Ids, and whether they ended by themselves: as the row says, else by what the last id is."""
-    said = _typed(record, "finished", bool, "true or false")
+    """Returns the ids and `finished`, which defaults to whether the last id is an EOS id."""
+    finished = _read_field(record, "finished", bool, "true or false")
     ids = _ids(record, "completion_ids", context)
     if ids is not None:
         ended = bool(ids) and ids[-1] in context.tokenizer.eos_ids
-        return ids, ended if said is None else said
-    text = _typed(record, "completion", str, "text")
+        return ids, ended if finished is None else finished
+    text = _read_field(record, "completion", str, "text")
     if text is None:
         raise ValueError("missing both completion_ids and completion, expected one of them")
-    finished = True if said is None else said
+    finished = True if finished is None else finished
     return context.tokenizer.encode(text) + [context.tokenizer.eos_ids[0]] * finished, finished
 
 
@@ -95,7 +95,7 @@ def _ids(record: Mapping[str, Any], name: str, context: RunContext) -> list[int]
     size = context.model.config.vocab_size
     wrong = not isinstance(values, list) or any(type(v) is not int or not 0 <= v < size for v in values)
     if wrong:
-        raise ValueError(f"{name}: got {_shown(values)}, expected a list of ids from 0 to {size - 1}")
+        raise ValueError(f"{name}: got {_shorten(values)}, expected a list of ids from 0 to {size - 1}")
     return values
 
 
@@ -104,38 +104,38 @@ def _log_probs(record: Mapping[str, Any], completion_ids: list[int]) -> list[flo
     if values is None:
         return None
     if "completion_ids" not in record:
-        raise ValueError("log_probs: given without completion_ids, so there are no ids that they belong to")
+        raise ValueError("log_probs: given without completion_ids; add completion_ids")
     if not isinstance(values, list) or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
-        raise ValueError(f"log_probs: got {_shown(values)}, expected a list of numbers")
+        raise ValueError(f"log_probs: got {_shorten(values)}, expected a list of numbers")
     if len(values) != len(completion_ids):
         raise ValueError(f"log_probs: got {len(values)} numbers, expected {len(completion_ids)}, one for each id")
     if not all(math.isfinite(value) and value <= 1e-4 for value in values):
-        raise ValueError(f"log_probs: got {_shown(values)}, expected finite numbers that are not positive")
+        raise ValueError(f"log_probs: got {_shorten(values)}, expected finite numbers that are not positive")
     return [float(value) for value in values]
 
 
 def _rewards(record: Mapping[str, Any]) -> dict[str, float] | None:
     rewards = record.get("rewards", {})
     if not isinstance(rewards, dict):
-        raise ValueError(f"rewards: got {_shown(rewards)}, expected an object of numbers by name")
-    found = dict(rewards) | ({"reward": record["reward"]} if "reward" in record else {})
-    if not found:
+        raise ValueError(f"rewards: got {_shorten(rewards)}, expected an object of numbers by name")
+    named = dict(rewards) | ({"reward": record["reward"]} if "reward" in record else {})
+    if not named:
         return None
-    for name, value in found.items():
+    for name, value in named.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"rewards.{name}: got {_shown(value)}, expected a finite number")
-    if "reward" not in found:
-        raise ValueError(f"rewards: got {', '.join(found)}, expected 'reward' among them, which is optimised")
-    return {name: float(value) for name, value in found.items()}
+            raise ValueError(f"rewards.{name}: got {_shorten(value)}, expected a finite number")
+    if "reward" not in named:
+        raise ValueError(f"rewards: got {', '.join(named)}, expected 'reward' among them")
+    return {name: float(value) for name, value in named.items()}
 
 
-def _typed(record: Mapping[str, Any], name: str, kind: type, expected: str) -> Any:
+def _read_field(record: Mapping[str, Any], name: str, kind: type, expected: str) -> Any:
     value = record.get(name)
     if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{name}: got {_shown(value)}, expected {expected}")
+        raise ValueError(f"{name}: got {_shorten(value)}, expected {expected}")
     return value
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""The source whose completions were recorded: nothing is sampled."""
+"""A source that reads recorded completions instead of sampling."""
 
 import dataclasses
 import itertools
@@ -12,21 +12,21 @@ import numpy as np
 
 import kljax
 from train.config.errors import UserError
-from train.config.rollout import FileSource as Section
+from train.config.rollout import FileSource as FileSourceConfig
 from train.rl.objective import required_fields
 from train.rollouts.context import RunContext
-from train.rollouts.layout import lay_out
-from train.rollouts.recorded.record import Recorded, read_record
-from train.rollouts.recorded.rows import Place, Rows, open_rows
+from train.rollouts.padding import pad_rows
+from train.rollouts.recorded.files import RowFile, RowPosition, open_files
+from train.rollouts.recorded.record import RecordedCompletion, parse_row
 from train.rollouts.source import Completions, Request
 
 _LOG = logging.getLogger(__name__)
-Group = tuple[Place, ...]
+Group = tuple[RowPosition, ...]
 
 
 @dataclasses.dataclass
-class _Found:
-    """What a first pass over the files finds: whole groups, how many are too long, and what the rows hold."""
+class _Scan:
+    """Result of the first pass: the groups that fit, the number of longer groups, and the optional fields."""
 
     groups: list[Group] = dataclasses.field(default_factory=list)
     too_long: int = 0
@@ -34,52 +34,52 @@ class _Found:
     rewards: frozenset[str] | None = None
 
 
-def _prompt_of(pair: tuple[Place, Recorded]) -> tuple[Any, list[int]]:
-    """What the completions of a group share; the ids too, as only the first row's go through the model."""
+def _group_key(pair: tuple[RowPosition, RecordedCompletion]) -> tuple[Any, list[int]]:
+    """Returns the group and the prompt ids of a row, since only one prompt per group goes through the model."""
     return pair[1].group, pair[1].prompt_ids
 
 
 class FileSource:
-    """Groups of completions in an order that the seed decides, or the file; a pure function of the step.
+    """Groups of recorded completions, in file order or shuffled by the seed; a pure function of the step.
 
-    A resumed run reads on at the very row where it stopped: step `s` holds places `s * prompts_per_step + 0, 1, ...` of
-    endless epochs, each another permutation of the groups.
+    Step `s` has the groups at indices `s * prompts_per_step + 0, 1, ...` of endless epochs, each a new permutation if
+    shuffled, so a resumed run continues with the next row.
     """
 
-    def __init__(self, context: RunContext, section: Section) -> None:
-        """Reads every row once.
+    def __init__(self, context: RunContext, section: FileSourceConfig) -> None:
+        """Reads and checks every row once.
 
         Raises:
-          UserError: a row is not as it must be, naming file, line and field; no group fits; the rows lack what the
-            objective needs.
+          UserError: a row is malformed (names file, line and field), no group fits, or the rows have no log-probs and
+            the objective needs them.
         """
         self._context, self._path = context, Path(section.path)
-        self._rows = open_rows(self._path)
-        found = self._scan()
-        self._check(found)
-        self.groups, self.too_long = found.groups, found.too_long
-        order = grain.MapDataset.source(range(len(found.groups))).seed(context.config.seed)
+        self._files = open_files(self._path)
+        scan = self._scan()
+        self._check(scan)
+        self.groups, self.too_long = scan.groups, scan.too_long
+        order = grain.MapDataset.source(range(len(scan.groups))).seed(context.config.seed)
         self._order = (order.shuffle() if section.shuffle else order).repeat()
 
     def update(self, policy: kljax.Policy, step: int) -> None:
-        """The weights change nothing."""
+        """No-op: recorded completions do not depend on the weights."""
 
     def sample(self, request: Request) -> Completions:
-        """The groups of a step; the prompts of the request are those of the task, and not used."""
+        """Reads the groups of a step; ignores the prompts of the request."""
         count = len(request.examples)
-        places = range(request.step * count, (request.step + 1) * count)
-        return self._completions([self._read(place) for group in places for place in self.groups[self._order[group]]])
+        groups = (self.groups[self._order[index]] for index in range(request.step * count, (request.step + 1) * count))
+        return self._completions([self._read(position) for group in groups for position in group])
 
     def close(self) -> None:
-        """Holds nothing."""
+        """No-op."""
 
-    def _completions(self, rows: list[Recorded]) -> Completions:
+    def _completions(self, rows: list[RecordedCompletion]) -> Completions:
         data = self._context.config.data
         recorded = [row.log_probs for row in rows if row.log_probs is not None]
-        judged = [row.rewards for row in rows if row.rewards is not None]
+        rewards = [row.rewards for row in rows if row.rewards is not None]
         return Completions(
             examples=[row.example for row in rows],
-            **lay_out(
+            **pad_rows(
                 [row.prompt_ids for row in rows],
                 [row.completion_ids for row in rows],
                 recorded or None,
@@ -88,24 +88,24 @@ class FileSource:
             ),
             finished=np.array([row.finished for row in rows], bool),
             texts=[row.text for row in rows],
-            rewards={name: np.array([each[name] for each in judged], np.float32) for name in judged[0]}
-            if judged
+            rewards={name: np.array([row_rewards[name] for row_rewards in rewards], np.float32) for name in rewards[0]}
+            if rewards
             else None,
         )
 
-    def _read(self, place: Place) -> Recorded:
-        return read_record(self._rows[place.file].read(place.at), self._context)
+    def _read(self, position: RowPosition) -> RecordedCompletion:
+        return parse_row(self._files[position.file].read(position.offset), self._context)
 
-    def _scan(self) -> _Found:
-        found, samples = _Found(), self._context.config.rollout.samples_per_prompt
+    def _scan(self) -> _Scan:
+        scan, samples = _Scan(), self._context.config.rollout.samples_per_prompt
         data = self._context.config.data
-        for file, rows in enumerate(self._rows):
-            for _, group in itertools.groupby(self._checked(file, rows, found), key=_prompt_of):
+        for index, file in enumerate(self._files):
+            for _, group in itertools.groupby(self._checked_rows(index, file, scan), key=_group_key):
                 pairs = list(group)
                 if len(pairs) % samples:
                     last = pairs[-1][0].line
                     raise UserError(
-                        f"rollout.source.path: {rows.path}, line {last}: ends a group of {len(pairs)} completions of "
+                        f"rollout.source.path: {file.path}, line {last}: ends a group of {len(pairs)} completions of "
                         f"one prompt, expected a multiple of rollout.samples_per_prompt = {samples}"
                     )
                 fits = all(
@@ -113,45 +113,47 @@ class FileSource:
                     and len(row.completion_ids) <= data.max_completion_length
                     for _, row in pairs
                 )
-                places = [place for place, _ in pairs]
-                cut = [tuple(places[start : start + samples]) for start in range(0, len(places), samples)]
-                found.groups += cut if fits else []
-                found.too_long += 0 if fits else len(cut)
-        return found
+                positions = [position for position, _ in pairs]
+                groups = [tuple(positions[start : start + samples]) for start in range(0, len(positions), samples)]
+                scan.groups += groups if fits else []
+                scan.too_long += 0 if fits else len(groups)
+        return scan
 
-    def _checked(self, file: int, rows: Rows, found: _Found) -> Iterator[tuple[Place, Recorded]]:
-        """Every row of a file, as long as all of them hold the same things."""
-        for at, line, record in rows:
+    def _checked_rows(self, index: int, file: RowFile, scan: _Scan) -> Iterator[tuple[RowPosition, RecordedCompletion]]:
+        """Yields the rows of a file, and checks that all rows have the same optional fields."""
+        for offset, line, record in file:
             try:
-                row = read_record(record, self._context)
-                has, names = row.log_probs is not None, frozenset(row.rewards or ())
-                if found.log_probs not in (None, has):
-                    raise ValueError(f"log_probs: {'given' if has else 'missing'}, but not in the rows before")
-                if found.rewards not in (None, names):
+                row = parse_row(record, self._context)
+                has_log_probs, names = row.log_probs is not None, frozenset(row.rewards or ())
+                if scan.log_probs not in (None, has_log_probs):
+                    raise ValueError(
+                        f"log_probs: {'given' if has_log_probs else 'missing'}, but not in the rows before"
+                    )
+                if scan.rewards not in (None, names):
                     raise ValueError(
                         f"rewards: got {', '.join(sorted(names)) or 'none'}, but the rows before have "
-                        f"{', '.join(sorted(found.rewards or ())) or 'none'}"
+                        f"{', '.join(sorted(scan.rewards or ())) or 'none'}"
                     )
             except ValueError as error:
-                raise UserError(f"rollout.source.path: {rows.path}, line {line}: {error}") from error
-            found.log_probs, found.rewards = has, names
-            yield Place(file, at, line), row
+                raise UserError(f"rollout.source.path: {file.path}, line {line}: {error}") from error
+            scan.log_probs, scan.rewards = has_log_probs, names
+            yield RowPosition(index, offset, line), row
 
-    def _check(self, found: _Found) -> None:
+    def _check(self, scan: _Scan) -> None:
         data = self._context.config.data
         limits = (
             f"data.max_prompt_length = {data.max_prompt_length}, "
             f"data.max_completion_length = {data.max_completion_length}"
         )
-        if not found.groups:
+        if not scan.groups:
             raise UserError(
-                f"rollout.source.path: {self._path} has no group of completions that fits; {found.too_long} are longer "
+                f"rollout.source.path: {self._path} has no group of completions that fits; {scan.too_long} are longer "
                 f"than {limits}"
             )
-        if found.too_long:
-            total = found.too_long + len(found.groups)
-            _LOG.warning("%d of %d groups are longer than %s and are left out", found.too_long, total, limits)
-        if not found.log_probs and "rollout_log_probs" in required_fields(self._context.config):
+        if scan.too_long:
+            total = scan.too_long + len(scan.groups)
+            _LOG.warning("%d of %d groups are longer than %s and are left out", scan.too_long, total, limits)
+        if not scan.log_probs and "rollout_log_probs" in required_fields(self._context.config):
             raise UserError(
                 f"rollout.source.path: {self._path} has no log_probs, which this config needs (kl.rollout, or a ratio "
                 "to the policy that sampled)"

@@ -1,4 +1,4 @@
-"""Recording: what was sampled, judged and trained on, a file a step, in the form that a `FileSource` reads."""
+"""Recording of rollouts, one file per step, in the format of `FileSource`."""
 
 import json
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from train.weights.files import usable_directory, write_text_atomic
 
 
 def open_recording(path: str, *, continued: bool) -> Path:
-    """The directory to record to; a new run does not write where there are recordings.
+    """Creates or checks the directory of the recordings; a new run needs a directory without recordings.
 
     Raises:
-      UserError: it is no directory, cannot be made or written to, or holds recordings of another run.
+      UserError: the directory is not writable, or has recordings of another run.
     """
     directory = Path(path)
     try:
@@ -30,33 +30,33 @@ def open_recording(path: str, *, continued: bool) -> Path:
 
 
 def record_rows(completions: Completions, scores: Mapping[str, np.ndarray], samples: int) -> list[dict[str, Any]]:
-    """The rows of one batch: rewards before weights and penalties, which a reader's config adds; whole log-probs."""
+    """Makes the rows of one batch, with the rewards before weights and penalties, which the reading config applies."""
     arrays = completions.tokens, completions.token_mask, completions.completion_mask, completions.log_probs
     tokens, token_mask, completion_mask, log_probs = jax.device_get(arrays)
     rows = []
     for row, (example, text) in enumerate(zip(completions.examples, completions.texts, strict=True)):
-        answered = completion_mask[row]
+        is_completion = completion_mask[row]
         record: dict[str, Any] = {
             "group": row // samples,
             "prompt": example.prompt,
-            "prompt_ids": tokens[row][token_mask[row] & ~answered].tolist(),
+            "prompt_ids": tokens[row][token_mask[row] & ~is_completion].tolist(),
             "completion": text,
-            "completion_ids": tokens[row][answered].tolist(),
+            "completion_ids": tokens[row][is_completion].tolist(),
             "finished": bool(completions.finished[row]),
             "answer": example.answer,
             "rewards": {name: float(values[row]) for name, values in scores.items()},
         }
         if log_probs is not None:
-            record["log_probs"] = log_probs[row][answered].astype(float).tolist()
+            record["log_probs"] = log_probs[row][is_completion].astype(float).tolist()
         rows.append(record)
     return rows
 
 
 def write_rows(directory: Path, step: int, rows: list[dict[str, Any]]) -> None:
-    """The file of a step, whole or not at all; a step that is run again after a resume writes it again.
+    """Writes the file of a step atomically; a step that is repeated after a resume overwrites it.
 
     Raises:
-      SourceError: it cannot be written.
+      SourceError: the file cannot be written.
     """
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     file = directory / f"{step:08d}.jsonl"

@@ -1,15 +1,15 @@
-"""What `/v1/completions` answers, taken apart; everything that training needs and an answer may lack is an error."""
+"""Parsing of responses of `/v1/completions`; a missing field that training needs is an error."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from train.rollouts.source import SourceError
 
-NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
+IDS_NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
 
 
 class Answer(NamedTuple):
-    """One completion: the ids that were sampled, with the one that ended it; log-probs if they were asked for."""
+    """One completion: the sampled ids, including EOS, and their log-probs if requested."""
 
     tokens: list[int]
     log_probs: list[float] | None
@@ -17,36 +17,38 @@ class Answer(NamedTuple):
 
 
 def read_answers(
-    answer: Any, *, prompt: Sequence[int], samples: int, room: int, vocab_size: int, log_probs: bool
+    answer: Any, *, prompt: Sequence[int], samples: int, max_new_tokens: int, vocab_size: int, log_probs: bool
 ) -> list[Answer]:
-    """The completions of one prompt in the order of their index.
+    """Reads the completions of one prompt in the order of their index.
 
     Raises:
-      SourceError: says which field is missing or wrong, what was got and what was expected.
+      SourceError: a field is missing or wrong; names it with the value and the expected value.
     """
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list):
-        raise _wrong("choices", answer, "a list of completions")
+        raise _answer_error("choices", answer, "a list of completions")
     if len(choices) != samples:
-        raise _wrong("choices", f"{len(choices)} completions", f"{samples}, the n that was asked for")
+        raise _answer_error("choices", f"{len(choices)} completions", f"{samples}, the requested n")
     choices = sorted(choices, key=lambda choice: choice.get("index", 0))
-    return [_read(choice, prompt, room, vocab_size, log_probs) for choice in choices]
+    return [_read(choice, prompt, max_new_tokens, vocab_size, log_probs) for choice in choices]
 
 
-def _read(choice: Mapping[str, Any], prompt: Sequence[int], room: int, vocab_size: int, log_probs: bool) -> Answer:
+def _read(
+    choice: Mapping[str, Any], prompt: Sequence[int], max_new_tokens: int, vocab_size: int, log_probs: bool
+) -> Answer:
     tokens = choice.get("token_ids")
     if not isinstance(tokens, list):
-        raise SourceError(f"rollout.source: the answer has no token_ids (got {tokens!r}); {NEEDED}")
+        raise SourceError(f"rollout.source: the answer has no token_ids (got {tokens!r}); {IDS_NEEDED}")
     seen = choice.get("prompt_token_ids")
     if seen is not None and list(seen) != list(prompt):
-        raise _wrong("prompt_token_ids", seen, f"the prompt that was sent, {list(prompt)}")
-    if len(tokens) > room:
-        raise _wrong("token_ids", f"{len(tokens)} tokens", f"at most max_tokens = {room}")
+        raise _answer_error("prompt_token_ids", seen, f"the prompt that was sent, {list(prompt)}")
+    if len(tokens) > max_new_tokens:
+        raise _answer_error("token_ids", f"{len(tokens)} tokens", f"at most max_tokens = {max_new_tokens}")
     if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise _wrong("token_ids", outside[0], f"an id below {vocab_size}, the vocabulary that is trained")
+        raise _answer_error("token_ids", outside[0], f"an id below {vocab_size}, the vocabulary that is trained")
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length"):
-        raise _wrong("finish_reason", repr(reason), "stop or length")
+        raise _answer_error("finish_reason", repr(reason), "stop or length")
     return Answer(tokens, _log_probs(choice, len(tokens)) if log_probs else None, reason == "stop")
 
 
@@ -58,9 +60,9 @@ def _log_probs(choice: Mapping[str, Any], count: int) -> list[float]:
             "rollout_log_probs; use a server that returns them, or set rollout.record_log_probs=false"
         )
     if len(values) != count or any(value is None for value in values):
-        raise _wrong("logprobs.token_logprobs", values, f"{count} numbers, one for each of token_ids")
+        raise _answer_error("logprobs.token_logprobs", values, f"{count} numbers, one for each of token_ids")
     return [float(value) for value in values]
 
 
-def _wrong(field: str, got: Any, expected: str) -> SourceError:
+def _answer_error(field: str, got: Any, expected: str) -> SourceError:
     return SourceError(f"rollout.source: {field} of the answer: got {str(got)[:200]}, expected {expected}")

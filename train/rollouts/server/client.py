@@ -1,4 +1,4 @@
-"""Requests that are tried again: what a server that restarts or is overloaded needs, and nothing else."""
+"""A JSON client that retries requests, for servers that restart or are overloaded."""
 
 import json
 import random
@@ -10,32 +10,32 @@ import httpx
 
 from train.rollouts.source import SourceError
 
+# Statuses worth a retry: time-outs, overload, a server that restarts behind a proxy.
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses that another attempt may change: time-outs, overload, a server that restarts behind a proxy."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 CONNECT_SECONDS = 10.0
 
 
-def wait_before(attempt: int, chance: float, asked: float | None = None) -> float:
-    """Seconds before attempt 1, 2, ...: exponential with equal jitter, so that clients do not return all at once.
+def wait_before(attempt: int, chance: float, retry_after: float | None = None) -> float:
+    """Computes the seconds before retry 1, 2, ...: exponential backoff with equal jitter.
 
-    `w / 2 * (1 + chance)` with `w = min(0.5 * 2 ** (attempt - 1), 30)`; a server that asks for longer gets it.
+    `w / 2 * (1 + chance)` with `w = min(0.5 * 2 ** (attempt - 1), 30)`, or `retry_after` if that is longer, at most 30.
 
     Example:
       >>> [wait_before(attempt, chance=1.0) for attempt in (1, 2, 3, 9)]
       [0.5, 1.0, 2.0, 30.0]
-      >>> wait_before(1, chance=0.0), wait_before(1, chance=0.0, asked=5.0)
+      >>> wait_before(1, chance=0.0), wait_before(1, chance=0.0, retry_after=5.0)
       (0.25, 5.0)
     """
     longest = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT)
-    return max(longest / 2 * (1 + chance), min(asked or 0.0, LONGEST_WAIT))
+    return max(longest / 2 * (1 + chance), min(retry_after or 0.0, LONGEST_WAIT))
 
 
 class Client:
-    """JSON requests to one server, from any number of threads.
+    """JSON requests to one server; safe to call from several threads.
 
-    Connections that fail, requests that take too long and the statuses in `RETRIED` are tried again; any other refusal
-    is an error at once. Errors name the address, what was tried, how often and for how long.
+    Failed connections, time-outs and the statuses in `RETRIED` are retried; any other error status raises at once.
+    Errors name the address, the request, the number of attempts and the elapsed time.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class Client:
         )
 
     def get(self, path: str) -> Any:
-        """The JSON of an answer, or its text where that is no JSON."""
-        return self._ask("GET", path, None)
+        """Returns the JSON of the response, or its text if it is no JSON."""
+        return self._request("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON of an answer, or its text where that is no JSON."""
-        return self._ask("POST", path, body)
+        """Returns the JSON of the response, or its text if it is no JSON."""
+        return self._request("POST", path, body)
 
     def close(self) -> None:
         """Closes the connections."""
         self._client.close()
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        began, attempts, last = time.monotonic(), self._retries + 1, ""
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        start, attempts, last = time.monotonic(), self._retries + 1, ""
         for attempt in range(1, attempts + 1):
-            asked = None
+            retry_after = None
             try:
                 response = self._client.request(method, self.url + path, json=body)
             except httpx.TransportError as error:
@@ -84,12 +84,12 @@ class Client:
                 last = f"status {response.status_code}: {_message(response)}"
                 if response.status_code not in RETRIED:
                     raise SourceError(f"rollout.source: {method} {self.url}{path} was refused with {last}")
-                asked = _asked(response)
+                retry_after = _retry_after(response)
             if attempt < attempts:
-                self._sleep(wait_before(attempt, random.random(), asked))
+                self._sleep(wait_before(attempt, random.random(), retry_after))
         times = "once" if attempts == 1 else f"{attempts} times"
         raise SourceError(
-            f"rollout.source.url: {method} {self.url}{path} failed {times} in {time.monotonic() - began:.0f} s "
+            f"rollout.source.url: {method} {self.url}{path} failed {times} in {time.monotonic() - start:.0f} s "
             f"(rollout.source.timeout {self._timeout:g} s, rollout.source.retries {self._retries}); last: {last}"
         )
 
@@ -102,14 +102,14 @@ def _content(response: httpx.Response) -> Any:
 
 
 def _message(response: httpx.Response) -> str:
-    """What a server says of an error, in any of the forms that they use, on one line."""
+    """Extracts the error message of a server, in any of the usual forms, on one line."""
     content = _content(response)
     inner = content.get("error", content) if isinstance(content, dict) else content
     text = inner.get("message", inner) if isinstance(inner, dict) else inner
     return " ".join(str(text).split())[:300] or "no message"
 
 
-def _asked(response: httpx.Response) -> float | None:
-    """The seconds of a Retry-After header; its other form, a date, is left to the usual wait."""
+def _retry_after(response: httpx.Response) -> float | None:
+    """Parses the seconds of a Retry-After header; ignores its other form, a date."""
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isdigit() else None

@@ -1,4 +1,4 @@
-"""The source whose completions a server samples."""
+"""A source that samples on an OpenAI-compatible server."""
 
 import os
 import time
@@ -14,28 +14,28 @@ from train.config.errors import UserError
 from train.config.rollout import OpenAISource
 from train.data.prompts import encode_prompts
 from train.rollouts.context import RunContext
-from train.rollouts.layout import lay_out
+from train.rollouts.padding import pad_rows
 from train.rollouts.server.answers import Answer, read_answers
 from train.rollouts.server.client import Client
 from train.rollouts.server.weights import Sync, make_sync
 from train.rollouts.source import Completions, Request, SourceError
 
+# With top_k=1, log-probs after the cuts are 0, and log-probs of the full softmax are not.
 PROCESSED = 1e-30
-"""A log-prob this near 0 of the only token that may be drawn is one after the cuts, not of the whole softmax."""
 
 
 class ServerSource:
-    """Asks for the completions of each prompt in one request of token ids; texts are decoded by our tokenizer.
+    """Requests all completions of a prompt at once, as token ids; texts are decoded by the tokenizer of the run.
 
-    Sampling is seeded by request, but a server promises the same tokens only for the same batching: a run that is
-    continued is the same algorithm with other draws.
+    Every request has a seed, but servers repeat their tokens only for the same batching. A resumed run is therefore the
+    same algorithm with other samples.
     """
 
     def __init__(self, context: RunContext, section: OpenAISource, client: Client | None = None) -> None:
-        """Reaches the server, and checks its answers with one token.
+        """Connects to the server, and checks the response to a request for one token.
 
         Raises:
-          UserError: the server is not there, lacks the model, or answers without ids or the log-probs that are needed.
+          UserError: the server is unreachable, lacks the model, or returns no ids or no usable log-probs.
         """
         self._context, self._section = context, section
         self._client = client or Client(
@@ -54,29 +54,29 @@ class ServerSource:
             raise
 
     def update(self, policy: kljax.Policy, step: int) -> None:
-        """Gives the server these weights, unless it has them."""
+        """Sends the weights of a new step to the server."""
         if step != self._step:
             self._model, self._step = self._sync.load(policy, step), step
 
     def sample(self, request: Request) -> Completions:
-        """All prompts at once, `concurrency` of them under way at a time; the first error ends the rest."""
-        began = time.perf_counter()
+        """Requests the completions of all prompts, `concurrency` at a time; the first error cancels the rest."""
+        start = time.perf_counter()
         prompts = self._prompts(request)
         seeds = jax.device_get(jax.random.randint(request.key, (len(prompts),), 0, 2**31 - 1)).tolist()
         pool = ThreadPoolExecutor(min(self._section.concurrency, len(prompts)))
         try:
-            asked = [
+            futures = [
                 pool.submit(self._complete, prompt, samples=request.samples, seed=seed)
                 for prompt, seed in zip(prompts, seeds, strict=True)
             ]
-            answers = [answer for future in asked for answer in future.result()]
+            answers = [answer for future in futures for answer in future.result()]
         finally:
             pool.shutdown(cancel_futures=True)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         return self._completions(request, prompts, answers, seconds)
 
     def close(self) -> None:
-        """Takes the adapter from the server, removes what was written, closes the connections."""
+        """Unloads the adapter, removes the written weights, and closes the connections."""
         self._sync.close()
         self._client.close()
 
@@ -112,7 +112,7 @@ class ServerSource:
             self._client.post("/v1/completions", self._body(prompt, samples, seed)),
             prompt=prompt,
             samples=samples,
-            room=config.data.max_completion_length,
+            max_new_tokens=config.data.max_completion_length,
             vocab_size=self._context.model.config.vocab_size,
             log_probs=config.rollout.record_log_probs,
         )
@@ -125,17 +125,17 @@ class ServerSource:
         rows = [prompt for prompt in prompts for _ in range(request.samples)]
         recorded = [answer.log_probs for answer in answers if answer.log_probs is not None]
         tokens = [answer.tokens for answer in answers]
-        laid = lay_out(rows, tokens, recorded or None, lengths=lengths, pad_id=tokenizer.pad_id)
+        padded = pad_rows(rows, tokens, recorded or None, lengths=lengths, pad_id=tokenizer.pad_id)
         return Completions(
             examples=[example for example in request.examples for _ in range(request.samples)],
-            **laid,
+            **padded,
             finished=np.array([answer.finished for answer in answers], bool),
             texts=[tokenizer.decode(answer.tokens) for answer in answers],
             timings={"rollout_tokens_per_second": sum(map(len, tokens)) / seconds},
         )
 
     def _check(self) -> None:
-        """One token from the base model: ids and log-probs come back, and the latter are of the kind that is needed."""
+        """Requests one token from the base model, and checks the ids and the kind of the log-probs."""
         listed = self._client.get("/v1/models")
         names = [model.get("id") for model in listed.get("data", [])] if isinstance(listed, dict) else []
         if self._section.model not in names:
@@ -150,7 +150,7 @@ class ServerSource:
             self._client.post("/v1/completions", body),
             prompt=prompt,
             samples=1,
-            room=1,
+            max_new_tokens=1,
             vocab_size=self._context.model.config.vocab_size,
             log_probs=config.rollout.record_log_probs,
         )
@@ -158,7 +158,7 @@ class ServerSource:
             self._check_kind(processed=abs(answer.log_probs[0]) < PROCESSED)
 
     def _check_kind(self, *, processed: bool) -> None:
-        """Log-probs have to be those of the whole softmax at the temperature of the config, as the trainer's are."""
+        """Checks that log-probs are of the full softmax at the temperature of the config, as in the trainer."""
         config, section = self._context.config, self._context.config.rollout
         if config.temperature != 1 and not processed:
             raise UserError(

@@ -46,8 +46,9 @@ def read_rope(parameters: Mapping[str, Any], *, where: str, theta: float, length
     if not isinstance(kind, str) or kind not in TYPES:
         raise ValueError(f"{where}.rope_type: got {kind!r}, expected one of {', '.join(TYPES)}")
     base = _number(keys.pop("rope_theta", theta), f"{where}.rope_theta")
-    if keys.pop("partial_rotary_factor", 1) != 1:
-        raise ValueError(f"{where}.partial_rotary_factor: got a partial rotation, expected 1.0")
+    rotary_factor = keys.pop("partial_rotary_factor", 1)
+    if rotary_factor != 1:
+        raise ValueError(f"{where}.partial_rotary_factor: got {rotary_factor!r}, expected 1.0")
     unknown = sorted(keys.keys() - TYPES[kind])
     if unknown:
         raise ValueError(f"{where}: rope_type {kind!r} is not known to read {', '.join(unknown)}")

@@ -1,4 +1,4 @@
-"""Rows of files, by place: a file is read once to check it, and then only where a step needs it."""
+"""Random access to the rows of recorded files: JSON lines and Parquet."""
 
 import json
 from collections.abc import Iterator
@@ -10,44 +10,44 @@ from train.config.errors import UserError
 SUFFIXES = {".jsonl": "JSON lines", ".json": "JSON lines", ".parquet": "Parquet"}
 
 
-class Place(NamedTuple):
-    """Where a row is: `at` is what the file needs to find it again, `line` its number for people, from 1."""
+class RowPosition(NamedTuple):
+    """Position of a row: index of its file, `offset` for random access, and line number from 1."""
 
     file: int
-    at: int
+    offset: int
     line: int
 
 
-class Rows(Protocol):
-    """The rows of one file."""
+class RowFile(Protocol):
+    """A file of rows."""
 
     path: Path
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """`(at, line, record)` of every row in order."""
+        """Yields `(offset, line, record)` of every row in order."""
 
-    def read(self, at: int) -> dict[str, Any]:
-        """The record at a place."""
+    def read(self, offset: int) -> dict[str, Any]:
+        """Reads the record at an offset."""
 
 
-class JsonLines:
-    """One JSON object a line; empty lines are passed over."""
+class JsonLinesFile:
+    """A file of one JSON object per line; empty lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        at = 0
+        offset = 0
         with self.path.open("rb") as file:
             for line, text in enumerate(file, start=1):
                 if text.strip():
-                    yield at, line, self._parse(text, line)
-                at += len(text)
+                    yield offset, line, self._parse(text, line)
+                offset += len(text)
 
-    def read(self, at: int) -> dict[str, Any]:
-        """The line that begins at byte `at`."""
+    def read(self, offset: int) -> dict[str, Any]:
+        """Reads the line that begins at byte `offset`."""
         with self.path.open("rb") as file:
-            file.seek(at)
+            file.seek(offset)
             return json.loads(file.readline())
 
     def _parse(self, text: bytes, line: int) -> dict[str, Any]:
@@ -60,8 +60,8 @@ class JsonLines:
         return record
 
 
-class Parquet:
-    """A row a completion; an empty cell is a field that is not there."""
+class ParquetFile:
+    """A Parquet file with a completion per row; an empty cell means a missing field."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -78,31 +78,31 @@ class Parquet:
             raise UserError(f"rollout.source.path: {path} cannot be read as Parquet: {error}") from error
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        at = 0
+        offset = 0
         for part in self._table.to_batches(max_chunksize=1024):
             for record in part.to_pylist():
-                yield at, at + 1, _filled(record)
-                at += 1
+                yield offset, offset + 1, _drop_empty(record)
+                offset += 1
 
-    def read(self, at: int) -> dict[str, Any]:
-        """Row `at`."""
-        return _filled(self._table.slice(at, 1).to_pylist()[0])
+    def read(self, offset: int) -> dict[str, Any]:
+        """Reads row `offset`."""
+        return _drop_empty(self._table.slice(offset, 1).to_pylist()[0])
 
 
-def _filled(record: dict[str, Any]) -> dict[str, Any]:
-    """Without what is empty, in the structs inside too: a column holds the names of all rows."""
+def _drop_empty(record: dict[str, Any]) -> dict[str, Any]:
+    """Drops empty fields, also in nested structs: a Parquet column has the fields of all rows."""
     return {
-        name: _filled(value) if isinstance(value, dict) else value
+        name: _drop_empty(value) if isinstance(value, dict) else value
         for name, value in record.items()
         if value is not None
     }
 
 
-def open_rows(path: Path) -> list[Rows]:
-    """The file, or the files of a directory in the order of their names.
+def open_files(path: Path) -> list[RowFile]:
+    """Opens a file, or the files of a directory in the order of their names.
 
     Raises:
-      UserError: there is no such file, or nothing in it that can be read.
+      UserError: the file does not exist, or its format is not supported.
     """
     if not path.exists():
         raise UserError(f"rollout.source.path: got {str(path)!r}, but there is no such file or directory")
@@ -110,4 +110,4 @@ def open_rows(path: Path) -> list[Rows]:
     if not files or files[0].suffix not in SUFFIXES:
         known = ", ".join(f"{suffix} ({kind})" for suffix, kind in SUFFIXES.items())
         raise UserError(f"rollout.source.path: got {str(path)!r}, expected a file, or a directory of files, of {known}")
-    return [Parquet(file) if file.suffix == ".parquet" else JsonLines(file) for file in files]
+    return [ParquetFile(file) if file.suffix == ".parquet" else JsonLinesFile(file) for file in files]
