@@ -91,7 +91,9 @@ def test_stop_texts_end_a_completion_and_belong_to_it():
 
 def test_the_id_that_ends_a_completion_is_among_its_ids():
     first = EXCHANGES["others"][0]
-    answers = read_answers(json.loads(first["response"]), prompt=[1], samples=1, room=4, vocab_size=264, log_probs=True)
+    answers = read_answers(
+        json.loads(first["response"]), prompt=[1], samples=1, max_new_tokens=4, vocab_size=264, log_probs=True
+    )
     assert [(len(answer.tokens), len(answer.log_probs), answer.finished) for answer in answers] == [(1, 1, True)]
 
 
