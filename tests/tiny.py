@@ -19,9 +19,9 @@ from train.data.tasks import load_task
 from train.data.tokenizers import ByteTokenizer
 from train.models import Decoder
 from train.models.sharding import make_mesh
+from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.state import TrainState
-from train.rl.step import make_optimizer
 from train.rollouts.context import RunContext
 from train.run.setup import first_state
 from train.weights.model import make_model

@@ -1,19 +1,23 @@
-"""Prompts, tasks, and the lengths of prompts and completions."""
+"""Prompts, tasks, the lengths of prompts and completions, and the weights of rewards."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from train.config.types import (
     Count,
+    CountOrZero,
     Fraction,
     Judge,
+    NonNegative,
     NumberCount,
     Operand,
     Operations,
+    Positive,
     Section,
     Table,
     TemplateArguments,
     Text,
+    Weights,
 )
 
 GSM8K_LENGTHS = {"max_prompt_length": 256, "max_completion_length": 192}
@@ -83,3 +87,14 @@ class Data(Section):
     """arithmetic: fraction of wrong solutions in the warm start; the verifier always knows the right answer."""
     solutions: Count = 1
     """arithmetic: solutions per training problem, each with errors of its own, so that none is memorised."""
+
+
+class Rewards(Section):
+    weights: Weights | None = None
+    """Weight of each named reward; others weigh 0. null: the task's own total."""
+    length_penalty: NonNegative = 0.0
+    """Penalty of a completion of data.max_completion_length tokens, in proportion for shorter ones."""
+    overlong_buffer: CountOrZero = 0
+    """Tokens before data.max_completion_length over which DAPO's soft punishment grows from 0; 0: none."""
+    overlong_coef: Positive = 1.0
+    """Soft punishment of a completion of the full length."""

@@ -1,15 +1,13 @@
 """The schema of a config: every field with its default, range and meaning."""
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import model_validator
 
-from train.config.data import Data, task_lengths
+from train.config.data import Data, Rewards, task_lengths
 from train.config.kl import KL
 from train.config.model import MODEL_EXPECTED, Lora, Model, without_warm_start
 from train.config.reference import BaseReference, ReferenceSection
-from train.config.rewards import Rewards
 from train.config.rollout import Rollout
 from train.config.types import (
     AboveOne,
@@ -244,10 +242,3 @@ class Config(Section):
     def rows_per_batch(self) -> int:
         """Number of completions in a rollout batch."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
-
-    def shared_rows(self) -> int:
-        """Number of consecutive rows that share one prompt in a micro-batch on a device; 1: no sharing."""
-        if not self.optim.share_prompts:
-            return 1
-        parts = self.optim.updates_per_batch * self.optim.micro_batches * self.mesh.data * self.mesh.fsdp
-        return math.gcd(self.rollout.samples_per_prompt, self.rows_per_batch() // parts)

@@ -1,4 +1,4 @@
-"""The batch, and the four functions that reshape it.
+"""The batch, and the functions that pad, slice, concatenate and split it.
 
 Padding, slicing, concatenating and splitting each map over every field that is present, whatever its name: a field
 added tomorrow travels through all of them without being listed anywhere.
@@ -19,13 +19,13 @@ Metadata = Mapping[str, Any]
 PER_ROW = {"axes": "row"}
 """Metadata of a field that holds one value a row, `[B, ...]`; every other field is `[B, T, ...]`."""
 GROUP = {**PER_ROW, "padding": -1}
-"""Of `group_ids`: a row that was added belongs to no prompt, so it enters no statistic of one."""
+"""Metadata of `group_ids`: an added row belongs to no prompt, so it enters no statistic of one."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows of tokens with what is known of each. Position t of a per-token field belongs to token t.
+    """Rows of tokens with their masks, rewards, log-probs and so on. Position t of a field belongs to token t.
 
     Prompts are padded on the left, completions on the right. Fields that were not computed are None.
 
@@ -36,8 +36,8 @@ class Batch:
       rewards: [B] scalar reward of each row.
       group_ids: [B] int32, number of the row's prompt in the rollout batch; -1 on rows of padding.
       rollout_log_probs: [B, T] log-probs that the sampler recorded.
-      old_log_probs: [B, T] log-probs of the policy before its first update on this batch; None where that is the only
-        one, which computes them itself.
+      old_log_probs: [B, T] log-probs of the policy before its first update on this batch; None if that is the only
+        update, which computes them itself.
       ref_log_probs: [B, T] log-probs of the reference.
       ref_hidden: [B, T, D] hidden states of the reference after each token, in the type that the model computes in.
       ref_exact_kl: [B, T] exact KL to the reference where each token was drawn, before the first update.
@@ -75,15 +75,15 @@ def require(batch: Batch, names: Iterable[str], what: str) -> None:
         )
 
 
-def given(field: Array | None) -> Array:
-    """A field that `require` has found to be there."""
+def required(field: Array | None) -> Array:
+    """Returns a field that `require` has checked; raises ValueError if it is None."""
     if field is None:
         raise ValueError("a field of the batch is missing; `require` names it when it is called before")
     return field
 
 
 def row_count(batch: Batch) -> int:
-    """B."""
+    """Returns B."""
     return batch.tokens.shape[0]
 
 
@@ -112,12 +112,12 @@ def pad_columns(batch: AnyBatch, length: int) -> AnyBatch:
 
 
 def take_rows(batch: AnyBatch, rows: slice | Array) -> AnyBatch:
-    """The rows of a slice or of an index array, in its order."""
+    """Takes the rows of a slice or of an index array, in its order."""
     return _map(lambda x, _: x[rows], batch)
 
 
 def concatenate(batches: Sequence[AnyBatch]) -> AnyBatch:
-    """All rows of the batches; shorter ones are padded on the right.
+    """Concatenates the rows of the batches; shorter ones are padded on the right.
 
     Raises:
       ValueError: if a field is present in some of the batches only, naming it.
@@ -130,43 +130,43 @@ def concatenate(batches: Sequence[AnyBatch]) -> AnyBatch:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *(pad_columns(batch, length) for batch in batches))
 
 
-def micro_batches(batch: AnyBatch, count: int, *, together: int = 1) -> AnyBatch:
+def micro_batches(batch: AnyBatch, count: int, *, group: int = 1) -> AnyBatch:
     """Splits the rows into `count` micro-batches on a new leading axis: `[B, ...]` becomes `[count, B / count, ...]`.
 
-    Row `r` goes to micro-batch `(r // together) % count`, so that each device keeps the rows it already holds.
+    Row `r` goes to micro-batch `(r // group) % count`, so that each device keeps the rows it already holds.
 
     Args:
-      together: consecutive rows that are not parted.
+      group: consecutive rows that stay in one micro-batch.
 
     Raises:
-      ValueError: if `count` micro-batches of whole runs of `together` rows are not the batch.
+      ValueError: if `count` micro-batches of whole groups do not make up the batch.
     """
     rows = row_count(batch)
-    if rows % (count * together):
-        whole = f" of {together} rows together" if together > 1 else ""
-        raise ValueError(f"micro_batches: got {count}, which does not divide the {rows} rows of the batch{whole}")
+    if rows % (count * group):
+        groups = f" in groups of {group}" if group > 1 else ""
+        raise ValueError(f"micro_batches: got {count}, which does not divide the {rows} rows of the batch{groups}")
 
     def split(x: Array) -> Array:
-        runs = x.reshape(-1, count, together, *x.shape[1:])
-        return jnp.swapaxes(runs, 0, 1).reshape(count, -1, *x.shape[1:])
+        groups = x.reshape(-1, count, group, *x.shape[1:])
+        return jnp.swapaxes(groups, 0, 1).reshape(count, -1, *x.shape[1:])
 
     return _map(lambda x, _: split(x), batch)
 
 
-def merge_micro_batches(tree: Any, *, together: int = 1) -> Any:
+def merge_micro_batches(tree: Any, *, group: int = 1) -> Any:
     """The inverse of `micro_batches` for any tree of `[count, rows, ...]` arrays."""
 
     def merge(x: Array) -> Array:
-        runs = x.reshape(len(x), -1, together, *x.shape[2:])
-        return jnp.swapaxes(runs, 0, 1).reshape(-1, *x.shape[2:])
+        groups = x.reshape(len(x), -1, group, *x.shape[2:])
+        return jnp.swapaxes(groups, 0, 1).reshape(-1, *x.shape[2:])
 
     return jax.tree.map(merge, tree)
 
 
-def map_micro_batches(function: Callable[[Any], Any], batch: Batch, count: int, *, together: int = 1) -> Any:
+def map_micro_batches(function: Callable[[Any], Any], batch: Batch, count: int, *, group: int = 1) -> Any:
     """Applies a function of rows to one micro-batch after another, and puts its per-row results back in order."""
-    done = jax.lax.map(function, micro_batches(batch, count, together=together))
-    return merge_micro_batches(done, together=together)
+    done = jax.lax.map(function, micro_batches(batch, count, group=group))
+    return merge_micro_batches(done, group=group)
 
 
 def _present(batch: Batch) -> list[str]:

@@ -1,8 +1,9 @@
 """The policy (base parameters, optional adapter): its weights, hidden states, token statistics and values."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import kljax
-from train.config.types import Direction
 from train.models import Decoder, Transformer, ValueHead
-from train.models.leaves import named_leaves
+from train.models.parameters import named_leaves
 from train.models.sharding import constrain, mesh_is_set, param_shardings, partition_spec
+from train.rl.layout import ROWS, Layout
 
 Tree = Any
-Reference = tuple[jax.Array, jax.Array | None]
 
 
 def _place(shapes: Tree, axes: Tree, mesh: Mesh) -> Tree:
@@ -103,8 +103,8 @@ def hidden_states(
     tokens: jax.Array,
     token_mask: jax.Array,
     *,
-    prompt: int | None = None,
-    group: int = 1,
+    layout: Layout = ROWS,
+    segment_ids: jax.Array | None = None,
 ) -> jax.Array:
     """Computes hidden states [B, T, D]; finite but meaningless at padding.
 
@@ -113,14 +113,14 @@ def hidden_states(
       policy: its weights.
       tokens: [B, T] int32.
       token_mask: [B, T] bool, True at real tokens.
-      prompt: columns that `group` consecutive rows have in common, which go through the layers once.
-      group: rows of a prompt.
+      layout: rows that share a prompt; the prompt goes through the layers once.
+      segment_ids: [B, T] int32, sequences packed into one row; only with a group of 1.
     """
-    if group == 1:
-        return bind(model, policy)(tokens, token_mask)
-    if prompt is None:
-        raise ValueError(f"prompt: got None, expected the number of columns that a group of {group} rows shares")
-    return bind(model, policy).grouped(tokens, token_mask, prompt=prompt, group=group)
+    if layout.group == 1:
+        return bind(model, policy)(tokens, token_mask, segment_ids=segment_ids)
+    if segment_ids is not None:
+        raise ValueError(f"segment_ids: got some and layout.group = {layout.group}, expected one of them")
+    return bind(model, policy).grouped(tokens, token_mask, prompt=layout.prompt_length, group=layout.group)
 
 
 def paired_hidden_states(
@@ -130,8 +130,7 @@ def paired_hidden_states(
     tokens: jax.Array,
     token_mask: jax.Array,
     *,
-    prompt: int | None = None,
-    group: int = 1,
+    layout: Layout = ROWS,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes hidden states [B, T, D] of a policy and of its base with another adapter, in one pass over the layers.
 
@@ -143,14 +142,13 @@ def paired_hidden_states(
       adapter: the other adapter, of the same structure; None: off.
       tokens: [B, T] int32.
       token_mask: [B, T] bool, True at real tokens.
-      prompt: see `hidden_states`.
-      group: see `hidden_states`.
+      layout: see `hidden_states`.
     """
     other = jax.tree.map(jnp.zeros_like, policy.adapter) if adapter is None else adapter
     pair = jax.tree.map(lambda *halves: jnp.stack(halves), policy.adapter, other)
 
     def run(one: Tree) -> jax.Array:
-        return hidden_states(model, kljax.Policy(policy.params, one), tokens, token_mask, prompt=prompt, group=group)
+        return hidden_states(model, kljax.Policy(policy.params, one), tokens, token_mask, layout=layout)
 
     # Rows stay the leading axis, which the mesh splits.
     both = jax.vmap(run, out_axes=1)(pair)
@@ -195,54 +193,59 @@ def token_stats(
     *,
     temperature: float | jax.Array,
     mask: jax.Array | None = None,
-    entropy: bool = False,
-    entropy_gradient: bool = True,
-    reference: Reference | None = None,
-    direction: Direction = "reverse",
+    entropy: Literal[False, True, "constant"] = False,
+    reference: kljax.ReferenceStates | None = None,
     tile: kljax.Tile | None = None,
-    first: int = 1,
-    group: int = 1,
+    layout: Layout = ROWS,
+    segment_ids: jax.Array | None = None,
     hidden: jax.Array | None = None,
 ) -> tuple[kljax.TokenStats, jax.Array]:
-    """Statistics of every token given the ones before it, and the hidden states they came from.
+    """Computes statistics of each token given the tokens before it, and the hidden states they come from.
 
-    Nothing here has the size of tokens x vocabulary. Where the head is no part of what is differentiated (LoRA), it
-    gets no gradient and is not gone through a second time.
+    No array has the size of tokens x vocabulary. A frozen LM head (LoRA) gets no gradient and is not read a second
+    time for one.
 
     Args:
-      tokens: [B, T] int32; token_mask: [B, T] bool.
-      temperature: the one the tokens were sampled at.
-      mask: [B, T] bool, the tokens that are scored; the others cost nothing. None scores all real tokens.
-      entropy: whether to compute entropies too.
-      entropy_gradient: whether they will be differentiated.
-      reference: `(hidden, head)` of the reference for the exact KL: its hidden states [B, T, D], as this function
-        returns them, and its head as `stored_head` gives it; a head of None is the policy's own, as data.
-      direction: "reverse" for KL(policy || reference), "forward" for KL(reference || policy).
-      tile: how much of the logits exists at a time; None takes the library's for this kind of device.
-      first: first column that is wanted (the prompt length P where only completions are); those before cost nothing.
-      group: consecutive rows that are alike in the columns before `first`, which go through the layers once for them.
-      hidden: the hidden states [B, T, D] of the policy, where they are there already.
+      model: the decoder.
+      policy: its weights.
+      tokens: [B, T] int32.
+      token_mask: [B, T] bool, True at real tokens.
+      temperature: the sampling temperature.
+      mask: [B, T] bool, the tokens to score; others cost nothing. None scores all real tokens.
+      entropy: True also computes entropies; "constant" computes them without a gradient.
+      reference: hidden states [B, T, D] of the reference, as this function returns them, and its head, for the exact
+        KL; a head of None is the policy's, treated as a constant.
+      tile: tile size of the chunked LM head; None takes the library's for this kind of device.
+      layout: prompt length and groups of the rows; columns before `prompt_length` are not scored.
+      segment_ids: [B, T] int32, sequences packed into one row. The first token of a segment has no prediction: mask it.
+      hidden: the policy's hidden states [B, T, D], if they exist already.
 
     Returns:
-      `TokenStats` of [B, T] (position t is token t; 0 under the mask and in columns before `first`) and hidden states
+      `TokenStats` of [B, T] (position t is token t; 0 under the mask and before `prompt_length`) and hidden states
       [B, T, D].
+
+    Raises:
+      ValueError: a prompt length outside 1 to T.
     """
+    first = layout.prompt_length
     if not 1 <= first <= tokens.shape[1]:
-        raise ValueError(f"first: got {first}, expected 1 to {tokens.shape[1]} (column 0 has no prediction)")
+        raise ValueError(
+            f"layout.prompt_length: got {first}, expected 1 to {tokens.shape[1]} (column 0 has no prediction)"
+        )
     if hidden is None:
-        hidden = hidden_states(model, policy, tokens, token_mask, prompt=first, group=group)
-    # The state of a token predicts the next one.
+        hidden = hidden_states(model, policy, tokens, token_mask, layout=layout, segment_ids=segment_ids)
+    # The hidden state of a token predicts the next one.
     before = slice(first - 1, tokens.shape[1] - 1)
+    if reference is not None:
+        reference = dataclasses.replace(reference, hidden=jnp.asarray(reference.hidden)[:, before])
     stats = kljax.log_probs_from_hidden(
         hidden[:, before],
         _lm_head(model, policy.params, tile),
         tokens[:, first:],
         mask=(token_mask if mask is None else mask)[:, first:],
         temperature=temperature,
-        entropy="constant" if entropy and not entropy_gradient else entropy,
-        reference=None
-        if reference is None
-        else kljax.ReferenceStates(reference[0][:, before], reference[1], direction),
+        entropy=entropy,
+        reference=reference,
     )
     return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (first, 0))), stats), hidden
 

@@ -16,11 +16,10 @@ from train.data.tokenizers import load_tokenizer
 from train.models import Decoder
 from train.models.sharding import make_mesh, replicated
 from train.references import warn_of_other_base
+from train.rl.algorithms import make_controller, make_optimizer
 from train.rl.keys import purpose_key
-from train.rl.objective import make_controller
 from train.rl.policy import init_adapter, init_params, init_value_head
 from train.rl.state import TrainState, initial_state
-from train.rl.step import make_optimizer
 from train.rollouts.context import RunContext
 from train.rollouts.lag import initial_past
 from train.run.base import load_initial_base, quantize_if_needed, record_folder

@@ -14,6 +14,7 @@ from train.data.prompts import Supervised, SupervisedBatch
 from train.models import Decoder
 from train.models.sharding import replicated, shard_rows
 from train.rl import objective as objectives
+from train.rl.layout import Layout
 from train.rl.policy import token_stats
 from train.rl.tracing import traced_once
 from train.rollouts.context import RunContext
@@ -34,7 +35,7 @@ def supervised_loss(
         mask=jnp.asarray(batch.completion_mask),
         temperature=config.temperature,
         tile=objectives.tile(config),
-        first=config.data.max_prompt_length,
+        layout=Layout(config.data.max_prompt_length),
     )
     loss = -kljax.aggregate(stats.log_prob, batch.completion_mask, mode="token_mean")
     return loss, kljax.WeightedSum.of(-stats.log_prob, batch.completion_mask)

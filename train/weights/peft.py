@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from train.models import Decoder, LoraConfig
-from train.models.leaves import named_leaves
 from train.models.lora import PROJECTIONS
+from train.models.parameters import named_leaves
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
 from train.weights.files import new_directory, write_text_atomic

@@ -20,12 +20,14 @@ from train.config.load import parse
 from train.config.schema import Config
 from train.models import Decoder, DecoderConfig, Rope
 from train.models.sharding import make_mesh, shard_rows
+from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
+from train.rl.layout import Layout
 from train.rl.objective import coefficients
 from train.rl.policy import abstract_params, token_stats
 from train.rl.reference import Reference
 from train.rl.state import TrainState
-from train.rl.step import make_optimizer, make_prepare, make_score, make_update, update_rows
+from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.rollouts.sampler import Samples, Sampling, sample
 from train.run.setup import first_state
 
@@ -136,7 +138,7 @@ class KljaxContender(ModelContender):
 
     def _log_probs(self, policy: kljax.Policy, tokens: jax.Array) -> jax.Array:
         mask, first = jnp.ones(tokens.shape, bool), self.work.prompt_length
-        return token_stats(self.model, policy, tokens, mask, temperature=1.0, first=first)[0].log_prob
+        return token_stats(self.model, policy, tokens, mask, temperature=1.0, layout=Layout(first))[0].log_prob
 
     def _complete(self, policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array) -> Samples:
         return sample(

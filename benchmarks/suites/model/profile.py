@@ -26,9 +26,11 @@ from benchmarks.harness.results import Result
 from benchmarks.suites.model import problem
 from benchmarks.suites.model.kljax import KljaxContender, load
 from benchmarks.suites.model.problem import QUICK, Work
+from train.rl.algorithms import make_optimizer
+from train.rl.layout import Layout
 from train.rl.objective import coefficients
 from train.rl.policy import hidden_states
-from train.rl.step import make_optimizer, update_rows
+from train.rl.step import update_rows
 
 SQUARE = 1024
 
@@ -54,7 +56,7 @@ def programs(contender: KljaxContender) -> dict[str, Callable[[], Any]]:
     def hidden(params: Any) -> jax.Array:
         policy = kljax.Policy(params)
         return hidden_states(
-            contender.model, policy, batch.tokens, batch.token_mask, prompt=work.prompt_length, group=work.samples
+            contender.model, policy, batch.tokens, batch.token_mask, layout=Layout(work.prompt_length, work.samples)
         )
 
     params = contender.reference.params

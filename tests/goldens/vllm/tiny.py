@@ -13,7 +13,7 @@ import kljax
 from tests import tiny
 from train.config.schema import Config
 from train.data.tasks import Example
-from train.models.leaves import named_leaves
+from train.models.parameters import named_leaves
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rollouts import Request
 from train.rollouts.context import RunContext

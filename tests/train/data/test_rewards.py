@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from train.config.data import Rewards
 from train.config.errors import UserError
 from train.config.load import parse
-from train.config.rewards import Rewards
 from train.data.tasks import Example, Task, load_task
 from train.data.tasks.rewards import compose, judge, overlong
 from train.rollouts.collect import make_rollout

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kljax
 from tests.train.models.test_rows import CONFIG, PAD, jit, weights
 from train.models import Decoder, attention, kernels
 from train.models.attention import AttentionOptions, attend, causal_mask
 from train.models.kernels import choose_kernel, splash_attention
 from train.models.sharding import make_mesh
 from train.models.shared import attend_shared, pack, shared_prompt_mask, unpack
+from train.rl.layout import Layout
 from train.rl.policy import hidden_states
 
 PROMPTS, GROUP, PROMPT, ROOM = 2, 3, 7, 5
@@ -146,9 +148,10 @@ def test_both_parts_can_be_lowered_on_a_mesh(kind, platform, call, monkeypatch):
     assert len(re.findall(call, text)) == 6
 
 
-def test_a_group_without_its_prompt_is_refused():
-    with pytest.raises(ValueError, match="prompt: got None"):
-        hidden_states(Decoder(CONFIG), None, TOKENS, MASK, group=GROUP)
+def test_rows_that_share_a_prompt_are_not_packed_too():
+    layout, segments = Layout(PROMPT, GROUP), jnp.zeros(TOKENS.shape, jnp.int32)
+    with pytest.raises(ValueError, match=f"segment_ids: got some and layout.group = {GROUP}"):
+        hidden_states(Decoder(CONFIG), kljax.Policy(None), TOKENS, MASK, layout=layout, segment_ids=segments)
 
 
 @pytest.mark.thorough

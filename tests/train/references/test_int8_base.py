@@ -12,7 +12,8 @@ from tests.train.rl.test_step import keep_gradient
 from train.models.int8 import dequantise_params, quantise_params
 from train.models.sharding import replicated
 from train.references import load_reference
-from train.rl.objective import coefficients, make_controller
+from train.rl.algorithms import make_controller
+from train.rl.objective import coefficients
 from train.rl.policy import init_adapter
 from train.rl.reference import Reference, drop_shared_base
 from train.rl.state import initial_state

@@ -17,16 +17,17 @@ from train.rl.batch import (
     PER_ROW,
     Batch,
     concatenate,
-    given,
     map_micro_batches,
     merge_micro_batches,
     micro_batches,
     pad_columns,
     pad_rows,
     require,
+    required,
     row_count,
     take_rows,
 )
+from train.rl.layout import Layout
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
 from train.rl.policy import token_stats
 
@@ -160,13 +161,15 @@ def test_splitting_and_merging_is_the_identity(names, count):
 
 def test_rows_that_belong_together_are_not_parted():
     batch = concatenate([batch_of(["rewards"])] * 2)
-    split = micro_batches(batch, 2, together=3)
-    chex.assert_trees_all_equal(merge_micro_batches(split, together=3), batch)
-    chex.assert_trees_all_equal(map_micro_batches(lambda part: part, batch, 2, together=3), batch)
+    split = micro_batches(batch, 2, group=3)
+    chex.assert_trees_all_equal(merge_micro_batches(split, group=3), batch)
+    chex.assert_trees_all_equal(map_micro_batches(lambda part: part, batch, 2, group=3), batch)
     runs = np.asarray(batch.rewards).reshape(4, 3)
     np.testing.assert_array_equal(split.rewards, [np.concatenate(runs[::2]), np.concatenate(runs[1::2])])
-    with pytest.raises(ValueError, match=f"got 3, which does not divide the {2 * ROWS} rows of the batch of 3 rows"):
-        micro_batches(batch, 3, together=3)
+    with pytest.raises(
+        ValueError, match=f"got 3, which does not divide the {2 * ROWS} rows of the batch in groups of 3"
+    ):
+        micro_batches(batch, 3, group=3)
 
 
 def test_micro_batches_leave_each_device_its_rows():
@@ -185,7 +188,7 @@ def test_what_does_not_fit_is_said():
     with pytest.raises(ValueError, match="micro_batches: got 4, which does not divide the 6 rows"):
         micro_batches(batch, 4)
     with pytest.raises(ValueError, match="a field of the batch is missing"):
-        given(batch.rewards)
+        required(batch.rewards)
 
 
 def test_require_names_what_is_missing_and_what_is_there():
@@ -208,7 +211,7 @@ def test_loss_gradient_and_metrics_do_not_see_padding():
     model, params = tiny.model_of(CONFIG), tiny.host_params()
     batch = tiny.rollout_batch()
     stats, _ = token_stats(
-        model, tiny.kljax.Policy(params), batch.tokens, batch.token_mask, temperature=1.0, first=tiny.PROMPT
+        model, tiny.kljax.Policy(params), batch.tokens, batch.token_mask, temperature=1.0, layout=Layout(tiny.PROMPT)
     )
     batch = tiny.full_batch(np.asarray(stats.log_prob))
     gradient = jax.jit(jax.value_and_grad(make_objective(CONFIG, model), has_aux=True))

@@ -13,11 +13,12 @@ import pytest
 
 import kljax
 from tests import tiny
+from train.rl.algorithms import make_optimizer
 from train.rl.objective import coefficients, make_objective, token_weights
 from train.rl.policy import hidden_states, init_params
 from train.rl.reference import Reference, drop_shared_base
 from train.rl.state import policy_of
-from train.rl.step import make_optimizer, make_prepare, make_score, make_update
+from train.rl.step import make_prepare, make_score, make_update
 from train.run.setup import first_state
 
 pytestmark = pytest.mark.slow

@@ -17,6 +17,7 @@ from train.data.prompts import SupervisedBatch
 from train.models import Decoder
 from train.models.sharding import batch_sharding
 from train.rl import step
+from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.objective import coefficients
 from train.rl.policy import init_params
@@ -86,7 +87,7 @@ def setting(kind: str, mesh: jax.sharding.Mesh) -> tuple[Config, Decoder, dict]:
 def rl_programs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, jax.stages.Compiled]:
     """Scoring and update."""
     config, model, params = setting(kind, mesh)
-    optimizer = step.make_optimizer(config.optim)
+    optimizer = make_optimizer(config.optim)
     state = first_state(config, model, mesh, params, optimizer)
     base = params if config.lora is not None else None
     reference, batch = Reference(model, kljax.Policy(params)), rollout_batch(mesh)

@@ -15,17 +15,10 @@ from kljax.aggregation import MODES
 from kljax.kl import ESTIMATORS
 from tests import oracles, tiny
 from train.config import types
+from train.rl.algorithms import ADVANTAGES, POLICY_LOSSES, make_controller
 from train.rl.batch import Batch
-from train.rl.objective import (
-    ADVANTAGES,
-    POLICY_LOSSES,
-    coefficients,
-    make_controller,
-    make_objective,
-    make_preparation,
-    required_fields,
-    token_weights,
-)
+from train.rl.layout import Layout
+from train.rl.objective import coefficients, make_objective, make_preparation, required_fields, token_weights
 from train.rl.policy import hidden_states, stored_head, token_stats, token_values
 
 MODEL = tiny.model_of(tiny.config_of())
@@ -47,7 +40,7 @@ def measured() -> dict[str, np.ndarray]:
     batch = tiny.rollout_batch()
     stats, hidden = jax.jit(
         lambda params: token_stats(
-            MODEL, kljax.Policy(params), batch.tokens, batch.token_mask, temperature=1.0, entropy=True, first=5
+            MODEL, kljax.Policy(params), batch.tokens, batch.token_mask, temperature=1.0, entropy=True, layout=Layout(5)
         )
     )(tiny.host_params())
     arrays = {"log_prob": stats.log_prob, "entropy": stats.entropy, "value": token_values(HEAD, hidden)}
@@ -160,7 +153,7 @@ def test_the_gradient_is_that_of_the_policy_loss_and_of_k2():
 
     def log_probs(params):
         policy = kljax.Policy(params)
-        return token_stats(MODEL, policy, batch.tokens, batch.token_mask, temperature=1.0, first=5)[0].log_prob
+        return token_stats(MODEL, policy, batch.tokens, batch.token_mask, temperature=1.0, layout=Layout(5))[0].log_prob
 
     pull = jax.jit(lambda params, cotangent: jax.vjp(log_probs, params)[1](cotangent)[0])
     expected = pull(tiny.host_params(), slope.astype(np.float32))

@@ -14,6 +14,7 @@ import kljax
 from tests import tiny
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.sharding import make_mesh
+from train.rl.layout import Layout
 from train.rl.policy import (
     bind,
     head,
@@ -31,7 +32,7 @@ MODEL = Decoder(CONFIG)
 TOKENS = np.random.default_rng(0).integers(0, 24, (3, 6)).astype(np.int32)
 MASK = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]], bool)
 
-stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "entropy_gradient", "first", "tile"))
+stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "layout", "tile"))
 
 
 @functools.cache
@@ -75,26 +76,26 @@ def test_left_padding_changes_nothing():
 def test_columns_before_the_first_wanted_hold_zero_and_the_others_do_not_change():
     policy = policy_of(MODEL)
     whole, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True)
-    part, hidden = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True, first=4)
+    part, hidden = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True, layout=Layout(4))
     assert hidden.shape == (3, 6, 16)
     for a, b in ((whole.log_prob, part.log_prob), (whole.entropy, part.entropy)):
         np.testing.assert_allclose(b[:, 4:], a[:, 4:], atol=1e-6)
         assert b.shape == a.shape
         assert not b[:, :4].any()
         assert a[:, 1:4].any()
-    with pytest.raises(ValueError, match="first: got 0, expected 1 to 6"):
-        token_stats(MODEL, policy, TOKENS, MASK, temperature=1.0, first=0)
+    with pytest.raises(ValueError, match=r"layout\.prompt_length: got 0, expected 1 to 6"):
+        token_stats(MODEL, policy, TOKENS, MASK, temperature=1.0, layout=Layout(0))
 
 
 def test_only_the_tokens_of_the_mask_are_scored():
     policy, chosen = policy_of(MODEL), MASK & (np.arange(6) % 2 == 1)
     whole, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True)
-    part, _ = stats_of(MODEL, policy, TOKENS, MASK, mask=chosen, temperature=1.0, entropy=True, first=2)
+    part, _ = stats_of(MODEL, policy, TOKENS, MASK, mask=chosen, temperature=1.0, entropy=True, layout=Layout(2))
     wanted = chosen & (np.arange(6) >= 2)
     assert wanted.any()
     for a, b in ((whole.log_prob, part.log_prob), (whole.entropy, part.entropy)):
         np.testing.assert_allclose(b, np.where(wanted, a, 0), atol=1e-6)
-    last, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, first=6)
+    last, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, layout=Layout(6))
     assert not last.log_prob.any(), "no column is left"
 
 
@@ -111,14 +112,30 @@ def test_the_exact_kl_is_that_of_whole_distributions(tie):
 
     mine, theirs = log_probs(policy), log_probs(other)
     expected = (np.exp(mine) * (mine - theirs)).sum(-1)[:, :-1]
-    reference = (hidden_states(model, other, TOKENS, MASK), stored_head(model, other.params))
+    reference = kljax.ReferenceStates(hidden_states(model, other, TOKENS, MASK), stored_head(model, other.params))
     options = {"temperature": 0.7, "entropy": True, "tile": kljax.Tile(4, 7)}
     stats, _ = stats_of(model, policy, TOKENS, MASK, reference=reference, **options)
     assert expected[MASK[:, :-1]].min() > 1e-3  # the states of padding are alike in both
     np.testing.assert_allclose(stats.kl[:, 1:], np.where(MASK[:, 1:], expected, 0), rtol=1e-4, atol=1e-6)
     # Of the policy to itself, with the head that it shares: two programs differ in the last bits of a hidden state.
-    itself = (hidden_states(model, policy, TOKENS, MASK), None)
+    itself = kljax.ReferenceStates(hidden_states(model, policy, TOKENS, MASK))
     assert stats_of(model, policy, TOKENS, MASK, reference=itself, **options)[0].kl.max() < 1e-12
+
+
+def test_sequences_packed_into_one_row_have_the_statistics_of_separate_rows():
+    policy, lengths = policy_of(MODEL), (4, 2)
+    rows = np.zeros((2, 4), np.int32)
+    for row, length in enumerate(lengths):
+        rows[row, :length] = TOKENS[row, :length]
+    apart, _ = stats_of(MODEL, policy, rows, np.arange(4) < np.array(lengths)[:, None], temperature=1.0)
+    packed = np.concatenate([rows[0, :4], rows[1, :2]])[None]
+    segments, starts = np.array([[0] * 4 + [1] * 2]), np.array([[1, 0, 0, 0, 1, 0]], bool)
+    mask = np.ones((1, 6), bool)
+    stats, _ = stats_of(MODEL, policy, packed, mask, mask=mask & ~starts, temperature=1.0, segment_ids=segments)
+    np.testing.assert_allclose(stats.log_prob[0, :4], apart.log_prob[0], atol=1e-6)
+    np.testing.assert_allclose(stats.log_prob[0, 4:], apart.log_prob[1, :2], atol=1e-6)
+    together, _ = stats_of(MODEL, policy, packed, mask, mask=mask & ~starts, temperature=1.0)
+    assert np.abs(together.log_prob[0, 5] - stats.log_prob[0, 5]) > 1e-3, "without segments they attend to each other"
 
 
 def products(jaxpr: jax.extend.core.Jaxpr, columns: int) -> int:
@@ -145,7 +162,7 @@ def test_a_head_that_is_not_trained_is_gone_through_once(trained, passes):
 
     def loss(part: dict) -> jax.Array:
         policy = kljax.Policy(**{**parts, trained: part})
-        stats, _ = token_stats(model, policy, TOKENS % 23, MASK, temperature=1.0, entropy=True, entropy_gradient=False)
+        stats, _ = token_stats(model, policy, TOKENS % 23, MASK, temperature=1.0, entropy="constant")
         return stats.log_prob.sum()
 
     assert products(jax.make_jaxpr(jax.grad(loss))(parts[trained]).jaxpr, 23) == passes

@@ -13,11 +13,13 @@ import pytest
 import kljax
 from tests import tiny
 from train.models.sharding import batch_sharding
+from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
+from train.rl.layout import Layout
 from train.rl.objective import coefficients
 from train.rl.reference import Reference, reference_head
-from train.rl.step import make_optimizer, make_prepare, make_score, make_update, update_rows
+from train.rl.step import make_prepare, make_score, make_update, update_rows
 
 MODEL = tiny.model_of(tiny.config_of())
 REFERENCE = Reference(MODEL, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
@@ -266,7 +268,7 @@ def test_sharing_prompts_changes_speed_alone():
     options = (*TERMS, *VALUE, "optim.micro_batches=2", "kl.reward.coef=0.1")
     for share in ("true", "false"):
         config = tiny.config_of(*options, f"optim.share_prompts={share}")
-        assert config.shared_rows() == (tiny.SAMPLES if share == "true" else 1)
+        assert Layout.of(config).group == (tiny.SAMPLES if share == "true" else 1)
         state = tiny.state_of(config, keep_gradient())
         model, mesh = tiny.model_of(config), tiny.mesh_of()
         batch = make_score(config, model, mesh)(state.trainable, None, REFERENCE, tiny.rollout_batch())
@@ -285,7 +287,7 @@ def test_sharing_prompts_changes_speed_alone():
 def test_as_many_completions_share_a_prompt_as_a_device_has_of_it():
     def shared(*options: str) -> int:
         base = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=6")
-        return tiny.config_of(*base, *options).shared_rows()
+        return Layout.of(tiny.config_of(*base, *options)).group
 
     assert shared() == 6
     assert shared("optim.share_prompts=false") == 1

@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from train.config.data import Rewards
 from train.config.errors import UserError
-from train.config.rewards import Rewards
 from train.data.tasks.task import Example, Task
 
 Scores = dict[str, np.ndarray]
