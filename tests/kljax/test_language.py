@@ -12,14 +12,17 @@ ROOT = pathlib.Path(__file__).parents[2]
 # Not rewritten yet; a folder or file that is done leaves this list, and none joins it.
 NOT_YET = (
     "benchmarks/",
-    "train/",
+    "train/config/",
+    "train/models/",
+    "train/references/",
+    "train/rl/",
+    "train/rollouts/",
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
-    "docs/",
 )
 # Done within a folder above.
-DONE = ("docs/api/", "docs/benchmarks", "docs/references", "docs/rosetta", "docs/which-estimator", "docs/log-probs.md")
+DONE: tuple[str, ...] = ()
 
 # A docstring says what a function does, or what a type is; these begin a riddle.
 OPENINGS = re.compile(r"(What|Those|Of|Such|Whose)\b")
