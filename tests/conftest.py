@@ -1,11 +1,18 @@
-"""Eight virtual CPU devices for every test, set before JAX starts; hypothesis draws the same examples every time."""
+"""Eight virtual CPU devices and quick compilation, set before JAX starts; the same drawn examples every time."""
 
+import gc
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-
 import hypothesis
+
+from tests import xla
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla.flags(devices=8)}".strip()
+# A program says where its operations come from for a debugger, which tests do not have.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+# Traces make many objects that live long: at the default Python walks them for a fifth of the time.
+gc.set_threshold(100_000, 50, 100)
 
 hypothesis.settings.register_profile("kljax", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("kljax")

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from tests import xla
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 300
 
@@ -58,10 +60,10 @@ class Run:
 def environment(cache: Path | None, devices: int = 1) -> dict[str, str]:
     """CPU devices, as many whatever the tests run on. `cache` keeps compiled programs for later runs."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla.flags(devices)}
     if cache is not None:
         settings |= {
-            "PYTHONPYCACHEPREFIX": str(cache / "bytecode"),
+            "PYTHONPYCACHEPREFIX": os.environ.get("PYTHONPYCACHEPREFIX", str(cache / "bytecode")),
             "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

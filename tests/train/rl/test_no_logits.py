@@ -138,7 +138,7 @@ def test_the_warm_start_and_the_samplers_hold_no_logits(shape):
         imitate = compiled(warm_start.make_step(config, model, optimizer, start, mesh).lower(*start, batch))
         assert largest(imitate) < logits(mesh, ROWS)
         # Those of one decode step are what a token is drawn from.
-        built = tiny.setting_of(config, model=model, mesh=mesh)
+        built = tiny.context_of(config, model=model, mesh=mesh)
         sampler = sampling_program(built, "held_out", tiny.PROMPT, 1, greedy=False, stop=None)
         prompts = jax.device_put(batch.tokens[:, : tiny.PROMPT], batch_sharding(mesh))
         drawn = compiled(sampler.lower(kljax.Policy(params), prompts, prompts > -1, jax.random.key(0)))
