@@ -10,6 +10,9 @@ UV_VERSION := 0.13.8
 WORKERS ?= 2
 ARGS ?=
 export JAX_PLATFORMS ?= cpu
+# Without bytecode every process compiles the sources of JAX again, for two seconds and more.
+export PYTHONPYCACHEPREFIX ?= $(abspath $(VENV))/bytecode
+unexport PYTHONDONTWRITEBYTECODE
 
 # The lock file decides every version. uv comes with pip, into the environment that it then fills.
 define make-environment
@@ -19,7 +22,20 @@ define make-environment
 	touch $(2)/.ready
 endef
 
-.PHONY: train test test-thorough test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
+# The meaning of every estimator, reduction, ratio and policy loss, the recorded PyTorch results of them, the rules of the
+# source, and the smallest run.
+QUICK := $(addprefix tests/kljax/,test_kl.py test_masking.py test_aggregation.py test_rewards.py test_house.py ratios \
+  losses/test_policy.py losses/test_kl.py test_goldens_kl.py test_goldens_reductions.py test_goldens_losses.py \
+  test_goldens_rewards.py) tests/integration/test_smoke_run.py
+# Left out of the smallest run: these start it again.
+RUN_AGAIN := $(addprefix tests/integration/test_smoke_run.py::,\
+  test_the_same_seed_gives_the_same_run_in_a_directory_of_its_own \
+  test_a_run_in_a_numbered_directory_can_be_continued_by_its_name test_another_seed_is_another_run)
+# The trainer on the newest JAX: the smallest run, a run that is interrupted and continued, and a run on a mesh.
+TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
+  test_resume.py::test_interrupted_run_saves_says_so_and_continues)
+
+.PHONY: train test test-quick test-thorough test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
 
 $(VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(VENV))
@@ -29,6 +45,9 @@ train: $(VENV)/.ready ## the main job: warm start, RL, before and after
 
 test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml), which are counted as deselected
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not thorough" $(ARGS)
+
+test-quick: $(VENV)/.ready ## the core of the library and one run of the trainer, in less than two minutes
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not thorough" $(addprefix --deselect=,$(RUN_AGAIN)) $(QUICK) $(ARGS)
 
 test-thorough: $(VENV)/.ready ## the others: the same statements in more settings
 	$(BIN)/python -m pytest -n $(WORKERS) -m thorough $(ARGS)
@@ -66,10 +85,11 @@ NEWEST_PYTHON ?= $(shell $(MAKE) --silent find-newest-python)
 $(NEWEST_VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(NEWEST_PYTHON),$(NEWEST_VENV))
 
-test-newest: $(NEWEST_VENV)/.ready ## the library on Python 3.12 and the newest JAX
+test-newest: $(NEWEST_VENV)/.ready ## the library, and three runs of the trainer, on Python 3.12 and the newest JAX
 	$(NEWEST_VENV)/bin/python -c "import jax, flax, sys; print(sys.version.split()[0], 'jax', jax.__version__, 'flax', flax.__version__)"
 	@echo "left out here, as one release of JAX is enough for them: the tests marked one_jax or thorough (pyproject.toml), counted as deselected"
-	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) -m "not one_jax and not thorough" tests/kljax kljax $(ARGS)
+	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) -m "not one_jax and not thorough" $(addprefix --deselect=,$(RUN_AGAIN)) \
+	  tests/kljax kljax $(TRAINER) $(ARGS)
 
 # The compiler of TPUs runs in processes of an environment of its own: libtpu changes what JAX finds at its start.
 $(AOT_VENV)/.ready: pyproject.toml uv.lock
