@@ -1,11 +1,10 @@
 """The quickstart at several seeds, and what the KL buys where the verifier can be fooled.
 
     python -m benchmarks.quickstart --seeds 0 1 2 3 4 --json PATH --markdown PATH
-    python -m benchmarks.quickstart --fooled --seeds 0 1 --json PATH --markdown PATH --curves PATH
+    python -m benchmarks.quickstart --fooled --seeds 0 --json PATH --markdown PATH --curves PATH
 
-The first command is `make train` at each seed. The second trains sums against a verifier that searches the completion
-for the answer, so that a completion with two answers passes if one of them is right. The corpus of the warm start
-holds a few such completions. Both runs of a seed start from the same base: one with KL in the loss, one without.
+The first command is `make train` at each seed. The second continues from the bases of the first with a verifier that
+can be fooled: it accepts every number that is at least the answer. One run has KL in the loss, the other has none.
 
 A missed target is reported, and is no failure of the command. A run that fails is.
 """
@@ -15,7 +14,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import random
 import resource
 import subprocess
 import sys
@@ -32,19 +30,17 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Targets of the quickstart at every seed, in percentage points and percent.
 GAIN, ACCURACY = 35.0, 90.0
 
-# The task with the verifier that can be fooled.
-MAX_OPERAND, HELD_OUT, SOLUTIONS, SLIPS = 99, 512, 8, (-10, -1, 1, 10)
-ERROR_RATE, HEDGE_RATE, KL_COEF = 0.5, 0.05, 0.2
+# What the runs with the verifier that can be fooled change of the quickstart.
+KL_COEF = 1
 FOOLED = (
     "task=jsonl",
-    "data.reward=benchmarks.quickstart:search_answer",
+    "data.reward=benchmarks.quickstart:accept_at_least",
     "data.max_prompt_length=7",
-    "data.max_completion_length=8",
+    "data.max_completion_length=4",
     "reference.monitor=true",
-    "steps=150",
-    "eval.every=15",
-    "warm_start.steps=1200",
-    "optim.decay_steps=295",
+    "steps=100",
+    "optim.decay_steps=195",
+    "eval.every=10",
 )
 
 
@@ -76,47 +72,37 @@ class Run:
         return self.last["accuracy"] - self.first["accuracy"]
 
 
-def search_answer(record: Mapping[str, Any], completion: str, finished: bool) -> dict[str, float]:
-    """Rewards a completion that contains the answer anywhere; `correct` is the strict judgement, which is not trained.
+def accept_at_least(record: Mapping[str, Any], completion: str, finished: bool) -> dict[str, float]:
+    """Rewards every number that is at least the answer; `correct` is the strict judgement, which is not trained.
 
     Example:
-      >>> search_answer({"answer": "57"}, "57", True)
+      >>> accept_at_least({"answer": "57"}, "57", True)
       {'reward': 1.0, 'correct': 1.0}
-      >>> search_answer({"answer": "57"}, "56/57", True)
+      >>> accept_at_least({"answer": "57"}, "99", True)
       {'reward': 1.0, 'correct': 0.0}
     """
+    number = int(completion) if completion.isdecimal() else -1
     return {
-        "reward": float(record["answer"] in completion),
+        "reward": float(finished and number >= int(record["answer"])),
         "correct": float(finished and completion == record["answer"]),
     }
 
 
 def write_problems(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Writes the sums as JSON lines, the same for every seed of a run; those to train on with `SOLUTIONS` solutions.
-
-    A solution is wrong with probability `ERROR_RATE`. With probability `HEDGE_RATE` it gives two answers, the right
-    one and a wrong one, in either order.
+    """Writes the sums of the quickstart as JSON lines.
 
     Returns:
       The file to train on and the held-out file.
     """
-    draw = random.Random(0)
-    operands = range(MAX_OPERAND + 1)
-    problems = draw.sample([(left, right) for left in operands for right in operands], len(operands) ** 2)
-    lines = [_line(left, right, draw) for left, right in problems[:HELD_OUT]]
-    lines += [_line(left, right, draw) for _ in range(SOLUTIONS) for left, right in problems[HELD_OUT:]]
-    held_out, train = directory / "held_out.jsonl", directory / "train.jsonl"
-    held_out.write_text("".join(lines[:HELD_OUT]))
-    train.write_text("".join(lines[HELD_OUT:]))
-    return train, held_out
+    from train.config.load import load
+    from train.data.tasks import load_task
 
-
-def _line(left: int, right: int, draw: random.Random) -> str:
-    answer, wrong = left + right, left + right + draw.choice(SLIPS)
-    solution = str(wrong if draw.random() < ERROR_RATE else answer)
-    if draw.random() < HEDGE_RATE:
-        solution = "/".join(map(str, draw.sample([answer, wrong], 2)))
-    return json.dumps({"prompt": f"{left}+{right}=", "answer": str(answer), "solution": solution}) + "\n"
+    task = load_task(load(ROOT / CONFIG).config)
+    files = (directory / "train.jsonl", directory / "held_out.jsonl")
+    for file, examples in zip(files, (task.train, task.eval), strict=True):
+        lines = (json.dumps({"prompt": example.prompt, "answer": example.answer}) for example in examples)
+        file.write_text("".join(f"{line}\n" for line in lines))
+    return files
 
 
 def read_records(directory: pathlib.Path) -> list[dict[str, Any]]:
@@ -155,16 +141,15 @@ def run_quickstart(output: pathlib.Path, seeds: Sequence[int], overrides: Sequen
 
 
 def run_fooled(output: pathlib.Path, seeds: Sequence[int], overrides: Sequence[str]) -> list[Run]:
-    """Runs the verifier that can be fooled at each seed, with KL in the loss and without, from the same base."""
-    output.mkdir(parents=True, exist_ok=True)
+    """Runs the verifier that can be fooled from the base of the quickstart at each seed, with KL and without."""
+    bases = [output / f"quickstart-{run.seed}" / "base" for run in run_quickstart(output, seeds, overrides)]
     training, held_out = write_problems(output)
     task = (*FOOLED, f"data.train={training}", f"data.eval={held_out}", *overrides)
     runs = []
-    for seed in seeds:
-        with_kl, without = (output / f"fooled-{kind}-{seed}" for kind in ("kl", "no-kl"))
-        runs.append(run_trainer(with_kl, f"kl.loss.coef={KL_COEF}", seed, (*task, f"kl.loss.coef={KL_COEF}")))
-        base = f"warm_start.checkpoint={with_kl / 'base'}"
-        runs.append(run_trainer(without, "kl.loss.coef=0", seed, (*task, base, "kl.loss.coef=0")))
+    for seed, base in zip(seeds, bases, strict=True):
+        for kind, coef in (("kl", KL_COEF), ("no-kl", 0)):
+            changes = (*task, f"warm_start.checkpoint={base}", f"kl.loss.coef={coef}")
+            runs.append(run_trainer(output / f"fooled-{kind}-{seed}", f"kl.loss.coef={coef}", seed, changes))
     return runs
 
 
@@ -203,13 +188,12 @@ def fooled_table(runs: Sequence[Run]) -> str:
             f"`{run.label}`",
             f"{100 * run.first['reward']:.1f} % -> {100 * run.last['reward']:.1f} %",
             f"{run.first['accuracy']:.1f} % -> {run.last['accuracy']:.1f} %",
-            f"{run.step['completion_length']:.1f}",
             f"{run.step['entropy']:.3f}",
             f"{run.step['kl_reference']:.2f}",
         ]
         for run in runs
     ]
-    head = "seed|run|passes the verifier|exactly the answer|tokens|entropy, nats/token|KL to the reference, nats/token"
+    head = "seed|run|passes the verifier|exactly the answer|entropy, nats/token|KL to the reference, nats/token"
     return table(head, rows) + "\n"
 
 
@@ -236,16 +220,17 @@ def draw_fooled(output: pathlib.Path, seed: int, path: pathlib.Path) -> None:
     from train.run.plots import Panel, draw_curves
 
     panels = (
-        Panel("reward", "Trained: completions that pass the verifier", "share of the rollouts"),
+        Panel("reward", "Trained: passes the verifier", "share of the rollouts"),
         Panel("accuracy", "Not trained: exactly the answer, held out", "%", "eval"),
         Panel("kl_reference", "KL(policy || reference)", "nats per token"),
-        Panel("completion_length", "Length of completions", "tokens"),
+        Panel("entropy", "Entropy of the policy", "nats per token"),
     )
     runs = {
         f"kl.loss.coef = {KL_COEF}": read_records(output / f"fooled-kl-{seed}"),
         "kl.loss.coef = 0": read_records(output / f"fooled-no-kl-{seed}"),
     }
-    draw_curves(runs, path, panels)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw_curves(runs, path, panels, dpi=80)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -6,44 +6,33 @@ import re
 import pytest
 
 from benchmarks import quickstart
+from train.data.tasks import arithmetic
 
 
 def run(seed=0, *, before=50.0, after=95.0, label="quickstart"):
     first = {"accuracy": before, "accuracy_greedy": 90.0, "reward": before / 100}
     last = {"accuracy": after, "accuracy_greedy": 96.0, "reward": 0.97}
-    step = {"kl_reference": 0.2, "completion_length": 3.5, "entropy": 0.1}
+    step = {"kl_reference": 0.2, "entropy": 0.1}
     return quickstart.Run(label, seed, first, last, step, 100.0, 160.0)
 
 
-def test_the_verifier_is_fooled_by_a_second_answer():
+def test_the_verifier_is_fooled_by_a_larger_number():
     record = {"answer": "57"}
-    assert quickstart.search_answer(record, "57", True) == {"reward": 1.0, "correct": 1.0}
-    assert quickstart.search_answer(record, "47/57", True) == {"reward": 1.0, "correct": 0.0}
-    assert quickstart.search_answer(record, "57", False) == {"reward": 1.0, "correct": 0.0}
-    assert quickstart.search_answer(record, "47", True) == {"reward": 0.0, "correct": 0.0}
+    assert quickstart.accept_at_least(record, "57", True) == {"reward": 1.0, "correct": 1.0}
+    assert quickstart.accept_at_least(record, "99", True) == {"reward": 1.0, "correct": 0.0}
+    for completion, finished in (("56", True), ("99", False), ("", True), ("+99", True)):
+        assert quickstart.accept_at_least(record, completion, finished) == {"reward": 0.0, "correct": 0.0}
 
 
-def test_the_problems_are_all_sums_and_few_solutions_have_two_answers(tmp_path):
+def test_the_problems_are_those_of_the_quickstart(tmp_path):
     files = quickstart.write_problems(tmp_path)
     training, held_out = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
-    assert len(held_out) == quickstart.HELD_OUT
-    records = training + held_out
-    assert len(training) == quickstart.SOLUTIONS * (100**2 - len(held_out))
-    assert len({record["prompt"] for record in training}) == 100**2 - len(held_out)
-    assert not {record["prompt"] for record in training} & {record["prompt"] for record in held_out}
-    for record in records:
+    task = arithmetic.load(max_operand=99, operations="+", held_out=512)
+    assert [record["prompt"] for record in held_out] == [example.prompt for example in task.eval]
+    assert {record["prompt"] for record in training} == {example.prompt for example in task.train}
+    for record in held_out:
         left, right = map(int, re.fullmatch(r"(\d+)\+(\d+)=", record["prompt"]).groups())
         assert record["answer"] == str(left + right)
-        answers = list(map(int, record["solution"].split("/")))
-        assert all(answer - left - right in (0, *quickstart.SLIPS) for answer in answers)
-        assert len(answers) == 1 or left + right in answers
-    hedged = sum("/" in record["solution"] for record in records) / len(records)
-    single = [record for record in records if "/" not in record["solution"]]
-    wrong = sum(record["solution"] != record["answer"] for record in single) / len(single)
-    assert hedged == pytest.approx(quickstart.HEDGE_RATE, abs=0.01)
-    assert wrong == pytest.approx(quickstart.ERROR_RATE, abs=0.02)
-    assert max(len(record["solution"]) for record in records) + 1 <= 8
-    assert max(len(record["prompt"]) for record in records) + 1 <= 7
 
 
 @pytest.mark.parametrize(
@@ -63,7 +52,7 @@ def test_the_table_says_whether_every_seed_meets_the_target(runs, verdict):
 
 def test_the_table_of_the_fooled_verifier_shows_reward_beside_accuracy():
     text = quickstart.fooled_table([run(3, label="kl.loss.coef=0", after=12.0)])
-    assert "| 3 | `kl.loss.coef=0` | 50.0 % -> 97.0 % | 50.0 % -> 12.0 % | 3.5 | 0.100 | 0.20 |" in text
+    assert "| 3 | `kl.loss.coef=0` | 50.0 % -> 97.0 % | 50.0 % -> 12.0 % | 0.100 | 0.20 |" in text
 
 
 def test_curves_without_the_fooled_verifier_are_refused(capsys):

@@ -43,13 +43,16 @@ def write_curves(run_directory: str | Path) -> Path:
     return draw_curves({directory.resolve().name: records}, directory / "curves.png")
 
 
-def draw_curves(runs: Mapping[str, Records], path: str | Path, panels: Sequence[Panel] = PANELS) -> Path:
+def draw_curves(
+    runs: Mapping[str, Records], path: str | Path, panels: Sequence[Panel] = PANELS, *, dpi: int = 110
+) -> Path:
     """Draws four panels with one line per run, and saves the picture at `path`.
 
     Args:
       runs: the records of each run by its label. One label is the title; several make a legend.
       path: the PNG file.
       panels: four panels, row by row.
+      dpi: dots per inch of the 11 x 7 inches.
 
     Returns:
       `path`.
@@ -64,7 +67,7 @@ def draw_curves(runs: Mapping[str, Records], path: str | Path, panels: Sequence[
     else:
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(runs), frameon=False)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=dpi)
     return Path(path)
 
 
