@@ -1,21 +1,28 @@
 """Runs of the real command, shared by the tests that only read what they left."""
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.integration.command import Run, environment, run, shared_run
+from train.__main__ import main
 
 
 @pytest.fixture(scope="session")
 def shared_directory(tmp_path_factory) -> Path:
     """One directory for all test processes: below it are shared runs and compiled programs."""
-    base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "integration"
+    directory = programs.session_directory(tmp_path_factory.getbasetemp()) / "integration"
     directory.mkdir(exist_ok=True)
     return directory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kept_programs(shared_directory) -> Iterator[None]:
+    """Commands that run in the process of the tests keep their programs too."""
+    with programs.kept_in(shared_directory.parent / "programs"):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +41,15 @@ def shared(shared_directory) -> Callable[..., Run]:
 def train(env) -> Callable[..., Run]:
     """`train(CONFIG, "key=value", ...)`: a run of its own."""
     return lambda *arguments: run(env, *arguments)
+
+
+@pytest.fixture
+def here(capsys) -> Callable[..., Run]:
+    """`here(CONFIG, "key=value", ...)`: the command in this process, for one that ends before it compiles anything."""
+
+    def call(*arguments: object) -> Run:
+        code = main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return Run(code, printed.out, printed.err)
+
+    return call

@@ -65,8 +65,8 @@ def test_it_goes_on_bit_by_bit(run, train, tmp_path):
         assert records(first, phase) == records(run, phase)
 
 
-def test_other_weights_cannot_be_put_under_the_adapter(run, train):
-    again = train(*LORA, f"output={run.parent}", "--resume")
+def test_other_weights_cannot_be_put_under_the_adapter(run, here):
+    again = here(*LORA, f"output={run.parent}", "--resume")
     assert again.returncode == 2
     assert "model.quantization: the run has 'int8', got None" in again.stderr
 

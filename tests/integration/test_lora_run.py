@@ -21,12 +21,21 @@ def first(shared):
     return shared(*LORA).succeeded()
 
 
+def start_of(first, output: Path) -> tuple[str, ...]:
+    """The arguments of a run that starts from the base of another."""
+    return *LORA, f"warm_start.checkpoint={first.root / 'base'}", f"output={output}"
+
+
 @pytest.fixture
 def from_base(first, train, tmp_path):
     """A run that starts from the base of the first one."""
-    return lambda *arguments: train(
-        *LORA, f"warm_start.checkpoint={first.root / 'base'}", f"output={tmp_path}", *arguments
-    )
+    return lambda *arguments: train(*start_of(first, tmp_path), *arguments)
+
+
+@pytest.fixture
+def from_base_here(first, here, tmp_path):
+    """The same in this process, for a run that is refused."""
+    return lambda *arguments: here(*start_of(first, tmp_path), *arguments)
 
 
 def names(root: Path, step: int, prefix: str) -> set[str]:
@@ -131,7 +140,7 @@ def test_a_checkpoint_of_another_run_as_the_reference(first, from_base, shared):
         ("model.width=32", "warm_start.checkpoint: checkpoint BASE does not fit: "),
     ],
 )
-def test_what_cannot_be_restored_is_named(first, from_base, tmp_path_factory, override, message):
+def test_what_cannot_be_restored_is_named(first, from_base_here, tmp_path_factory, override, message):
     places = {
         "NOTHING": tmp_path_factory.mktemp("nothing"),
         "BASE": first.root / "base",
@@ -139,7 +148,7 @@ def test_what_cannot_be_restored_is_named(first, from_base, tmp_path_factory, ov
     }
     for name, place in places.items():
         override, message = override.replace(name, str(place)), message.replace(name, str(place))
-    done = from_base(override)
+    done = from_base_here(override)
     assert done.returncode == 2, done.stderr
     assert f"error: {message}" in done.stderr
     assert "Traceback" not in done.stderr

@@ -38,7 +38,7 @@ def uninterrupted(shared):
 @pytest.fixture
 def resume(train, tmp_path):
     """`resume("key=value", ...)` continues the run of this test."""
-    return lambda *arguments: train(*RECIPE, f"output={tmp_path}", *arguments, "--resume")
+    return lambda *arguments, command=train: command(*RECIPE, f"output={tmp_path}", *arguments, "--resume")
 
 
 def assert_same_run(got: Path, expected: Path) -> None:
@@ -188,10 +188,10 @@ def test_more_steps_may_be_asked_for_and_are_the_same_as_all_at_once(uninterrupt
     assert records(root, "train") == records(uninterrupted.root, "train")
 
 
-def test_another_learning_rate_cannot_continue_a_run(uninterrupted, resume, tmp_path):
+def test_another_learning_rate_cannot_continue_a_run(uninterrupted, resume, here, tmp_path):
     root = copied(uninterrupted, tmp_path)
     before = files(root)
-    done = resume("optim.learning_rate=1e-5")
+    done = resume("optim.learning_rate=1e-5", command=here)
     assert done.returncode == 2
     assert (
         f"error: --resume: the config differs from that of {root}: optim.learning_rate: the run has 0.0003, got "
@@ -200,8 +200,8 @@ def test_another_learning_rate_cannot_continue_a_run(uninterrupted, resume, tmp_
     assert files(root) == before
 
 
-def test_there_is_nothing_to_continue(resume, tmp_path):
-    done = resume()
+def test_there_is_nothing_to_continue(resume, here, tmp_path):
+    done = resume(command=here)
     assert done.returncode == 2
     assert done.stderr == f"error: --resume: there is no run at {tmp_path / NAME}; leave the flag out to start one\n"
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,17 @@
 """Shared by the tests of the trainer."""
 
+from collections.abc import Iterator
+
 import pytest
+
+from tests import programs
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests that make the same program anew compile it once, in whatever process they run."""
+    with programs.kept_in(programs.session_directory(tmp_path_factory.getbasetemp()) / "programs"):
+        yield
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import jax
@@ -100,9 +100,11 @@ def _begin(
         state = first if restored is None else restored
         writer = MetricsWriter(directory.root, resume_step=-1 if restored is None else int(state.step))
     else:
-        writer = MetricsWriter(directory.root)
-        base = make_base(context, directory, bars=bars, writer=writer)
-        state = first_state(config, model, mesh, base, context.optimizer)
+        with ExitStack() as unless_done:
+            writer = unless_done.enter_context(closing(MetricsWriter(directory.root)))
+            base = make_base(context, directory, bars=bars, writer=writer)
+            state = first_state(config, model, mesh, base, context.optimizer)
+            unless_done.pop_all()
     # Without LoRA the base weights are the trainable ones, which the update donates.
     return base if config.lora is not None else None, state, writer
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -34,22 +33,6 @@ LORA = (
     "loss.entropy_coef=1.0",
 )
 EMA = "reference={source: ema, decay: 0.5, monitor: true}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _programs_are_kept(tmp_path_factory) -> Iterator[None]:
-    """Runs of one shape compile their programs once, as they would in processes with a cache on disk."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 def start(output: Path, *overrides: str, resume: bool = False, name: str = "run") -> Path:

@@ -1,0 +1,35 @@
+"""Compiled programs on disk: a test session compiles a program once, however many tests and processes need it."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+
+def session_directory(base: Path) -> Path:
+    """Returns the directory that all test processes of a session share, given the base directory of one of them."""
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@contextlib.contextmanager
+def kept_in(directory: Path) -> Iterator[None]:
+    """Keeps every program that is compiled inside the block in a directory, and reads it from there."""
+    settings = {
+        "jax_compilation_cache_dir": str(directory),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    # JAX looks at the directory at its first compilation alone.
+    compilation_cache.reset_cache()
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
