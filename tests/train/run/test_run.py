@@ -39,7 +39,7 @@ def test_loggers_are_at_their_levels_again_after_a_run(monkeypatch):
         (("data.reward=builtins:print",), r"data\.reward: builtins:print .*: returned 'reward': None, expected names"),
         (("data.reward=builtins:dict",), r"data\.reward: builtins:dict .*: TypeError: "),
         (("rewards.weights={form: 1.0}",), r"rewards\.weights: got 'form', expected some of correct, reward"),
-        ((), r"warm_start\.steps: a warm start imitates solutions, but there is none for '1\+1='"),
+        ((), r"warm_start\.steps: a warm start trains on solutions, but there is none for '1\+1='"),
         (("data.solution_field=long",), r"data\.max_completion_length: got 4, but none of the 5 solutions fit"),
     ],
 )
