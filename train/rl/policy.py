@@ -25,9 +25,9 @@ def _place(shapes: Tree, axes: Tree, mesh: Mesh) -> Tree:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def _draw(init: Callable[[jax.Array], Tree], key: jax.Array, abstract: Tree) -> Tree:
-    """Draws values on the devices that will hold them; threefry is partitionable, so the mesh does not change them."""
-    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(key)
+def _compile_draw(init: Callable[[jax.Array], Tree], abstract: Tree) -> Callable[[jax.Array], Tree]:
+    """Compiles a draw on the devices that hold the values, which do not depend on them (partitionable threefry)."""
+    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
 
 
 def _check_has_lora(model: Decoder) -> None:
@@ -48,7 +48,7 @@ def abstract_adapter(model: Decoder, mesh: Mesh) -> Tree:
 
 def init_params(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
     """Draws base parameters, sharded over the mesh; the same values with and without a lora section."""
-    return _draw(lambda key: model.init(key)[0], key, abstract_params(model, mesh))
+    return _params_draw(model, mesh)(key)
 
 
 def init_adapter(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
@@ -57,7 +57,17 @@ def init_adapter(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
     Raises:
       ValueError: a model without lora.
     """
-    return _draw(lambda key: model.init(key)[1], key, abstract_adapter(model, mesh))
+    return _adapter_draw(model, mesh)(key)
+
+
+@functools.cache
+def _params_draw(model: Decoder, mesh: Mesh) -> Callable[[jax.Array], Tree]:
+    return _compile_draw(lambda key: model.init(key)[0], abstract_params(model, mesh))
+
+
+@functools.cache
+def _adapter_draw(model: Decoder, mesh: Mesh) -> Callable[[jax.Array], Tree]:
+    return _compile_draw(lambda key: model.init(key)[1], abstract_adapter(model, mesh))
 
 
 def init_value_head(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
@@ -67,7 +77,7 @@ def init_value_head(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
     def init(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.state(ValueHead(model.config.width, key=key)))
 
-    return _draw(init, key, _place(shapes, axes, mesh))
+    return _compile_draw(init, _place(shapes, axes, mesh))(key)
 
 
 @functools.cache

@@ -44,9 +44,8 @@ def poisoned():
     return params | {"embed_tokens": {"embedding": table}}
 
 
-def heads(rows, length):
+def heads(rows, length, counts=(HEADS, KV_HEADS, KV_HEADS)):
     keys = jax.random.split(jax.random.key(0), 3)
-    counts = (HEADS, KV_HEADS, KV_HEADS)
     return [jax.random.normal(key, (rows, length, count, WIDTH)) for key, count in zip(keys, counts, strict=True)]
 
 
@@ -97,9 +96,9 @@ def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(slid
     def interpreted(*args, **options):
         return splash_attention(*args, **options, interpret=True)
 
-    rows, prompt, room = 2, 100, 70
+    rows, prompt, room = 2, 110, 20
     column = jnp.arange(prompt + 2 * room)
-    mask = jnp.stack([column[: prompt + room] >= 7, column[: prompt + room] < 150]).at[1, 150:].set(False)
+    mask = jnp.stack([column[: prompt + room] >= 7, column[: prompt + room] < 124])
     both = jnp.concatenate([mask, mask.at[1, prompt:].set(False)])[jnp.array([0, 2, 1, 3])]
     both = both.at[:, :prompt].set(both[::2, :prompt].repeat(2, axis=0))
     mask = shared_prompt_mask(both, prompt, 2, WINDOW)
@@ -108,7 +107,7 @@ def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(slid
         run = functools.partial(attend_shared, mask=mask, options=AttentionOptions(sliding, 0.7, softcap))
 
         def results():
-            output, pull = jax.vjp(run, *heads(rows, prompt + 2 * room))
+            output, pull = jax.vjp(run, *heads(rows, prompt + 2 * room, (2, 1, 1)))
             return output, *pull(jax.random.normal(jax.random.key(1), output.shape))
 
         return jax.jit(lambda: results()).lower().compile({"xla_backend_optimization_level": 0})()  # noqa: PLW0108

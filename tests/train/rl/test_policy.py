@@ -19,7 +19,6 @@ from train.rl.policy import (
     bind,
     head,
     hidden_states,
-    init_adapter,
     init_params,
     init_value_head,
     stored_head,
@@ -32,6 +31,7 @@ MODEL = Decoder(CONFIG)
 TOKENS = np.random.default_rng(0).integers(0, 24, (3, 6)).astype(np.int32)
 MASK = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]], bool)
 
+hidden_of = jax.jit(hidden_states, static_argnums=0)
 stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "layout", "tile"))
 
 
@@ -65,12 +65,12 @@ def test_statistics_are_those_of_the_token_in_their_own_column(tie):
 
 def test_left_padding_changes_nothing():
     policy = policy_of(MODEL)
-    row, mask = TOKENS[:1], np.ones((1, 6), bool)
-    near, _ = stats_of(MODEL, policy, row, mask, temperature=1.0)
-    wide_row = np.concatenate([np.full((1, 5), 7, np.int32), row], axis=1)
-    wide_mask = np.concatenate([np.zeros((1, 5), bool), mask], axis=1)
+    near, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True)
+    padding = np.full((1, 5), 7, np.int32)
+    wide_row, wide_mask = np.concatenate([padding, TOKENS[:1]], axis=1), np.arange(11)[None] >= 5
     far, _ = stats_of(MODEL, policy, wide_row, wide_mask, temperature=1.0)
-    np.testing.assert_allclose(far.log_prob[:, 6:], near.log_prob[:, 1:], atol=1e-6)
+    assert MASK[0].all()
+    np.testing.assert_allclose(far.log_prob[:, 6:], near.log_prob[:1, 1:], atol=1e-6)
 
 
 def test_columns_before_the_first_wanted_hold_zero_and_the_others_do_not_change():
@@ -106,19 +106,19 @@ def test_the_exact_kl_is_that_of_whole_distributions(tie):
 
     def log_probs(one: kljax.Policy) -> np.ndarray:
         stored = np.asarray(stored_head(model, one.params), float)
-        hidden = np.asarray(hidden_states(model, one, TOKENS, MASK), float)
+        hidden = np.asarray(hidden_of(model, one, TOKENS, MASK), float)
         logits = hidden @ (stored.T if tie else stored) / 0.7
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
     mine, theirs = log_probs(policy), log_probs(other)
     expected = (np.exp(mine) * (mine - theirs)).sum(-1)[:, :-1]
-    reference = kljax.ReferenceStates(hidden_states(model, other, TOKENS, MASK), stored_head(model, other.params))
+    reference = kljax.ReferenceStates(hidden_of(model, other, TOKENS, MASK), stored_head(model, other.params))
     options = {"temperature": 0.7, "entropy": True, "tile": kljax.Tile(4, 7)}
     stats, _ = stats_of(model, policy, TOKENS, MASK, reference=reference, **options)
     assert expected[MASK[:, :-1]].min() > 1e-3  # the states of padding are alike in both
     np.testing.assert_allclose(stats.kl[:, 1:], np.where(MASK[:, 1:], expected, 0), rtol=1e-4, atol=1e-6)
     # Of the policy to itself, with the head that it shares: two programs differ in the last bits of a hidden state.
-    itself = kljax.ReferenceStates(hidden_states(model, policy, TOKENS, MASK))
+    itself = kljax.ReferenceStates(hidden_of(model, policy, TOKENS, MASK))
     assert stats_of(model, policy, TOKENS, MASK, reference=itself, **options)[0].kl.max() < 1e-12
 
 
@@ -150,22 +150,18 @@ def products(jaxpr: jax.extend.core.Jaxpr, columns: int) -> int:
     return found
 
 
-@pytest.mark.parametrize(("trained", "passes"), [("adapter", 2), ("params", 4)])
+@pytest.mark.parametrize(("trained", "passes"), [(1, 2), (0, 4)], ids=["adapter", "params"])
 def test_a_head_that_is_not_trained_is_gone_through_once(trained, passes):
     """Logits and their slopes to the hidden states; with a gradient of the head, the logits again and that gradient."""
     model = Decoder(dataclasses.replace(CONFIG, lora=LoraConfig(2, 4.0, ("q_proj",)), vocab_size=23))
-    mesh = make_mesh()
-    parts = {
-        "params": init_params(model, jax.random.key(0), mesh),
-        "adapter": init_adapter(model, jax.random.key(1), mesh),
-    }
+    weights = (model.structure().params, model.structure().adapter)
 
-    def loss(part: dict) -> jax.Array:
-        policy = kljax.Policy(**{**parts, trained: part})
+    def loss(params: dict, adapter: dict) -> jax.Array:
+        policy = kljax.Policy(params, adapter)
         stats, _ = token_stats(model, policy, TOKENS % 23, MASK, temperature=1.0, entropy="constant")
         return stats.log_prob.sum()
 
-    assert products(jax.make_jaxpr(jax.grad(loss))(parts[trained]).jaxpr, 23) == passes
+    assert products(jax.make_jaxpr(jax.grad(loss, trained))(*weights).jaxpr, 23) == passes
 
 
 def test_the_temperature_does_not_recompile():
