@@ -19,7 +19,7 @@ class RemoteError(RuntimeError):
     """A failure in another process, in one line."""
 
 
-class Asked(Protocol):
+class Contender(Protocol):
     """A contender that answers requests."""
 
     def ask(self, **request: Any) -> Any:

@@ -27,9 +27,14 @@ def test_the_first_commands_are_make_targets():
 
 
 def test_files_that_are_named_exist():
-    named = set(re.findall(r"(?:configs|colab|benchmarks|tests)/[\w/.-]+\.\w+", README))
+    pages = README + (ROOT / "docs" / "recipes.md").read_text()
+    named = set(re.findall(r"(?:configs|colab|benchmarks|tests|docs)/[\w/.-]+\.\w+", pages))
     assert named
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
     shipped = {f"configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} - {"configs/smoke.yaml"}
-    assert shipped <= named, "every recipe is in the table"
+    assert shipped <= named, "every recipe is in the table of recipes"
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 120

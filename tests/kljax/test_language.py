@@ -10,17 +10,9 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[2]
 
 # Not rewritten yet; a folder or file that is done leaves this list, and none joins it.
-NOT_YET = (
-    "benchmarks/",
-    "train/config/",
-    "train/models/",
-    "train/references/",
-    "train/rl/",
-    "train/rollouts/sampler/",
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-)
+NOT_YET = ("train/rollouts/sampler/",)
+# Done within a folder above.
+DONE: tuple[str, ...] = ()
 
 # A docstring says what a function does, or what a type is; these begin a riddle.
 OPENINGS = re.compile(r"(What|Those|Of|Such|Whose)\b")

@@ -101,8 +101,8 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     return tuple(choice for item in get_args(annotation) for choice in _choices(item))
 
 
-def _merged(one: Known, other: Known) -> Known:
+def _merged(first: Known, other: Known) -> Known:
     """Merges the entries of one path in two variants of a union; the tag gets the names of both."""
-    choices = tuple(dict.fromkeys((*one.choices, *other.choices)))
-    expected = f"one of {', '.join(choices)}" if choices else one.expected
-    return replace(one, expected=expected, choices=choices, doc=one.doc or other.doc)
+    choices = tuple(dict.fromkeys((*first.choices, *other.choices)))
+    expected = f"one of {', '.join(choices)}" if choices else first.expected
+    return replace(first, expected=expected, choices=choices, doc=first.doc or other.doc)

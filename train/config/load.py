@@ -77,7 +77,7 @@ def dump_yaml(config: Config) -> str:
 
 
 def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Put `a.b=c` into the nested mapping; returns the lines of those that cannot be."""
+    """Puts each `a.b=c` into the nested mapping; returns an error line for each that fails."""
     problems = []
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -151,8 +151,8 @@ def _other_problems(raw: Mapping[str, Any], distrusted: Sequence[Location]) -> l
     ]
 
 
-def _overlap(one: str, other: str) -> bool:
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+def _overlap(first: str, second: str) -> bool:
+    return f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}.")
 
 
 def _drop(raw: Any, location: Location) -> None:

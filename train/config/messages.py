@@ -1,4 +1,4 @@
-"""What is wrong with a value, in one line that names the field, the value and what is allowed."""
+"""Error messages: one line that names the field, the value and the allowed values."""
 
 import difflib
 import reprlib
@@ -42,7 +42,7 @@ def unknown_field(path: str) -> str:
 
 
 def field_problems(error: ValidationError) -> list[tuple[Location, str]]:
-    """What pydantic found: the part of the config that cannot be trusted, and the line to show."""
+    """Lists pydantic's errors: the location of each, which cannot be trusted, and the line to show."""
     return [_problem(dict(item)) for item in error.errors(include_url=False)]
 
 

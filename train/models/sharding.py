@@ -113,10 +113,10 @@ def param_shardings(
     def is_spec(x: Any) -> bool:
         return isinstance(x, PartitionSpec)
 
-    def place(path: Any, axes: PartitionSpec, leaf: Any) -> NamedSharding:
+    def sharding_of(path: Any, axes: PartitionSpec, leaf: Any) -> NamedSharding:
         return _sharding(path, axes, leaf, mesh, rules)
 
-    return jax.tree_util.tree_map_with_path(place, logical_specs, shapes, is_leaf=is_spec)
+    return jax.tree_util.tree_map_with_path(sharding_of, logical_specs, shapes, is_leaf=is_spec)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -226,7 +226,7 @@ class Transformer(nnx.Module):
         Returns:
           [B, T, D], finite but meaningless at padding.
         """
-        return self._whole(tokens, token_mask, positions, segment_ids)[0]
+        return self._sequences(tokens, token_mask, positions, segment_ids)[0]
 
     def grouped(self, tokens: jax.Array, token_mask: jax.Array, *, prompt: int, group: int) -> jax.Array:
         """Computes the hidden states of completions of shared prompts; each prompt goes through the layers once.
@@ -251,7 +251,7 @@ class Transformer(nnx.Module):
         self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None
     ) -> tuple[jax.Array, KeyValues]:
         """Computes hidden states as `__call__` does, and the keys and values [layers, B, T, K, H] for `decode`."""
-        hidden, new = self._whole(tokens, token_mask, positions, None, keep=True)
+        hidden, new = self._sequences(tokens, token_mask, positions, None, keep=True)
         assert isinstance(new, KeyValues)
         return hidden, new
 
@@ -306,7 +306,7 @@ class Transformer(nnx.Module):
         )
         return copy
 
-    def _whole(
+    def _sequences(
         self,
         tokens: jax.Array,
         token_mask: jax.Array,

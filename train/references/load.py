@@ -147,19 +147,19 @@ def _field_errors(field: str) -> Iterator[None]:
         raise UserError(f"reference.{field}: {error}") from error
 
 
-def _load_saved(found: SavedReference, mesh: Mesh, base: Tree) -> Reference:
+def _load_saved(saved: SavedReference, mesh: Mesh, base: Tree) -> Reference:
     """Loads a saved reference; `base` holds the weights under it if it is an adapter."""
-    if found.format == "peft":
-        return Reference(found.model, kljax.Policy(base, load_adapter(found.path, found.model, mesh)))
-    if found.format == "folder":
-        return Reference(found.model, kljax.Policy(load_params(found.path, found.model, mesh)))
+    if saved.format == "peft":
+        return Reference(saved.model, kljax.Policy(base, load_adapter(saved.path, saved.model, mesh)))
+    if saved.format == "folder":
+        return Reference(saved.model, kljax.Policy(load_params(saved.path, saved.model, mesh)))
     if base is None:
-        policy = kljax.checkpoint_reference(found.path, abstract_params(found.model, mesh), item=found.item)
+        policy = kljax.checkpoint_reference(saved.path, abstract_params(saved.model, mesh), item=saved.item)
     else:
         policy = kljax.adapter_reference(
-            kljax.Policy(base), found.path, abstract_adapter(found.model, mesh), item=found.item
+            kljax.Policy(base), saved.path, abstract_adapter(saved.model, mesh), item=saved.item
         )
-    return Reference(found.model, policy)
+    return Reference(saved.model, policy)
 
 
 def _load_step(path: Path, model: Decoder, mesh: Mesh, base: Tree) -> kljax.Policy:

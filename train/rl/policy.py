@@ -19,7 +19,7 @@ from train.rl.layout import ROWS, Layout
 Tree = Any
 
 
-def _place(shapes: Tree, axes: Tree, mesh: Mesh) -> Tree:
+def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh) -> Tree:
     """Adds to `ShapeDtypeStruct`s the shardings that their logical axes get on a mesh."""
     shardings = param_shardings(mesh, axes, shapes)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
@@ -37,13 +37,13 @@ def _check_has_lora(model: Decoder) -> None:
 
 def abstract_params(model: Decoder, mesh: Mesh) -> Tree:
     """Describes the base parameters, for restoring them: shapes, dtypes and shardings."""
-    return _place(model.structure().params, model.structure().param_axes, mesh)
+    return _with_shardings(model.structure().params, model.structure().param_axes, mesh)
 
 
 def abstract_adapter(model: Decoder, mesh: Mesh) -> Tree:
     """Describes the adapter, for restoring it. Raises ValueError for a model without lora."""
     _check_has_lora(model)
-    return _place(model.structure().adapter, model.structure().adapter_axes, mesh)
+    return _with_shardings(model.structure().adapter, model.structure().adapter_axes, mesh)
 
 
 def init_params(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
@@ -77,7 +77,7 @@ def init_value_head(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
     def init(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.state(ValueHead(model.config.width, key=key)))
 
-    return _compile_draw(init, _place(shapes, axes, mesh))(key)
+    return _compile_draw(init, _with_shardings(shapes, axes, mesh))(key)
 
 
 @functools.cache
@@ -157,8 +157,8 @@ def paired_hidden_states(
     other = jax.tree.map(jnp.zeros_like, policy.adapter) if adapter is None else adapter
     pair = jax.tree.map(lambda *halves: jnp.stack(halves), policy.adapter, other)
 
-    def run(one: Tree) -> jax.Array:
-        return hidden_states(model, kljax.Policy(policy.params, one), tokens, token_mask, layout=layout)
+    def run(lora: Tree) -> jax.Array:
+        return hidden_states(model, kljax.Policy(policy.params, lora), tokens, token_mask, layout=layout)
 
     # Rows stay the leading axis, which the mesh splits.
     both = jax.vmap(run, out_axes=1)(pair)

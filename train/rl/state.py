@@ -1,4 +1,4 @@
-"""What changes during a run: one registered frozen dataclass, saved and restored whole."""
+"""The train state: one registered frozen dataclass, saved and restored as a whole."""
 
 import dataclasses
 from typing import Any
@@ -19,12 +19,12 @@ class TrainState:
 
     Attributes:
       step: RL steps done, int32.
-      trainable: what the optimizer updates: "params" or, with LoRA, "adapter"; and "value_head" if there is one.
+      trainable: the weights that the optimizer updates: "params" or, with LoRA, "adapter"; and "value_head".
       opt_state: state of the optax optimizer.
       controller: state of the KL controller of the reward.
-      reference: what of a reference that follows the policy has moved, laid out as the same part of `trainable`; None
-        where the reference stays what it is.
-      past: what was trainable at the steps before, oldest first, where sampling lags behind; else None.
+      reference: the part of a reference that follows the policy, with the structure of the same part of `trainable`;
+        None if the reference is constant.
+      past: trainable weights of earlier steps, oldest first, for a lagged policy; else None.
     """
 
     step: jax.Array
@@ -36,12 +36,12 @@ class TrainState:
 
 
 def policy_part(trainable: dict[str, Tree]) -> str:
-    """Which half of the policy is trained, and so which half a reference that follows it has of its own."""
+    """Returns the part of the policy that is trained, "adapter" or "params"."""
     return "adapter" if "adapter" in trainable else "params"
 
 
 def policy_of(trainable: dict[str, Tree], base: Tree) -> kljax.Policy:
-    """The policy being trained: its own weights, or the base that it shares with the reference plus its adapter."""
+    """Returns the trained policy: its weights, or the shared base with its adapter."""
     if "adapter" in trainable:
         return kljax.Policy(base, trainable["adapter"])
     return kljax.Policy(trainable["params"], None)
@@ -50,7 +50,7 @@ def policy_of(trainable: dict[str, Tree], base: Tree) -> kljax.Policy:
 def initial_state(
     trainable: dict[str, Tree], optimizer: optax.GradientTransformation, controller: kljax.Controller, replicated: Any
 ) -> TrainState:
-    """The state before the first RL step. Moments are laid out as their weights, scalars are on every device."""
+    """Makes the state before the first RL step. Moments are sharded as their weights, scalars are replicated."""
     opt_state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, replicated), optimizer.init(trainable))
     step, controller_state = jax.device_put((jnp.zeros((), jnp.int32), controller.init()), replicated)
     return TrainState(step, trainable, opt_state, controller_state)

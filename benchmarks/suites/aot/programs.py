@@ -60,7 +60,7 @@ def tunix_chunk(hidden: Array, head: Array, data: Constants, *, rows: int, colum
     def chunks(x: Array) -> Array:
         return x.reshape(rows, -1, columns, *x.shape[1:]).swapaxes(0, 1)
 
-    def whole(x: Array) -> Array:
+    def merge_rows(x: Array) -> Array:
         return x.swapaxes(0, 1).reshape(-1)
 
     @jax.checkpoint
@@ -73,7 +73,7 @@ def tunix_chunk(hidden: Array, head: Array, data: Constants, *, rows: int, colum
         return carry, jax.vmap(row)(*chunk)
 
     _, (log_probs, entropies) = jax.lax.scan(step, None, (chunks(hidden), chunks(data.targets)))
-    return whole(log_probs), whole(entropies), None
+    return merge_rows(log_probs), merge_rows(entropies), None
 
 
 def tiled(

@@ -10,20 +10,25 @@ COLUMNS = ("", "temporary MiB", "estimated ms", "collectives MiB", "executions")
 
 
 def markdown(
-    found: Sequence[tuple[Order, Plan | str]], versions: Mapping[str, str], problem: Problem, *, date: str, goals: bool
+    compiled: Sequence[tuple[Order, Plan | str]],
+    versions: Mapping[str, str],
+    problem: Problem,
+    *,
+    date: str,
+    goals: bool,
 ) -> str:
     """Returns the conditions, and the tables of plans and targets, or of tiles if the orders have some.
 
     Args:
-      found: orders with their plans or errors; date: of the run; goals: whether there is a table of targets.
+      compiled: orders with their plans or errors; date: of the run; goals: whether there is a table of targets.
     """
-    plans = {order.key: plan for order, plan in found}
+    plans = {order.key: plan for order, plan in compiled}
     head = (
         f"{date}, {', '.join(f'{name} {version}' for name, version in versions.items())}; "
         f"N={problem.tokens:,} tokens on each device, D={problem.width:,}, V={problem.vocab:,}, bfloat16."
     )
-    if any(order.tile for order, _ in found):
-        return f"{head}\n\n{tiles_table(found)}\n"
+    if any(order.tile for order, _ in compiled):
+        return f"{head}\n\n{tiles_table(compiled)}\n"
     parts = [head, plans_table(plans)]
     if goals:
         known = {key: plan for key, plan in plans.items() if isinstance(plan, Plan)}
@@ -43,7 +48,7 @@ def plans_table(plans: Mapping[Key, Plan | str]) -> str:
     return "\n\n".join(blocks)
 
 
-def tiles_table(found: Sequence[tuple[Order, Plan | str]]) -> str:
+def tiles_table(compiled: Sequence[tuple[Order, Plan | str]]) -> str:
     """Returns a table of the tiles of kljax."""
     rows = [
         (
@@ -52,7 +57,7 @@ def tiles_table(found: Sequence[tuple[Order, Plan | str]]) -> str:
             "default" if order.tile is None else "{}x{}".format(*order.tile),
             *(("failed", "") if isinstance(plan, str) else (_mib(plan.temp_bytes), _milliseconds(plan.seconds))),
         )
-        for order, plan in found
+        for order, plan in compiled
     ]
     return "\n".join(table(("device", "layout", "tile", *COLUMNS[1:3]), rows))
 

@@ -99,10 +99,10 @@ def build_rate(
     }[name]
 
     def matmuls(several: jax.Array, fixed: jax.Array) -> tuple[jax.Array, ...]:
-        def one(carry: jax.Array, varying: jax.Array) -> tuple[jax.Array, None]:
+        def step(carry: jax.Array, varying: jax.Array) -> tuple[jax.Array, None]:
             return multiply(varying, fixed), None
 
-        return (jax.lax.scan(one, jnp.zeros_like(multiply(several[0], fixed)), several)[0],)
+        return (jax.lax.scan(step, jnp.zeros_like(multiply(several[0], fixed)), several)[0],)
 
     def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
         contracted = (((axes[0],), (axes[1],)), ((), ()))

@@ -56,11 +56,11 @@ def markdown(report: Mapping[str, Any], sizes: Sequence[SizeResults], device: st
     return "\n".join(lines) + "\n"
 
 
-def checks(one: SizeResults, device: str) -> list[Check]:
+def checks(measured: SizeResults, device: str) -> list[Check]:
     """Compares the results of a size with the targets of a device."""
-    large = one.size.vocab >= LARGE_VOCAB
-    found = [check(target, title(target), one.results, large=large) for target in TARGETS[device]]
-    part = None if one.rates is None else ratio(one.rates.reached, one.rates.mixed)
+    large = measured.size.vocab >= LARGE_VOCAB
+    found = [check(target, title(target), measured.results, large=large) for target in TARGETS[device]]
+    part = None if measured.rates is None else ratio(measured.rates.reached, measured.rates.mixed)
     return [*found, Check(RATE_TITLE, RATE[device], part, at_least=True, unit="%")]
 
 
@@ -72,11 +72,11 @@ def title(target: Target) -> str:
     return f"{'memory' if target.measure == 'temporary' else target.measure}: kljax, {kind}over {against}"
 
 
-def _row(form: Form, one: SizeResults) -> list[str]:
-    result: Result = one.results[form.name]
+def _row(form: Form, measured: SizeResults) -> list[str]:
+    result: Result = measured.results[form.name]
     if result.problem is not None:
         return [form.title, "not measured", *[""] * 8]
-    naive = one.results[form.baseline]
+    naive = measured.results[form.baseline]
     wall, cpu = result.best("wall"), result.best("cpu")
     return [
         form.title,
@@ -86,7 +86,7 @@ def _row(form: Form, one: SizeResults) -> list[str]:
         number(ratio(cpu, naive.best("cpu")), ".2f"),
         mebibytes(result.temp_bytes),
         mebibytes(result.peak_bytes.get("run")),
-        number(ratio(form.matmuls * one.size.flops / 1e9, wall), ",.0f"),
+        number(ratio(form.matmuls * measured.size.flops / 1e9, wall), ",.0f"),
         *(number(result.differences.get(name), ".0e") for name in ("loss", "gradients")),
     ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness import environments
-from benchmarks.harness.process import Asked, Local, RemoteError, start
+from benchmarks.harness.process import Contender, Local, RemoteError, start
 from benchmarks.harness.race import MissingError, log, measurable, noted, race
 from benchmarks.harness.results import Result
 from benchmarks.suites.head import jax_forms
@@ -84,7 +84,7 @@ class Suite:
     scratch: pathlib.Path
     forms: dict[str, Form]
     results: dict[str, Result] = dataclasses.field(default_factory=dict)
-    contenders: dict[str, Asked] = dataclasses.field(default_factory=dict)
+    contenders: dict[str, Contender] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
     def process(self, framework: str) -> Any:

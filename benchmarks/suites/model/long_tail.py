@@ -150,18 +150,18 @@ def report(measured: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     return {**measured, "gain": gains, "target": TARGET}
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def lines(results: Mapping[str, Any]) -> list[str]:
     """Returns the comparison as Markdown."""
     rows = [
         [
             title,
-            *(f"{found[name][key]:,.0f}" for key in ("tokens_per_second", "tokens_per_cpu_second", "steps")),
-            f"{found[name]['occupancy']:.0%}",
+            *(f"{results[name][key]:,.0f}" for key in ("tokens_per_second", "tokens_per_cpu_second", "steps")),
+            f"{results[name]['occupancy']:.0%}",
         ]
         for name, title in {"continuous": "continuous batching", "static": "static batches"}.items()
     ]
-    wall, cpu = (found["gain"][f"tokens_per_{unit}"] for unit in ("second", "cpu_second"))
-    verdict = Check("gain", found["target"], cpu, at_least=True).verdict
+    wall, cpu = (results["gain"][f"tokens_per_{unit}"] for unit in ("second", "cpu_second"))
+    verdict = Check("gain", results["target"], cpu, at_least=True).verdict
     return [
         "",
         "### A long tail of lengths",
@@ -169,7 +169,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         *table(["kljax, 8 slots", "tokens/s", "tokens/CPU s", "decode steps", "busy slots"], rows),
         "",
         f"Continuous batching is faster by {cpu:.2f} in CPU seconds and by {wall:.2f} in wall-clock seconds; the "
-        f"target is {found['target']:g} in CPU seconds: {verdict}.",
+        f"target is {results['target']:g} in CPU seconds: {verdict}.",
     ]
 
 

@@ -77,14 +77,14 @@ def programs(contender: KljaxContender) -> dict[str, Callable[[], Any]]:
     }
 
 
-def fastest(found: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def fastest(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Returns the CPU seconds of each program in its fastest round."""
-    results = {name: Result(name) for name in found}
+    results = {name: Result(name) for name in programs}
 
     def run(name: str) -> dict[str, Seconds]:
         clock = Clock()
         with clock.part("run"):
-            jax.block_until_ready(found[name]())
+            jax.block_until_ready(programs[name]())
         return clock.parts
 
     race(results, rounds, run)

@@ -45,17 +45,17 @@ def markdown(report: Mapping[str, Any], sizes: Sequence[WorkResults], part: str)
     return "\n".join(lines) + "\n"
 
 
-def checks(one: WorkResults, part: str) -> list[Check]:
+def checks(measured: WorkResults, part: str) -> list[Check]:
     """Compares the results of a model with the targets of a part."""
-    large = one.work.vocab >= LARGE_VOCAB
-    found = [check(target, title(target), one.results, large=large) for target in TARGETS[part]]
-    if OTHER in one.results:
+    large = measured.work.vocab >= LARGE_VOCAB
+    found = [check(target, title(target), measured.results, large=large) for target in TARGETS[part]]
+    if OTHER in measured.results:
         against = [
             Target(measure, "kljax", OTHER, limit, part=name)
             for name in (("rollout",) if part == "rollout" else ("rollout", "update"))
             for measure, limit in AGAINST.items()
         ]
-        found += [check(target, title(target), one.results, large=large, digits=3) for target in against]
+        found += [check(target, title(target), measured.results, large=large, digits=3) for target in against]
     return found
 
 
@@ -66,12 +66,12 @@ def title(target: Target) -> str:
     return f"{target.part}: {names[target.measure]} of kljax over {TITLES[target.against]}{unit}"
 
 
-def _table(one: WorkResults, part: str) -> list[str]:
-    ours = one.results["kljax"]
-    tokens = one.work.new_tokens if part == "rollout" else one.work.tokens
+def _table(measured: WorkResults, part: str) -> list[str]:
+    ours = measured.results["kljax"]
+    tokens = measured.work.new_tokens if part == "rollout" else measured.work.tokens
     compared = {ALL: (), "rollout": ("log-probs",), "update": ("log-probs", "update")}[part]
     rows = []
-    for result in one.results.values():
+    for result in measured.results.values():
         if result.problem is not None or result.best("wall", part) is None:
             continue
         cells = [TITLES[result.name]]

@@ -1,4 +1,4 @@
-"""What a check yields."""
+"""A problem that a check finds, and helpers that make it."""
 
 from collections.abc import Iterator
 from pathlib import Path
