@@ -6,7 +6,7 @@ import jax
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def cheap_compilation() -> Iterator[None]:
     # Buffers are assigned before LLVM begins, so that memory is that of an optimised program.
     before = jax.config.values["jax_disable_most_optimizations"]
