@@ -75,7 +75,7 @@ def test_small_divergences_through_a_head() -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-3, err_msg=f"{kind}, {name}")
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.thorough)])
 def test_a_policy_is_at_no_distance_of_itself(dtype: Any) -> None:
     rng = np.random.default_rng(2)
     hidden, head = jnp.asarray(3 * rng.normal(size=(7, 5)), dtype), jnp.asarray(rng.normal(size=(5, 23)), dtype)
