@@ -102,7 +102,7 @@ def param_shardings(
 
     Args:
       mesh: the mesh.
-      logical_specs: tree of PartitionSpec of logical axis names (`nn.get_partition_spec`); `P()` is replicated.
+      logical_specs: tree of PartitionSpec of logical axis names (`Structure.param_axes`); `P()` is replicated.
       shapes: tree of the same structure whose leaves have `.shape`.
       rules: logical axis -> mesh axis.
 
