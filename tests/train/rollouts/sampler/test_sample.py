@@ -23,7 +23,7 @@ NEVER = -1
 WARM, GREEDY = Sampling(0.8), Sampling(0.8, greedy=True)
 
 draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "slots", "unroll"))
-stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "first"))
+stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "layout"))
 
 
 @functools.cache
