@@ -10,7 +10,7 @@ UV_VERSION := 0.13.8
 WORKERS ?= 2
 ARGS ?=
 export JAX_PLATFORMS ?= cpu
-# Without bytecode every process compiles the sources of JAX again, for two seconds and more.
+# Without bytecode every process compiles the sources of JAX again, for nearly two seconds.
 export PYTHONPYCACHEPREFIX ?= $(abspath $(VENV))/bytecode
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -11,7 +11,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla.flags(devices=8)}".strip()
 # A program says where its operations come from for a debugger, which tests do not have.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-# Traces make many objects that live long: at the default Python walks them for a fifth of the time.
+# Traces make many objects that live long: at the default Python walks them for a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
 
 hypothesis.settings.register_profile("kljax", deadline=None, derandomize=True, max_examples=25)
