@@ -407,6 +407,8 @@ def _of_controller(call: Call, seed: int) -> Call:
 
 
 def _is_array(about: inspect.Parameter) -> bool:
+    if typing.get_origin(about.annotation) is Callable:
+        return False  # a function of arrays
     kinds = (about.annotation, *typing.get_args(about.annotation))
     # With their shapes checked, see `typed_calls`, annotations are jaxtyping's, which know the type of their array.
     return about.name in TREES or any(kind in (ArrayLike, np.ndarray) or hasattr(kind, "array_type") for kind in kinds)
