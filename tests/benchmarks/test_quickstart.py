@@ -45,7 +45,7 @@ def test_the_problems_are_those_of_the_quickstart(tmp_path):
 )
 def test_the_table_says_whether_every_seed_meets_the_target(runs, verdict):
     text = quickstart.quickstart_table(runs)
-    assert text.endswith(f"at every seed; {verdict}.\n")
+    assert text.endswith(f"at each of these seeds; {verdict}.\n")
     assert text.startswith("| seed | ")
     assert f"| {runs[0].seed} | {runs[0].first['accuracy']:.1f} % (90.0 %) |" in text
 
