@@ -173,9 +173,8 @@ def quickstart_table(runs: Sequence[Run]) -> str:
         for run in runs
     ]
     met = all(run.gain >= GAIN and run.last["accuracy"] >= ACCURACY for run in runs)
-    verdict = (
-        f"Target: a gain of {GAIN:g} points and {ACCURACY:g} % at the end, at each of these seeds; {'met' if met else 'missed'}."
-    )
+    target = f"a gain of {GAIN:g} points and {ACCURACY:g} % at the end, at each of these seeds"
+    verdict = f"Target: {target}; {'met' if met else 'missed'}."
     head = "seed|accuracy before|after|points|KL to the reference, nats/token|CPU s"
     return f"{table(head, rows)}\n\n{verdict}\n"
 
