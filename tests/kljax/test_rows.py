@@ -136,13 +136,13 @@ def test_ratios(function: Callable[..., Any], clip: float | None) -> None:
     check_per_sequence(functools.partial(function, log_ratio_clip=clip), [draw(0), draw(1)])
 
 
-@pytest.mark.parametrize("rule", ["carry", "reset", "none"])
+@pytest.mark.parametrize("rule", ["skip", "reset", "zero"])
 def test_returns(rule: str) -> None:
     returns = functools.partial(kljax.reinforce_plus_plus_returns, gamma=0.9, masked_tokens=rule)
     check_per_sequence(returns, [draw(0)])
 
 
-@pytest.mark.parametrize("rule", ["skip", "carry", "none"])
+@pytest.mark.parametrize("rule", ["skip", "zero", "none"])
 def test_advantages(rule: str) -> None:
     check_per_sequence(functools.partial(kljax.gae, gamma=0.9, lam=0.8, masked_tokens=rule), [draw(0), draw(1)])
 

@@ -28,6 +28,9 @@ MEANS: dict[str, dict[str, Metric]] = {
         for side in ("both", "low", "high")
         for x in LEVELS
     },
+    "value_clip_fraction": {
+        "": lambda lp, old, adv, m, kept: kljax.value_clip_fraction(lp, old, adv, m, clip=0.2),
+    },
     "dual_clip_fraction": {
         x: lambda lp, old, adv, m, kept, x=x: kljax.dual_clip_fraction(lp, old, adv, m, dual_clip=1.1, level=x)
         for x in LEVELS
@@ -83,13 +86,17 @@ WHOLE: dict[str, dict[str, Metric]] = {
 }
 
 
+# Numbers of each token, which have tests of their own.
+PER_TOKEN = {"probability_diff", "top_k_overlap"}
+
+
 def calls(*tables: dict[str, dict[str, Metric]]) -> list[Any]:
     entries = [(name, options, call) for table in tables for name, of in table.items() for options, call in of.items()]
     return [pytest.param(call, id=f"{name} {options}".strip()) for name, options, call in entries]
 
 
 def test_every_diagnostic_is_here() -> None:
-    assert {*MEANS, *EXTREMES, *WHOLE} == set(kljax.diagnostics.__all__) - {"Extremes"}
+    assert {*MEANS, *EXTREMES, *WHOLE} == set(kljax.diagnostics.__all__) - {"Extremes", *PER_TOKEN}
 
 
 @pytest.mark.parametrize("metric", calls(MEANS))
@@ -120,7 +127,9 @@ def test_nothing_masked_is_seen_and_no_gradient_flows(metric: Metric) -> None:
     inputs = [jnp.asarray(x) for x in (LP, OLD, ADV)]
     nothing = metric(*inputs, MASK, KEPT)
     dtype = jax.tree.leaves(nothing)[0].dtype
-    if dtype == jnp.float64:
+    narrow = metric(*(x.astype(jnp.float32) for x in inputs), MASK, KEPT)
+    # Shares of booleans are as wide as floats are by default, whatever the type of the inputs.
+    if dtype == jnp.float64 and jax.tree.leaves(narrow)[0].dtype == jnp.float32:
         check_masked(lambda lp, old, adv: metric(lp, old, adv, MASK, KEPT), [LP, OLD, ADV])
     outside = metric(*(jnp.where(MASK, x, jnp.nan) for x in inputs), MASK, KEPT ^ ~MASK)
     jax.tree.map(np.testing.assert_array_equal, outside, nothing)

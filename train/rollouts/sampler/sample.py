@@ -26,7 +26,9 @@ def _prefill(
     fill = -len(prompts) % axis_size("rows")
     prompts = jnp.pad(prompts.astype(jnp.int32), ((0, fill), (0, 0)))
     prompt_mask = jnp.pad(prompt_mask, ((0, fill), (0, 0)))
-    hidden, cache = transformer.prefill(prompts, prompt_mask)
+    # The name shows in profiles, and tells a test which transfers belong to the prefill.
+    with jax.named_scope("prefill"):
+        hidden, cache = transformer.prefill(prompts, prompt_mask)
     return prompts, prompt_mask, hidden[:, -1], cache
 
 
