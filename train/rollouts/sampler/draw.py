@@ -12,7 +12,7 @@ CHUNK = 128
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What tokens are drawn from. The cuts apply one after the other, as in transformers; ties stay together.
+    """The distribution that tokens are drawn from. Cuts apply in order, as in transformers; ties stay together.
 
     Attributes:
       temperature: divides the logits, for the draw and for every log-prob.

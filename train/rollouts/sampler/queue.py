@@ -16,7 +16,7 @@ from train.rollouts.sampler.slots import Done, Slots
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """What is asked for: B rows, of N prompts.
+    """The requested completions: B rows of N prompts.
 
     Attributes:
       order: [B], the rows in the order they are taken, those without a prompt last; count: how many have one.

@@ -33,7 +33,7 @@ def _prefill(
 
 
 def _picker(prompts: int, group: int, prompt_ids: jax.Array | None) -> Pick:
-    """What gives each row its prompt. Repeated prompts stay on the devices where they are; chosen ones may be sent."""
+    """Makes the function that gives each row its prompt. Repeated prompts stay on their devices; chosen may move."""
     if prompt_ids is None:
         if group < 1:
             raise ValueError(f"group: got {group}, expected at least 1")

@@ -1,4 +1,4 @@
-"""What sampling returns."""
+"""The result of sampling."""
 
 import dataclasses
 

@@ -12,7 +12,7 @@ from train.rollouts.sampler.decode import Cache
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """What every slot is at; S slots, P columns of prompt, C of completion.
+    """The state of every slot; S slots, P columns of prompt, C of completion.
 
     All slots write the same column at a time, `P + round % C`: a row that began in round b holds its completion from
     `P + b % C` on, around the end. Attention needs the mask of a column and its position, not its place.

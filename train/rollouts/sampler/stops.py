@@ -11,7 +11,7 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StopTable:
-    """What every token does to the search: `next` [states, V] int32. State 0 has seen nothing, the last one a match."""
+    """The transition table of the search: `next` [states, V] int32. State 0 has seen nothing, the last one a match."""
 
     next: jax.Array
 
