@@ -1,4 +1,4 @@
-"""How the next token is drawn: two uniform numbers and an inverse CDF, over the tokens that the cuts leave."""
+"""Draws of the next token: an inverse CDF of two uniform numbers, over the tokens that top-k, top-p and min-p keep."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,17 +12,17 @@ CHUNK = 128
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The distribution that tokens are drawn from. Cuts apply in order, as in transformers; ties stay together.
+    """The sampling distribution. Filters apply in this order, as in transformers, and keep or drop ties together.
 
     Attributes:
       temperature: divides the logits, for the draw and for every log-prob.
-      top_k: only the k most probable tokens; 0: all.
-      top_p: of those, the smallest set of the most probable ones whose share is at least p; 1: all.
-      min_p: of those, the ones at least this share as probable as the most probable token; 0: all.
-      greedy: the most probable token (the first of several) in place of a draw.
+      top_k: keeps the k most probable tokens; 0 keeps all.
+      top_p: of these, keeps the smallest set of the most probable tokens whose share is at least p; 1 keeps all.
+      min_p: of these, keeps the tokens at least this share as probable as the most probable token; 0 keeps all.
+      greedy: whether to take the most probable token (the first of several) instead of drawing.
 
     Raises:
-      ValueError: names the field, what was got and what is allowed.
+      ValueError: a number out of range, naming the field.
     """
 
     temperature: float = 1.0
@@ -32,64 +32,109 @@ class Sampling:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed, good in (
+        for name, allowed, is_valid in (
             ("temperature", "a number > 0", self.temperature > 0),
             ("top_k", "0 or more", self.top_k >= 0),
             ("top_p", "0 < p <= 1", 0 < self.top_p <= 1),
             ("min_p", "0 <= p <= 1", 0 <= self.min_p <= 1),
         ):
-            if not good:
+            if not is_valid:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected {allowed}")
 
 
-def _cut(weights: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest weight [B, 1] such that `enough` holds for the tokens that weigh at least as much.
-
-    Bisection over the bits of the floats, which are ordered as the floats are where these are not negative: exact, and
-    without the sort of a vocabulary.
+def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+    """Draws the next tokens.
 
     Args:
-      weights: [B, V], >= 0.
-      enough: [B, V] bool, the tokens kept -> [B] bool; it stays True where more are kept, and is True for all.
+      logits: [B, V], float32 at least, already divided by the temperature.
+      uniforms: [B, 2] in [0, 1); unused if greedy.
+      sampling: the filters; its temperature is not applied again.
+
+    Returns:
+      Tokens [B] int32, and their log-probs [B] under the full softmax of `logits`, as the trainer computes them; the
+      filters do not change these.
     """
-    bits = 64 if weights.dtype == jnp.float64 else 32
-    integer = jnp.int64 if bits == 64 else jnp.int32
-
-    def value(code: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(code, weights.dtype)[:, None]
-
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = low + (high - low) // 2
-        holds = enough(weights >= value(middle))
-        return jnp.where(holds, middle, low), jnp.where(holds, high, middle)
-
-    top = lax.bitcast_convert_type(jnp.max(weights, axis=-1), integer)
-    low, _ = lax.fori_loop(0, bits, halve, (jnp.zeros_like(top), top + 1))
-    return value(low)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - top)
+    if sampling.greedy:
+        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+        tokens = draw_index(filter_weights(weights, sampling), uniforms)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
+    return tokens, (chosen - jnp.log(jnp.sum(weights, axis=-1, keepdims=True)))[:, 0]
 
 
-def kept_weights(weights: jax.Array, sampling: Sampling) -> jax.Array:
-    """`weights` [B, V] with 0 where a cut leaves the token out; only what is asked for is computed.
+def filter_weights(weights: jax.Array, sampling: Sampling) -> jax.Array:
+    """Sets the weights of the tokens that the filters drop to 0; filters that are off cost nothing.
 
     Args:
-      weights: probabilities up to a factor, 1 at the most probable token.
+      weights: [B, V], probabilities up to a factor, 1 at the most probable token.
+      sampling: the filters.
     """
     if 0 < sampling.top_k < weights.shape[-1]:
         k = sampling.top_k
-        weights = jnp.where(weights >= _cut(weights, lambda kept: jnp.sum(kept, axis=-1) >= k), weights, 0)
+        weights = jnp.where(weights >= _threshold(weights, lambda kept: jnp.sum(kept, axis=-1) >= k), weights, 0)
     if sampling.top_p < 1:
         share = sampling.top_p * jnp.sum(weights, axis=-1)
-        cut = _cut(weights, lambda kept: jnp.sum(jnp.where(kept, weights, 0), axis=-1) >= share)
-        weights = jnp.where(weights >= cut, weights, 0)
+        threshold = _threshold(weights, lambda kept: jnp.sum(jnp.where(kept, weights, 0), axis=-1) >= share)
+        weights = jnp.where(weights >= threshold, weights, 0)
     if sampling.min_p > 0:
         weights = jnp.where(weights >= sampling.min_p, weights, 0)
     return weights
 
 
-def _first_above(masses: jax.Array, uniform: jax.Array) -> jax.Array:
-    """[B] the first of the last axis at which the running sum passes `uniform` [B] x its total; never one of mass 0."""
-    # Rounding may let the running sum of a parallel scan grow over an entry of mass 0: such entries are left out.
+def _threshold(weights: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Finds the largest weight [B, 1] such that the tokens that weigh at least as much are enough.
+
+    The search bisects the bits of the floats, which for floats >= 0 have the order of the floats. It is exact and does
+    not sort the vocabulary.
+
+    Args:
+      weights: [B, V], >= 0.
+      is_enough: maps the kept tokens, [B, V] bool, to [B] bool; True for all tokens, and for every superset of a set
+        for which it is True.
+    """
+    bits = 64 if weights.dtype == jnp.float64 else 32
+    integer = jnp.int64 if bits == 64 else jnp.int32
+
+    def to_float(code: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(code, weights.dtype)[:, None]
+
+    def bisect(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        holds = is_enough(weights >= to_float(middle))
+        return jnp.where(holds, middle, low), jnp.where(holds, high, middle)
+
+    top = lax.bitcast_convert_type(jnp.max(weights, axis=-1), integer)
+    low, _ = lax.fori_loop(0, bits, bisect, (jnp.zeros_like(top), top + 1))
+    return to_float(low)
+
+
+def draw_index(masses: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """Draws indices with probabilities proportional to `masses`.
+
+    The first number chooses a chunk of the vocabulary, the second a token of it. Each sum has a few hundred terms, so
+    rounding moves the borders between tokens by parts in 1e7 of a chunk, not of a running sum over the vocabulary.
+
+    Args:
+      masses: [B, V], >= 0; an index of mass 0 is never drawn.
+      uniforms: [B, 2] in [0, 1).
+
+    Returns:
+      [B] int32.
+    """
+    rows, size = masses.shape
+    chunk = min(CHUNK, size)
+    masses = jnp.pad(masses, ((0, 0), (0, -size % chunk))).reshape(rows, -1, chunk)
+    chunk_index = _inverse_cdf(jnp.sum(masses, axis=-1), uniforms[:, 0])
+    chunk_masses = jnp.take_along_axis(masses, chunk_index[:, None, None], axis=1)[:, 0]
+    return chunk_index * chunk + _inverse_cdf(chunk_masses, uniforms[:, 1])
+
+
+def _inverse_cdf(masses: jax.Array, uniform: jax.Array) -> jax.Array:
+    """Finds the first index [B] at which the running sum of `masses` [B, N] exceeds `uniform` [B] x its total."""
+    # Rounding may let the running sum of a parallel scan grow at an entry of mass 0: these entries are left out.
     running = jnp.where(masses > 0, jnp.cumsum(masses, axis=-1), 0)
     total = jnp.max(running, axis=-1, keepdims=True)
     index = lax.broadcasted_iota(jnp.int32, masses.shape, masses.ndim - 1)
@@ -97,52 +142,20 @@ def _first_above(masses: jax.Array, uniform: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(running > uniform[:, None] * total, index, last), axis=-1)
 
 
-def draw_index(masses: jax.Array, uniforms: jax.Array) -> jax.Array:
-    """[B] int32 indices drawn with probabilities `masses` [B, V] / their sums, from `uniforms` [B, 2] in [0, 1).
+def token_uniforms(key: jax.Array, row_ids: jax.Array, count: int, dtype: jnp.dtype) -> jax.Array:
+    """Generates two uniform numbers for each token, [B, C, 2] in [0, 1).
 
-    The first number chooses a chunk of the vocabulary, the second a token of it: sums of a few hundred numbers each, so
-    that rounding moves the borders between tokens by parts in 1e7 of a chunk, not of a running sum over them all.
-    """
-    rows, size = masses.shape
-    chunk = min(CHUNK, size)
-    masses = jnp.pad(masses, ((0, 0), (0, -size % chunk))).reshape(rows, -1, chunk)
-    which = _first_above(jnp.sum(masses, axis=-1), uniforms[:, 0])
-    inside = jnp.take_along_axis(masses, which[:, None, None], axis=1)[:, 0]
-    return which * chunk + _first_above(inside, uniforms[:, 1])
-
-
-def token_uniforms(key: jax.Array, ids: jax.Array, count: int, dtype: jnp.dtype) -> jax.Array:
-    """[B, C, 2] in [0, 1): token n of row r is drawn with the two numbers of `fold_in(fold_in(key, ids[r]), n)`.
-
-    All at once, as a loop of one hash at a time takes longer than the rest of a draw.
+    Token n of row r gets the numbers of `fold_in(fold_in(key, row_ids[r]), n)`. All are generated at once: hashing one
+    token at a time would take longer than the rest of its draw.
 
     Args:
-      ids: [B]; count: C.
+      key: the random key.
+      row_ids: [B] int32.
+      count: C, the number of tokens of each row.
+      dtype: float32 or float64.
     """
 
-    def one(row: jax.Array, token: jax.Array) -> jax.Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, row), token), (2,), dtype)
+    def uniforms_of(row_id: jax.Array, index: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, row_id), index), (2,), dtype)
 
-    return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(ids, jnp.arange(count))
-
-
-def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """The next tokens and their log-probs.
-
-    Args:
-      logits: [B, V], float32 at least, already divided by the temperature.
-      uniforms: [B, 2] in [0, 1); greedy tokens need none.
-      sampling: the cuts; its temperature is not applied again.
-
-    Returns:
-      Tokens [B] int32; log-probs [B] under the full softmax of `logits`, which is what the trainer computes, whatever
-      is cut from the draw.
-    """
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - top)
-    if sampling.greedy:
-        tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    else:
-        tokens = draw_index(kept_weights(weights, sampling), uniforms)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
-    return tokens, (chosen - jnp.log(jnp.sum(weights, axis=-1, keepdims=True)))[:, 0]
+    return jax.vmap(jax.vmap(uniforms_of, (None, 0)), (0, None))(row_ids, jnp.arange(count))

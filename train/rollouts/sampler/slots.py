@@ -1,144 +1,311 @@
-"""Slots: rows that are decoded at once. One that has finished is handed over and takes the next row of the queue."""
+"""The queue of prompts, and the slots of continuous batching with their KV cache."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from train.rollouts.sampler.decode import Cache
+from train.models import GroupCache, KeyValues, SlotCache
+from train.models.sharding import axis_size, constrain
+
+KVCache: TypeAlias = KeyValues | list[SlotCache] | list[GroupCache]
+# Maps an array and its axis of N prompts to the same array with B rows, each with a copy of its prompt's entry.
+PromptsToRows: TypeAlias = Callable[[jax.Array, int], jax.Array]
+
+
+def fill_slots(queue: "PromptQueue", to_rows: PromptsToRows, group: int, *, unroll: bool) -> "Slots":
+    """Makes a slot for every row, before its first draw.
+
+    Args:
+      queue: the prompts and rows.
+      to_rows: copies prompts to their rows.
+      group: the number of rows of each prompt; 1 with any other assignment.
+      unroll: whether the cache is a list of layers instead of one stack.
+    """
+    # On a mesh a prompt may be on another device than its rows.
+    if group == 1 or not unroll or axis_size("rows") > 1:
+        prompts = jax.tree.map(lambda x: to_rows(x, 1), queue.cache)
+        cache = _extend_cache(prompts, queue.max_new_tokens, unroll=unroll)
+    else:
+        cache = [GroupCache.of(layer, group, queue.max_new_tokens) for layer in _layers(queue.cache)]
+    return _make_slots(queue, jnp.arange(len(queue.order)), queue.limits > 0, to_rows, cache)
+
+
+def empty_slots(queue: "PromptQueue", count: int, *, unroll: bool) -> "Slots":
+    """Makes `count` slots without rows, which `PromptQueue` fills, and empty outputs."""
+
+    def zeros(x: jax.Array, axis: int) -> jax.Array:
+        return jnp.zeros((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
+
+    rows = len(queue.order)
+    prompts = jax.tree.map(lambda x: zeros(x, 1), queue.cache)
+    cache = _extend_cache(prompts, queue.max_new_tokens, unroll=unroll)
+    slots = _make_slots(queue, jnp.full(count, rows), jnp.zeros(count, bool), zeros, cache)
+    outputs = Outputs(
+        tokens=jnp.zeros((rows, queue.max_new_tokens), jnp.int32),
+        log_probs=jnp.zeros((rows, queue.max_new_tokens), slots.log_probs.dtype),
+        lengths=jnp.zeros(rows, jnp.int32),
+        finished=jnp.zeros(rows, bool),
+    )
+    return dataclasses.replace(slots, outputs=outputs, taken=jnp.int32(0))
+
+
+def _make_slots(
+    queue: "PromptQueue", row: jax.Array, active: jax.Array, to_slots: PromptsToRows, cache: KVCache
+) -> "Slots":
+    """Makes slots before their first draw.
+
+    Args:
+      queue: the prompts and rows.
+      row: [S] int32, the row in each slot.
+      active: [S] bool.
+      to_slots: copies prompts to slots.
+      cache: the KV cache, with columns for the completions.
+    """
+    zero = jnp.zeros(len(row), jnp.int32)
+    columns = ((0, 0), (0, queue.max_new_tokens))
+    return Slots(
+        draws=jnp.int32(0),
+        row=row.astype(jnp.int32),
+        first_draw=zero,
+        length=zero,
+        active=active,
+        finished=zero > 0,
+        stop_state=zero,
+        tokens=jnp.pad(to_slots(queue.prompts, 0), columns),
+        token_mask=jnp.pad(to_slots(queue.prompt_mask, 0), columns),
+        log_probs=jnp.zeros((len(row), queue.max_new_tokens), queue.uniforms.dtype),
+        hidden=constrain(to_slots(queue.hidden, 0), "rows", None),
+        cache=cache,
+    )
+
+
+def _layers(stacked: KeyValues) -> list[KeyValues]:
+    """Lists the keys and values of each layer."""
+    return [jax.tree.map(lambda x, layer=layer: x[layer], stacked) for layer in range(len(stacked.key))]
+
+
+def _extend_cache(prompts: KeyValues, max_new_tokens: int, *, unroll: bool) -> KVCache:
+    """Appends `max_new_tokens` columns of zeros to keys and values [L, S, P, K, H], one cache per layer if `unroll`."""
+
+    def pad(x: jax.Array, axis: int, *axes: str | None) -> jax.Array:
+        return constrain(jnp.pad(x, [(0, max_new_tokens if axis == n else 0) for n in range(x.ndim)]), *axes)
+
+    if not unroll:
+        return jax.tree.map(lambda x: pad(x, 2, "layers", "rows", None, "kv_heads", None), prompts)
+    axes = ("rows", "kv_heads", None, None)
+    layers = [SlotCache.of(layer) for layer in _layers(prompts)]
+    return [SlotCache(pad(layer.key, 3, *axes), pad(layer.value, 2, *axes)) for layer in layers]
+
+
+def _write_prompt(cache: KVCache, slot: jax.Array, prompts: KeyValues, prompt: jax.Array) -> KVCache:
+    """Copies the columns of one prompt into one slot; later columns are masked until they are written."""
+    # A gather instead of a slice: if prompts are split over devices, only this prompt is sent.
+    new = jax.tree.map(lambda x: jnp.take(x, prompt[None], axis=1, mode="clip"), prompts)
+    if isinstance(cache, KeyValues):
+        return jax.tree.map(lambda old, x: lax.dynamic_update_slice(old, x, (0, slot, 0, 0, 0)), cache, new)
+    # A `GroupCache` never gets here: all its rows are in slots from the start.
+    layers = cast(list[SlotCache], cache)
+    return [old.write(layer, 0, slot) for old, layer in zip(layers, _layers(new), strict=True)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PromptQueue:
+    """N prefilled prompts and the B rows that complete them; constant in the decode loop.
+
+    Attributes:
+      order: [B] int32, the rows in the order in which they enter slots; rows that draw nothing come last.
+      count: [] int32, the number of rows that draw a token.
+      prompt_ids: [B] int32, the prompt of each row.
+      lengths: [B] int32, the prompt length of each row.
+      limits: [B] int32, the max new tokens of each row; 0 without a prompt.
+      uniforms: [B, C, 2], the random numbers of each token.
+      prompts: [N, P] int32.
+      prompt_mask: [N, P] bool.
+      hidden: [N, D], the hidden states of the prompts' last tokens.
+      cache: the keys and values of the prompts, [L, N, P, K, H].
+    """
+
+    order: jax.Array
+    count: jax.Array
+    prompt_ids: jax.Array
+    lengths: jax.Array
+    limits: jax.Array
+    uniforms: jax.Array
+    prompts: jax.Array
+    prompt_mask: jax.Array
+    hidden: jax.Array
+    cache: KeyValues
+
+    @property
+    def max_new_tokens(self) -> int:
+        """C."""
+        return self.uniforms.shape[1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Completions in the order of the rows.
+
+    Attributes:
+      tokens: [B, C] int32; arbitrary after the end of a completion.
+      log_probs: [B, C]; arbitrary after the end of a completion.
+      lengths: [B] int32, the number of tokens of each completion.
+      finished: [B] bool, the rows that EOS or a stop string ended.
+    """
+
+    tokens: jax.Array
+    log_probs: jax.Array
+    lengths: jax.Array
+    finished: jax.Array
+
+    def write(self, rows: jax.Array, new: "Outputs") -> "Outputs":
+        """Writes `new` at `rows`, a scalar or [S]; a row beyond B is dropped."""
+        return jax.tree.map(lambda old, x: old.at[rows].set(x, mode="drop"), self, new)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """The state of every slot; S slots, P columns of prompt, C of completion.
+    """S rows that are decoded at once, with their KV cache; P columns of prompt and C of completion.
 
-    All slots write the same column at a time, `P + round % C`: a row that began in round b holds its completion from
-    `P + b % C` on, around the end. Attention needs the mask of a column and its position, not its place.
+    All slots write the same column in a step, `P + draws % C`. A row whose first draw has number b has its completion
+    from column `P + b % C` on, and wraps around at the end. Attention takes the mask and the position of each column,
+    so the order of columns does not matter.
 
     Attributes:
-      round: [] int32, draws so far.
-      row: [S] int32, which of the B rows that were asked for.
-      began: [S] int32, the round of the row's first draw.
-      drawn: [S] int32, its tokens so far.
-      live: [S] bool, whether it goes on.
-      ended: [S] bool, whether it was ended by EOS or a stop string.
-      search: [S] int32, the state of the search for stop strings.
-      tokens, token_mask: [S, P + C]; log_probs: [S, C].
-      hidden: [S, D], predicts the next token.
+      draws: [] int32, the number of draws so far.
+      row: [S] int32, the row of the queue in each slot; B in a slot that has had none.
+      first_draw: [S] int32, `draws` at the first token of the row.
+      length: [S] int32, the number of tokens of the completion so far.
+      active: [S] bool, the slots that draw another token.
+      finished: [S] bool, the rows that EOS or a stop string ended.
+      stop_state: [S] int32, the states of the search for stop strings.
+      tokens: [S, P + C] int32.
+      token_mask: [S, P + C] bool.
+      log_probs: [S, C].
+      hidden: [S, D], the hidden states that predict the next token.
       cache: keys and values.
+      outputs: the completions that have left their slots; None with a slot for every row.
+      taken: [] int32, the number of rows taken from the queue; None with a slot for every row.
     """
 
-    round: jax.Array
+    draws: jax.Array
     row: jax.Array
-    began: jax.Array
-    drawn: jax.Array
-    live: jax.Array
-    ended: jax.Array
-    search: jax.Array
+    first_draw: jax.Array
+    length: jax.Array
+    active: jax.Array
+    finished: jax.Array
+    stop_state: jax.Array
     tokens: jax.Array
     token_mask: jax.Array
     log_probs: jax.Array
     hidden: jax.Array
-    cache: Cache
+    cache: KVCache
+    outputs: Outputs | None = None
+    taken: jax.Array | None = None
 
     @property
-    def room(self) -> int:
+    def max_new_tokens(self) -> int:
         """C."""
         return self.log_probs.shape[1]
 
     @property
-    def width(self) -> int:
+    def prompt_length(self) -> int:
         """P."""
-        return self.tokens.shape[1] - self.room
+        return self.tokens.shape[1] - self.max_new_tokens
 
     def last_column(self) -> jax.Array:
-        """The column of the latest draw."""
-        return self.width + (self.round - 1) % self.room
+        """Returns the column of the latest draw."""
+        return self.prompt_length + (self.draws - 1) % self.max_new_tokens
 
-    def key_positions(self, length: jax.Array) -> jax.Array:
-        """[S, P + C] position of every column in its row, of prompts of `length` [S]; means nothing under the mask."""
-        column = jnp.arange(self.width + self.room)
-        inside = column - self.width + length[:, None]
-        after = length[:, None] + (column - self.width - self.began[:, None]) % self.room
-        return jnp.where(column < self.width, inside, after)
-
-    def append(self, tokens: jax.Array, log_probs: jax.Array, search: jax.Array, *, ended: jax.Array) -> "Slots":
-        """One draw further; slots that are not live stay as they are.
+    def key_positions(self, prompt_lengths: jax.Array) -> jax.Array:
+        """Computes the position of every column in its row, [S, P + C]; arbitrary where masked.
 
         Args:
-          tokens, log_probs: [S], what was drawn.
-          search: [S], the search for stop strings after it.
-          ended: [S] bool, the slots that this token ends.
+          prompt_lengths: [S] int32, the number of real tokens of each prompt.
         """
-        place, live = self.round % self.room, self.live
+        column = jnp.arange(self.prompt_length + self.max_new_tokens)
+        in_prompt = column - self.prompt_length + prompt_lengths[:, None]
+        draw = (column - self.prompt_length - self.first_draw[:, None]) % self.max_new_tokens
+        return jnp.where(column < self.prompt_length, in_prompt, prompt_lengths[:, None] + draw)
 
-        def put(into: jax.Array, values: jax.Array, column: jax.Array) -> jax.Array:
-            # A slot that is done may still hold its row: no column of it is overwritten.
-            old = lax.dynamic_slice_in_dim(into, column, 1, axis=1)
-            new = jnp.where(live[:, None], values[:, None].astype(into.dtype), old)
-            return lax.dynamic_update_slice_in_dim(into, new, column, axis=1)
+    def append(self, tokens: jax.Array, log_probs: jax.Array, stop_state: jax.Array, *, ended: jax.Array) -> "Slots":
+        """Appends one token to every active slot; other slots stay unchanged.
+
+        Args:
+          tokens: [S] int32.
+          log_probs: [S].
+          stop_state: [S] int32, the search for stop strings after the token.
+          ended: [S] bool, the slots whose token is EOS or completes a stop string.
+        """
+        index, active = self.draws % self.max_new_tokens, self.active
+
+        def write(array: jax.Array, values: jax.Array, column: jax.Array) -> jax.Array:
+            # An inactive slot may still contain a completion: none of its columns is overwritten.
+            old = lax.dynamic_slice_in_dim(array, column, 1, axis=1)
+            new = jnp.where(active[:, None], values[:, None].astype(array.dtype), old)
+            return lax.dynamic_update_slice_in_dim(array, new, column, axis=1)
 
         return dataclasses.replace(
             self,
-            round=self.round + 1,
-            drawn=self.drawn + live,
-            live=live & ~ended,
-            ended=self.ended | (live & ended),
-            search=search,
-            tokens=put(self.tokens, tokens, self.width + place),
-            token_mask=put(self.token_mask, live, self.width + place),
-            log_probs=put(self.log_probs, log_probs, place),
+            draws=self.draws + 1,
+            length=self.length + active,
+            active=active & ~ended,
+            finished=self.finished | (active & ended),
+            stop_state=stop_state,
+            tokens=write(self.tokens, tokens, self.prompt_length + index),
+            token_mask=write(self.token_mask, active, self.prompt_length + index),
+            log_probs=write(self.log_probs, log_probs, index),
         )
 
-    def completions(self) -> tuple[jax.Array, jax.Array]:
-        """Tokens and log-probs [S, C], each row from its own beginning; what is after its end means nothing."""
-        place = (self.began[:, None] + jnp.arange(self.room)) % self.room
-        drawn = self.tokens[:, self.width :]
-        return jnp.take_along_axis(drawn, place, axis=1), jnp.take_along_axis(self.log_probs, place, axis=1)
+    def write_outputs(self) -> Outputs:
+        """Writes the completions of all slots to `outputs`."""
+        assert self.outputs is not None
+        column = (self.first_draw[:, None] + jnp.arange(self.max_new_tokens)) % self.max_new_tokens
+        completions = self.tokens[:, self.prompt_length :]
+        tokens, log_probs = (jnp.take_along_axis(x, column, axis=1) for x in (completions, self.log_probs))
+        return self.outputs.write(self.row, Outputs(tokens, log_probs, self.length, self.finished))
 
+    def evict(self, slot: jax.Array) -> Outputs:
+        """Writes the completion of one slot to `outputs`."""
+        assert self.outputs is not None
+        selected = jnp.arange(len(self.row)) == slot
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Done:
-    """Completions in the order asked for: tokens and log_probs [B, C], lengths [B], ended [B]."""
+        def select(x: jax.Array) -> jax.Array:
+            # A sum instead of an index: if slots are split over devices, only this slot is sent.
+            mask = selected.reshape(-1, *[1] * (x.ndim - 1))
+            return jnp.sum(jnp.where(mask, x, 0), axis=0, dtype=x.dtype)
 
-    tokens: jax.Array
-    log_probs: jax.Array
-    lengths: jax.Array
-    ended: jax.Array
+        def unwrap(x: jax.Array) -> jax.Array:
+            return jnp.roll(select(x), -select(self.first_draw) % self.max_new_tokens)
 
-    @classmethod
-    def none(cls, rows: int, slots: Slots) -> "Done":
-        """Nothing is done yet."""
-        shape = (rows, slots.room)
-        return cls(
-            jnp.zeros(shape, jnp.int32),
-            jnp.zeros(shape, slots.log_probs.dtype),
-            jnp.zeros(rows, jnp.int32),
-            jnp.zeros(rows, bool),
+        completion = Outputs(
+            tokens=unwrap(self.tokens[:, self.prompt_length :]),
+            log_probs=unwrap(self.log_probs),
+            lengths=select(self.length),
+            finished=jnp.any(selected & self.finished),
         )
+        return self.outputs.write(select(self.row), completion)
 
-    def put_all(self, slots: Slots) -> "Done":
-        """With what every slot holds; a row beyond B is dropped."""
-        tokens, log_probs = slots.completions()
-        new = Done(tokens, log_probs, slots.drawn, slots.ended)
-        return jax.tree.map(lambda old, x: old.at[slots.row].set(x, mode="drop"), self, new)
-
-    def put(self, slots: Slots, slot: jax.Array) -> "Done":
-        """With what one slot holds."""
-
-        chosen = jnp.arange(len(slots.row)) == slot
-
-        def one(x: jax.Array) -> jax.Array:
-            # A sum and no index: where slots are spread over devices, what is sent is this slot and not all of them.
-            mine = chosen.reshape(-1, *[1] * (x.ndim - 1))
-            return jnp.sum(jnp.where(mine, x, 0), axis=0, dtype=x.dtype)
-
-        def turned(x: jax.Array) -> jax.Array:
-            return jnp.roll(one(x), -one(slots.began) % slots.room)
-
-        tokens = turned(slots.tokens[:, slots.width :])
-        new = Done(tokens, turned(slots.log_probs), one(slots.drawn), jnp.any(chosen & slots.ended))
-        return jax.tree.map(lambda old, x: old.at[one(slots.row)].set(x, mode="drop"), self, new)
+    def load(self, slot: jax.Array, queue: PromptQueue, row: jax.Array) -> "Slots":
+        """Copies the prompt of a row, with its keys and values, into a slot."""
+        prompt = queue.prompt_ids[row]
+        changes = {
+            "row": row,
+            "first_draw": self.draws,
+            "length": 0,
+            "active": True,
+            "finished": False,
+            "stop_state": 0,
+            "tokens": jnp.pad(queue.prompts[prompt], (0, self.max_new_tokens)),
+            "token_mask": jnp.pad(queue.prompt_mask[prompt], (0, self.max_new_tokens)),
+            "hidden": queue.hidden[prompt],
+        }
+        new = {name: getattr(self, name).at[slot].set(value) for name, value in changes.items()}
+        return dataclasses.replace(self, **new, cache=_write_prompt(self.cache, slot, queue.cache, prompt))

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.rollouts.sampler.draw import CHUNK, Sampling, draw, draw_index, kept_weights, token_uniforms
+from train.rollouts.sampler.draw import CHUNK, Sampling, draw, draw_index, filter_weights, token_uniforms
 
 drawn = jax.jit(draw, static_argnums=2)
-kept = jax.jit(kept_weights, static_argnums=1)
+filtered = jax.jit(filter_weights, static_argnums=1)
 
 
 def test_every_token_gets_its_share_of_the_uniform_numbers():
@@ -92,7 +92,7 @@ def test_cuts_keep_what_sorting_keeps(sampling):
     rng = np.random.default_rng(4)
     logits = np.concatenate([3 * rng.normal(size=(6, 200)), rng.integers(0, 4, (6, 200))]).astype(np.float32)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
-    got = np.asarray(kept(weights, sampling))
+    got = np.asarray(filtered(weights, sampling))
     expected = np.stack([by_sorting(row, sampling) for row in weights])
     np.testing.assert_array_equal(got, np.where(expected, weights, 0))
     tokens, log_probs = drawn(logits, jax.random.uniform(jax.random.key(0), (12, 2)), sampling)
@@ -103,7 +103,7 @@ def test_cuts_keep_what_sorting_keeps(sampling):
 
 def test_cuts_are_computed_only_if_asked_for():
     def loops(sampling: Sampling) -> int:
-        return str(jax.make_jaxpr(lambda x: kept_weights(x, sampling))(jnp.ones((2, 9)))).count("scan[")
+        return str(jax.make_jaxpr(lambda x: filter_weights(x, sampling))(jnp.ones((2, 9)))).count("scan[")
 
     assert [loops(s) for s in (Sampling(1.0), Sampling(1.0, min_p=0.1), Sampling(1.0, top_k=2))] == [0, 0, 1]
 

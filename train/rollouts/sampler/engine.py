@@ -1,0 +1,289 @@
+"""The engine: prompts are prefilled once, then slots decode in one compiled loop until all rows end."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+import kljax
+from train.models import Decoder, KeyValues, RopeTables, Transformer, rope_tables
+from train.models.sharding import axis_size, batch_sharding, replicated
+from train.rl.policy import bind, head
+from train.rollouts.sampler.draw import Sampling, draw, token_uniforms
+from train.rollouts.sampler.slots import KVCache, Outputs, PromptQueue, PromptsToRows, Slots, empty_slots, fill_slots
+from train.rollouts.sampler.stops import StopTable
+
+
+def sample(
+    model: Decoder,
+    policy: kljax.Policy,
+    prompts: jax.Array,
+    prompt_mask: jax.Array,
+    *,
+    key: jax.Array,
+    max_new_tokens: int,
+    sampling: Sampling,
+    eos_ids: Sequence[int] | jax.Array,
+    stop: StopTable | None = None,
+    slots: int | None = None,
+    group: int = 1,
+    prompt_ids: jax.Array | None = None,
+    row_ids: jax.Array | None = None,
+    limits: jax.Array | None = None,
+    unroll: bool | None = None,
+) -> "Samples":
+    """Completes left-padded prompts; jittable with `model`, `sampling` and all Python numbers static.
+
+    Every prompt is prefilled once, for any number of completions, and its keys and values stay until the end. Every
+    slot has P + C columns of KV cache, or C if the rows of a prompt share its columns (`GroupCache`). With fewer slots
+    than rows, a slot whose row has ended takes the next row within the program.
+
+    Args:
+      model: the decoder.
+      policy: its weights.
+      prompts: [N, P] int32, left-padded.
+      prompt_mask: [N, P] bool. A row without real tokens is padding and draws nothing.
+      key: token n of row r is drawn with `fold_in(fold_in(key, r), n)`, for any batch, order and number of slots.
+      max_new_tokens: C, the most tokens drawn per row.
+      sampling: temperature and filters.
+      eos_ids: [E], the tokens that end a row.
+      stop: the table of strings that end a row, from `stop_table`.
+      slots: the number of rows decoded at once; None: all of them.
+      group: the number of rows of each prompt, which are consecutive: B = N * group.
+      prompt_ids: [B] int32, the prompt of each row, instead of `group`.
+      row_ids: [B] int32, the numbers of the rows for `key`, so that a split or permuted batch draws the same tokens;
+        None: 0 .. B - 1.
+      limits: [B] int32, the max new tokens of each row, at most `max_new_tokens`; None: `max_new_tokens`.
+      unroll: whether decoding unrolls the layers, which saves copies and takes longer to compile; None: on a CPU, whose
+        compiler copies each layer out of the stack.
+
+    Returns:
+      `Samples` of the B rows.
+
+    Raises:
+      ValueError: `max_new_tokens`, `slots` or `group` below 1; slots or rows that the mesh does not divide; both
+        `group` and `prompt_ids`.
+    """
+    prompts, prompt_mask = jnp.asarray(prompts, jnp.int32), jnp.asarray(prompt_mask)
+    to_rows = _prompts_to_rows(len(prompts), group, prompt_ids)
+    ids_of_rows = to_rows(jnp.arange(len(prompts)), 0)
+    count = len(ids_of_rows)
+    slots = count if slots is None else min(slots, count)
+    _check_sizes(count, slots, max_new_tokens)
+    transformer = bind(model, policy)
+    lengths = to_rows(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), 0)
+    limits = jnp.full(count, max_new_tokens) if limits is None else jnp.minimum(limits, max_new_tokens)
+    limits = jnp.where(lengths > 0, limits, 0)
+    padded_prompts, padded_mask, hidden, cache = _prefill(transformer, prompts, prompt_mask)
+    row_ids = jnp.arange(count) if row_ids is None else jnp.asarray(row_ids)
+    queue = PromptQueue(
+        order=jnp.argsort(limits <= 0, stable=True).astype(jnp.int32),
+        count=jnp.sum(limits > 0, dtype=jnp.int32),
+        prompt_ids=ids_of_rows,
+        lengths=lengths,
+        limits=limits,
+        uniforms=token_uniforms(key, row_ids, max_new_tokens, jnp.promote_types(hidden.dtype, jnp.float32)),
+        prompts=padded_prompts,
+        prompt_mask=padded_mask,
+        hidden=hidden,
+        cache=cache,
+    )
+    unroll = jax.default_backend() == "cpu" if unroll is None else unroll
+    columns = jnp.arange(prompts.shape[1] + max_new_tokens)
+    engine = Engine(
+        transformer=transformer.unrolled() if unroll else transformer,
+        rope=rope_tables(transformer.config, columns[None], hidden.dtype) if unroll else None,
+        lm_head=head(model, policy.params),
+        sampling=sampling,
+        eos_ids=jnp.asarray(eos_ids, jnp.int32).reshape(-1),
+        stop=stop,
+        queue=queue,
+    )
+    if slots == count:
+        start = fill_slots(queue, to_rows, group, unroll=unroll)
+    else:
+        start = empty_slots(queue, slots, unroll=unroll)
+    last, outputs = engine.run(start)
+    return _to_samples(last, outputs, engine.eos_ids, to_rows(prompts, 0), to_rows(prompt_mask, 0))
+
+
+def samples_sharding(mesh: Mesh) -> "Samples":
+    """Returns the shardings of the results of `sample`, for `out_shardings`: rows over the mesh, scalars replicated."""
+    rows, scalar = batch_sharding(mesh), replicated(mesh)
+    per_row = dict.fromkeys(("tokens", "token_mask", "completion_mask", "log_probs", "finished"), rows)
+    return Samples(**per_row, steps=scalar, occupancy=scalar)  # type: ignore[arg-type]
+
+
+def _prompts_to_rows(prompts: int, group: int, prompt_ids: jax.Array | None) -> PromptsToRows:
+    """Makes the function that copies prompts to rows; repeated prompts stay on their devices, indexed ones may move."""
+    if prompt_ids is None:
+        if group < 1:
+            raise ValueError(f"group: got {group}, expected at least 1")
+        return lambda x, axis: jnp.repeat(lax.slice_in_dim(x, 0, prompts, axis=axis), group, axis=axis)
+    if group != 1:
+        raise ValueError(f"prompt_ids: got some and group = {group}, expected one of them; set only one of them")
+    ids = jnp.asarray(prompt_ids)
+    return lambda x, axis: jnp.take(x, ids, axis=axis)
+
+
+def _check_sizes(rows: int, slots: int, max_new_tokens: int) -> None:
+    """Raises ValueError for sizes below 1, and for slots that the mesh does not divide."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected at least 1")
+    if slots < 1:
+        raise ValueError(f"slots: got {slots}, expected at least 1")
+    if slots % axis_size("rows"):
+        name = "slots" if slots < rows else "rows"
+        raise ValueError(f"{name}: got {slots}, expected a multiple of mesh.data x mesh.fsdp = {axis_size('rows')}")
+
+
+def _prefill(
+    transformer: Transformer, prompts: jax.Array, prompt_mask: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, KeyValues]:
+    """Returns prompts and mask, padded to a count that the mesh divides, last hidden states [N, D] and KV cache."""
+    padding = -len(prompts) % axis_size("rows")
+    prompts = jnp.pad(prompts, ((0, padding), (0, 0)))
+    prompt_mask = jnp.pad(prompt_mask, ((0, padding), (0, 0)))
+    # The name shows in profiles, and tells a test which transfers belong to the prefill.
+    with jax.named_scope("prefill"):
+        hidden, cache = transformer.prefill(prompts, prompt_mask)
+    return prompts, prompt_mask, hidden[:, -1], cache
+
+
+def _to_samples(
+    slots: Slots, outputs: Outputs, eos_ids: jax.Array, prompts: jax.Array, prompt_mask: jax.Array
+) -> "Samples":
+    """Appends the completions to the prompts [B, P] of their rows, and blanks the columns after their ends."""
+    completion_mask = jnp.arange(slots.max_new_tokens) < outputs.lengths[:, None]
+    fill = eos_ids[0] if len(eos_ids) else 0
+
+    def concatenate(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.concatenate([left, right.astype(left.dtype)], axis=1)
+
+    no_log_probs = jnp.zeros(prompt_mask.shape, outputs.log_probs.dtype)
+    return Samples(
+        tokens=concatenate(prompts, jnp.where(completion_mask, outputs.tokens, fill)),
+        token_mask=concatenate(prompt_mask, completion_mask),
+        completion_mask=concatenate(jnp.zeros_like(prompt_mask), completion_mask),
+        log_probs=concatenate(no_log_probs, jnp.where(completion_mask, outputs.log_probs, 0)),
+        finished=outputs.finished,
+        steps=slots.draws - 1,
+        occupancy=jnp.sum(outputs.lengths, dtype=jnp.float32) / (slots.draws * len(slots.row)),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Prompts with their completions, in the order of the rows.
+
+    Attributes:
+      tokens: [B, P + C] int32; after the end of a row the first EOS id.
+      token_mask: [B, P + C] bool, the real tokens of prompt and completion.
+      completion_mask: [B, P + C] bool, the completions, each with the EOS or the stop string that ended it.
+      log_probs: [B, P + C] float32 at least, under the full softmax at the temperature; 0 outside completions.
+      finished: [B] bool, the rows that EOS or a stop string ended.
+      steps: [] int32, the number of decode steps; each advances all slots.
+      occupancy: [] float32, the mean share of slots that drew a token.
+    """
+
+    tokens: jax.Array
+    token_mask: jax.Array
+    completion_mask: jax.Array
+    log_probs: jax.Array
+    finished: jax.Array
+    steps: jax.Array | int = 0
+    occupancy: jax.Array | float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """The model, the queue and the sampling options: constants of the decode loop.
+
+    Attributes:
+      transformer: the decoder and its weights. Stacked layers run in one loop, whose program does not grow with depth,
+        but which copies caches out of the stack and back. Unrolled layers have separate caches.
+      rope: `rope_tables` of all positions [1, P + C] if the layers are unrolled, each of which would otherwise compute
+        sines and cosines again. None for stacked layers, which share one computation.
+      lm_head: [D, V].
+      sampling: temperature and filters.
+      eos_ids: [E] int32.
+      stop: the table of stop strings, or None.
+      queue: the prompts and rows.
+    """
+
+    transformer: Transformer
+    rope: RopeTables | None
+    lm_head: jax.Array
+    sampling: Sampling
+    eos_ids: jax.Array
+    stop: StopTable | None
+    queue: PromptQueue
+
+    def run(self, slots: Slots) -> tuple[Slots, Outputs]:
+        """Decodes until all rows have ended; returns the final slots and the outputs of all rows."""
+
+        def is_running(slots: Slots) -> jax.Array:
+            active = jnp.any(slots.active)
+            return active if slots.taken is None else active | (slots.taken < self.queue.count)
+
+        def advance(slots: Slots) -> Slots:
+            return self.draw_tokens(self.refill(self.decode(slots)))
+
+        slots = lax.while_loop(is_running, advance, self.draw_tokens(self.refill(slots)))
+        if slots.outputs is not None:
+            return slots, slots.write_outputs()
+        # Every row has its slot and started with the first draw, so no completion wraps around.
+        completions = slots.tokens[:, slots.prompt_length :]
+        return slots, Outputs(completions, slots.log_probs, slots.length, slots.finished)
+
+    def decode(self, slots: Slots) -> Slots:
+        """Runs the model on the latest token of every slot; updates `hidden` and `cache`."""
+        column = slots.last_column()
+        prompt_lengths = self.queue.lengths[slots.row]
+        positions = prompt_lengths + slots.length - 1
+        hidden, cache = self.transformer.decode(
+            lax.dynamic_index_in_dim(slots.tokens, column, axis=1, keepdims=False),
+            positions,
+            slots.cache,
+            slots.token_mask,
+            column,
+            key_positions=slots.key_positions(prompt_lengths),
+            rope=jax.tree.map(lambda x: jnp.take(x[0], positions, axis=0, mode="clip")[:, None], self.rope),
+        )
+        return dataclasses.replace(slots, hidden=hidden, cache=cast(KVCache, cache))
+
+    def draw_tokens(self, slots: Slots) -> Slots:
+        """Draws the next token of every active slot from its hidden state."""
+        dtype, softcap = slots.log_probs.dtype, self.transformer.config.final_softcap
+        logits = jnp.dot(slots.hidden, self.lm_head, preferred_element_type=dtype).astype(dtype)
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        uniforms = self.queue.uniforms[slots.row, slots.length]
+        tokens, log_probs = draw(logits / self.sampling.temperature, uniforms, self.sampling)
+        ended = jnp.any(tokens[:, None] == self.eos_ids, axis=1)
+        stop_state = slots.stop_state
+        if self.stop is not None:
+            stop_state = self.stop.advance(stop_state, tokens)
+            ended |= stop_state == self.stop.matched
+        slots = slots.append(tokens, log_probs, stop_state, ended=ended)
+        return dataclasses.replace(slots, active=slots.active & (slots.length < self.queue.limits[slots.row]))
+
+    def refill(self, slots: Slots) -> Slots:
+        """Replaces the rows of inactive slots by rows of the queue, one slot at a time; a no-op without a queue."""
+        if slots.outputs is None:
+            return slots
+
+        def can_refill(slots: Slots) -> jax.Array:
+            return (cast(jax.Array, slots.taken) < self.queue.count) & ~jnp.all(slots.active)
+
+        def refill_slot(slots: Slots) -> Slots:
+            slot, taken = jnp.argmin(slots.active), cast(jax.Array, slots.taken)
+            slots = dataclasses.replace(slots, outputs=slots.evict(slot), taken=taken + 1)
+            return slots.load(slot, self.queue, self.queue.order[taken])
+
+        return lax.while_loop(can_refill, refill_slot, slots)
