@@ -14,5 +14,9 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Traces make many objects that live long: at the default Python walks them for a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
 
+from tests import programs  # noqa: E402 (starts JAX)
+
+programs.share_mlir_context()
+
 hypothesis.settings.register_profile("kljax", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("kljax")
