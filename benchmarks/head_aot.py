@@ -8,26 +8,17 @@ The command makes the tables of `docs/benchmarks-aot.md`. It needs no accelerato
 
 import argparse
 import dataclasses
+import datetime
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from benchmarks.harness import cli
 from benchmarks.harness.process import RemoteError
 from benchmarks.harness.race import log
-from benchmarks.suites.aot import compiler, report
-from benchmarks.suites.aot.plans import DEVICES, FULL, MIB, QUICK, Order, Plan, programs_of
-
-Compiled = list[tuple[Order, Plan | str]]
-
-
-def parse_tile(text: str) -> tuple[int, int]:
-    """Parses tokens and vocabulary, `8192x2048`."""
-    tokens, cross, vocab = text.partition("x")
-    if not (cross and tokens.isdigit() and vocab.isdigit() and int(tokens) and int(vocab)):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected tokens and vocabulary such as 8192x2048")
-    return int(tokens), int(vocab)
+from benchmarks.harness.report import MIB
+from benchmarks.suites.aot import compiler, plans
+from benchmarks.suites.aot.plans import DEVICES, FULL, QUICK, Compiled, Order, Plan, programs_of
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -35,18 +26,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = cli.make_parser("head_aot", __doc__)
     add = parser.add_argument
     add("--targets", nargs="+", choices=DEVICES, default=list(DEVICES), help="devices to compile for")
-    add("--tiles", nargs="+", type=parse_tile, metavar="TOKENSxVOCAB", help="compare tiles of kljax instead")
+    add(
+        "--tiles",
+        nargs="+",
+        type=cli.numbers("8192x2048"),
+        metavar="TOKENSxVOCAB",
+        help="compare tiles of kljax instead",
+    )
     add("--keep", type=pathlib.Path, metavar="DIR", help="for compiled programs and buffer assignments")
     add("--quick", action="store_true", help="a smoke test: tiny sizes, no targets")
     add("--env", type=pathlib.Path, default=compiler.DEFAULT, metavar="DIR", help="environment with the compilers")
-    add(
-        "--make-env",
-        type=pathlib.Path,
-        nargs="?",
-        const=compiler.DEFAULT,
-        metavar="DIR",
-        help="make it, and compile nothing",
-    )
+    add("--make-env", type=pathlib.Path, nargs="?", const=compiler.DEFAULT, metavar="DIR",
+        help="make it, and compile nothing")  # fmt: skip
     cli.add_outputs(parser)
     return parser.parse_args(arguments)
 
@@ -69,7 +60,7 @@ def orders_of(options: argparse.Namespace) -> list[Order]:
 
 def compile_all(orders: Sequence[Order], directory: pathlib.Path) -> Compiled:
     """Compiles one program after the other, since each takes all cores and gigabytes; keeps plans or errors."""
-    compiled: Compiled = []
+    compiled: list[tuple[Order, Plan | str]] = []
     for number, order in enumerate(orders, 1):
         try:
             plan = compiler.compile_in(directory, order)
@@ -81,16 +72,6 @@ def compile_all(orders: Sequence[Order], directory: pathlib.Path) -> Compiled:
             size, seconds = plan.temp_bytes / MIB, plan.compile_seconds
             log(f"{number}/{len(orders)} {order}: {size:.1f} MiB, compiled in {seconds} s")
     return compiled
-
-
-def as_json(compiled: Compiled, versions: dict[str, str]) -> dict[str, Any]:
-    """Returns orders and plans as plain data."""
-    results = [
-        {**dataclasses.asdict(order), "keep": None, "problem": order.problem._asdict()}
-        | ({"failed": plan} if isinstance(plan, str) else dataclasses.asdict(plan))
-        for order, plan in compiled
-    ]
-    return {"date": report.today(), "versions": versions, "results": results}
 
 
 def usable(targets: Sequence[str], directory: pathlib.Path) -> list[str]:
@@ -113,12 +94,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
-    orders, versions = orders_of(options), compiler.installed(options.env)
+    orders, versions, date = orders_of(options), compiler.installed(options.env), datetime.date.today().isoformat()
     compiled = compile_all(orders, options.env)
-    problem = orders[0].problem
-    text = report.markdown(compiled, versions, problem, date=report.today(), goals=not options.quick)
+    text = plans.markdown(compiled, versions, orders[0].problem, date=date, goals=not options.quick)
+    results = [
+        {**dataclasses.asdict(order), "keep": None}
+        | ({"failed": plan} if isinstance(plan, str) else dataclasses.asdict(plan))
+        for order, plan in compiled
+    ]
     wrong = [f"{order}: {plan}" for order, plan in compiled if isinstance(plan, str)]
-    return cli.finish(options, text, as_json(compiled, versions), wrong)
+    return cli.finish(options, text, {"date": date, "versions": versions, "results": results}, wrong)
 
 
 if __name__ == "__main__":

@@ -11,26 +11,18 @@ others wait. A missed target does not fail the command. Completions of very diff
 With `--against`, another checkout of this repository races too: targets say whether this one is more than 3 % slower.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks.suites.model import command, long_tail
+from benchmarks.suites.model import long_tail, suite
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    parser = command.make_parser("rollout", __doc__, ("kljax", "tunix", "transformers"))
+    parser = suite.make_parser("rollout", __doc__, ("kljax", "tunix", "transformers"))
     parser.add_argument("--no-long-tail", action="store_true", help="leave out the completions of all lengths")
     options = parser.parse_args(arguments)
-    return command.main(options, parser, "rollout", None if options.quick or options.no_long_tail else _long_tail)
-
-
-def _long_tail(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Compares continuous batching with batches that wait."""
-    found = long_tail.report(long_tail.measure(long_tail.Tail(), options.rounds))
-    return {"long_tail": found}, long_tail.lines(found)
+    return suite.main(options, parser, "rollout", None if options.quick or options.no_long_tail else long_tail.section)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,17 @@ All tiles are timed in the same rounds, against the present one of the table. Th
 smaller. Temporary memory is shown beside the times. The line goes into `kljax/log_probs/_head.py`.
 """
 
-import argparse
-import functools
-import os
+import math
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from benchmarks.harness import cli
+from benchmarks.harness.race import race
+from benchmarks.harness.results import Result
+from benchmarks.suites.head.jax_forms import JaxForms
 from benchmarks.suites.head.problem import Options, Size, make_inputs
+from kljax.log_probs._head import default_tile
 
 TOKENS, VOCAB = (256, 512, 1024, 2048, 4096, 8192), (1024, 2048, 4096, 8192)
 Pair = tuple[int, int]
@@ -20,54 +24,33 @@ Pair = tuple[int, int]
 TIE = 1.02
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Times the grid and prints it, then the line of the table."""
     parser = cli.make_parser("search_tiles", __doc__)
-    size = cli.numbers("2048x1024x32768")
-    parser.add_argument("--size", type=size, default=(2048, 1024, 32_768), metavar="NxDxV")
+    parser.add_argument("--size", type=cli.numbers("2048x1024x32768"), default=(2048, 1024, 32_768), metavar="NxDxV")
     parser.add_argument("--tokens", type=_sizes, default=TOKENS, metavar="N,N", help="rows of a tile to try")
     parser.add_argument("--vocab", type=_sizes, default=VOCAB, metavar="V,V", help="columns of a tile to try")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "gpu", "tpu"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bf16"), default="float32", help="of hidden states and head")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Times the grid and prints it, then the line of the table."""
-    options = make_parser().parse_args(arguments)
-    os.environ.setdefault("JAX_PLATFORMS", "cuda" if options.device == "gpu" else options.device)
-    # JAX reads the environment at its import.
-    import jax
-
-    from benchmarks.harness.race import race
-    from benchmarks.harness.results import Result
-    from benchmarks.suites.head.forms import FormsContender
-    from benchmarks.suites.head.jax_forms import JaxForms
-    from kljax.log_probs._head import default_tile
-
+    options = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cuda" if options.device == "gpu" else options.device)
     kind, size = jax.devices()[0].device_kind, Size(*options.size)
     now = default_tile(kind)
     tiles = {(now.tokens, now.vocab)}
     tiles |= {(min(n, size.tokens), min(v, size.vocab)) for n in options.tokens for v in options.vocab}
     inputs = make_inputs(size)
-    tried = {
-        "x".join(map(str, tile)): FormsContender(
-            functools.partial(JaxForms, options=Options(device=options.device, dtype=options.dtype, tile=tile)), inputs
-        )
-        for tile in sorted(tiles)
-    }
-    results = {name: Result(name) for name in tried}
-    race(results, options.rounds, lambda name: tried[name].run("tile"))
+    tried = {tile: JaxForms(inputs, Options(options.device, options.dtype, tile=tile)) for tile in sorted(tiles)}
+    results = {"{}x{}".format(*tile): Result("{}x{}".format(*tile)) for tile in tried}
+    contenders = dict(zip(results, tried.values(), strict=True))
+    race(results, options.rounds, lambda name: contenders[name].run("tile"))
     for result in results.values():
         if result.failed:
             raise RuntimeError(f"tile {result.name}: {result.problem}")
-    pairs = dict(zip(sorted(tiles), tried, strict=True))
-    seconds = {tile: results[name].best("wall") or float("nan") for tile, name in pairs.items()}
-    memory = {tile: tried[name].temporary("tile") or 0 for tile, name in pairs.items()}
+    seconds = {tile: result.best("wall") or math.nan for tile, result in zip(tried, results.values(), strict=True)}
+    memory = {tile: forms.temporary("tile") or 0 for tile, forms in tried.items()}
     print(table(seconds, memory, (now.tokens, now.vocab)))
-    tokens, vocab = best(seconds)
-    print(f'\n    "{kind}": Tile({tokens}, {vocab}),')
+    print('\n    "{}": Tile({}, {}),'.format(kind, *best(seconds)))
     return 0
 
 

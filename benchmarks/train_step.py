@@ -11,28 +11,18 @@ growth of the resident set. A missed target does not fail the command. A profile
 With `--against`, another checkout of this repository races too: targets say whether this one is more than 3 % slower.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks.suites.model import command, profile
-from benchmarks.suites.model.problem import QUICK, Work
+from benchmarks.suites.model import profile, suite
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command."""
-    parser = command.make_parser("train_step", __doc__, ("kljax", "tunix"))
+    parser = suite.make_parser("train_step", __doc__, ("kljax", "tunix"))
     parser.add_argument("--no-profile", action="store_true", help="leave out the profile of kljax's update")
     options = parser.parse_args(arguments)
-    return command.main(options, parser, "step", None if options.no_profile else _profile)
-
-
-def _profile(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Measures the parts of an update."""
-    works = [QUICK] if options.quick else [Work(vocab=vocab) for vocab in options.vocab or command.VOCABS]
-    lines = [line for work in works for line in profile.lines(work, options.rounds)]
-    return {"profile": lines}, lines
+    return suite.main(options, parser, "step", None if options.no_profile else profile.section)
 
 
 if __name__ == "__main__":

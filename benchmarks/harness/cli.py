@@ -19,15 +19,25 @@ def make_parser(command: str, description: str | None) -> argparse.ArgumentParse
     )
 
 
-def add_race_options(parser: argparse.ArgumentParser, *, rounds: int, quick: str) -> None:
-    """Adds the options of commands that time contenders."""
-    parser.add_argument("--rounds", type=int, default=rounds, help="interleaved rounds; the fastest counts")
-    parser.add_argument("--contenders", type=names, metavar="NAMES", help="names separated by commas")
-    parser.add_argument("--torch-index", help="package index for PyTorch in place of PyPI, when making environments")
-    parser.add_argument("--quick", action="store_true", help=f"a smoke test: {quick}")
-    parser.add_argument("--threads", type=int, default=2, help="of each process on the CPU; 0 sets no limit")
-    parser.add_argument("--no-peak", action="store_true", help="leave out peak memory")
+def race_parser(command: str, description: str | None, env: str, *, rounds: int, quick: str) -> argparse.ArgumentParser:
+    """Returns the parser of a command that times contenders.
+
+    Args:
+      env: option that names the directory of the contenders' environments.
+      rounds: the default; quick: describes the smoke test.
+    """
+    parser = make_parser(command, description)
+    add = parser.add_argument
+    add(f"--{env}", type=pathlib.Path, metavar="DIR", help=f"made with --make-{env}")
+    add(f"--make-{env}", type=pathlib.Path, metavar="DIR", help="make it, and measure nothing")
+    add("--torch-index", help="package index for PyTorch in place of PyPI, with --make-" + env)
+    add("--rounds", type=int, default=rounds, help="interleaved rounds; the fastest counts")
+    add("--contenders", type=names, metavar="NAMES", help="names separated by commas")
+    add("--quick", action="store_true", help=f"a smoke test: {quick}")
+    add("--threads", type=int, default=2, help="of each process on the CPU; 0 sets no limit")
+    add("--no-peak", action="store_true", help="leave out peak memory")
     add_outputs(parser)
+    return parser
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:

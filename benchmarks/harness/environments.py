@@ -38,6 +38,16 @@ def make(venv: pathlib.Path, *installs: Sequence[str], python: str = sys.executa
         subprocess.run([*pip, *arguments], check=True)
 
 
+def torch_install(requirement: str, index: str | None) -> list[str]:
+    """Returns the arguments that install PyTorch.
+
+    Args:
+      index: package index in place of PyPI, whose build for Linux has CUDA in it; the index of the build for CPUs is
+        `https://download.pytorch.org/whl/cpu`.
+    """
+    return [*(("--index-url", index) if index else ()), requirement]
+
+
 def find_python312(path: str | None) -> str:
     """Returns a Python 3.12: `path` if it is given, or the first one of this machine.
 

@@ -1,6 +1,7 @@
 """Time and machine of a measurement."""
 
 import datetime
+import importlib.metadata
 import os
 import pathlib
 import platform
@@ -12,11 +13,12 @@ import jax
 
 def describe(device: jax.Device) -> dict[str, Any]:
     """Returns date, processor, memory and system, and the kind of a GPU."""
+    memory = _field("/proc/meminfo", "MemTotal")
     found = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": f"{os.cpu_count()} cores",
-        "memory": _memory(),
+        "memory": memory and f"{int(memory.split()[0]) / 2**20:.0f} GiB",
         "system": f"{platform.system()}, Python {platform.python_version()}",
     }
     if device.platform != "cpu":
@@ -24,19 +26,14 @@ def describe(device: jax.Device) -> dict[str, Any]:
     return found
 
 
-def begin(device: jax.Device, **settings: Any) -> dict[str, Any]:
-    """Begins a report with the machine, its load and the settings; versions and sizes follow."""
-    return {"machine": describe(device), **settings, "versions": {}, "load": [load(), None]}
-
-
-def end(report: dict[str, Any]) -> None:
-    """Adds the load after the measurements."""
-    report["load"][1] = load()
-
-
 def load() -> float | None:
     """Returns the load average of the last minute, or None if the system has none."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def release() -> str:
+    """Returns the version of kljax and the commit of this checkout."""
+    return f"{importlib.metadata.version('kljax')} {commit() or ''}".strip()
 
 
 def commit() -> str | None:
@@ -47,11 +44,6 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"({done.stdout.strip()})"
-
-
-def _memory() -> str | None:
-    total = _field("/proc/meminfo", "MemTotal")
-    return None if total is None else f"{int(total.split()[0]) / 2**20:.0f} GiB"
 
 
 def _field(path: str, name: str) -> str | None:

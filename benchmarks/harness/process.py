@@ -1,4 +1,4 @@
-"""Contenders in this process and in others, asked in the same way."""
+"""Contenders in processes of their own."""
 
 import contextlib
 import json
@@ -7,42 +7,20 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
-
-from benchmarks.harness.worker import Worker
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+# No compiled program is read from a cache, so that the first run compiles.
+SETTINGS = {"PYTHONDONTWRITEBYTECODE": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 class RemoteError(RuntimeError):
     """A failure in another process, in one line."""
 
 
-class Contender(Protocol):
-    """A contender that answers requests."""
-
-    def ask(self, **request: Any) -> Any:
-        """Returns the result of a request, see `benchmarks.harness.worker`."""
-
-
-class Local:
-    """A contender of this process.
-
-    Args:
-      load: makes the contender; arguments: its keyword arguments.
-    """
-
-    def __init__(self, load: Callable[..., Any], **arguments: Any) -> None:
-        self._worker = Worker(load)
-        self.ask(do="load", **arguments)
-
-    def ask(self, **request: Any) -> Any:
-        return self._worker.answer(request)
-
-
 class Remote:
-    """A contender of another process.
+    """A contender of another process, which is asked as `worker.Worker` is.
 
     Args:
       process: runs `benchmarks.harness.worker`; log: file that its stderr goes to, or None.
@@ -82,7 +60,7 @@ def start(
     *,
     python: pathlib.Path | None = None,
     root: pathlib.Path = ROOT,
-    settings: Mapping[str, str] | None = None,
+    settings: Mapping[str, str] = {},
     quiet: bool = False,
 ) -> Iterator[Remote]:
     """Starts a process for the contender of a module, and ends it on the way out.
@@ -98,17 +76,13 @@ def start(
     arguments = ["benchmarks.harness.worker", module]
     if not (root / "benchmarks" / "harness").exists():
         arguments = ["benchmarks._speed.worker", module.rpartition(".")[2]]
-    # No compiled program is read from a cache, so that the first run compiles.
-    fixed = {"PYTHONDONTWRITEBYTECODE": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     with contextlib.ExitStack() as stack:
-        log = None
-        if quiet:
-            log = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "stderr")
+        log = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "stderr") if quiet else None
         process = stack.enter_context(
             subprocess.Popen(
                 [str(python or sys.executable), "-m", *arguments],
                 cwd=root,
-                env={**os.environ, **fixed, **(settings or {})},
+                env={**os.environ, **SETTINGS, **settings},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if log is None else stack.enter_context(log.open("w")),

@@ -3,8 +3,11 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from benchmarks.harness.measure import Seconds
+import jax
+
+from benchmarks.harness.measure import Clock, Seconds
 from benchmarks.harness.results import Result
 from benchmarks.harness.worker import one_line
 
@@ -32,6 +35,20 @@ def race(results: Mapping[str, Result], rounds: int, run: Callable[[str], Mappin
                     wall, cpu = seconds[part]
                     results[name].seconds.setdefault(part, []).append((wall, cpu))
         log(f"round {index} of {rounds}")
+
+
+def race_programs(programs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Result]:
+    """Times programs of this process by name, and waits for their results."""
+    results = {name: Result(name) for name in programs}
+
+    def run(name: str) -> dict[str, Seconds]:
+        clock = Clock()
+        with clock.part("run"):
+            jax.block_until_ready(programs[name]())
+        return clock.parts
+
+    race(results, rounds, run)
+    return results
 
 
 def measurable(results: Mapping[str, Result]) -> list[tuple[str, Result]]:

@@ -1,27 +1,39 @@
-"""Tables in Markdown."""
+"""Tables and reports in Markdown: a report is a list of paragraphs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.results import Check, Result
 
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+MIB = 2**20
+# The title of a column and the format of its values; "MiB" is the format of bytes.
+Column = tuple[str, str]
 
 
-def number(value: float | None, form: str) -> str:
-    """Formats a number; None is an empty cell."""
-    return "" if value is None else format(value, form)
+def table(columns: Iterable[Column], rows: Iterable[Sequence[Any]]) -> str:
+    """Formats a table; a value of None is an empty cell, and text needs no format."""
+    titles, forms = zip(*columns, strict=True)
+    lines = [titles, ["---"] * len(titles)]
+    lines += [[_cell(value, form) for value, form in zip(row, forms, strict=True)] for row in rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def mebibytes(size: int | None) -> str:
-    """Formats bytes as MiB."""
-    if size is None:
-        return ""
-    return f"{size / 2**20:,.0f}" if size >= 10 * 2**20 else f"{size / 2**20:.2g}"
+def text_columns(titles: str) -> list[Column]:
+    """Returns columns of text from their titles, which bars separate."""
+    return [(title, "") for title in titles.split("|")]
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if form == "MiB":
+        return f"{value / MIB:,.0f}" if value >= 10 * MIB else f"{value / MIB:.2g}"
+    return format(value, form)
+
+
+def join(paragraphs: Iterable[str]) -> str:
+    """Returns the text of a file."""
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def conditions(report: Mapping[str, Any], how: Sequence[str]) -> list[str]:
@@ -31,7 +43,7 @@ def conditions(report: Mapping[str, Any], how: Sequence[str]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     before, after = report["load"]
     load = f"load of the machine before and after {before} and {after}"
-    return [f"{machine['date']} on {where}; {versions}.", "", f"{', '.join((*how, load))}."]
+    return [f"{machine['date']} on {where}; {versions}.", f"{', '.join((*how, load))}."]
 
 
 def problems(results: Iterable[Result], titles: Mapping[str, str]) -> list[str]:
@@ -40,28 +52,22 @@ def problems(results: Iterable[Result], titles: Mapping[str, str]) -> list[str]:
     for result in results:
         if result.problem is not None:
             reasons.setdefault(result.problem, []).append(titles[result.name])
-    return [line for why, names in reasons.items() for line in ("", f"Not measured: {', '.join(names)}: {why}.")]
+    return [f"Not measured: {', '.join(names)}: {why}." for why, names in reasons.items()]
 
 
-def targets(checks: Iterable[Check], other: str = "") -> list[str]:
-    """Returns the table of targets; `other` is the title of the values by the other clock."""
-    head = ["target", "bound", "measured", *([other] if other else []), "verdict"]
-    return table(
-        head,
-        [
-            [
-                check.title,
-                f"{'at least' if check.at_least else 'at most'} {_value(check, check.limit)}",
-                "" if check.value is None else _value(check, check.value),
-                *([] if not other else ["" if check.other is None else _value(check, check.other)]),
-                check.verdict,
-            ]
-            for check in checks
-        ],
-    )
+def targets(checks: Iterable[Check], other: str = "") -> str:
+    """Formats the table of targets; `other` is the title of the values by the other clock."""
+    rows = []
+    for check in checks:
+        bound = f"{'at least' if check.at_least else 'at most'} {_value(check, check.limit)}"
+        values = [_value(check, value) for value in ((check.value, check.other) if other else (check.value,))]
+        rows.append([check.title, bound, *values, check.verdict])
+    return table(text_columns(f"target|bound|measured{other and '|'}{other}|verdict"), rows)
 
 
-def _value(check: Check, value: float) -> str:
+def _value(check: Check, value: float | None) -> str | None:
+    if value is None:
+        return None
     match check.unit:
         case "1/":
             return f"1/{1 / value:.3g}" if value else "0"

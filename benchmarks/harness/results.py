@@ -15,7 +15,6 @@ class Result:
     """Measurements of one contender.
 
     Attributes:
-      name: of the contender.
       problem: why it was not measured, or None.
       failed: whether the problem is an error; a missing environment is none.
       seconds: of each round, by part of the run.
@@ -41,9 +40,25 @@ class Result:
         rounds = zip(*self.seconds.values(), strict=True) if part == ALL else ((s,) for s in self.seconds.get(part, []))
         return min((sum(seconds[CLOCKS[clock]] for seconds in parts) for parts in rounds), default=None)
 
-    def best_first(self, clock: str, part: str) -> float | None:
-        """Returns the seconds of the fastest first run, or None."""
-        return min((seconds[CLOCKS[clock]] for seconds in self.first.get(part, [])), default=None)
+    def value(self, measure: str, clock: str, part: str) -> float | None:
+        """Returns the value of a target's measure; memory does not depend on the clock."""
+        match measure:
+            case "temporary":
+                return self.temp_bytes
+            case "peak":
+                return self.peak_bytes.get(part)
+            case "compile":
+                return min((seconds[CLOCKS[clock]] for seconds in self.first.get(part, [])), default=None)
+        return self.best(clock, part)
+
+
+@dataclasses.dataclass
+class Measured:
+    """The results of one size by contender, and the rates of the machine if they were measured."""
+
+    size: Any
+    results: dict[str, Result]
+    rates: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +68,7 @@ class Target:
     Attributes:
       measure: "time", of the wall clock; "speed", the inverse quotient of CPU seconds, at least the limit; "temporary"
         and "peak" memory; "compile", CPU seconds of a first run.
-      name, against: of the two contenders.
-      limit: the bound; large_limit: the one for a large vocabulary, where it differs.
-      part: of the run.
+      large_limit: limit for a large vocabulary, where it differs.
     """
 
     measure: str
@@ -71,8 +84,7 @@ class Check:
     """A value and its bound.
 
     Attributes:
-      title: of the target.
-      limit: the bound; value: None if it was not measured; other: the same by the other clock.
+      value: None if it was not measured; other: the same by the other clock.
       at_least: whether the limit is a lower bound.
       unit: "MiB", "%", "1/" for the denominator of a small quotient, or "".
       missing: verdict where there is no value.
@@ -108,33 +120,27 @@ def ratio(value: float | None, other: float | None) -> float | None:
 def check(target: Target, title: str, results: Mapping[str, Result], *, large: bool, digits: int = 2) -> Check:
     """Compares the results of two contenders with a target."""
     limit = target.large_limit if large and target.large_limit is not None else target.limit
-    speed, part = target.measure == "speed", target.part
-    unit = "1/" if target.measure == "temporary" else ""
+    measure, missing = target.measure, "not measured"
     ours, theirs = results.get(target.name), results.get(target.against)
+    value = other = None
     if ours is None or theirs is None:
         missing = "not measured: not among the contenders"
     elif ours.problem or theirs.problem:
         missing = "not measured, see above"
     else:
-        missing = "not measured"
-    value = other = None
-    if missing == "not measured":
-        assert ours is not None
-        assert theirs is not None
-        match target.measure:
-            case "time":
-                value, other = (ratio(ours.best(clock, part), theirs.best(clock, part)) for clock in ("wall", "cpu"))
-            case "speed":
-                value, other = (ratio(theirs.best(clock, part), ours.best(clock, part)) for clock in ("cpu", "wall"))
-            case "compile":
-                value, other = (
-                    ratio(ours.best_first(clock, part), theirs.best_first(clock, part)) for clock in ("cpu", "wall")
-                )
-            case "temporary":
-                value = ratio(ours.temp_bytes, theirs.temp_bytes)
-            case "peak":
-                value = ratio(ours.peak_bytes.get(part), theirs.peak_bytes.get(part))
-    return Check(title, limit, value, other, at_least=speed, unit=unit, missing=missing, digits=digits)
+        pair = (theirs, ours) if measure == "speed" else (ours, theirs)
+        clocks = ("wall", "cpu") if measure == "time" else ("cpu", "wall")
+        value, other = (ratio(*(result.value(measure, clock, target.part) for result in pair)) for clock in clocks)
+    return Check(
+        title,
+        limit,
+        value,
+        None if measure in ("temporary", "peak") else other,
+        at_least=measure == "speed",
+        unit="1/" if measure == "temporary" else "",
+        missing=missing,
+        digits=digits,
+    )
 
 
 def failures(results: Mapping[str, Result], tolerances: Mapping[str, float]) -> list[str]:

@@ -10,36 +10,31 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TextIO
 
 
 class Worker:
-    """Calls the methods of one contender.
-
-    Attributes:
-      load: makes the contender from the keyword arguments of the request "load".
-    """
+    """A contender of this process, which `load` makes from the keyword arguments of the request "load"."""
 
     def __init__(self, load: Callable[..., Any]) -> None:
         self.load = load
         self.contender: Any = None
 
-    def answer(self, request: Mapping[str, Any]) -> Any:
+    def ask(self, *, do: str, **arguments: Any) -> Any:
         """Returns the result of a request as plain data.
 
         Raises:
           ValueError: if the contender has no such method.
         """
-        name, arguments = request["do"], {key: value for key, value in request.items() if key != "do"}
-        if name == "load":
+        if do == "load":
             self.contender = self.load(**arguments)
             return None
         methods = {key: getattr(self.contender, key) for key in dir(self.contender) if not key.startswith("_")}
         known = [key for key, value in methods.items() if callable(value)]
-        if name not in known:
-            raise ValueError(f"do: got {name!r}, expected load or one of {', '.join(known)}")
-        return methods[name](**arguments)
+        if do not in known:
+            raise ValueError(f"do: got {do!r}, expected load or one of {', '.join(known)}")
+        return methods[do](**arguments)
 
 
 def one_line(error: Exception, limit: int) -> str:
@@ -51,7 +46,7 @@ def serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
     """Answers requests until their stream ends."""
     for line in requests:
         try:
-            reply = {"result": worker.answer(json.loads(line))}
+            reply = {"result": worker.ask(**json.loads(line))}
         except Exception as error:
             traceback.print_exc()
             reply = {"error": one_line(error, 500)}
@@ -62,8 +57,7 @@ def main() -> None:
     # The output of libraries goes to stderr, so that stdout holds replies alone.
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    module = importlib.import_module(sys.argv[1])
-    serve(Worker(module.load), sys.stdin, replies)
+    serve(Worker(importlib.import_module(sys.argv[1]).load), sys.stdin, replies)
     # Threads of a contender may wait for ever, as the loop of Tunix's learner does.
     os._exit(0)
 

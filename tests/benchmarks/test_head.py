@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import head
 from benchmarks.harness import environments
-from benchmarks.suites.head import forms, jax_forms, report, suite
+from benchmarks.suites.head import forms, jax_forms, suite
 from benchmarks.suites.head.problem import QUICK, SIZES
 
 HERE = forms.choose("cpu")
@@ -53,7 +53,7 @@ def test_rows_without_pytorch_say_why(quick):
 def test_every_target_has_a_verdict_and_a_missed_one_is_said(quick):
     (size,) = quick["json"]["sizes"]
     verdicts = {check["title"]: check["verdict"] for check in size["targets"]}
-    assert list(verdicts) == [*map(report.title, report.TARGETS["cpu"]), report.RATE_TITLE]
+    assert list(verdicts) == [*map(suite.title, suite.TARGETS["cpu"]), suite.RATE_TITLE]
     # The compiler assigns the same memory in every run: at this size the tile is a quarter of the logits.
     assert verdicts["memory: kljax, over naive JAX"] == "missed"
     assert verdicts["time: kljax, over verl `FusedLinearForPPO`"] == "not measured, see above"
@@ -138,7 +138,7 @@ def test_temporary_memory_meets_its_targets(size):
     """At the sizes of the targets nothing runs; what the compiler assigns is the same every time."""
     temp = {name: _compiled_bytes(name, size) for name in ("tile", "naive", "tunix_full", "tunix_chunk")}
     limits = {"naive": 16, "tunix_full": 24, "tunix_chunk": 3}
-    if size.vocab >= report.LARGE_VOCAB:
+    if size.vocab >= suite.LARGE_VOCAB:
         limits = {"naive": 24, "tunix_full": 40, "tunix_chunk": 9}
     for name, limit in limits.items():
         assert limit * temp["tile"] <= temp[name], f"{temp['tile']} bytes, and {name} {temp[name]}"
@@ -150,7 +150,7 @@ def _compiled_bytes(name, size):
     def shape(*sizes, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
-    tokens, width, vocab = size
+    tokens, width, vocab = size.tokens, size.width, size.vocab
     data = jax_forms.Constants(
         targets=shape(tokens, dtype=jnp.int32),
         advantages=shape(tokens),

@@ -7,8 +7,9 @@ import functools
 
 import pytest
 
+from benchmarks.harness.report import MIB
 from benchmarks.suites.aot import compiler
-from benchmarks.suites.aot.plans import COLLECTIVES, FORWARD_MIB, LAYOUTS, MEMORY_MIB, MIB, Order, Plan
+from benchmarks.suites.aot.plans import COLLECTIVES, FORWARD_MIB, LAYOUTS, MEMORY_MIB, Order, Plan
 
 LIBTPU = "0.0.42"
 

@@ -3,15 +3,14 @@
 import dataclasses
 import io
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks.harness import environments, measure, worker
 from benchmarks.harness.process import RemoteError, start
-from benchmarks.harness.results import Result, failures
-from benchmarks.suites.head import jax_forms, report, suite
+from benchmarks.harness.results import Measured, Result, failures
+from benchmarks.suites.head import jax_forms, suite
 from benchmarks.suites.head.forms import FormsContender
 from benchmarks.suites.head.problem import QUICK, SIZES, Inputs, Options, Size, log_probs, make_inputs
 from benchmarks.suites.head.rates import Rates, matmul_rate, traffic
@@ -47,14 +46,14 @@ def measured(size=SIZES[0], rates=None, **seconds):
         name: Result(name, seconds={"run": [(time + 1, 2 * time), (time, 3 * time)]}, temp_bytes=int(time))
         for name, time in seconds.items()
     }
-    return suite.SizeResults(size, results, rates)
+    return Measured(size, results, rates)
 
 
 def verdicts(found, device="cpu"):
-    targets = {report.title(target): target for target in report.TARGETS[device]}
+    targets = {suite.title(target): target for target in suite.TARGETS[device]}
     return {
         (target.measure, target.name, target.against) if (target := targets.get(check.title)) else "rate": check
-        for check in report.checks(found, device)
+        for check in suite.HeadSuite(Options(device)).checks(found)
     }
 
 
@@ -124,36 +123,26 @@ def test_traffic_counts_every_pass():
     assert traffic(size, tile, itemsize=2) == forward + backward
 
 
-class Allocating:
+class Allocating(FormsContender):
     """Forms whose memory is known: a run takes 96 MiB and returns 32 of them."""
-
-    options = Options()
-
-    def prepare(self, name):
-        pass
 
     def outputs(self, name):
         scratch = np.full(64 << 20, 1, np.uint8)
         return (np.full(32 << 20, scratch[0]),)
 
-    def nbytes(self, outputs):
-        return sum(output.nbytes for output in outputs)
-
 
 @pytest.mark.skipif(not measure.known(), reason="the system does not tell a process's peak memory")
 def test_peak_memory_is_without_results():
-    contender = FormsContender(lambda inputs: Allocating(), make_inputs(QUICK))
+    contender = Allocating(make_inputs(QUICK), Options())
     assert contender.peak("any") == pytest.approx(64 << 20, rel=0.1)
 
 
 def test_peak_memory_of_a_gpu_is_asked_of_its_library():
-    gpu = SimpleNamespace(
-        options=Options(device="gpu"),
-        device_peak=lambda name: 7,
-        outputs=lambda name: None,
-        prepare=lambda name: None,
-    )
-    assert FormsContender(lambda inputs: gpu, make_inputs(QUICK)).peak("any") == 7
+    class Gpu(Allocating):
+        def device_peak(self, name):
+            return 7
+
+    assert Gpu(make_inputs(QUICK), Options(device="gpu")).peak("any") == 7
 
 
 def test_a_worker_answers_and_survives_errors(tmp_path):
@@ -173,7 +162,7 @@ def test_a_worker_answers_and_survives_errors(tmp_path):
     assert loaded == {"result": None}
     assert len(timed["result"]["run"]) == 2
     assert unknown == {"error": "KeyError: 'nothing'"}
-    expected = "compare, peak, run, save, temporary, versions"
+    expected = "arrays, compare, device_peak, outputs, peak, prepare, run, save, temporary, versions"
     assert wrong == {"error": f"ValueError: do: got 'dance', expected load or one of {expected}"}
     assert set(versions["result"]) == {"jax", "kljax"}
 

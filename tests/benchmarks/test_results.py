@@ -3,16 +3,20 @@
 import dataclasses
 import json
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from benchmarks.harness.results import Measured, Result
+from benchmarks.harness.suite import Suite, markdown
 from benchmarks.suites.aot import plans
-from benchmarks.suites.aot import report as aot_report
-from benchmarks.suites.head import report as head_report
-from benchmarks.suites.head.suite import SizeResults
+from benchmarks.suites.head.problem import Options, Size
+from benchmarks.suites.head.rates import Rates
+from benchmarks.suites.head.suite import HeadSuite
 from benchmarks.suites.model import long_tail
-from benchmarks.suites.model import report as model_report
-from benchmarks.suites.model.suite import WorkResults
+from benchmarks.suites.model.problem import Work
+from benchmarks.suites.model.suite import ModelSuite
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -21,22 +25,27 @@ def read(name: str) -> tuple[dict, str]:
     return json.loads((RESULTS / f"{name}.json").read_text()), (RESULTS / f"{name}.md").read_text()
 
 
+def render(suite: Suite, found: dict, size: Callable[..., Any]) -> str:
+    """Renders the report of a suite, and compares its verdicts with those of the file."""
+    sizes = []
+    for fields in found["sizes"]:
+        results = {name: Result(**result) for name, result in fields["results"].items()}
+        rates = fields.get("rates")
+        sizes.append(Measured(size(**fields["size"]), results, None if rates is None else Rates(**rates)))
+        assert [check.as_json() for check in suite.checks(sizes[-1])] == fields["targets"]
+    return markdown(suite, found, sizes)
+
+
 def test_the_head() -> None:
     found, text = read("head-cpu")
-    sizes = [SizeResults.from_json(fields) for fields in found["sizes"]]
-    assert head_report.markdown(found, sizes, found["options"]["device"]) == text
-    checks = [[check.as_json() for check in head_report.checks(one, "cpu")] for one in sizes]
-    assert checks == [fields["targets"] for fields in found["sizes"]]
+    assert render(HeadSuite(Options(**found["options"])), found, Size) == text
 
 
 @pytest.mark.parametrize(("name", "part"), [("rollout-cpu", "rollout"), ("train-step-cpu", "step")])
 def test_whole_models(name: str, part: str) -> None:
     found, text = read(name)
-    sizes = [WorkResults.from_json(fields) for fields in found["sizes"]]
-    section = found["profile"] if part == "step" else long_tail.lines(found["long_tail"])
-    assert model_report.markdown(found, sizes, part) + "".join(f"{line}\n" for line in section) == text
-    checks = [[check.as_json() for check in model_report.checks(one, part)] for one in sizes]
-    assert checks == [fields["targets"] for fields in found["sizes"]]
+    section = "\n".join(found["profile"]) + "\n" if part == "step" else long_tail.markdown(found["long_tail"])
+    assert render(ModelSuite(part), found, Work) + "\n" + section == text
 
 
 def test_plans_of_compilers() -> None:
@@ -49,5 +58,5 @@ def test_plans_of_compilers() -> None:
         )
         for fields in found["results"]
     ]
-    written = aot_report.markdown(compiled, found["versions"], plans.FULL, date=found["date"], goals=True)
+    written = plans.markdown(compiled, found["versions"], plans.FULL, date=found["date"], goals=True)
     assert written == text

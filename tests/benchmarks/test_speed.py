@@ -9,9 +9,10 @@ import pytest
 from benchmarks import rollout, train_step
 from benchmarks.harness import environments, measure
 from benchmarks.harness.process import ROOT
-from benchmarks.harness.results import ALL, Result, failures
+from benchmarks.harness.results import ALL, Measured, Result, failures
+from benchmarks.harness.suite import markdown
 from benchmarks.harness.worker import Worker
-from benchmarks.suites.model import command, kljax, long_tail, problem, profile, report, suite
+from benchmarks.suites.model import kljax, long_tail, problem, profile, suite
 
 V = problem.QUICK.vocab
 
@@ -23,7 +24,7 @@ def worker(tmp_path_factory) -> tuple[Worker, object]:
     problem.save_weights(problem.QUICK, directory)
     found = Worker(kljax.load)
     fields = {name: getattr(problem.QUICK, name) for name in problem.QUICK.__dataclass_fields__}
-    assert found.answer({"do": "load", "work": fields, "directory": str(directory), "threads": 0}) is None
+    assert found.ask(do="load", work=fields, directory=str(directory), threads=0) is None
     return found, directory
 
 
@@ -40,34 +41,34 @@ def test_weights_have_the_names_and_shapes_of_a_checkpoint_and_of_the_decoder():
 
 def test_an_update_moves_the_policy_and_runs_have_their_parts(worker):
     held, directory = worker
-    held.answer({"do": "score", "path": str(directory / "kljax.npy")})
+    held.ask(do="score", path=str(directory / "kljax.npy"))
     before = np.load(directory / "kljax.npy")
     assert before.shape == (4, 5)
     assert (before < 0).all()
     # As another trainer leaves it: its batch, and the log-probs after its update, which here are nobody's.
     tokens = problem.make_sequences(problem.QUICK)
     np.savez(directory / "learn.npz", tokens=tokens, advantages=np.float32([1, -1, 1, -1]), score=before)
-    held.answer({"do": "learn", "path": str(directory / "learn.npz")})
+    held.ask(do="learn", path=str(directory / "learn.npz"))
     with np.load(directory / "learn.npz") as file:
         moved = file["ours"] - before
     assert 1e-5 < np.abs(moved).max() < 1
     # The rows that are scored are the ones that were trained: those with an advantage of 1 became likelier.
     assert (moved.sum(1)[::2] > 0).all()
     assert (moved.sum(1)[1::2] < 0).all()
-    assert set(held.answer({"do": "run", "part": "rollout"})) == {"rollout"}
-    seconds = held.answer({"do": "run", "part": "step"})
+    assert set(held.ask(do="run", part="rollout")) == {"rollout"}
+    seconds = held.ask(do="run", part="step")
     assert set(seconds) == {"rollout", "update"}
     assert all(wall > 0 and cpu >= 0 for wall, cpu in seconds.values())
-    assert set(held.answer({"do": "peak", "part": "step"})) <= {"rollout", "update"}
+    assert set(held.ask(do="peak", part="step")) <= {"rollout", "update"}
 
 
 def test_a_wrong_rollout_or_request_is_an_error(worker, monkeypatch):
     held, _ = worker
     monkeypatch.setattr(held.contender, "rollout", lambda: np.full((4, 5), V))
     with pytest.raises(ValueError, match="ids of the vocabulary"):
-        held.answer({"do": "run", "part": "rollout"})
+        held.ask(do="run", part="rollout")
     with pytest.raises(ValueError, match="expected load or one of"):
-        held.answer({"do": "fly"})
+        held.ask(do="fly")
 
 
 def test_a_part_within_another_is_counted_once(monkeypatch):
@@ -93,7 +94,7 @@ def test_memory_of_a_part_within_another_is_that_parts():
         assert grown.parts["update"] < 2**24
 
 
-def measured(tunix: Result | None = None) -> suite.WorkResults:
+def measured(tunix: Result | None = None) -> Measured:
     """Numbers as a race leaves them: Tunix takes twice the CPU seconds of kljax for the update."""
     ours = Result(
         "kljax",
@@ -106,7 +107,7 @@ def measured(tunix: Result | None = None) -> suite.WorkResults:
         peak_bytes={"rollout": 2**20, "update": 2**22},
         differences={"log-probs": 1e-5, "update": 0.001},
     )
-    return suite.WorkResults(problem.QUICK, {"kljax": ours, "tunix": theirs})
+    return Measured(problem.QUICK, {"kljax": ours, "tunix": theirs})
 
 
 def test_the_fastest_round_counts_and_the_whole_is_that_of_one_round():
@@ -119,15 +120,15 @@ def test_the_fastest_round_counts_and_the_whole_is_that_of_one_round():
 
 
 def test_targets_have_verdicts():
-    speed, memory = report.checks(measured(), "step")
+    speed, memory = suite.ModelSuite("step").checks(measured())
     assert (speed.value, speed.other, speed.verdict) == (2, 1, "met")
     assert (memory.value, memory.verdict) == (0.25, "met")
-    speed, other = report.checks(measured(), "rollout")
+    speed, other = suite.ModelSuite("rollout").checks(measured())
     assert (speed.value, speed.verdict) == (1.5, "missed")
     assert other.verdict.startswith("not measured")
     assert speed.limit == 2
-    large = suite.WorkResults(problem.Work(vocab=32_768), measured().results)
-    assert [report.checks(one, "step")[0].limit for one in (measured(), large)] == [1.5, 2]
+    large = Measured(problem.Work(vocab=32_768), measured().results)
+    assert [suite.ModelSuite("step").checks(one)[0].limit for one in (measured(), large)] == [1.5, 2]
 
 
 def test_the_table_says_what_was_found_and_what_is_missing():
@@ -138,14 +139,12 @@ def test_the_table_says_what_was_found_and_what_is_missing():
         "versions": {"kljax": "0"},
         "load": [0.1, 0.2],
     }
-    text = report.markdown(found, [measured()], "step")
+    text = markdown(suite.ModelSuite("step"), found, [measured()])
     assert "2026-01-01 00:00 UTC on a processor; kljax 0." in text
     assert "| Tunix | 1 | 44 | 1.00 | 2 | 22 | 2.00 | 4 | 1e-05 | 0.1% |" in text
     assert "| update: peak memory of kljax over Tunix | at most 0.50 | 0.25 |  | met |" in text
     missing = measured(Result("tunix", problem="no --envs was given"))
-    assert "Not measured: Tunix: no --envs was given." in report.markdown(found, [missing], "step")
-    again = suite.WorkResults.from_json(json.loads(json.dumps(missing.as_json())))
-    assert report.markdown(found, [again], "step") == report.markdown(found, [missing], "step")
+    assert "Not measured: Tunix: no --envs was given." in markdown(suite.ModelSuite("step"), found, [missing])
 
 
 def test_what_computes_something_else_fails_the_command():
@@ -247,7 +246,7 @@ def test_a_path_that_is_no_checkout_is_refused(tmp_path, capsys):
 def test_the_long_tail_is_a_section_of_its_own():
     one = {"tokens_per_second": 100.0, "tokens_per_cpu_second": 90.0, "steps": 12, "occupancy": 0.5}
     found = {"continuous": one, "static": one, "target": 1.5}
-    lines = long_tail.lines(found | {"gain": {"tokens_per_second": 1.4, "tokens_per_cpu_second": 1.6}})
+    lines = long_tail.markdown(found | {"gain": {"tokens_per_second": 1.4, "tokens_per_cpu_second": 1.6}}).splitlines()
     assert "| continuous batching | 100 | 90 | 12 | 50% |" in lines
     assert lines[-1].startswith(
         "Continuous batching is faster by 1.60 in CPU seconds and by 1.40 in wall-clock seconds;"
@@ -277,7 +276,7 @@ def test_without_python_3_12_the_environments_are_not_begun(tmp_path, monkeypatc
 
 
 def test_the_sizes_of_the_targets():
-    assert command.VOCABS == (4096, 32_768)
+    assert suite.VOCABS == (4096, 32_768)
     assert problem.Work().new_tokens == 1024
     assert problem.Work().tokens == 2048
 

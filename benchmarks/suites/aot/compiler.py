@@ -4,13 +4,11 @@ The environment has libtpu and the CUDA plug-in of JAX; `compile_in` asks `Compi
 """
 
 import dataclasses
-import json
 import pathlib
 import re
-import subprocess
 import tempfile
 import time
-from importlib.metadata import version
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -24,6 +22,7 @@ from benchmarks.suites.aot.programs import build, mesh_of
 
 # `make test-aot` and `python -m benchmarks.head_aot --make-env` make it.
 DEFAULT = ROOT / ".venv-aot"
+SITE_PACKAGES = ("lib/python*/site-packages", "Lib/site-packages")
 PACKAGES = {"tpu": "libtpu", "cuda": "jax-cuda12-pjrt"}
 HOW = "python -m benchmarks.head_aot --make-env"
 
@@ -54,17 +53,9 @@ def variables(dump: str) -> dict[str, str]:
 
 def installed(directory: pathlib.Path) -> dict[str, str]:
     """Returns the installed versions of JAX and the compilers in an environment."""
-    names = ["jax", "jaxlib", *PACKAGES.values()]
-    script = (
-        "import json, sys; from importlib import metadata; "
-        "have = {d.name: d.version for d in metadata.distributions()}; "
-        "print(json.dumps({n: have[n] for n in sys.argv[1:] if n in have}))"
-    )
-    python = environments.interpreter(directory)
-    if not python.exists():
-        return {}
-    done = subprocess.run([python, "-c", script, *names], capture_output=True, text=True, check=True)
-    return dict(json.loads(done.stdout))
+    packages = [str(path) for pattern in SITE_PACKAGES for path in directory.glob(pattern)]
+    have = {found.name: found.version for found in metadata.distributions(path=packages)}
+    return {name: have[name] for name in ("jax", "jaxlib", *PACKAGES.values()) if name in have}
 
 
 def missing(directory: pathlib.Path, platform: str, how: str = HOW) -> str | None:
@@ -79,7 +70,7 @@ def missing(directory: pathlib.Path, platform: str, how: str = HOW) -> str | Non
 
 def make(directory: pathlib.Path) -> None:
     """Makes the environment: the JAX of this process, the libtpu that it pins, and the CUDA plug-in without CUDA."""
-    jax = version("jax")
+    jax = metadata.version("jax")
     # The CUDA compiler needs none of the CUDA libraries, which are gigabytes.
     plugin = ("--no-deps", f"jax-cuda12-plugin=={jax}", f"jax-cuda12-pjrt=={jax}")
     environments.make(directory, [f"jax[tpu]=={jax}"], plugin)
@@ -96,22 +87,7 @@ def compile_in(directory: pathlib.Path, order: Order) -> Plan:
         module = "benchmarks.suites.aot.compiler"
         with start(module, python=python, settings=variables(dump), quiet=True) as remote:
             remote.ask(do="load", dump=dump)
-            return Plan(**remote.ask(do="plan", order=order.to_json()))
-
-
-class Compiler:
-    """Compiles programs; the worker of an environment.
-
-    Args:
-      dump: directory that the compiler writes its reports to.
-    """
-
-    def __init__(self, dump: str) -> None:
-        self._dump = pathlib.Path(dump)
-
-    def plan(self, order: str) -> dict[str, Any]:
-        """Compiles an order, and returns the fields of the plan."""
-        return dataclasses.asdict(plan(Order.from_json(order), self._dump))
+            return Plan(**remote.ask(do="plan", order=dataclasses.asdict(order)))
 
 
 def too_large(message: str) -> Plan | None:
@@ -135,6 +111,21 @@ def _largest(dump: pathlib.Path, pattern: str) -> str:
     """Reads the largest file, which is that of the program; JAX compiles constants too."""
     found = sorted(dump.glob(pattern), key=lambda path: path.stat().st_size)
     return found[-1].read_text() if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """Compiles programs in the process of an environment; the compiler writes its reports to the directory `dump`."""
+
+    dump: str
+
+    def plan(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Compiles an order, and returns the fields of the plan."""
+        return dataclasses.asdict(plan(Order.from_json(order), pathlib.Path(self.dump)))
+
+
+# The worker of `compile_in` calls it.
+load = Compiler
 
 
 def plan(order: Order, dump: pathlib.Path) -> Plan:
@@ -176,8 +167,3 @@ def _read(text: str, assignment: str, temp_bytes: int, hertz: float | None, comp
         largest_buffers=[one._asdict() for one in hlo.largest_buffers(assignment)],
         compile_seconds=round(compile_seconds, 1),
     )
-
-
-def load(dump: str) -> Compiler:
-    """Makes the compiler of a process."""
-    return Compiler(dump)

@@ -1,24 +1,15 @@
-"""The programs that are compiled for accelerators, the plans of their compilers, and the targets of the plans."""
+"""The programs that are compiled for accelerators, the plans of their compilers, their targets and tables."""
 
 import dataclasses
-import json
+import itertools
 import pathlib
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from benchmarks.harness.report import MIB, join, table, targets, text_columns
 from benchmarks.harness.results import Check, ratio
 
-MIB = 2**20
 GPU_TARGETS = pathlib.Path(__file__).parents[2] / "gpu_targets"
-# Targets of a TPU: temporary memory with and without gradients; collectives over those of Tunix's chunks; estimated
-# times over those of Tunix's chunks, of the naive form, and of kljax without KL. Of a GPU: memory over the naive form.
-MEMORY_MIB = {"v5e": 300, "v6e": 300, "v5p": 340}
-FORWARD_MIB = {"v5e": 1, "v6e": 1, "v5p": 70}
-COLLECTIVES = 1 / 10
-GPU_MEMORY = 1 / 50
-TIME_OF_TUNIX = 0.65
-TIME_OF_NAIVE = {"v5e": 0.95, "v6e": 0.95, "v5p": 1.1}
-TIME_WITH_KL = 1.6
 LAYOUTS = {"one": "one device", "sharded": "16 devices, fsdp=4 x tensor=4"}
 TITLES = {
     "naive": "naive JAX",
@@ -31,6 +22,7 @@ TITLES = {
     "naive_kl": "naive JAX, with exact KL",
     "kljax_kl": "kljax, with exact KL",
 }
+COLUMNS = (*text_columns("|temporary MiB"), ("estimated ms", ".1f"), ("collectives MiB", ""), ("executions", "d"))
 _SHARDED = ("naive", "tunix", "kljax", "naive_forward", "kljax_forward", "kljax_kl")
 _GPU = ("naive", "tunix", "kljax", "naive_forward", "kljax_forward", "naive_kl", "kljax_kl")
 
@@ -61,7 +53,8 @@ DEVICES = {
 }
 
 
-class Problem(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Problem:
     """Tokens and sequences of a device, model width, vocabulary, and tokens of one chunk of Tunix's form."""
 
     tokens: int = 16_384
@@ -89,7 +82,6 @@ class Order:
       program: a key of `TITLES`.
       tile: tokens and vocabulary; None takes the default of the device.
       effort: of the compiler, from -1 to 1; None leaves its default. Low efforts take more memory.
-      problem: the sizes.
       keep: directory for the compiled program and its buffer assignment, or None.
     """
 
@@ -109,16 +101,11 @@ class Order:
         """Returns device, layout and program."""
         return self.device, self.layout, self.program
 
-    def to_json(self) -> str:
-        """Writes the order as text."""
-        return json.dumps(dataclasses.asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> "Order":
-        """Reads the text of `to_json`."""
-        fields = json.loads(text)
-        tile = fields["tile"]
-        return cls(**fields | {"tile": None if tile is None else tuple(tile), "problem": Problem(*fields["problem"])})
+    def from_json(cls, fields: Mapping[str, Any]) -> "Order":
+        """Reads an order from plain data, where a tile is a list."""
+        tile = None if fields["tile"] is None else tuple(fields["tile"])
+        return cls(**{**fields, "tile": tile, "problem": Problem(**fields["problem"])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +133,8 @@ class Plan:
     compile_seconds: float = 0.0
 
 
-Plans = Mapping[Key, Plan]
-# Title, unit, limit and value of a target.
-Numbers = Iterator[tuple[str, str, float, float | None]]
+# Orders with their plans, or with errors.
+Compiled = Sequence[tuple[Order, Plan | str]]
 
 
 def programs_of(device: str) -> list[Key]:
@@ -158,37 +144,107 @@ def programs_of(device: str) -> list[Key]:
     return [(device, "one", program) for program in TITLES] + [(device, "sharded", program) for program in _SHARDED]
 
 
-def checks(plans: Plans) -> list[Check]:
-    """Compares the plans of each device and layout with their targets."""
-    found: list[Check] = []
-    for device, kind in DEVICES.items():
-        for layout in LAYOUTS:
-            of = {program: plans[key] for program in TITLES if (key := (device, layout, program)) in plans}
-            if "kljax" in of:
-                numbers = _gpu_targets(of) if kind.platform == "cuda" else _tpu_targets(device, of)
-                for title, unit, limit, value in numbers:
-                    missing = "nothing to compare with"
-                    name = f"{device}, {layout}: {title}"
-                    found.append(Check(name, limit, value, unit=unit, missing=missing, digits=3))
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A bound of a program's value, over that of another program if there is one.
+
+    Attributes:
+      platform: of the devices that it is for.
+      value: field of `Plan`.
+      limits: for all devices, or of each.
+    """
+
+    title: str
+    platform: str
+    value: str
+    program: str
+    limits: float | Mapping[str, float]
+    against: str | None = None
+
+
+MEMORY_MIB = {"v5e": 300, "v6e": 300, "v5p": 340}
+FORWARD_MIB = {"v5e": 1, "v6e": 1, "v5p": 70}
+COLLECTIVES = 1 / 10
+TIME_OF_NAIVE = {"v5e": 0.95, "v6e": 0.95, "v5p": 1.1}
+TARGETS = (
+    Target("temporary memory over naive JAX", "cuda", "temp_bytes", "kljax", 1 / 50, "naive"),
+    Target("temporary memory", "tpu", "temp_bytes", "kljax", MEMORY_MIB),
+    Target("temporary memory, forward only", "tpu", "temp_bytes", "kljax_forward", FORWARD_MIB),
+    Target("estimated time over Tunix, chunks", "tpu", "seconds", "kljax", 0.65, "tunix"),
+    Target("estimated time over naive JAX", "tpu", "seconds", "kljax", TIME_OF_NAIVE, "naive"),
+    Target("estimated time with exact KL over without", "tpu", "seconds", "kljax_kl", 1.6, "kljax"),
+    Target("collectives over Tunix, chunks", "tpu", "collective_bytes", "kljax", COLLECTIVES, "tunix"),
+)
+
+
+def checks(plans: Mapping[Key, Plan]) -> list[Check]:
+    """Compares the plans of each device and layout with their targets; a program that is not there has none."""
+    found = []
+    for device, layout, target in itertools.product(DEVICES, LAYOUTS, TARGETS):
+        plan = plans.get((device, layout, target.program))
+        other = plans.get((device, layout, target.against or target.program))
+        if DEVICES[device].platform != target.platform or plan is None or other is None:
+            continue
+        if target.value == "collective_bytes" and not other.collective_bytes:
+            continue
+        value = getattr(plan, target.value)
+        value = ratio(value, getattr(other, target.value) if target.against else MIB)
+        limit = target.limits[device] if isinstance(target.limits, Mapping) else target.limits
+        title, unit = f"{device}, {layout}: {target.title}", "" if target.against else "MiB"
+        found.append(Check(title, limit, value, unit=unit, missing="nothing to compare with", digits=3))
     return found
 
 
-def _gpu_targets(of: Mapping[str, Plan]) -> Numbers:
-    if "naive" in of:
-        memory = of["kljax"].temp_bytes / of["naive"].temp_bytes
-        yield "temporary memory over naive JAX", "", GPU_MEMORY, memory
+def markdown(compiled: Compiled, versions: Mapping[str, str], problem: Problem, *, date: str, goals: bool) -> str:
+    """Returns the conditions, and the tables of plans and targets, or of tiles if the orders have some.
+
+    Args:
+      date: of the run; goals: whether there is a table of targets.
+    """
+    head = (
+        f"{date}, {', '.join(f'{name} {version}' for name, version in versions.items())}; "
+        f"N={problem.tokens:,} tokens on each device, D={problem.width:,}, V={problem.vocab:,}, bfloat16."
+    )
+    if any(order.tile for order, _ in compiled):
+        return join([head, tiles_table(compiled)])
+    plans = {order.key: plan for order, plan in compiled}
+    known = {key: plan for key, plan in plans.items() if isinstance(plan, Plan)}
+    return join([head, *plans_tables(plans), *([targets(checks(known))] if goals else [])])
 
 
-def _tpu_targets(device: str, of: Mapping[str, Plan]) -> Numbers:
-    ours = of["kljax"]
-    yield "temporary memory", "MiB", MEMORY_MIB[device], ours.temp_bytes / MIB
-    if forward := of.get("kljax_forward"):
-        yield "temporary memory, forward only", "MiB", FORWARD_MIB[device], forward.temp_bytes / MIB
-    if tunix := of.get("tunix"):
-        yield "estimated time over Tunix, chunks", "", TIME_OF_TUNIX, ratio(ours.seconds, tunix.seconds)
-    if naive := of.get("naive"):
-        yield "estimated time over naive JAX", "", TIME_OF_NAIVE[device], ratio(ours.seconds, naive.seconds)
-    if kl := of.get("kljax_kl"):
-        yield "estimated time with exact KL over without", "", TIME_WITH_KL, ratio(kl.seconds, ours.seconds)
-    if tunix and tunix.collective_bytes:
-        yield "collectives over Tunix, chunks", "", COLLECTIVES, ratio(ours.collective_bytes, tunix.collective_bytes)
+def plans_tables(plans: Mapping[Key, Plan | str]) -> list[str]:
+    """Returns a table for each device and layout, after its title."""
+    parts = []
+    for device, (layout, title) in itertools.product(DEVICES, LAYOUTS.items()):
+        keys = [(device, layout, program) for program in TITLES]
+        rows = [_row(key[2], plans[key]) for key in keys if key in plans]
+        parts += [f"**{device}, {title}**", table(COLUMNS, rows)] if rows else []
+    return parts
+
+
+def tiles_table(compiled: Compiled) -> str:
+    """Returns a table of the tiles of kljax."""
+    rows = []
+    for order, plan in compiled:
+        tile = "default" if order.tile is None else "{}x{}".format(*order.tile)
+        values = ("failed", None) if isinstance(plan, str) else (_mib(plan.temp_bytes), _milliseconds(plan))
+        rows.append([order.device, order.layout, tile, *values])
+    return table([*text_columns("device|layout|tile"), *COLUMNS[1:3]], rows)
+
+
+def _row(program: str, plan: Plan | str) -> list[Any]:
+    if isinstance(plan, str):
+        return [TITLES[program], "failed", None, None, None]
+    if not plan.fits:
+        return [TITLES[program], f"{_mib(plan.temp_bytes)}, does not fit", None, None, None]
+    executions = plan.collective_executions or None
+    moved = executions and _mib(plan.collective_bytes)
+    return [TITLES[program], _mib(plan.temp_bytes), _milliseconds(plan), moved, executions]
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f}" if size < 100 * MIB else f"{size / MIB:,.0f}"
+
+
+def _milliseconds(plan: Plan) -> float | None:
+    return None if plan.seconds is None else plan.seconds * 1e3

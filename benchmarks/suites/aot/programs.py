@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import kljax
 from benchmarks.suites.aot.plans import DEVICES, GPU_TARGETS, Problem
-from benchmarks.suites.head.jax_forms import Constants, Stats, forward_of, gradient_of, naive, tunix_full
+from benchmarks.suites.head.jax_forms import Constants, Stats, forward_of, gradient_of, naive, tiled, tunix_chunk
 from kljax.log_probs._head import default_tile
 
 Array = jax.Array
@@ -54,58 +54,16 @@ class Program(NamedTuple):
         return jax.jit(self.run, out_shardings=self.out_shardings).lower(*self.arguments)
 
 
-def tunix_chunk(hidden: Array, head: Array, data: Constants, *, rows: int, columns: int) -> Stats:
-    """Follows `compute_chunked_logps` of google/tunix: a rematerialised scan over `columns` of all `rows`."""
-
-    def chunks(x: Array) -> Array:
-        return x.reshape(rows, -1, columns, *x.shape[1:]).swapaxes(0, 1)
-
-    def merge_rows(x: Array) -> Array:
-        return x.swapaxes(0, 1).reshape(-1)
-
-    @jax.checkpoint
-    def step(carry: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        def row(hidden: Array, targets: Array) -> tuple[Array, Array]:
-            log_probs, entropies, _ = tunix_full(hidden, head, data._replace(targets=targets))
-            assert entropies is not None
-            return log_probs, entropies
-
-        return carry, jax.vmap(row)(*chunk)
-
-    _, (log_probs, entropies) = jax.lax.scan(step, None, (chunks(hidden), chunks(data.targets)))
-    return merge_rows(log_probs), merge_rows(entropies), None
-
-
-def tiled(
-    hidden: Array,
-    head: Array,
-    data: Constants,
-    *,
-    mesh: Mesh,
-    tile: kljax.Tile | None,
-    entropy: bool = True,
-    kl: bool = False,
-) -> Stats:
-    """Calls kljax, by default with its tile for the kind of device."""
-    sharding = kljax.HeadSharding(mesh=mesh, tokens=TOKENS, head=HEAD) if mesh.size > 1 else None
-    stats = kljax.log_probs_from_hidden(
-        hidden,
-        kljax.Head(head, sharding=sharding, tile=tile or default_tile(mesh.devices.flat[0].device_kind)),
-        data.targets,
-        entropy=entropy,
-        reference=(data.ref_hidden, None) if kl else None,
-    )
-    return stats.log_prob, stats.entropy, stats.kl
-
-
 def build(name: str, mesh: Mesh, problem: Problem, tile: kljax.Tile | None = None) -> Program:
     """Builds a program by name: loss with gradients to hidden states and head, unless the name ends in another kind."""
     contender, _, kind = name.partition("_")
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
+    sharding = kljax.HeadSharding(mesh=mesh, tokens=TOKENS, head=HEAD) if mesh.size > 1 else None
+    tile = tile or default_tile(mesh.devices.flat[0].device_kind)
     options: dict[str, Any] = {"kl": True} if kind == "kl" else {"entropy": False} if kind == "frozen" else {}
     stats: dict[str, Callable[..., Stats]] = {
         "naive": functools.partial(naive, **options),
-        "kljax": functools.partial(tiled, mesh=mesh, tile=tile, **options),
+        "kljax": functools.partial(tiled, sharding=sharding, tile=tile, **options),
         "tunix": functools.partial(tunix_chunk, rows=problem.rows * devices, columns=problem.chunk // problem.rows),
     }
     tokens, head, whole = (NamedSharding(mesh, spec) for spec in (TOKENS, HEAD, P()))

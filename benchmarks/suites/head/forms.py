@@ -3,8 +3,8 @@
 import dataclasses
 import gc
 import pathlib
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -87,69 +87,60 @@ def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]
     return {name: form for name, form in known.items() if name in chosen}
 
 
-class Computed(Protocol):
-    """Computes the forms of one framework on its device."""
+class FormsContender:
+    """Answers the requests about the forms of one framework, which a subclass computes on its device.
 
-    options: Options
+    Args:
+      inputs: of the problem; options: of the process; releases: directory of the releases, for PyTorch.
+    """
+
+    def __init__(self, inputs: Inputs, options: Options, releases: pathlib.Path | None = None) -> None:
+        self.inputs, self.options, self.releases = inputs, options, releases
+
+    def versions(self) -> dict[str, str]:
+        """Returns the versions of the libraries."""
+        raise NotImplementedError
+
+    def outputs(self, name: str) -> Sequence[Any]:
+        """Returns the finished loss and gradients of a form, or the values of a forward pass."""
+        raise NotImplementedError
+
+    def arrays(self, outputs: Sequence[Any]) -> list[np.ndarray]:
+        """Converts outputs to float32 arrays; the gradient of the head is `[D, V]`."""
+        raise NotImplementedError
 
     def prepare(self, name: str) -> None:
         """Compiles a form, if that can be done apart from its first run."""
 
-    def outputs(self, name: str) -> Sequence[Any]:
-        """Returns the finished loss and gradients of a form, or the values of a forward pass."""
-
-    def arrays(self, outputs: Sequence[Any]) -> list[np.ndarray]:
-        """Converts outputs to float32 arrays; the gradient of the head is `[D, V]`."""
-
-    def nbytes(self, outputs: Sequence[Any]) -> int:
-        """Returns the memory of outputs."""
-
-    def device_peak(self, name: str) -> int | None:
-        """Returns the largest memory of the GPU during a run, less its results; None if unknown."""
-
-    def temp_bytes(self, name: str) -> int | None:
-        """Returns the temporary memory that the compiler assigned; None if unknown."""
-
-    def versions(self) -> dict[str, str]:
-        """Returns the versions of the libraries."""
-
-
-class FormsContender:
-    """Answers the requests about the forms of one framework.
-
-    Args:
-      make: puts arrays on the device; inputs: of the problem.
-    """
-
-    def __init__(self, make: Callable[[Inputs], Computed], inputs: Inputs) -> None:
-        self._make, self._forms = make, make(inputs)
-
-    def versions(self) -> dict[str, str]:
-        """Returns the versions of the libraries."""
-        return self._forms.versions()
-
     def temporary(self, name: str) -> int | None:
         """Returns the temporary memory that the compiler assigned; None if unknown."""
-        return self._forms.temp_bytes(name)
+        return None
+
+    def device_peak(self, name: str) -> int | None:
+        """Returns the largest memory of the GPU during a run, less its results; None if unknown, as in JAX.
+
+        JAX counts the trial runs of the compiler too; the temporary memory says more.
+        """
+        return None
 
     def run(self, name: str) -> dict[str, Seconds]:
         """Times one run, without the release of its results."""
-        self._forms.prepare(name)
+        self.prepare(name)
         gc.collect()
         clock = measure.Clock()
         with clock.part("run"):
-            outputs = self._forms.outputs(name)
+            outputs = self.outputs(name)
         del outputs
         return clock.parts
 
     def save(self, name: str, directory: str) -> None:
         """Writes the outputs of a form, to compare others with."""
-        for index, array in enumerate(self._forms.arrays(self._forms.outputs(name))):
+        for index, array in enumerate(self.arrays(self.outputs(name))):
             np.save(pathlib.Path(directory, f"{name}.{index}.npy"), array)
 
     def compare(self, name: str, directory: str, baseline: str) -> dict[str, Any]:
         """Returns the loss, and the relative differences of loss and gradients from the saved ones of a baseline."""
-        arrays = self._forms.arrays(self._forms.outputs(name))
+        arrays = self.arrays(self.outputs(name))
         paths = [pathlib.Path(directory, f"{baseline}.{index}.npy") for index in range(len(arrays))]
         loss, *gradients = (
             measure.relative_distance(np.atleast_1d(array), np.atleast_1d(np.load(path, mmap_mode="r")))
@@ -163,12 +154,12 @@ class FormsContender:
         On the CPU this is the growth of the resident set, which is meaningful in a fresh process only. The form runs
         on a small problem first, so that libraries, threads and compiled code do not count.
         """
-        self._forms.prepare(name)
-        self._make(make_inputs(QUICK)).outputs(name)
-        if self._forms.options.device == "gpu":
-            return self._forms.device_peak(name)
+        self.prepare(name)
+        type(self)(make_inputs(QUICK), self.options, self.releases).outputs(name)
+        if self.options.device == "gpu":
+            return self.device_peak(name)
         if not measure.known():
             return None
         before = measure.begin_peak()
-        outputs = self._forms.outputs(name)
-        return measure.resident("VmHWM") - before - self._forms.nbytes(outputs)
+        outputs = self.outputs(name)
+        return measure.resident("VmHWM") - before - sum(output.nbytes for output in outputs)

@@ -1,7 +1,6 @@
 """Forms of the head in JAX: kljax, the naive form, and the two of Tunix."""
 
 import functools
-import importlib.metadata
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from benchmarks.harness.machine import commit
+from benchmarks.harness.machine import release
 from benchmarks.suites.head.forms import FormsContender
 from benchmarks.suites.head.problem import CLIP, ENTROPY_COEF, KL_COEF, Inputs, Options
 from benchmarks.suites.head.rates import RATES, build_rate
@@ -62,20 +61,32 @@ def tunix_full(hidden: Array, head: Array, data: Constants) -> Stats:
     return pick(logits, data.targets) - jax.nn.logsumexp(logits, axis=-1), entropies, None
 
 
-def tunix_chunk(hidden: Array, head: Array, data: Constants) -> Stats:
-    """Follows `compute_chunked_logps` of google/tunix: a rematerialised scan over padded chunks of tokens."""
-    tokens, width = hidden.shape
-    padding = -tokens % TUNIX_CHUNK
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, TUNIX_CHUNK, width)
-    targets = jnp.pad(data.targets, (0, padding)).reshape(-1, TUNIX_CHUNK)
+def tunix_chunk(
+    hidden: Array, head: Array, data: Constants, *, rows: int | None = None, columns: int = TUNIX_CHUNK
+) -> Stats:
+    """Follows `compute_chunked_logps` of google/tunix: a rematerialised scan over chunks of `columns` of all rows.
+
+    None for `rows` takes all tokens as one padded row. Several rows have to divide into whole chunks.
+    """
+    padding = -len(hidden) % columns
+
+    def chunks(x: Array) -> Array:
+        if rows is not None:
+            return x.reshape(rows, -1, columns, *x.shape[1:]).swapaxes(0, 1)
+        return jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1))).reshape(-1, columns, *x.shape[1:])
+
+    def merge(x: Array) -> Array:
+        return x.reshape(-1)[: len(hidden)] if rows is None else x.swapaxes(0, 1).reshape(-1)
+
+    def chunk_stats(hidden: Array, targets: Array) -> tuple[Array, Array | None]:
+        return tunix_full(hidden, head, data._replace(targets=targets))[:2]
 
     @jax.checkpoint
     def step(carry: None, chunk: tuple[Array, Array]) -> tuple[None, tuple[Array, Array | None]]:
-        log_probs, entropies, _ = tunix_full(chunk[0], head, data._replace(targets=chunk[1]))
-        return carry, (log_probs, entropies)
+        return carry, (chunk_stats if rows is None else jax.vmap(chunk_stats))(*chunk)
 
-    _, (log_probs, entropies) = jax.lax.scan(step, None, (hidden, targets))
-    return log_probs.reshape(-1)[:tokens], entropies.reshape(-1)[:tokens], None
+    _, (log_probs, entropies) = jax.lax.scan(step, None, (chunks(hidden), chunks(data.targets)))
+    return merge(log_probs), merge(entropies), None
 
 
 def tiled(
@@ -83,7 +94,8 @@ def tiled(
     head: Array,
     data: Constants,
     *,
-    tile: tuple[int, int] | None,
+    tile: kljax.Tile | None,
+    sharding: kljax.HeadSharding | None = None,
     entropy: bool = True,
     kl: bool = False,
     masked: bool = False,
@@ -91,7 +103,7 @@ def tiled(
     """Calls kljax."""
     stats = kljax.log_probs_from_hidden(
         hidden,
-        kljax.Head(head, tile=None if tile is None else kljax.Tile(*tile)),
+        kljax.Head(head, sharding=sharding, tile=tile),
         data.targets,
         mask=data.mask if masked else None,
         entropy=entropy,
@@ -139,10 +151,10 @@ def forward_of(stats: Callable[..., Stats]) -> Callable[..., tuple[Array, ...]]:
     return run
 
 
-def build(name: str, tile: tuple[int, int] | None) -> Callable[..., tuple[Array, ...]]:
+def build(name: str, tile: Sequence[int] | None) -> Callable[..., tuple[Array, ...]]:
     """Returns the function of a form."""
-    ours = functools.partial(tiled, tile=tile)
     part = functools.partial
+    ours = part(tiled, tile=None if tile is None else kljax.Tile(*tile))
     functions: dict[str, Callable[..., tuple[Array, ...]]] = {
         "naive": gradient_of(naive),
         "tile": gradient_of(ours),
@@ -161,15 +173,11 @@ def build(name: str, tile: tuple[int, int] | None) -> Callable[..., tuple[Array,
     return functions[name]
 
 
-class JaxForms:
-    """The forms of JAX on a device. Each is compiled at its first use, for these arrays.
+class JaxForms(FormsContender):
+    """The forms of JAX on a device. Each is compiled at its first use, for these arrays."""
 
-    Args:
-      inputs: of the problem; options: of the process.
-    """
-
-    def __init__(self, inputs: Inputs, options: Options) -> None:
-        self.inputs, self.options = inputs, options
+    def __init__(self, inputs: Inputs, options: Options, releases: pathlib.Path | None = None) -> None:
+        super().__init__(inputs, options, releases)
         self.device = jax.devices(options.device)[0]
         self._compiled: dict[str, tuple[jax.stages.Compiled, tuple[Any, ...]]] = {}
 
@@ -184,8 +192,7 @@ class JaxForms:
         self._half = Constants(*rest, put(inputs.mask), ref_hidden)
 
     def versions(self) -> dict[str, str]:
-        release = " ".join(filter(None, (importlib.metadata.version("kljax"), commit())))
-        return {"jax": jax.__version__, "kljax": release}
+        return {"jax": jax.__version__, "kljax": release()}
 
     def prepare(self, name: str) -> None:
         if name in self._compiled:
@@ -202,7 +209,7 @@ class JaxForms:
         compiled, arguments = self._compiled[name]
         return jax.block_until_ready(compiled(*arguments))
 
-    def temp_bytes(self, name: str) -> int | None:
+    def temporary(self, name: str) -> int | None:
         self.prepare(name)
         plan = self._compiled[name][0].memory_analysis()
         return None if plan is None else int(plan.temp_size_in_bytes)
@@ -210,15 +217,7 @@ class JaxForms:
     def arrays(self, outputs: Sequence[Any]) -> list[np.ndarray]:
         return [np.asarray(output, np.float32) for output in outputs]
 
-    def nbytes(self, outputs: Sequence[Any]) -> int:
-        return sum(output.nbytes for output in outputs)
 
-    def device_peak(self, name: str) -> int | None:
-        # JAX counts the trial runs of the compiler too; the temporary memory says more.
-        return None
-
-
-def load(inputs: str, options: dict[str, Any]) -> FormsContender:
+def load(inputs: str, options: dict[str, Any]) -> JaxForms:
     """Loads the arrays of a directory."""
-    make = functools.partial(JaxForms, options=Options.from_json(options))
-    return FormsContender(make, Inputs.load(pathlib.Path(inputs)))
+    return JaxForms(Inputs.load(pathlib.Path(inputs)), Options(**options))

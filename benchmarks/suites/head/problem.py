@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,7 +11,8 @@ ENTROPY_COEF = 0.01
 KL_COEF = 0.05
 
 
-class Size(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Size:
     """Tokens `N`, model width `D`, vocabulary `V`."""
 
     tokens: int
@@ -19,7 +20,7 @@ class Size(NamedTuple):
     vocab: int
 
     def __str__(self) -> str:
-        return "x".join(str(part) for part in self)
+        return f"{self.tokens}x{self.width}x{self.vocab}"
 
     @property
     def flops(self) -> int:
@@ -47,12 +48,7 @@ class Options:
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 2
-    tile: tuple[int, int] | None = None
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Options":
-        """Returns the options from plain data, where a tile is a list."""
-        return cls(**{**fields, "tile": None if fields["tile"] is None else tuple(fields["tile"])})
+    tile: Sequence[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +81,13 @@ class Inputs:
 
     def save(self, directory: pathlib.Path) -> None:
         """Writes the arrays where `load` finds them."""
-        for field in dataclasses.fields(self):
-            np.save(directory / f"{field.name}.npy", getattr(self, field.name))
+        np.savez(directory / "inputs.npz", **vars(self))
 
     @classmethod
     def load(cls, directory: pathlib.Path) -> "Inputs":
         """Reads the arrays of a directory."""
-        return cls(**{field.name: np.load(directory / f"{field.name}.npy") for field in dataclasses.fields(cls)})
+        with np.load(directory / "inputs.npz") as file:
+            return cls(**file)
 
 
 def make_inputs(size: Size, seed: int = 0) -> Inputs:

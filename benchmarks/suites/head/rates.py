@@ -58,13 +58,29 @@ def rates_of(size: Size, options: Options, kind: str, seconds: Mapping[str, floa
     )
 
 
+def describe(rates: Rates) -> str:
+    """Describes rates in a paragraph."""
+    shapes = ", ".join(f"{MATMULS[name]} {rate / 1e9:,.0f}" for name, rate in rates.matmuls.items())
+    text = (
+        f"Matmuls of a tile of {rates.tile[0]:,} tokens and {rates.tile[1]:,} columns alone, GFLOP/s: {shapes}; as "
+        f"kljax needs them {rates.mixed / 1e9:,.0f}."
+    )
+    if rates.reached is not None:
+        best = max(rates.matmuls.values())
+        text += (
+            f" kljax, recomputed matmuls included: {rates.reached / 1e9:,.0f}, {rates.reached / rates.mixed:.0%} of "
+            f"that and {rates.reached / best:.0%} of the fastest shape."
+        )
+    text += f" A copy reads and writes {rates.copied / 1e9:,.1f} GB/s"
+    if rates.moved is not None:
+        text += f"; kljax moves at least {rates.moved / 1e9:,.1f}, {rates.moved / rates.copied:.0%} of that"
+    return f"{text}."
+
+
 def tile_of(size: Size, options: Options, kind: str) -> tuple[int, int]:
     """Returns tokens and vocabulary of the tile that kljax uses."""
-    if options.tile is None:
-        tile = default_tile(kind)
-        tokens, vocab = tile.tokens, tile.vocab
-    else:
-        tokens, vocab = options.tile
+    tile = default_tile(kind)
+    tokens, vocab = options.tile or (tile.tokens, tile.vocab)
     return min(tokens, size.tokens), min(vocab, size.vocab)
 
 

@@ -1,47 +1,149 @@
-"""Measures the forms of the head: agreement first, then memory, then time, all forms in the same rounds."""
+"""The suite of the LM head: agreement first, then memory, then time, all forms in the same rounds."""
 
 import argparse
 import contextlib
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
 from benchmarks.harness import environments
-from benchmarks.harness.process import Contender, Local, RemoteError, start
+from benchmarks.harness.process import Remote, RemoteError, start
 from benchmarks.harness.race import MissingError, log, measurable, noted, race
-from benchmarks.harness.results import Result
+from benchmarks.harness.results import Check, Measured, Result, Target, check, ratio
+from benchmarks.harness.suite import Suite, Table
+from benchmarks.harness.worker import Worker
 from benchmarks.suites.head import jax_forms
-from benchmarks.suites.head.forms import Form, choose
-from benchmarks.suites.head.problem import Options, Size, make_inputs
-from benchmarks.suites.head.rates import RATES, Rates, rates_of
+from benchmarks.suites.head.forms import FORMS, GROUPS, TITLES, TOLERANCE, Form, choose
+from benchmarks.suites.head.problem import SIZES, Options, Size, make_inputs
+from benchmarks.suites.head.rates import RATES, Rates, describe, rates_of
 
 REQUIREMENTS = ("numpy==2.4.6", "packaging==25.0")
 TORCH = "torch==2.13.0"
 RELEASES = {"trl": "trl==1.16.0", "verl": "verl==0.9.1", "liger_kernel": "liger-kernel==0.8.5"}
 
+LARGE_VOCAB = 131_072
+TARGETS = {
+    "cpu": (
+        Target("temporary", "tile", "naive", 1 / 16, 1 / 24),
+        Target("temporary", "tile", "tunix_full", 1 / 24, 1 / 40),
+        Target("temporary", "tile", "tunix_chunk", 1 / 3, 1 / 9),
+        Target("time", "tile", "naive", 0.8),
+        Target("time", "tile", "tunix_chunk", 0.8),
+        Target("time", "tile", "trl", 0.9),
+        Target("time", "tile", "trl_4096", 0.9),
+        Target("time", "tile", "verl", 0.6),
+        Target("time", "tile_half", "naive_half", 0.45),
+        Target("time", "tile_frozen", "naive_frozen", 0.5),
+        Target("time", "tile_kl", "tile", 1.5),
+    ),
+    "gpu": (Target("time", "tile", "liger", 1.0), Target("time", "tile", "torch_chunk", 1.0)),
+}
+# Part of the machine's matmul rate, at least.
+RATE = {"cpu": 0.85, "gpu": 0.65}
+RATE_TITLE = "kljax, part of the matmul rate, recomputed matmuls included"
+COLUMNS = (
+    ("contender", ""),
+    ("wall s", ".3g"),
+    ("of naive", ".2f"),
+    ("CPU s", ".3g"),
+    ("of naive", ".2f"),
+    ("temporary MiB", "MiB"),
+    ("peak MiB", "MiB"),
+    ("GFLOP/s", ",.0f"),
+    ("loss differs by", ".0e"),
+    ("gradients differ by", ".0e"),
+)
 
-@dataclasses.dataclass
-class SizeResults:
-    """Measurements at one size."""
 
-    size: Size
-    results: dict[str, Result]
-    rates: Rates | None = None
+class HeadSuite(Suite):
+    """The forms of the head on a device; each group of forms is a table.
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return dataclasses.asdict(self) | {"size": self.size._asdict()}
+    Args:
+      shared: options of every process.
+    """
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "SizeResults":
-        """Reads the plain data of `as_json`."""
-        rates = fields["rates"]
-        results = {name: Result(**result) for name, result in fields["results"].items()}
-        return cls(Size(**fields["size"]), results, None if rates is None else Rates(**rates))
+    titles = TITLES
+    other_clock = "in CPU seconds"
+
+    def __init__(self, shared: Options) -> None:
+        self.shared, self.device = shared, shared.device
+        self.tolerances = dict.fromkeys(("loss", "gradients"), TOLERANCE[shared.dtype])
+
+    def measure(self, size: Size, options: argparse.Namespace) -> tuple[Measured, dict[str, str]]:
+        with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+            log(f"{size}: makes the inputs")
+            forms = choose(self.device, options.contenders)
+            measurement = Measurement(options, self.shared, pathlib.Path(directory), forms)
+            make_inputs(size).save(measurement.scratch)
+            local = Worker(jax_forms.load)
+            local.ask(do="load", inputs=directory, options=dataclasses.asdict(self.shared))
+            measurement.contenders["jax"] = local
+            measurement.start_torch(stack)
+            versions: dict[str, str] = {}
+            for contender in measurement.contenders.values():
+                versions |= contender.ask(do="versions")
+            measurement.compare()
+            measurement.measure_memory()
+            rates = measurement.race(size) if options.rounds else None
+            return Measured(size, measurement.results, rates), versions
+
+    def how(self, report: Mapping[str, Any]) -> list[str]:
+        rounds, threads = report["rounds"], self.shared.threads or "all"
+        return [
+            f"{self.shared.dtype} hidden states and head",
+            *([f"{threads} threads"] if self.device == "cpu" else []),
+            f"the fastest of {rounds} interleaved rounds" if rounds else "memory and agreement only",
+        ]
+
+    def heading(self, size: Size) -> list[str]:
+        meant = f"The targets below are meant for {' and '.join(map(str, SIZES))}."
+        return [f"### N={size.tokens:,} D={size.width:,} V={size.vocab:,}", *([] if size in SIZES else [meant])]
+
+    def tables(self, measured: Measured) -> Iterator[Table]:
+        for group, text in GROUPS.items():
+            forms = [form for form in FORMS if form.group == group and form.name in measured.results]
+            if forms:
+                yield f"{text[0].upper()}{text[1:]}", COLUMNS, [_row(form, measured) for form in forms]
+
+    def notes(self, measured: Measured) -> list[str]:
+        return super().notes(measured) + ([] if measured.rates is None else [describe(measured.rates)])
+
+    def checks(self, measured: Measured) -> list[Check]:
+        large = measured.size.vocab >= LARGE_VOCAB
+        found = [check(target, title(target), measured.results, large=large) for target in TARGETS[self.device]]
+        part = None if measured.rates is None else ratio(measured.rates.reached, measured.rates.mixed)
+        return [*found, Check(RATE_TITLE, RATE[self.device], part, at_least=True, unit="%")]
+
+
+def title(target: Target) -> str:
+    """Describes a target."""
+    kinds = {"half": "half masked, ", "frozen": "frozen head, ", "kl": "exact KL, "}
+    kind = kinds.get(target.name.partition("_")[2], "")
+    against = "kljax without it" if target.against == "tile" else TITLES[target.against]
+    return f"{'memory' if target.measure == 'temporary' else target.measure}: kljax, {kind}over {against}"
+
+
+def _row(form: Form, measured: Measured) -> list[Any]:
+    result, naive = measured.results[form.name], measured.results[form.baseline]
+    if result.problem is not None:
+        return [form.title, "not measured", *[None] * 8]
+    wall, cpu = result.best("wall"), result.best("cpu")
+    return [
+        form.title,
+        wall,
+        ratio(wall, naive.best("wall")),
+        cpu,
+        ratio(cpu, naive.best("cpu")),
+        result.temp_bytes,
+        result.peak_bytes.get("run"),
+        ratio(form.matmuls * measured.size.flops / 1e9, wall),
+        result.differences.get("loss"),
+        result.differences.get("gradients"),
+    ]
 
 
 def torch_paths(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
@@ -53,11 +155,10 @@ def make_torch_env(directory: pathlib.Path, index: str | None) -> None:
     """Makes an environment with PyTorch, and unpacks the releases beside it.
 
     Args:
-      index: package index for PyTorch in place of PyPI, whose build for Linux has CUDA in it; the index of the build
-        for CPUs is `https://download.pytorch.org/whl/cpu`.
+      index: see `environments.torch_install`.
     """
     venv, releases = torch_paths(directory)
-    environments.make(venv, [*(("--index-url", index) if index else ()), TORCH], REQUIREMENTS)
+    environments.make(venv, environments.torch_install(TORCH, index), REQUIREMENTS)
     for name, requirement in RELEASES.items():
         if not (releases / name).exists():
             environments.make(venv, ["--no-deps", "--target", str(releases / name), requirement])
@@ -71,23 +172,24 @@ def missing_torch_env(directory: pathlib.Path | None) -> str | None:
 
 
 @dataclasses.dataclass
-class Suite:
-    """The contenders of one size.
+class Measurement:
+    """The contenders of one size by framework, and their results by form.
 
     Attributes:
-      options: of the command line; shared: of every process; scratch: directory of arrays; forms: by name;
-      results: by name; contenders: by framework.
+      options: of the command line; shared: of every process; scratch: directory of arrays; forms: by name.
     """
 
     options: argparse.Namespace
     shared: Options
     scratch: pathlib.Path
     forms: dict[str, Form]
-    results: dict[str, Result] = dataclasses.field(default_factory=dict)
-    contenders: dict[str, Contender] = dataclasses.field(default_factory=dict)
+    contenders: dict[str, Worker | Remote] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.results = {name: Result(name) for name in self.forms}
 
     @contextlib.contextmanager
-    def process(self, framework: str) -> Any:
+    def process(self, framework: str) -> Iterator[Remote]:
         """Starts a process that has loaded the arrays."""
         arguments = {"inputs": str(self.scratch), "options": dataclasses.asdict(self.shared)}
         python = None
@@ -154,22 +256,3 @@ class Suite:
         tile = self.results.get("tile")
         kind = jax.devices(self.shared.device)[0].device_kind
         return rates_of(size, self.shared, kind, seconds, None if tile is None else tile.best("wall"))
-
-
-def measure(size: Size, options: argparse.Namespace, shared: Options) -> tuple[SizeResults, dict[str, str]]:
-    """Measures one size; returns the versions of the libraries too."""
-    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        log(f"{size}: makes the inputs")
-        suite = Suite(options, shared, pathlib.Path(directory), choose(shared.device, options.contenders))
-        suite.results = {name: Result(name) for name in suite.forms}
-        make_inputs(size).save(suite.scratch)
-        arguments = {"inputs": directory, "options": dataclasses.asdict(shared)}
-        suite.contenders["jax"] = Local(jax_forms.load, **arguments)
-        suite.start_torch(stack)
-        versions: dict[str, str] = {}
-        for contender in suite.contenders.values():
-            versions |= contender.ask(do="versions")
-        suite.compare()
-        suite.measure_memory()
-        rates = suite.race(size) if options.rounds else None
-        return SizeResults(size, suite.results, rates), versions

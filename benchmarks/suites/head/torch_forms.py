@@ -52,11 +52,7 @@ def load_releases(releases: pathlib.Path) -> dict[str, Any]:
     trl = importlib.import_module("trl.kernels.chunked_logprob")
     _bare(releases / "liger_kernel", "liger_kernel.chunked_loss")
     liger = importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
-    return {
-        "trl": trl.ChunkedLogProbFunction,
-        "verl": verl,
-        "liger": liger.LigerFusedLinearGRPOLoss,
-    }
+    return {"trl": trl.ChunkedLogProbFunction, "verl": verl, "liger": liger.LigerFusedLinearGRPOLoss}
 
 
 def _stub(name: str, **attributes: Any) -> types.ModuleType:
@@ -79,15 +75,11 @@ def _bare(root: pathlib.Path, name: str) -> None:
             _stub(package, __path__=[str(path)])
 
 
-class TorchForms:
-    """The forms of PyTorch on a device.
+class TorchForms(FormsContender):
+    """The forms of PyTorch on a device."""
 
-    Args:
-      inputs: of the problem; options: of the process; releases: directory of the releases.
-    """
-
-    def __init__(self, inputs: Inputs, options: Options, releases: pathlib.Path) -> None:
-        self.options = options
+    def __init__(self, inputs: Inputs, options: Options, releases: pathlib.Path | None = None) -> None:
+        super().__init__(inputs, options, releases)
         self.device = torch.device("cuda" if options.device == "gpu" else "cpu")
         if options.threads and options.device == "cpu":
             torch.set_num_threads(options.threads)
@@ -101,6 +93,7 @@ class TorchForms:
         self.head = put(inputs.head.T, dtype).requires_grad_()
         self.targets = put(inputs.targets, torch.int64)
         self.old_log_probs, self.advantages = put(inputs.old_log_probs), put(inputs.advantages)
+        assert releases is not None
         self.libraries = load_releases(releases)
         self._compiled = options.device == "gpu"
         self._chunk_stats = torch.compile(chunk_stats) if self._compiled else chunk_stats
@@ -113,12 +106,6 @@ class TorchForms:
     def versions(self) -> dict[str, str]:
         cuda = {"cuda": str(torch.version.cuda)} if self.options.device == "gpu" else {}
         return {"torch": torch.__version__, **cuda}
-
-    def prepare(self, name: str) -> None:
-        """No-op: the first run compiles."""
-
-    def temp_bytes(self, name: str) -> int | None:
-        return None
 
     def outputs(self, name: str) -> Sequence[Tensor]:
         losses: dict[str, Callable[[], Tensor]] = {
@@ -138,16 +125,13 @@ class TorchForms:
         loss, hidden, head = (output.float().cpu().numpy() for output in outputs)
         return [loss, hidden, head.T]
 
-    def nbytes(self, outputs: Sequence[Tensor]) -> int:
-        return sum(output.numel() * output.element_size() for output in outputs)
-
     def device_peak(self, name: str) -> int | None:
         self.outputs(name)  # compiles and chooses kernels
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         outputs = self.outputs(name)
-        return int(torch.cuda.max_memory_allocated() - before - self.nbytes(outputs))
+        return int(torch.cuda.max_memory_allocated() - before - sum(output.nbytes for output in outputs))
 
     def _trl(self, chunk: int) -> Tensor:
         log_probs, entropies, *_ = self.libraries["trl"].apply(
@@ -186,7 +170,6 @@ class TorchForms:
         return ppo_loss(log_probs, entropies, self.old_log_probs, self.advantages)
 
 
-def load(inputs: str, options: dict[str, Any], releases: str) -> FormsContender:
+def load(inputs: str, options: dict[str, Any], releases: str) -> TorchForms:
     """Loads the arrays of a directory, and the releases."""
-    make = functools.partial(TorchForms, options=Options.from_json(options), releases=pathlib.Path(releases))
-    return FormsContender(make, Inputs.load(pathlib.Path(inputs)))
+    return TorchForms(Inputs.load(pathlib.Path(inputs)), Options(**options), pathlib.Path(releases))

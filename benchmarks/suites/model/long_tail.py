@@ -6,6 +6,7 @@ Both complete the same rows in the same number of slots and have to draw the sam
 queue alone. Lengths are forced (`limits`), so that they have a long tail whatever the weights.
 """
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +18,24 @@ import numpy as np
 
 import kljax
 from benchmarks.harness import cli
-from benchmarks.harness.measure import Clock, Seconds
-from benchmarks.harness.race import race
-from benchmarks.harness.report import table
-from benchmarks.harness.results import Check, Result, ratio
-from train.models import Decoder, DecoderConfig
+from benchmarks.harness.race import race_programs
+from benchmarks.harness.report import join, table
+from benchmarks.harness.results import Check, ratio
+from benchmarks.suites.model.kljax import model_of
+from benchmarks.suites.model.problem import Work
 from train.models.sharding import make_mesh
 from train.rl.policy import init_params
 from train.rollouts.sampler import Samples, Sampling, sample
 
 TARGET = 1.5
+UNITS = ("tokens_per_second", "tokens_per_cpu_second")
+# The measured values of a row, with their formats.
+COLUMNS = {
+    "tokens/s": ("tokens_per_second", ",.0f"),
+    "tokens/CPU s": ("tokens_per_cpu_second", ",.0f"),
+    "decode steps": ("steps", ",.0f"),
+    "busy slots": ("occupancy", ".0%"),
+}
 Programs = dict[str, Callable[[], list[Samples]]]
 
 
@@ -56,26 +65,9 @@ class Tail:
         )
 
 
-def model_of(tail: Tail) -> Decoder:
-    """Returns a tiny Qwen 3."""
-    return Decoder(
-        DecoderConfig(
-            vocab_size=tail.vocab,
-            layers=tail.layers,
-            width=256,
-            heads=4,
-            kv_heads=2,
-            head_dim=64,
-            mlp_width=768,
-            tie_embeddings=True,
-            qk_norm=True,
-        )
-    )
-
-
 def programs_of(tail: Tail) -> Programs:
     """Returns the contenders: "continuous" is one call for all rows, "static" one for each batch of `slots` rows."""
-    model, mesh = model_of(tail), make_mesh()
+    model, mesh = model_of(Work(vocab=tail.vocab, layers=tail.layers)), make_mesh()
     policy = kljax.Policy(init_params(model, jax.random.key(0), mesh))
     lengths, prompts = tail.lengths(), tail.prompts()
     ids = np.repeat(np.arange(len(prompts), dtype=np.int32), tail.group)
@@ -119,15 +111,7 @@ def measure(tail: Tail, rounds: int) -> dict[str, dict[str, float]]:
     tokens = {name: np.concatenate([part.tokens for part in parts]) for name, parts in done.items()}
     if (tokens["continuous"] != tokens["static"]).any():
         raise RuntimeError("long tail: the tokens of continuous and static batching differ")
-    results = {name: Result(name) for name in programs}
-
-    def run(name: str) -> dict[str, Seconds]:
-        clock = Clock()
-        with clock.part("run"):
-            jax.block_until_ready(programs[name]())
-        return clock.parts
-
-    race(results, rounds, run)
+    results = race_programs(programs, rounds)
     drawn = int(tail.lengths().sum())
     found: dict[str, dict[str, float]] = {}
     for name, parts in done.items():
@@ -143,34 +127,31 @@ def measure(tail: Tail, rounds: int) -> dict[str, dict[str, float]]:
 
 def report(measured: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """Adds the gain of continuous batching, in wall-clock and in CPU seconds."""
-    gains = {
-        unit: measured["continuous"][unit] / measured["static"][unit]
-        for unit in ("tokens_per_second", "tokens_per_cpu_second")
-    }
+    gains = {unit: measured["continuous"][unit] / measured["static"][unit] for unit in UNITS}
     return {**measured, "gain": gains, "target": TARGET}
 
 
-def lines(results: Mapping[str, Any]) -> list[str]:
+def markdown(results: Mapping[str, Any]) -> str:
     """Returns the comparison as Markdown."""
-    rows = [
-        [
-            title,
-            *(f"{results[name][key]:,.0f}" for key in ("tokens_per_second", "tokens_per_cpu_second", "steps")),
-            f"{results[name]['occupancy']:.0%}",
-        ]
-        for name, title in {"continuous": "continuous batching", "static": "static batches"}.items()
-    ]
-    wall, cpu = (results["gain"][f"tokens_per_{unit}"] for unit in ("second", "cpu_second"))
+    titles = {"continuous": "continuous batching", "static": "static batches"}
+    rows = [[title, *(results[name][key] for key, _ in COLUMNS.values())] for name, title in titles.items()]
+    columns = [(title, form) for title, (_, form) in COLUMNS.items()]
+    wall, cpu = (results["gain"][unit] for unit in UNITS)
     verdict = Check("gain", results["target"], cpu, at_least=True).verdict
-    return [
-        "",
-        "### A long tail of lengths",
-        "",
-        *table(["kljax, 8 slots", "tokens/s", "tokens/CPU s", "decode steps", "busy slots"], rows),
-        "",
-        f"Continuous batching is faster by {cpu:.2f} in CPU seconds and by {wall:.2f} in wall-clock seconds; the "
-        f"target is {results['target']:g} in CPU seconds: {verdict}.",
-    ]
+    return join(
+        [
+            "### A long tail of lengths",
+            table([("kljax, 8 slots", ""), *columns], rows),
+            f"Continuous batching is faster by {cpu:.2f} in CPU seconds and by {wall:.2f} in wall-clock seconds; the "
+            f"target is {results['target']:g} in CPU seconds: {verdict}.",
+        ]
+    )
+
+
+def section(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Compares continuous batching with batches that wait, after another measurement."""
+    found = report(measure(Tail(), options.rounds))
+    return {"long_tail": found}, markdown(found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -180,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cli.add_outputs(parser)
     options = parser.parse_args(arguments)
     found = report(measure(Tail(), options.rounds))
-    return cli.finish(options, "\n".join(lines(found)) + "\n", found, [])
+    return cli.finish(options, markdown(found), found, [])
 
 
 if __name__ == "__main__":

@@ -36,6 +36,9 @@ class Work:
     prompt_length: int = 128
     completion_length: int = 128
 
+    def __str__(self) -> str:
+        return f"V={self.vocab}"
+
     @property
     def rows(self) -> int:
         """Returns the number of completions."""

@@ -6,11 +6,12 @@ All programs run once a round; the fastest run of each counts. "Matmuls alone" i
 multiplications and additions at the rate of a large matmul, which is measured in the same rounds.
 """
 
+import argparse
 import dataclasses
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,13 +20,12 @@ import numpy as np
 
 import kljax
 from benchmarks.harness import cli
-from benchmarks.harness.measure import Clock, Seconds
-from benchmarks.harness.race import race
-from benchmarks.harness.report import table
-from benchmarks.harness.results import Result
+from benchmarks.harness.race import race_programs
+from benchmarks.harness.report import join, table
 from benchmarks.suites.model import problem
 from benchmarks.suites.model.kljax import KljaxContender, load
-from benchmarks.suites.model.problem import QUICK, Work
+from benchmarks.suites.model.problem import Work
+from benchmarks.suites.model.suite import works_of
 from train.rl.algorithms import make_optimizer
 from train.rl.layout import Layout
 from train.rl.objective import coefficients
@@ -33,6 +33,7 @@ from train.rl.policy import hidden_states
 from train.rl.step import update_rows
 
 SQUARE = 1024
+COLUMNS = (("part", ""), ("CPU s", ".3f"), ("share", ".0%"), ("matmuls alone", ".3f"))
 
 
 def programs(contender: KljaxContender) -> dict[str, Callable[[], Any]]:
@@ -77,20 +78,6 @@ def programs(contender: KljaxContender) -> dict[str, Callable[[], Any]]:
     }
 
 
-def fastest(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Returns the CPU seconds of each program in its fastest round."""
-    results = {name: Result(name) for name in programs}
-
-    def run(name: str) -> dict[str, Seconds]:
-        clock = Clock()
-        with clock.part("run"):
-            jax.block_until_ready(programs[name]())
-        return clock.parts
-
-    race(results, rounds, run)
-    return {name: result.best("cpu") or float("nan") for name, result in results.items()}
-
-
 def operations(work: Work) -> tuple[float, float]:
     """Counts multiplications and additions of a forward pass of the layers, with each prompt once, and of the head."""
     heads = work.heads * work.head_dim
@@ -101,37 +88,47 @@ def operations(work: Work) -> tuple[float, float]:
     return work.layers * 2 * (tokens * weights + 2 * attended * heads), 2 * completions * work.width * work.vocab
 
 
-def rows(work: Work, seconds: dict[str, float]) -> list[list[str]]:
-    """Returns the parts of an update; they add up to it."""
+def rows(work: Work, seconds: Mapping[str, float]) -> list[tuple[str, float, float | None, float]]:
+    """Returns the parts of an update, which add up to it: CPU seconds, share, and seconds of the matmuls alone."""
     layers, head = operations(work)
-    rate = 2 * SQUARE**3 / seconds["product"]
+    rate = rate_of(seconds)
+    gradients, update = seconds["layers, gradient"], seconds["update"]
     parts = {
         "reference: layers": (seconds["layers"], layers),
         "reference: head": (seconds["score"] - seconds["layers"], head),
         # Without the operations that attention recomputes.
-        "policy: layers, forward and gradient": (seconds["layers, gradient"], 3 * layers),
-        "policy: head, loss, forward and gradient": (
-            seconds["update"] - seconds["layers, gradient"] - seconds["AdamW"],
-            4 * head,
-        ),
+        "policy: layers, forward and gradient": (gradients, 3 * layers),
+        "policy: head, loss, forward and gradient": (update - gradients - seconds["AdamW"], 4 * head),
         "AdamW": (seconds["AdamW"], 0),
     }
-    total = sum(spent for spent, _ in parts.values())
-    found = [
-        [name, f"{spent:.3f}", f"{spent / total:.0%}", f"{flops / rate:.3f}"] for name, (spent, flops) in parts.items()
-    ]
-    alone = sum(flops for _, flops in parts.values()) / rate
-    return [*found, ["all", f"{total:.3f}", "", f"{alone:.3f}"]]
+    total, flops = (sum(column) for column in zip(*parts.values(), strict=True))
+    found = [(name, spent, spent / total, count / rate) for name, (spent, count) in parts.items()]
+    return [*found, ("all", total, None, flops / rate)]
 
 
-def lines(work: Work, rounds: int) -> list[str]:
-    """Measures the profile of one model, as Markdown."""
-    with tempfile.TemporaryDirectory() as directory:
-        problem.save_weights(work, pathlib.Path(directory))
-        seconds = fastest(programs(load(dataclasses.asdict(work), directory, 0)), rounds)
-    rate = 2 * SQUARE**3 / seconds["product"] / 1e9
-    title = f"CPU seconds of kljax's update at V={work.vocab:,} (matmuls at {rate:.0f} GFLOP per CPU second):"
-    return ["", title, "", *table(["part", "CPU s", "share", "matmuls alone"], rows(work, seconds))]
+def rate_of(seconds: Mapping[str, float]) -> float:
+    """Returns the operations per CPU second of a large matmul."""
+    return 2 * SQUARE**3 / seconds["product"]
+
+
+def markdown(works: Iterable[Work], rounds: int) -> str:
+    """Measures the profile of each model."""
+    parts = []
+    for work in works:
+        with tempfile.TemporaryDirectory() as directory:
+            problem.save_weights(work, pathlib.Path(directory))
+            results = race_programs(programs(load(dataclasses.asdict(work), directory, 0)), rounds)
+        seconds = {name: result.best("cpu") or float("nan") for name, result in results.items()}
+        rate = rate_of(seconds) / 1e9
+        title = f"CPU seconds of kljax's update at V={work.vocab:,} (matmuls at {rate:.0f} GFLOP per CPU second):"
+        parts += [title, table(COLUMNS, rows(work, seconds))]
+    return join(parts)
+
+
+def section(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Measures the parts of an update, after another measurement."""
+    text = markdown(works_of(options), options.rounds)
+    return {"profile": text.splitlines()}, text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,8 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=cli.positive, default=10)
     parser.add_argument("--quick", action="store_true", help="a tiny model, as a smoke test")
     options = parser.parse_args(arguments)
-    for work in [QUICK] if options.quick else [Work(vocab=vocab) for vocab in options.vocab or (4096, 32768)]:
-        print("\n".join(lines(work, options.rounds)))
+    print(section(options)[1], end="")
     return 0
 
 

@@ -1,22 +1,26 @@
-"""Measures whole models: agreement first, then time in interleaved rounds, then memory."""
+"""The suites of whole models: agreement first, then time in interleaved rounds, then memory."""
 
 import argparse
 import contextlib
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 
-from benchmarks.harness import environments
+from benchmarks.harness import cli, environments
 from benchmarks.harness.process import ROOT, Remote, start
 from benchmarks.harness.race import MissingError, log, measurable, noted, race
-from benchmarks.harness.results import Result
-from benchmarks.suites.model.problem import Work, make_sequences, save_weights
+from benchmarks.harness.results import ALL, Check, Measured, Result, Target, check, ratio
+from benchmarks.harness.suite import Section, Suite, Table, run
+from benchmarks.suites.model.problem import QUICK, Work, make_sequences, save_weights
 
+VOCABS = (4096, 32_768)
+LARGE_VOCAB = 32_768
 # The contender of `--against`: kljax, as another checkout of this repository has it.
 OTHER = "other"
 TITLES = {
@@ -39,22 +43,170 @@ FOLDERS = {"tunix": "tunix", "transformers": "torch"}
 TUNIX = ("google-tunix==0.1.7",), ("jax==0.12.0.1", "flax==0.12.12")
 TORCH, TRANSFORMERS = "torch==2.13.0", ("transformers==5.23.0", "numpy==2.4.6")
 
+PARTS = {"rollout": "Rollout", "update": "Update", ALL: "Rollout and update"}
+TARGETS = {
+    "rollout": (
+        Target("speed", "kljax", "tunix", 2.0, part="rollout"),
+        Target("speed", "kljax", "transformers", 3.0, part="rollout"),
+    ),
+    "step": (
+        Target("speed", "kljax", "tunix", 1.5, 2.0, part="update"),
+        Target("peak", "kljax", "tunix", 0.5, part="update"),
+    ),
+}
+MEASURES = {"speed": "speed", "peak": "peak memory", "compile": "time of the first run"}
+# Against another checkout, a change may cost 3 %.
+AGAINST = {"speed": 0.97, "peak": 1.03, "compile": 1.03}
+COLUMNS = (
+    ("contender", ""),
+    *(("wall s", ".3g"), ("tokens/s", ",.0f"), ("kljax is faster by", ".2f")),
+    *(("CPU s", ".3g"), ("tokens/CPU s", ",.0f"), ("kljax is faster by", ".2f")),
+)
+PEAK = ("peak MiB", "MiB")
+DIFFERENCES = {"log-probs": ".0e", "update": ".1%"}
+# The compared values of each part.
+COMPARED: Mapping[str, tuple[str, ...]] = {"rollout": ("log-probs",), "update": ("log-probs", "update"), ALL: ()}
 
-@dataclasses.dataclass
-class WorkResults:
-    """Measurements of one model."""
 
-    work: Work
-    results: dict[str, Result]
+class ModelSuite(Suite):
+    """Contenders that sample with whole models, and update them.
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return dataclasses.asdict(self)
+    Args:
+      part: "rollout", or "step" for a rollout and the update on it.
+    """
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "WorkResults":
-        """Reads the plain data of `as_json`."""
-        return cls(Work(**fields["work"]), {name: Result(**result) for name, result in fields["results"].items()})
+    titles = TITLES
+    tolerances = TOLERANCES
+    other_clock = "by the other clock"
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+        self.parts = ("rollout",) if part == "rollout" else ("rollout", "update")
+
+    def measure(self, size: Work, options: argparse.Namespace) -> tuple[Measured, dict[str, str]]:
+        names = ["kljax", *([OTHER] if options.against else ()), *(n for n in options.contenders if n != "kljax")]
+        results = {name: Result(name) for name in names}
+        versions: dict[str, str] = {}
+        with contextlib.ExitStack() as stack:
+            directory = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            save_weights(size, directory)
+            remotes: dict[str, Remote] = {}
+            for name, result in results.items():
+                with noted(result):
+                    remotes[name] = stack.enter_context(process(name, size, directory, options))
+                    found = remotes[name].ask(do="versions")
+                    versions |= {f"{key} (other)": value for key, value in found.items()} if name == OTHER else found
+                    log(f"{name}: compares log-probs")
+                    remotes[name].ask(do="score", path=str(directory / f"{name}.npy"))
+                    if name != "kljax":
+                        theirs, ours = (np.load(directory / f"{one}.npy") for one in (name, "kljax"))
+                        result.differences["log-probs"] = float(np.max(np.abs(theirs - ours)))
+            if self.part == "step":
+                compare_updates(results, remotes, size, directory)
+            race(results, options.rounds, lambda name: remotes[name].ask(do="run", part=self.part))
+            self._measure_fresh(results, size, directory, options)
+        return Measured(size, results), versions
+
+    def _measure_fresh(
+        self, results: Mapping[str, Result], work: Work, directory: pathlib.Path, options: argparse.Namespace
+    ) -> None:
+        """Measures in fresh processes: the first run, which compiles, against another checkout; then peak memory."""
+        starts = 0 if not options.against else 1 if options.quick else STARTS
+        for name in (["kljax", OTHER, OTHER, "kljax"] * starts)[: 2 * starts]:
+            log(f"{name}: times the first run")
+            with noted(results[name]), process(name, work, directory, options) as remote:
+                for key, (wall, cpu) in remote.ask(do="run", part=self.part).items():
+                    results[name].first.setdefault(key, []).append((wall, cpu))
+        for name, result in [] if options.no_peak else measurable(results):
+            with noted(result), process(name, work, directory, options, RETURN_AT_ONCE) as remote:
+                log(f"{name}: measures memory")
+                remote.ask(do="run", part=self.part)
+                result.peak_bytes = remote.ask(do="peak", part=self.part)
+
+    def how(self, report: Mapping[str, Any]) -> list[str]:
+        return [
+            f"{report['threads'] or 'all'} threads of each process",
+            f"the fastest of {report['rounds']} interleaved rounds",
+        ]
+
+    def heading(self, size: Work) -> list[str]:
+        return [
+            f"### V={size.vocab:,}",
+            f"{size.layers} layers, width {size.width}, {size.heads} heads x {size.head_dim}, {size.kv_heads} KV "
+            f"heads, MLP {size.mlp_width}, float32; {size.prompts} prompts x {size.samples} completions, "
+            f"{size.prompt_length} + {size.completion_length} tokens.",
+        ]
+
+    def tables(self, measured: Measured) -> Iterator[Table]:
+        ours, work = measured.results["kljax"], measured.size
+        for part in self.parts if self.part == "rollout" else PARTS:
+            tokens = work.new_tokens if part == "rollout" else work.tokens
+            compared = [(f"{name} differ by", DIFFERENCES[name]) for name in COMPARED[part]]
+            rows = []
+            for result in measured.results.values():
+                if result.problem is not None or result.best("wall", part) is None:
+                    continue
+                row: list[Any] = [TITLES[result.name]]
+                for clock in ("wall", "cpu"):
+                    seconds = result.best(clock, part)
+                    faster = None if result is ours else ratio(seconds, ours.best(clock, part))
+                    row += [seconds, ratio(tokens, seconds), faster]
+                row += [] if part == ALL else [result.peak_bytes.get(part)]
+                rows.append([*row, *(result.differences.get(name) for name in COMPARED[part])])
+            yield PARTS[part], [*COLUMNS, *([] if part == ALL else [PEAK]), *compared], rows
+
+    def checks(self, measured: Measured) -> list[Check]:
+        large = measured.size.vocab >= LARGE_VOCAB
+        found = [check(target, title(target), measured.results, large=large) for target in TARGETS[self.part]]
+        if OTHER in measured.results:
+            for part in self.parts:
+                for measure, limit in AGAINST.items():
+                    target = Target(measure, "kljax", OTHER, limit, part=part)
+                    found.append(check(target, title(target), measured.results, large=large, digits=3))
+        return found
+
+
+def title(target: Target) -> str:
+    """Describes a target."""
+    unit = "" if target.measure == "peak" else ", in CPU seconds"
+    return f"{target.part}: {MEASURES[target.measure]} of kljax over {TITLES[target.against]}{unit}"
+
+
+def make_parser(command: str, description: str | None, contenders: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the parser of a command."""
+    parser = cli.race_parser(command, description, "envs", rounds=10, quick="a tiny model, two rounds")
+    parser.add_argument("--vocab", action="append", type=cli.positive, metavar="V",
+                       help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}")  # fmt: skip
+    parser.add_argument("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs")
+    parser.add_argument("--against", type=pathlib.Path, metavar="CHECKOUT",
+                       help="another checkout of this repository, to race against")  # fmt: skip
+    parser.set_defaults(contenders=tuple(contenders))
+    return parser
+
+
+def works_of(options: argparse.Namespace) -> list[Work]:
+    """Lists the models of a command line."""
+    return [QUICK] if options.quick else [Work(vocab=vocab) for vocab in options.vocab or VOCABS]
+
+
+def main(options: argparse.Namespace, parser: argparse.ArgumentParser, part: str, section: Section | None) -> int:
+    """Runs the command of a part; returns 1 if a contender failed or differs from kljax."""
+    if options.make_envs is not None:
+        make_envs(options.make_envs, python312=options.python312, torch_index=options.torch_index)
+        print(f"made; now: {parser.prog} --envs {options.make_envs}")
+        return 0
+    known = sorted(set(TITLES) - {OTHER})
+    unknown = sorted(set(options.contenders) - set(known))
+    if unknown:
+        parser.error(f"argument --contenders: got {unknown}, expected some of {known}")
+    if options.rounds < 1:
+        parser.error(f"argument --rounds: got {options.rounds}, expected 1 or more")
+    if options.against is not None and not (options.against / "benchmarks" / "train_step.py").exists():
+        parser.error(f"argument --against: got {options.against}, expected a checkout of this repository")
+    options.rounds = min(options.rounds, 2) if options.quick else options.rounds
+    cli.limit_threads(options.threads)
+    jax.config.update("jax_platforms", "cpu")
+    return run(ModelSuite(part), works_of(options), options, {"threads": options.threads}, section)
 
 
 def interpreter(directory: pathlib.Path, name: str) -> pathlib.Path:
@@ -66,9 +218,7 @@ def make_envs(directory: pathlib.Path, *, python312: str | None, torch_index: st
     """Makes the environments of Tunix and transformers.
 
     Args:
-      python312: interpreter for Tunix; None looks for one.
-      torch_index: package index for PyTorch in place of PyPI, whose build for Linux has CUDA in it; the index of the
-        build for CPUs is `https://download.pytorch.org/whl/cpu`.
+      python312: interpreter for Tunix; None looks for one; torch_index: see `environments.torch_install`.
 
     Raises:
       FileNotFoundError: if there is no Python 3.12.
@@ -77,7 +227,7 @@ def make_envs(directory: pathlib.Path, *, python312: str | None, torch_index: st
     if not interpreter(directory, "tunix").exists():
         environments.make(directory / FOLDERS["tunix"], *TUNIX, python=python)
     if not interpreter(directory, "transformers").exists():
-        torch = [*(("--index-url", torch_index) if torch_index else ()), TORCH]
+        torch = environments.torch_install(TORCH, torch_index)
         environments.make(directory / FOLDERS["transformers"], torch, TRANSFORMERS)
 
 
@@ -103,47 +253,6 @@ def process(
     with start(module, python=python, root=root, settings={"JAX_PLATFORMS": "cpu", **settings}) as remote:
         remote.ask(do="load", work=dataclasses.asdict(work), directory=str(directory), threads=options.threads)
         yield remote
-
-
-def measure(work: Work, part: str, options: argparse.Namespace) -> tuple[WorkResults, dict[str, str]]:
-    """Measures one model; returns the versions of the libraries too.
-
-    Args:
-      part: "rollout", or "step" for a rollout and the update on it; options: of the command line.
-    """
-    names = ["kljax", *([OTHER] if options.against else ()), *(n for n in options.contenders if n != "kljax")]
-    results = {name: Result(name) for name in names}
-    versions: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
-        directory = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        save_weights(work, directory)
-        remotes: dict[str, Remote] = {}
-        for name, result in results.items():
-            with noted(result):
-                remotes[name] = stack.enter_context(process(name, work, directory, options))
-                found = remotes[name].ask(do="versions")
-                versions |= {f"{key} (other)": value for key, value in found.items()} if name == OTHER else found
-                log(f"{name}: compares log-probs")
-                remotes[name].ask(do="score", path=str(directory / f"{name}.npy"))
-                if name != "kljax":
-                    theirs, ours = (np.load(directory / f"{one}.npy") for one in (name, "kljax"))
-                    result.differences["log-probs"] = float(np.max(np.abs(theirs - ours)))
-        if part == "step":
-            compare_updates(results, remotes, work, directory)
-        race(results, options.rounds, lambda name: remotes[name].ask(do="run", part=part))
-        if options.against:
-            log("compares the time to compile")
-            starts = 1 if options.quick else STARTS
-            for name in (["kljax", OTHER, OTHER, "kljax"] * starts)[: 2 * starts]:
-                with noted(results[name]), process(name, work, directory, options) as remote:
-                    for key, (wall, cpu) in remote.ask(do="run", part=part).items():
-                        results[name].first.setdefault(key, []).append((wall, cpu))
-        for name, result in [] if options.no_peak else measurable(results):
-            with noted(result), process(name, work, directory, options, RETURN_AT_ONCE) as remote:
-                log(f"{name}: measures memory")
-                remote.ask(do="run", part=part)
-                result.peak_bytes = remote.ask(do="peak", part=part)
-    return WorkResults(work, results), versions
 
 
 def compare_updates(
