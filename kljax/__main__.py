@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import kljax
 
 # In the order of --help; a command whose package is absent is left out.
-COMMANDS = ("systems", "audit")
+COMMANDS = ("systems", "audit", "parity")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

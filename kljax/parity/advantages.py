@@ -1,0 +1,84 @@
+"""The stage of the advantages: from rewards and groups, with a KL in the reward or in the advantage."""
+
+import numpy as np
+
+from kljax.parity.recipe import Kl, Recipe, Step
+from kljax.parity.replay import Prediction, Replay, run_call
+from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
+
+
+def advantages(replay: Replay, recipe: Recipe) -> Prediction:
+    """Recomputes the advantages."""
+    step, unit = recipe.advantage or Step(), replay.unit("advantages", recipe)
+    rewards, used = _shaped_rewards(replay, recipe), replay.used_mask(recipe)
+    ids, count = _groups(replay.arrays["group_ids"], step.groups)
+    call = replay.call("advantage", step)
+    arrays = {"rewards": rewards, "group_ids": ids, "mask": used}
+    keywords = {} if "num_groups" in call.arguments else {"num_groups": count}
+    value = step.sign * np.asarray(run_call(call, arrays, **keywords), np.float64)
+    bound = _bound(rewards, ids, value, unit)
+    if recipe.kl is not None and recipe.kl.place == "advantage":
+        value, bound = _centered(replay, recipe, value, bound)
+    shape = replay.arrays["advantages"].shape if "advantages" in replay.arrays else replay.shape
+    if value.ndim < len(shape):
+        value, bound = (np.broadcast_to(array[:, None], shape) for array in (value, bound))
+    mask: np.ndarray = replay.arrays["mask"]
+    return Prediction(value, bound, np.asarray(mask & used if len(shape) == 2 else mask.any(1)))
+
+
+def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the advantages of tokens, recorded or recomputed, and their bounds."""
+    value, bound = replay.input("advantages", recipe)
+    if value.ndim == 1:
+        value, bound = (np.broadcast_to(array[:, None], replay.shape) for array in (value, bound))
+    return value, bound
+
+
+def _shaped_rewards(replay: Replay, recipe: Recipe) -> np.ndarray:
+    kl = recipe.kl
+    if kl is None or kl.place != "reward":
+        return replay.arrays["rewards"]
+    values = replay.input("kl", recipe)[0]
+    return replay.arrays["rewards"] - kl.coef * np.where(replay.used_mask(recipe), values, 0).sum(1)
+
+
+def _centered(replay: Replay, recipe: Recipe, value: np.ndarray, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Adds the KL of the batch less that of each token."""
+    kl, used = recipe.kl or Kl(), replay.used_mask(recipe)
+    values, errors = replay.input("kl", recipe)
+    values = np.where(used, values, 0)
+    per_token, per_token_bound = (a[:, None] if a.ndim == 1 else a for a in (value, bound))
+    mean = values.sum() / (used.sum() + recipe.reduction.eps_batch)
+    unit = replay.unit("advantages", recipe)
+    result = per_token + np.where(used, kl.coef * (mean - values), 0)
+    height = accumulator(unit) * tree_height(int(used.sum())) + PRODUCTS * unit
+    extra = abs(kl.coef) * (errors + errors.max() + height * np.abs(values).max())
+    return result, per_token_bound + extra + unit * np.abs(result)
+
+
+def _groups(group_ids: np.ndarray, which: str) -> tuple[np.ndarray, int]:
+    _, ids = np.unique(group_ids, return_inverse=True)
+    count = int(ids.max()) + 1
+    if which == "interleaved":
+        return np.arange(len(ids)) % count, count
+    return (np.zeros_like(ids), 1) if which == "batch" else (ids, count)
+
+
+def _bound(rewards: np.ndarray, ids: np.ndarray, value: np.ndarray, unit: float) -> np.ndarray:
+    """Carries the rounding of the mean through a centred, scaled advantage.
+
+    A distance to the mean of `n` rewards of at most `R` has an error of `u R (n + 2)`; the advantage multiplies it by
+    its own ratio to the distance, and divides by a standard deviation whose relative error is at most twice the
+    distance's error over it.
+    """
+    per_row = np.abs(value if value.ndim == 1 else np.abs(value).max(1))
+    sizes = np.bincount(ids)
+    largest = np.zeros(len(sizes))
+    np.maximum.at(largest, ids, np.abs(rewards))
+    distance = np.abs(rewards - (np.bincount(ids, rewards) / np.maximum(sizes, 1))[ids])
+    error = unit * (largest[ids] * (sizes[ids] + 2))
+    spread = np.sqrt(np.bincount(ids, distance**2) / np.maximum(sizes, 1))[ids]
+    gain = np.max(per_row / np.maximum(distance, 1e-30), where=distance > 4 * error, initial=0.0)
+    relative = np.minimum(2 * error / np.maximum(spread, 1e-30), 1)
+    bound = error * max(gain, 1) + per_row * (relative + unit * (PRODUCTS + sizes[ids]))
+    return bound if value.ndim == 1 else np.broadcast_to(bound[:, None], value.shape)

@@ -1,0 +1,251 @@
+"""Opens a dump: named arrays and a JSON header, from `.npz` or safetensors, without pickle and without loading it."""
+
+import dataclasses
+import difflib
+import json
+import math
+import pathlib
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from kljax.parity.fields import FIELDS, FORMAT, HEADER, METRIC, field_of
+
+MAX_HEADER = 100_000_000
+# A compressed member cannot be read in parts.
+MAX_COMPRESSED = 1 << 28
+SAFETENSORS_DTYPES = {
+    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"},
+    **{"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1"},
+    **{"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1", "BOOL": "|b1"},
+}
+
+
+class DumpError(ValueError):
+    """A file that is no dump, or a field of it that is not as the schema has it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """An array in a file: where it lies, or the array itself if the file compresses it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    path: pathlib.Path
+    offset: int = 0
+    order: Any = "C"
+    bfloat16: bool = False
+    loaded: np.ndarray | None = None
+
+    def part(self, *index: Any) -> np.ndarray:
+        """Reads a part, `array[index]`; only its pages are loaded."""
+        if self.loaded is not None:
+            return np.asarray(self.loaded[index])
+        if 0 in self.shape:
+            return np.zeros(self.shape, self.dtype)[index]
+        source = np.memmap(self.path, np.dtype(self.dtype), "r", self.offset, self.shape, self.order)
+        values = np.array(source[index])
+        return (values.astype(np.uint32) << 16).view(np.float32) if self.bfloat16 else values
+
+    @property
+    def kind(self) -> str:
+        """The name of its dtype."""
+        return "bfloat16" if self.bfloat16 else np.dtype(self.dtype).name
+
+
+class Dump:
+    """A recorded batch: the header, and the arrays by the names of the schema."""
+
+    def __init__(self, header: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
+        self.header = dict(header)
+        self._stored = dict(stored)
+        self._check_header()
+        self.sizes = self._check_shapes()
+        self._check_contents()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def stored(self, name: str) -> Stored:
+        """Returns the array without reading it."""
+        if name not in self._stored:
+            raise DumpError(f"{name}: the dump has no such array; it has {', '.join(self._stored) or 'none'}")
+        return self._stored[name]
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads an array: float64, int64 for whole numbers, booleans for the mask."""
+        values = self.stored(name).part(...)
+        if name == "mask":
+            return values != 0
+        return values.astype(np.int64 if field_of(name).whole_numbers else np.float64)
+
+    def _check_header(self) -> None:
+        version = self.header.get("kljax_parity")
+        if version != FORMAT:
+            raise DumpError(f"header.kljax_parity: got {version!r}, expected {FORMAT}, the version of the schema")
+        for key in self.header:
+            if key not in HEADER:
+                raise DumpError(f"header.{key}: no such key; expected {', '.join(HEADER)}{_hint(key, HEADER)}")
+
+    def _check_shapes(self) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        sources: dict[str, str] = {}
+        for name, array in self._stored.items():
+            if name not in FIELDS and not name.startswith(METRIC):
+                known = (*FIELDS, f"{METRIC}NAME")
+                raise DumpError(f"{name}: no such field; expected {', '.join(known)}{_hint(name, FIELDS)}")
+            field = field_of(name)
+            axes = "B" if field.per_row and len(array.shape) == 1 else field.axes
+            if len(array.shape) != len(axes):
+                raise DumpError(f"{name}: got shape {list(array.shape)}, expected [{', '.join(field.axes)}]")
+            for axis, size in zip(axes, array.shape, strict=True):
+                if sizes.setdefault(axis, size) != size:
+                    other = f"{axis} is {sizes[axis]} in {sources[axis]}"
+                    raise DumpError(f"{name}: got shape {list(array.shape)}, expected [{', '.join(axes)}]; {other}")
+                sources.setdefault(axis, name)
+            kind = "f" if array.bfloat16 else np.dtype(array.dtype).kind
+            allowed = "iub" if field.whole_numbers and name != "mask" else "fiub"
+            if kind not in allowed:
+                wanted = "integers" if allowed == "iub" else "numbers"
+                raise DumpError(f"{name}: got dtype {array.kind}, expected {wanted}")
+        for name in ("log_probs", "mask"):
+            if name not in self._stored:
+                raise DumpError(f"{name}: missing; a dump needs log_probs and mask")
+        return sizes
+
+    def _check_contents(self) -> None:
+        mask = self.stored("mask").part(...)
+        if not np.isin(mask, (0, 1)).all():
+            where = tuple(int(i) for i in np.argwhere(~np.isin(mask, (0, 1)))[0])
+            raise DumpError(f"mask: got {mask[where]} at (row, token) {where}, expected 0 or 1")
+        if "rows" in self and not ((self.read("rows") >= 0) & (self.read("rows") < self.sizes["B"])).all():
+            raise DumpError(f"rows: got {self.read('rows').tolist()}, expected rows from 0 to {self.sizes['B'] - 1}")
+        for side in ("", "ref_"):
+            if f"{side}hidden" in self and "head" not in self and f"{side}head" not in self:
+                raise DumpError(f"{side}hidden: needs {side}head, the LM head; record it beside the hidden states")
+            if (f"{side}hidden" in self or f"{side}logits" in self) and not ("rows" in self and "tokens" in self):
+                raise DumpError(f"{side}logits: logits and hidden states need rows and tokens; record both")
+
+
+def open_dump(path: str | pathlib.Path) -> Dump:
+    """Opens an `.npz` or safetensors file; raises `DumpError` naming the field that is not as the schema has it."""
+    path = pathlib.Path(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+            return _open_npz(path, file) if start == b"PK\x03\x04" else _open_safetensors(path, file)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DumpError(f"{path}: cannot be read: {error}") from error
+
+
+def write_dump(path: str | pathlib.Path, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    """Writes an uncompressed `.npz` dump."""
+    members: dict[str, Any] = {name: np.asarray(array) for name, array in arrays.items()}
+    members["header"] = np.array(json.dumps({"kljax_parity": FORMAT, **header}))
+    np.savez(pathlib.Path(path), **members)
+
+
+def _open_npz(path: pathlib.Path, file: BinaryIO) -> Dump:
+    header: Any = None
+    stored: dict[str, Stored] = {}
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            name = info.filename.removesuffix(".npy")
+            if name == info.filename:
+                raise DumpError(f"{name}: is no array; an .npz file holds .npy members")
+            array = _npz_member(path, archive, info, name)
+            if name == "header":
+                header = _parse_header(str(array.part()) if array.shape == () else "")
+            elif name in stored:
+                raise DumpError(f"{name}: the file holds it twice")
+            else:
+                stored[name] = array
+    if header is None:
+        raise DumpError("header: missing; store the JSON header as a string array named header")
+    return Dump(header, stored)
+
+
+def _npz_member(path: pathlib.Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> Stored:
+    compressed = info.compress_type != zipfile.ZIP_STORED
+    if compressed and info.file_size > MAX_COMPRESSED:
+        raise DumpError(f"{name}: {info.file_size} bytes are compressed; store it with numpy.savez, uncompressed")
+    try:
+        with archive.open(info) as member:
+            version = np.lib.format.read_magic(member)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(member)
+            begin = member.tell()
+            if dtype.hasobject:
+                raise DumpError(f"{name}: holds Python objects, which need pickle; store numbers")
+            if math.prod(shape) * dtype.itemsize != info.file_size - begin:
+                raise DumpError(f"{name}: {info.file_size - begin} bytes for shape {list(shape)} of {dtype}")
+            if compressed or dtype.kind in "US":
+                values = np.frombuffer(member.read(), dtype).reshape(shape, order="F" if fortran else "C")
+                return Stored(name, shape, dtype.str, path, loaded=values)
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile, NotImplementedError) as error:
+        if isinstance(error, DumpError):
+            raise
+        raise DumpError(f"{name}: is not a NumPy array: {error}") from error
+    return Stored(name, shape, dtype.str, path, _data_offset(path, info) + begin, "F" if fortran else "C")
+
+
+def _data_offset(path: pathlib.Path, info: zipfile.ZipInfo) -> int:
+    """Returns where the bytes of a stored member begin: after its local header, whose last fields may vary in size."""
+    with path.open("rb") as file:
+        file.seek(info.header_offset)
+        local = file.read(30)
+    name_size, extra_size = struct.unpack("<HH", local[26:30])
+    return info.header_offset + 30 + int(name_size) + int(extra_size)
+
+
+def _open_safetensors(path: pathlib.Path, file: BinaryIO) -> Dump:
+    total = path.stat().st_size
+    file.seek(0)
+    prefix = file.read(8)
+    size = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or not 2 <= size <= min(MAX_HEADER, total - 8):
+        raise DumpError(f"{path}: is neither an .npz nor a safetensors file")
+    try:
+        index = json.loads(file.read(size))
+        entries = {name: entry for name, entry in index.items() if name != "__metadata__"}
+        metadata = index.get("__metadata__", {})
+    except (ValueError, AttributeError) as error:
+        raise DumpError(f"{path}: is neither an .npz nor a safetensors file: {error}") from error
+    stored = {name: _safetensors_member(path, name, entry, 8 + size, total) for name, entry in entries.items()}
+    if not isinstance(metadata, dict) or "header" not in metadata:
+        raise DumpError("header: missing; store the JSON header as the metadata entry named header")
+    return Dump(_parse_header(metadata["header"]), stored)
+
+
+def _safetensors_member(path: pathlib.Path, name: str, entry: Any, start: int, total: int) -> Stored:
+    try:
+        shape, (begin, end), kind = tuple(map(int, entry["shape"])), map(int, entry["data_offsets"]), entry["dtype"]
+        dtype = np.dtype(SAFETENSORS_DTYPES[kind])
+    except (KeyError, TypeError, ValueError) as error:
+        known = ", ".join(SAFETENSORS_DTYPES)
+        raise DumpError(f"{name}: got {entry!r}, expected a shape, offsets and a dtype of {known}") from error
+    if min((begin, *shape), default=0) < 0 or start + end > total or end - begin != math.prod(shape) * dtype.itemsize:
+        raise DumpError(f"{name}: bytes {begin} to {end} do not hold shape {list(shape)} of {kind}")
+    return Stored(name, shape, dtype.str, path, start + begin, bfloat16=kind == "BF16")
+
+
+def _parse_header(text: str) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise DumpError(f"header: is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise DumpError(f"header: got {type(header).__name__}, expected a JSON object")
+    return header
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

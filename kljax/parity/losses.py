@@ -1,0 +1,212 @@
+"""The stages of the loss: policy loss per token, reduction, gradient, metrics."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kljax
+from kljax.parity.advantages import token_advantages
+from kljax.parity.fields import METRIC, ORDER
+from kljax.parity.policies import kl_at, kl_cancellation, kl_move, kl_policy, policy_pair
+from kljax.parity.positions import value_and_change
+from kljax.parity.recipe import Kl, Recipe, Reduction, Step
+from kljax.parity.replay import Prediction, Replay, per_token, run_call
+from kljax.parity.rounding import EXP, PRODUCTS, accumulator, tree_height
+
+BY_ROW = ("gspo_loss", "gmpo_loss", "vespo_loss")
+ROW_LEVELS = ("sequence", "geometric", "average", "geometric_average")
+OTHER_POLICIES = ("rollout_log_probs", "sampling_log_probs", "ref_log_probs")
+
+
+def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
+    """Computes the policy loss per token at other log-probs; differentiable in them."""
+    step, used = recipe.loss or Step(), replay.used_mask(recipe)
+    fields = {name: replay.array_name("loss", name) for name in OTHER_POLICIES}
+    arrays = {name: replay.arrays[field] for name, field in fields.items() if field in replay.arrays}
+    arrays["old_log_probs"] = policy_pair(replay, recipe)[1]
+    arrays |= {"advantages": token_advantages(replay, recipe)[0], "mask": used}
+    call = replay.call("loss", step)
+
+    def make() -> Callable[..., Any]:
+        def loss(log_probs: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
+            result = run_call(call, {**arrays, "log_probs": log_probs, "key": jax.random.key(0)})
+            return jnp.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)
+
+        return jax.jit(loss)
+
+    result = replay.remember(("compiled", "loss", step.arguments), make)(policy, arrays)
+    if recipe.correction is not None and step.weights:
+        result = result * np.where(used, replay.input("weights", recipe)[0], 0) ** step.weights
+    return step.sign * result
+
+
+def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
+    """Recomputes the policy loss of each token."""
+    used, unit = replay.used_mask(recipe), replay.unit("token_loss", recipe)
+
+    def compute(policy: np.ndarray) -> np.ndarray:
+        return np.asarray(policy_loss_at(replay, jnp.asarray(policy), recipe))
+
+    value, change = value_and_change(compute, policy_pair(replay, recipe)[0], _move(replay, recipe, unit))
+    bound = change + PRODUCTS * unit * np.abs(value) + _inherited(replay, recipe, value)
+    return Prediction(value, np.where(used, bound, 0), replay.arrays["mask"] & used)
+
+
+def loss(replay: Replay, recipe: Recipe) -> Prediction:
+    """Recomputes the scalar loss from the values per token."""
+    unit, total, bound = replay.unit("loss", recipe), 0.0, 0.0
+    height = accumulator(unit) * tree_height(int(replay.used_mask(recipe).sum())) + PRODUCTS * unit
+    for coef, name, reduction in _terms(recipe):
+        weights = token_weights(replay, recipe, reduction)
+        values, errors = replay.input(name, recipe)
+        products = np.where(weights != 0, weights * values, 0)
+        total += coef * products.sum()
+        bound += abs(coef) * np.where(weights != 0, weights * errors, 0).sum()
+        bound += abs(coef) * height * np.abs(products).sum()
+    return Prediction(np.asarray(total), np.asarray(bound + unit * abs(total)), np.asarray(True))
+
+
+def gradient(replay: Replay, recipe: Recipe) -> Prediction:
+    """Recomputes the derivative of the loss by the log-probs."""
+    unit, settings = replay.unit("grad_log_probs", recipe), recipe.gradient
+    total, bound = np.zeros(replay.shape), np.zeros(replay.shape)
+    terms = {name: (coef, reduction) for coef, name, reduction in _terms(recipe)}
+    if settings.through_policy:
+        value, errors = _policy_gradient(replay, recipe, unit)
+        total, bound = total + value, bound + errors
+    if settings.through_kl and "kl" in terms and (recipe.kl or Kl()).policy == "log_probs":
+        coef, reduction = terms["kl"]
+        value, errors = _kl_gradient(replay, recipe, reduction, unit)
+        total, bound = total + coef * value, bound + abs(coef) * errors
+    total, bound = settings.scale * total, abs(settings.scale) * bound
+    return Prediction(total, bound + unit * np.abs(total), np.ones(replay.shape, bool))
+
+
+def token_weights(replay: Replay, recipe: Recipe, reduction: Reduction) -> np.ndarray:
+    """Returns the weight of each token in the loss."""
+    key = ("token_weights", recipe.mask, reduction)
+    weights: np.ndarray = replay.remember(
+        key, lambda: _token_weights(replay.used_mask(recipe), reduction, replay.arrays)
+    )
+    return weights
+
+
+def _terms(recipe: Recipe) -> list[tuple[float, str, Reduction]]:
+    """Lists the terms of the loss: coefficient, field per token, reduction."""
+    terms = [(1.0, "token_loss", recipe.reduction)]
+    if recipe.kl is not None and recipe.kl.place == "loss" and recipe.kl.coef:
+        terms.append((recipe.kl.coef, "kl", recipe.kl_reduction or recipe.reduction))
+    return terms
+
+
+def _by_row(replay: Replay, recipe: Recipe) -> bool:
+    call = replay.call("loss", recipe.loss or Step())
+    return call.function in BY_ROW or call.arguments.get("level") in ROW_LEVELS
+
+
+def _move(replay: Replay, recipe: Recipe, unit: float) -> np.ndarray:
+    """Returns how far rounding moves the log-ratio."""
+    policy, old = policy_pair(replay, recipe)
+    height = tree_height(replay.shape[1]) if _by_row(replay, recipe) else 0
+    distance = np.abs(policy - old) * (1 + height)
+    return unit * (np.where(np.isfinite(distance), distance, 0) + EXP)
+
+
+def _inherited(replay: Replay, recipe: Recipe, value: np.ndarray) -> np.ndarray:
+    """Returns the errors of advantages and weights that are not recorded: the loss is proportional to both."""
+    relative = np.zeros(replay.shape)
+    for name in ("advantages", "weights"):
+        if name in replay.arrays or (name == "weights" and recipe.correction is None):
+            continue
+        inputs, bound = token_advantages(replay, recipe) if name == "advantages" else replay.input(name, recipe)
+        relative = relative + bound / np.maximum(np.abs(inputs), 1e-30)
+    return np.abs(value) * relative
+
+
+def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.ndarray, np.ndarray]:
+    policy, _ = policy_pair(replay, recipe)
+    weights = token_weights(replay, recipe, recipe.reduction)
+    sign = -1 if recipe.ratio.swapped else 1
+
+    def compute(log_probs: np.ndarray) -> np.ndarray:
+        _, pull = jax.vjp(lambda lp: policy_loss_at(replay, lp, recipe), jnp.asarray(log_probs))
+        return sign * np.asarray(pull(jnp.asarray(weights))[0])
+
+    key = ("policy_gradient", unit, *(getattr(recipe, stage) for stage in ORDER["loss"] if stage != "kl_reduction"))
+    value, change = replay.remember(key, lambda: value_and_change(compute, policy, _move(replay, recipe, unit)))
+    height = tree_height(replay.shape[1]) if _by_row(replay, recipe) else 0
+    return value, change + (PRODUCTS + height) * unit * np.abs(value) + _inherited(replay, recipe, value)
+
+
+def _kl_gradient(replay: Replay, recipe: Recipe, reduction: Reduction, unit: float) -> tuple[np.ndarray, np.ndarray]:
+    kl, used = recipe.kl or Kl(), replay.used_mask(recipe)
+    weights = token_weights(replay, recipe, reduction)
+
+    def compute(log_probs: np.ndarray) -> np.ndarray:
+        _, pull = jax.vjp(lambda lp: kl_at(replay, lp, kl, used), jnp.asarray(log_probs))
+        return np.asarray(pull(jnp.asarray(weights))[0])
+
+    key = ("kl_gradient", unit, recipe.mask, kl, reduction)
+    move = kl_move(replay, kl, unit)
+    value, change = replay.remember(key, lambda: value_and_change(compute, kl_policy(replay, kl), move))
+    return value, change + weights * kl_cancellation(replay, kl, unit) + PRODUCTS * unit * np.abs(value)
+
+
+def _token_weights(mask: np.ndarray, reduction: Reduction, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    if reduction.micro_batches == 1:
+        return _weights_of_rows(mask, reduction, arrays, np.ones(len(mask), bool))
+    rows = np.arange(len(mask))
+    parts = rows * reduction.micro_batches // len(mask) if reduction.micro_batches else arrays["micro_batch_ids"]
+    one = dataclasses.replace(reduction, micro_batches=1)
+    total = sum(_weights_of_rows(mask, one, arrays, parts == part) for part in np.unique(parts))
+    return np.asarray(total) / len(np.unique(parts))
+
+
+def _weights_of_rows(
+    mask: np.ndarray, reduction: Reduction, arrays: Mapping[str, np.ndarray], rows: np.ndarray
+) -> np.ndarray:
+    """Returns the weights of some rows as a batch of their own, 0 elsewhere."""
+    part = mask[rows]
+    keywords: dict[str, Any] = {"mode": reduction.mode, "empty_rows": reduction.empty_rows}
+    if reduction.mode == "seq_mean_token_sum_norm":
+        keywords["max_length"] = mask.shape[1] if reduction.max_length is None else reduction.max_length
+    if reduction.mode == "prompt_mean":
+        if reduction.groups not in arrays:
+            return np.full(mask.shape, np.nan)
+        _, ids = np.unique(arrays[reduction.groups][rows], return_inverse=True)
+        keywords |= {"group_ids": jnp.asarray(ids), "num_groups": int(ids.max()) + 1}
+    if reduction.denominator is not None and reduction.mode != "token_sum":
+        keywords["denominator"] = reduction.denominator
+    weights = np.asarray(kljax.token_weights(jnp.asarray(part), **keywords), np.float64)
+    count, per_row = part.sum(), part.sum(1, keepdims=True)
+    weights = weights * count / (count + reduction.eps_batch) if count else weights
+    weights = weights * per_row / np.maximum(per_row + reduction.eps_row, 1e-300)
+    result = np.zeros(mask.shape)
+    result[rows] = reduction.scale * weights
+    return result
+
+
+def _mean_of(name: str) -> Callable[[Replay, Recipe], Prediction]:
+    """Makes the metric that is the mean of a field over the tokens."""
+
+    def metric(replay: Replay, recipe: Recipe) -> Prediction:
+        unit, used = replay.unit(METRIC + name, recipe), replay.used_mask(recipe)
+        if name == "ppo_kl":
+            policy, old = policy_pair(replay, recipe)
+            values, errors = old - policy, unit * np.abs(old - policy)
+        else:
+            values, errors = replay.input(name, recipe)
+        kept, count = np.where(used, values, 0), max(int(used.sum()), 1)
+        height = accumulator(unit) * tree_height(count) + 2 * unit
+        bound = (np.where(used, errors, 0).sum() + height * np.abs(kept).sum()) / count
+        mean = kept.sum() / count
+        return Prediction(np.asarray(mean), np.asarray(bound + unit * abs(mean)), np.asarray(True))
+
+    return metric
+
+
+METRICS = {name: _mean_of(name) for name in ("kl", "ppo_kl", "ratio")}

@@ -1,0 +1,142 @@
+"""Stages per token: mask, log-probs, ratios, the rollout correction, the KL."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import kljax
+from kljax.parity import scoring
+from kljax.parity.positions import apply_rule, shift_rows, value_and_change
+from kljax.parity.recipe import Kl, Recipe, Step
+from kljax.parity.replay import Prediction, Replay, per_token, run_call
+from kljax.parity.rounding import EXP, PRODUCTS, tree_height
+
+
+def mask(replay: Replay, recipe: Recipe) -> Prediction:
+    """Recomputes the mask from the lengths of prompts and rows."""
+    prompts, lengths = replay.arrays["prompt_lengths"][:, None], replay.arrays["lengths"][:, None]
+    position = np.arange(replay.shape[1])
+    value = apply_rule((position >= prompts) & (position < lengths), recipe.mask_rule)
+    return Prediction(value, np.zeros(replay.shape), np.ones(replay.shape, bool))
+
+
+def log_probs(replay: Replay, recipe: Recipe) -> Prediction:
+    """Recomputes the log-probs of the policy on the rows whose logits are recorded."""
+    return _scored("log_probs", replay, recipe)
+
+
+def ref_log_probs(replay: Replay, recipe: Recipe) -> Prediction:
+    """Recomputes the log-probs of the reference on the rows whose logits are recorded."""
+    return _scored("ref_log_probs", replay, recipe)
+
+
+def _scored(name: str, replay: Replay, recipe: Recipe) -> Prediction:
+    side = name.removesuffix("log_probs")
+    settings = recipe.reference if side else recipe.log_probs
+    keep, unit = replay.arrays["mask"], replay.unit(name, recipe)
+    if settings.adapter:
+        return Prediction(*scoring.score(replay.dump, side, settings, keep, unit))
+    other = "log_probs" if side else "ref_log_probs"
+    value = replay.arrays.get(other, np.full(replay.shape, np.nan))
+    rows = np.zeros(replay.shape, bool)
+    rows[replay.arrays["rows"]] = True
+    return Prediction(value, unit * (1 + np.abs(value)), keep & rows)
+
+
+def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the log-probs whose difference is the log-ratio of the policy loss."""
+    policy, settings = replay.arrays["log_probs"], recipe.ratio
+    old = shift_rows(replay.arrays.get(settings.old, policy), settings.shift)
+    if settings.recorded:
+        return old + np.log(np.where(replay.arrays["ratio"] > 0, replay.arrays["ratio"], 1)), old
+    return (2 * old - policy, old) if settings.swapped else (policy, old)
+
+
+def ratio(replay: Replay, recipe: Recipe) -> Prediction:
+    """Recomputes the importance ratio of policy and old policy."""
+    policy, old = policy_pair(replay, recipe)
+    with np.errstate(all="ignore"):
+        difference = policy - old
+        value = np.exp(difference)
+        bound = value * replay.unit("ratio", recipe) * (np.abs(difference) + EXP)
+    return Prediction(value, bound, replay.arrays["mask"])
+
+
+def weights(replay: Replay, recipe: Recipe) -> Prediction:
+    """Recomputes the weights of the rollout correction."""
+    step, used = recipe.correction or Step(), replay.used_mask(recipe)
+    numerator, denominator = replay.arrays["old_log_probs"], replay.arrays["rollout_log_probs"]
+    if step.swapped:
+        numerator, denominator = denominator, numerator
+    unit = replay.unit("weights", recipe)
+    move = unit * (np.abs(numerator - denominator) * (1 + tree_height(replay.shape[1])) + EXP)
+    call = replay.call("correction", step)
+
+    def compute(policy: np.ndarray) -> np.ndarray:
+        arrays = {"log_probs": policy, "sampling_log_probs": denominator, "mask": used}
+        result = np.asarray(run_call(call, arrays), np.float64)
+        return np.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)
+
+    value, change = value_and_change(compute, np.where(used, numerator, 0), np.where(used, move, 0))
+    return Prediction(value, change + PRODUCTS * unit * np.abs(value), replay.arrays["mask"] & used)
+
+
+def kl_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> Any:
+    """Estimates the KL per token at other log-probs of the policy; differentiable in them."""
+    reference = shift_rows(replay.arrays[kl.reference], kl.shift)
+    first, second = (reference, policy) if kl.swapped else (policy, reference)
+    sampling = replay.arrays[replay.plan.recipe.ratio.old] if kl.corrected else None
+    settings: dict[str, Any] = {
+        "estimator": kl.estimator,
+        "gradient": kl.gradient,
+        "max_ratio": kl.max_ratio if kl.corrected else None,
+        "log_ratio_clip": kl.log_ratio_clip,
+        "value_clip": kl.value_clip,
+    }
+
+    def make() -> Callable[..., Any]:
+        def estimate(first: Any, second: Any, used: Any, sampling: Any) -> jax.Array:
+            return kljax.estimate_kl(first, second, used, sampling_log_probs=sampling, **settings)
+
+        return jax.jit(estimate)
+
+    estimate = replay.remember(("compiled", "kl", *settings.items()), make)
+    return kl.scale * estimate(first, second, used, sampling)
+
+
+def kl_policy(replay: Replay, kl: Kl) -> np.ndarray:
+    """Returns the log-probs whose KL is estimated."""
+    return replay.arrays.get(kl.policy, replay.arrays["log_probs"])
+
+
+def kl_per_token(replay: Replay, recipe: Recipe) -> Prediction:
+    """Recomputes the KL estimate of each token."""
+    kl, used, unit = recipe.kl or Kl(), replay.used_mask(recipe), replay.unit("kl", recipe)
+    policy = kl_policy(replay, kl)
+    move = kl_move(replay, kl, unit)
+    value, change = value_and_change(lambda lp: np.asarray(kl_at(replay, lp, kl, used)), policy, move)
+    bound = change + kl_cancellation(replay, kl, unit) + PRODUCTS * unit * np.abs(value)
+    return Prediction(value, np.where(used, bound, 0), replay.arrays["mask"] & used)
+
+
+def kl_move(replay: Replay, kl: Kl, unit: float) -> np.ndarray:
+    """Returns how far rounding moves the log-ratios of a KL estimate."""
+    policy = kl_policy(replay, kl)
+    distance = np.abs(policy - shift_rows(replay.arrays[kl.reference], kl.shift))
+    if kl.corrected:
+        distance = distance + np.abs(policy - replay.arrays[replay.plan.recipe.ratio.old]) + EXP
+    return unit * np.where(np.isfinite(distance), distance, 0)
+
+
+def kl_cancellation(replay: Replay, kl: Kl, unit: float) -> np.ndarray:
+    """Returns the rounding of the terms of k3, which cancel near 0, in value and in derivative."""
+    if kl.estimator not in ("k3", "low_var_kl"):
+        return np.zeros(replay.shape)
+    policy = kl_policy(replay, kl)
+    with np.errstate(all="ignore"):
+        x = np.clip(policy - shift_rows(replay.arrays[kl.reference], kl.shift), -20, None) * (-1 if kl.swapped else 1)
+        weight = np.exp(policy - replay.arrays[replay.plan.recipe.ratio.old]) if kl.corrected else 1.0
+        terms = unit * abs(kl.scale) * weight * (8 * np.exp(-x) + 4 * np.abs(x) + 4)
+    return np.where(np.isfinite(terms), terms, 0)

@@ -1,0 +1,130 @@
+"""The state of a replay: the recorded arrays, the calls of the header, and every result computed so far."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kljax.parity.dump import Dump, DumpError
+from kljax.parity.fields import METRIC, ORDER, STAGES_OF_METRICS
+from kljax.parity.positions import apply_rule
+from kljax.parity.recipe import Plan, Recipe, Step
+from kljax.parity.rounding import UNITS, narrowest_dtype
+from kljax.systems import Call
+from kljax.systems._run import run
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A recomputed result and how far rounding may move it; `at` are the positions where it is compared."""
+
+    value: np.ndarray
+    bound: np.ndarray
+    at: np.ndarray
+
+
+class Replay:
+    """Recomputes results from the recorded inputs of their stage, and remembers them by the settings they depend on."""
+
+    def __init__(self, dump: Dump, plan: Plan, stages: Mapping[str, "Stage"], metrics: Mapping[str, "Stage"]) -> None:
+        self.dump, self.plan = dump, plan
+        self._stages = {**stages, **{METRIC + name: stage for name, stage in metrics.items()}}
+        small = [name for name in dump if len(dump.stored(name).shape) < 3 and not name.endswith("head")]
+        self.arrays = {name: dump.read(name) for name in small}
+        self.shape: tuple[int, ...] = self.arrays["mask"].shape
+        self.dtype = self._dtype()
+        self._memo: dict[Any, Any] = {}
+        self._check_inputs()
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that can be recomputed."""
+        return [name.removeprefix(METRIC) for name in self._stages if name.startswith(METRIC)]
+
+    def predict(self, name: str, recipe: Recipe) -> Prediction:
+        """Recomputes a result from the recorded inputs of its stage."""
+        stages = STAGES_OF_METRICS if name.startswith(METRIC) else ORDER[name]
+        key = (name, recipe.rounding, *(getattr(recipe, stage) for stage in stages))
+        prediction: Prediction = self.remember(key, lambda: self._stages[name](self, recipe))
+        return prediction
+
+    def input(self, name: str, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the recorded array, exact, or the recomputed one with its bound."""
+        if name in self.arrays:
+            return self.arrays[name], np.zeros(self.arrays[name].shape)
+        prediction = self.predict(name, recipe)
+        return prediction.value, prediction.bound
+
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Returns the result of an earlier call with the key, or makes it."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def unit(self, name: str, recipe: Recipe) -> float:
+        """Returns the unit roundoff of a result: that of the dump, or of the dtype that a cause supposes."""
+        order = list(ORDER)
+        place = order.index(name) if name in ORDER else len(order)
+        units = [UNITS[self.dtype]]
+        for stage, dtype in recipe.rounding:
+            if stage == name or (stage in ORDER and place >= order.index(stage)):
+                units.append(UNITS[dtype])
+        return max(units)
+
+    def used_mask(self, recipe: Recipe) -> np.ndarray:
+        """Returns the mask that weights, loss and reduction use."""
+        mask: np.ndarray = self.remember(("used", recipe.mask), lambda: apply_rule(self.arrays["mask"], recipe.mask))
+        return mask
+
+    def call(self, section: str, step: Step) -> Call:
+        """Returns the call of a section of the header with the changes of a step."""
+        call = self.plan.calls[section]
+        changes = dict(step.arguments)
+        function = changes.pop("function", call.function)
+        arguments = {**({} if function != call.function else call.arguments), **changes}
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        return dataclasses.replace(call, function=function, arguments=arguments)
+
+    def array_name(self, section: str, name: str) -> str:
+        """Returns the field that an argument of a call takes."""
+        if section == "correction":
+            return {"log_probs": "old_log_probs", "sampling_log_probs": "rollout_log_probs"}.get(name, name)
+        if name == "old_log_probs":
+            return self.plan.recipe.ratio.old
+        if name == "sampling_log_probs":
+            return self.plan.arrays.get(name, "old_log_probs")
+        return self.plan.arrays.get(name, name)
+
+    def _dtype(self) -> str:
+        declared = self.dump.header.get("dtype")
+        if declared is None:
+            kinds = {narrowest_dtype(self.arrays[n]) for n in ("log_probs", "old_log_probs") if n in self.arrays}
+            return kinds.pop() if len(kinds) == 1 else "float32"
+        if declared not in UNITS:
+            raise DumpError(f"header.dtype: got {declared!r}, expected one of {', '.join(UNITS)}")
+        return str(declared)
+
+    def _check_inputs(self) -> None:
+        for name in ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
+            if name in self.arrays:
+                bad = self.arrays["mask"] & ~np.isfinite(self.arrays[name])
+                if bad.any():
+                    where = tuple(int(i) for i in np.argwhere(bad)[0])
+                    value = self.arrays[name][where]
+                    raise DumpError(f"{name}: got {value} at (row, token) {where}, expected a finite number")
+
+
+Stage = Callable[[Replay, Recipe], Prediction]
+
+
+def run_call(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
+    """Runs a call on arrays; returns the first of several results."""
+    result = run(call, {name: jnp.asarray(array) for name, array in arrays.items()}, **keywords)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def per_token(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of a result with an axis of tokens, which one number per row lacks."""
+    return shape if len(shape) == 2 else (*shape, 1)

@@ -1,0 +1,117 @@
+"""Log-probs of tokens from recorded logits or hidden states, read in parts, with the bound of their rounding."""
+
+import numpy as np
+
+from kljax.parity.dump import Dump, Stored
+from kljax.parity.recipe import LogProbs
+from kljax.parity.rounding import EXP, UNITS, narrowest_dtype, round_to, tree_height
+
+# Numbers of logits that are in memory at a time.
+PART = 1 << 22
+
+
+def score(
+    dump: Dump, side: str, settings: LogProbs, mask: np.ndarray, unit: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Computes the log-probs of one policy on the recorded rows.
+
+    Args:
+      dump: the dump, whose logits are read a few positions at a time.
+      side: "" for the policy, "ref_" for the reference.
+      settings: temperature, cap, scale, vocabulary and alignment.
+      mask: `[B, T]` booleans; only these tokens are scored.
+      unit: unit roundoff of the log-softmax.
+
+    Returns:
+      `[B, T]` log-probs in nats and their bounds, and the positions that were scored, booleans.
+    """
+    rows, tokens = dump.read("rows"), dump.read("tokens")
+    value, bound = np.zeros(mask.shape), np.zeros(mask.shape)
+    at = np.zeros(mask.shape, bool)
+    width = dump.stored(f"{side}logits").shape[-1] if f"{side}logits" in dump else _head(dump, side).shape[-1]
+    step = max(1, PART // width)
+    for number, row in enumerate(rows):
+        positions = np.flatnonzero(mask[row] & (np.arange(mask.shape[1]) > 0))
+        for start in range(0, len(positions), step):
+            chunk = positions[start : start + step]
+            source = chunk - 1 + settings.shift
+            keep = (source >= 0) & (source < mask.shape[1])
+            chunk, source = chunk[keep], source[keep]
+            if not len(chunk):
+                continue
+            logits, errors = _logits(dump, side, number, source)
+            ids = tokens[row, chunk]
+            value[row, chunk], bound[row, chunk] = log_softmax_at(logits, errors, ids, settings, unit)
+            at[row, chunk] = True
+    return value, bound, at
+
+
+def log_softmax_at(
+    logits: np.ndarray, errors: np.ndarray, ids: np.ndarray, settings: LogProbs, unit: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the log-probs of some ids and the bounds that the errors of the logits and the softmax's own add to."""
+    z, e = settings.logit_scale * logits, abs(settings.logit_scale) * errors
+    if settings.logits_dtype is not None:
+        z = round_to(z, settings.logits_dtype)
+    if settings.softcap is not None:
+        z = settings.softcap * np.tanh(z / settings.softcap)
+        e = e + unit * EXP * np.abs(z)
+    z, e = z / settings.temperature, e / settings.temperature
+    e = e + unit * np.abs(z) * (1 + (settings.logit_scale != 1) + (settings.temperature != 1))
+    if settings.vocab_size is not None:
+        z, e = z[:, : settings.vocab_size], e[:, : settings.vocab_size]
+    if settings.top_p is not None:
+        z = np.where(top_p_set(z, settings.top_p, ids), z, -np.inf)
+    positions = np.arange(len(ids))
+    inside = ids < z.shape[1]
+    chosen = np.where(inside, ids, 0)
+    top = z.max(-1, keepdims=True)
+    distance = z - top
+    powers = np.exp(distance)
+    total = powers.sum(-1)
+    probs = powers / total[:, None]
+    value = distance[positions, chosen] - np.log(total)
+    spread = np.sum(probs * np.abs(np.where(probs > 0, distance, 0)), -1)
+    own = unit * (spread + EXP + tree_height(z.shape[1]) + EXP * np.abs(np.log(total)))
+    own += unit * (np.abs(distance[positions, chosen]) + np.abs(value))
+    carried = e[positions, chosen] + np.sum(probs * e, -1)
+    return np.where(inside, value, np.nan), carried + own
+
+
+def top_p_set(logits: np.ndarray, top_p: float, ids: np.ndarray) -> np.ndarray:
+    """Returns the smallest set of likely tokens whose mass reaches `top_p`; the sampled token belongs to it."""
+    order = np.argsort(-logits, -1, kind="stable")
+    ordered = np.take_along_axis(logits, order, -1)
+    probs = np.exp(ordered - ordered[:, :1])
+    probs /= probs.sum(-1, keepdims=True)
+    keep_ordered = np.cumsum(probs, -1) - probs < top_p
+    keep = np.zeros_like(keep_ordered)
+    np.put_along_axis(keep, order, keep_ordered, -1)
+    keep[np.arange(len(ids)), np.minimum(ids, logits.shape[1] - 1)] = True
+    return keep
+
+
+def _logits(dump: Dump, side: str, number: int, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Reads logits, which are exact as recorded, or multiplies hidden states by the head, with the product's error."""
+    if f"{side}logits" in dump:
+        logits = dump.stored(f"{side}logits").part(number, source).astype(np.float64)
+        return logits, np.zeros_like(logits)
+    stored = dump.stored(f"{side}hidden")
+    hidden = stored.part(number, source).astype(np.float64)
+    head = _head(dump, side)
+    logits = np.empty((len(hidden), head.shape[1]))
+    magnitude = np.empty_like(logits)
+    width = max(1, PART // head.shape[0])
+    for start in range(0, head.shape[1], width):
+        weights = head.part(slice(None), slice(start, start + width)).astype(np.float64)
+        logits[:, start : start + width] = hidden @ weights
+        magnitude[:, start : start + width] = np.abs(hidden) @ np.abs(weights)
+    # Products accumulate in float32 at least; the result has the dtype of the hidden states.
+    kind = narrowest_dtype(hidden) if stored.kind == "float32" else stored.kind
+    output = UNITS.get(kind, UNITS["float32"])
+    accumulated = min(output, UNITS["float32"]) * tree_height(head.shape[0])
+    return logits, output * np.abs(logits) + accumulated * magnitude
+
+
+def _head(dump: Dump, side: str) -> Stored:
+    return dump.stored(f"{side}head" if f"{side}head" in dump else "head")

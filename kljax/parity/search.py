@@ -1,0 +1,284 @@
+"""Compares a dump with its replay and finds the causes of the differences."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kljax.parity.causes import Cause, causes_of, rounding_causes
+from kljax.parity.fields import METRIC, ORDER
+from kljax.parity.recipe import Recipe
+from kljax.parity.replay import Replay
+from kljax.parity.rounding import narrowest_dtype
+from kljax.parity.stages import comparable, reason_not_compared, recorded
+
+# Explanations that are followed at each field, the most likely first.
+BRANCHES = 12
+MAX_CAUSES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far a recorded result lies from the recomputed one.
+
+    Attributes:
+      field: its name.
+      absolute: the largest absolute difference; infinite where one side is not finite.
+      relative: the largest difference over the magnitude of the recorded number.
+      at: row and token of the number that exceeds its bound most; empty for a scalar.
+      recorded: the recorded number there.
+      expected: the recomputed number there.
+      bound: the rounding bound there.
+      excess: the largest ratio of difference and bound; at most 1 agrees.
+      compared: how many numbers were compared.
+    """
+
+    field: str
+    absolute: float
+    relative: float
+    at: tuple[int, ...]
+    recorded: float
+    expected: float
+    bound: float
+    excess: float
+    compared: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every number is within its bound."""
+        return self.excess <= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A field that differs, with its explanation.
+
+    Attributes:
+      difference: how it differs under the causes of earlier fields.
+      explanations: sets of causes that each bring it within the bound; several are ties. Empty is unknown.
+      advice: the field that would decide, if the cause is unknown or tied.
+      follows: an earlier field of unknown cause that this one is computed from.
+    """
+
+    difference: Difference
+    explanations: tuple[tuple[Cause, ...], ...] = ()
+    advice: str = ""
+    follows: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The result of a comparison.
+
+    Attributes:
+      differences: every compared field as recorded, before any cause is applied.
+      findings: the fields that differ, in the order of the data.
+      not_compared: results that could not be recomputed, with the reason.
+      dtype: the dtype whose rounding is allowed.
+      notes: further remarks.
+    """
+
+    differences: tuple[Difference, ...]
+    findings: tuple[Finding, ...]
+    not_compared: tuple[tuple[str, str], ...]
+    dtype: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all compared fields agree."""
+        return not self.findings
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """The causes of the first explanation of each finding."""
+        return tuple(cause for finding in self.findings for cause in (finding.explanations or ((),))[0])
+
+
+def compare_field(replay: Replay, name: str, recipe: Recipe) -> Difference:
+    """Compares one recorded result with the recomputed one under a recipe."""
+    prediction = replay.predict(name, recipe)
+    theirs, at = np.asarray(replay.arrays[name], np.float64), prediction.at
+    value, bound = np.asarray(prediction.value, np.float64), np.asarray(prediction.bound, np.float64)
+    at = np.broadcast_to(at, theirs.shape)
+    with np.errstate(all="ignore"):
+        difference = np.abs(theirs - value)
+        same = (theirs == value) | (np.isnan(theirs) & np.isnan(value))
+        difference = np.where(same | ~at, 0, np.where(np.isfinite(difference), difference, np.inf))
+        excess = np.where(difference == 0, 0, difference / np.maximum(bound, 1e-300))
+        relative = np.where(difference == 0, 0, difference / np.maximum(np.abs(theirs), 1e-300))
+    if theirs.size == 0 or not at.any():
+        return Difference(name, 0.0, 0.0, (), 0.0, 0.0, 0.0, 0.0, 0)
+    where = np.unravel_index(int(np.argmax(np.where(at, excess, -1))), theirs.shape) if theirs.ndim else ()
+    largest = (float(difference.max()), float(relative.max()))
+    numbers = (float(array[where]) for array in (theirs, value, bound, excess))
+    recorded, expected, limit, worst = numbers
+    place = tuple(int(index) for index in where)
+    return Difference(name, *largest, place, recorded, expected, limit, worst, int(at.sum()))
+
+
+class Search:
+    """Finds the smallest set of causes under which every field agrees."""
+
+    def __init__(self, replay: Replay, *, seconds: float = 600.0) -> None:
+        self.replay = replay
+        self.fields = comparable(replay)
+        self.causes = causes_of(replay)
+        self.deadline = time.monotonic() + seconds
+        self.stopped = False
+        self._excess: dict[Any, bool] = {}
+
+    def run(self) -> Report:
+        """Compares every field and explains those that differ."""
+        recipe = self.replay.plan.recipe
+        differences = tuple(compare_field(self.replay, name, recipe) for name in self.fields)
+        findings = self._explain(recipe)
+        missing = [name for name in recorded(self.replay) if name not in self.fields]
+        reasons = tuple((name, reason_not_compared(self.replay, name) or "") for name in missing)
+        notes = ("the search for pairs of causes stopped at its time limit",) if self.stopped else ()
+        return Report(differences, tuple(findings), reasons, self.replay.dtype, notes)
+
+    def agrees(self, name: str, recipe: Recipe) -> bool:
+        """Whether a field agrees under a recipe; False for settings that a function of the library refuses."""
+        try:
+            return compare_field(self.replay, name, recipe).agrees
+        except ValueError:
+            if recipe == self.replay.plan.recipe:
+                raise
+            return False
+
+    def _explain(self, recipe: Recipe) -> list[Finding]:
+        findings: list[Finding] = []
+        skipped: set[str] = set()
+        unknown: list[str] = []
+        while True:
+            first = next((name for name in self._open(skipped) if not self.agrees(name, recipe)), None)
+            if first is None:
+                return findings
+            difference = compare_field(self.replay, first, recipe)
+            source = next((name for name in unknown if self._depends(first, name)), "")
+            explanations = [] if source else self._explanations(first, recipe, skipped)
+            if explanations:
+                advice = self._advice(first, tied=True) if len(explanations) > 1 else ""
+                findings.append(Finding(difference, tuple(explanations), advice))
+                for cause in explanations[0]:
+                    recipe = cause.apply(recipe)
+                continue
+            skipped.add(first)
+            findings.append(Finding(difference, advice="" if source else self._advice(first), follows=source))
+            if not source:
+                unknown.append(first)
+            if first == "ratio":
+                recipe = recipe.changed("ratio", recorded=True)
+
+    def _open(self, skipped: set[str]) -> list[str]:
+        return [name for name in self.fields if name not in skipped]
+
+    def _depends(self, name: str, earlier: str) -> bool:
+        """Whether a field is recomputed from functions whose own result differs for an unknown reason."""
+        if name != "grad_log_probs" and not name.startswith(METRIC):
+            return False
+        return earlier in ("kl", "token_loss", "loss") and not name.startswith(METRIC)
+
+    def _explanations(self, name: str, recipe: Recipe, skipped: set[str]) -> list[tuple[Cause, ...]]:
+        """Returns the smallest sets of causes that mend a field, those that mend most of the later ones first."""
+        groups = (self._singles(name, recipe, skipped), self._roundings(name, recipe, exact=True))
+        for candidates in groups:
+            if candidates:
+                best = self._best(candidates, recipe, skipped)
+                if best[0] or not self._later(name):
+                    return best[1]
+                # A later field still differs: two causes may mend it and this one, where one mends this one alone.
+                pairs = self._pairs(name, recipe, skipped)
+                joint = self._best(pairs, recipe, skipped) if pairs else (False, [])
+                return joint[1] if joint[0] and not self._completes(best[1], recipe, skipped) else best[1]
+        pairs = self._pairs(name, recipe, skipped)
+        if pairs:
+            return self._best(pairs, recipe, skipped)[1]
+        rounding = self._roundings(name, recipe, exact=False)
+        return self._best(rounding, recipe, skipped)[1] if rounding else []
+
+    def _later(self, name: str) -> list[str]:
+        return self.fields[self.fields.index(name) + 1 :]
+
+    def _mends(self, causes: Iterable[Cause], name: str, recipe: Recipe, skipped: set[str]) -> bool:
+        """Whether a field and all before it agree once the causes are applied."""
+        changed = recipe
+        for cause in causes:
+            changed = cause.apply(changed)
+        if changed == recipe or not self.agrees(name, changed):
+            return False
+        before = self.fields[: self.fields.index(name)]
+        return all(self.agrees(field, changed) for field in before if field not in skipped)
+
+    def _singles(self, name: str, recipe: Recipe, skipped: set[str]) -> list[tuple[Cause, ...]]:
+        return [(cause,) for cause in self._relevant(name) if self._mends((cause,), name, recipe, skipped)]
+
+    def _pairs(self, name: str, recipe: Recipe, skipped: set[str]) -> list[tuple[Cause, ...]]:
+        found: list[tuple[Cause, ...]] = []
+        for pair in itertools.combinations(self._relevant(name), 2):
+            if time.monotonic() > self.deadline:
+                self.stopped = True
+                break
+            if not pair[0].conflicts(pair[1]) and self._mends(pair, name, recipe, skipped):
+                found.append(pair)
+        return found
+
+    def _roundings(self, name: str, recipe: Recipe, *, exact: bool) -> list[tuple[Cause, ...]]:
+        """Returns coarser dtypes that explain a field; exact ones have numbers that the dtype holds exactly."""
+        causes = rounding_causes(self.replay, name)
+        if exact:
+            kind = narrowest_dtype(self.replay.arrays[name]) if self.replay.arrays[name].size > 1 else ""
+            causes = [cause for cause in causes if cause.name == kind]
+        found: list[tuple[Cause, ...]] = [(cause,) for cause in causes if self.agrees(name, cause.apply(recipe))]
+        return found[:1]
+
+    def _relevant(self, name: str) -> list[Cause]:
+        """Lists the causes that can move a field: those of its own stages."""
+        stages = ORDER.get(name, ORDER["loss"])
+        return [cause for cause in self.causes if cause.stage in stages]
+
+    def _best(
+        self, candidates: Sequence[tuple[Cause, ...]], recipe: Recipe, skipped: set[str]
+    ) -> tuple[bool, list[tuple[Cause, ...]]]:
+        """Returns whether the best candidates mend every field, and those that mend the most."""
+        scores = []
+        for candidate in candidates:
+            changed = recipe
+            for cause in candidate:
+                changed = cause.apply(changed)
+            scores.append(sum(self.agrees(name, changed) for name in self._open(skipped)))
+        best = max(scores)
+        chosen = [candidate for candidate, score in zip(candidates, scores, strict=True) if score == best]
+        return best == len(self._open(skipped)), chosen[:BRANCHES]
+
+    def _completes(self, candidates: Sequence[tuple[Cause, ...]], recipe: Recipe, skipped: set[str]) -> bool:
+        """Whether a candidate and one cause of a later field mend everything."""
+        for candidate in candidates:
+            changed = recipe
+            for cause in candidate:
+                changed = cause.apply(changed)
+            first = next((name for name in self._open(skipped) if not self.agrees(name, changed)), None)
+            if first is None or self._singles(first, changed, skipped):
+                return True
+        return False
+
+    def _advice(self, name: str, *, tied: bool = False) -> str:
+        """Names the field that would decide."""
+        wanted = {
+            "mask": ["tokens"],
+            "log_probs": ["hidden and head of one row"],
+            "ref_log_probs": ["ref_hidden and ref_head of one row"],
+            "advantages": ["kl", "rewards"],
+            "token_loss": ["ratio", "weights", "advantages"],
+            "loss": ["token_loss", "kl", "weights", "grad_log_probs"],
+            "grad_log_probs": ["token_loss", "kl", "loss"],
+            "kl": ["ref_logits or ref_hidden and ref_head of one row"],
+        }.get(name, ["token_loss", "kl"])
+        missing = [field for field in wanted if field not in self.replay.arrays]
+        if not missing:
+            return "" if tied else "record logits, or hidden and head, of the row where it is largest"
+        return f"record {', '.join(missing)}"

@@ -1,0 +1,101 @@
+"""The stages of an update in the order of the data, and which of them a dump has the inputs for."""
+
+import inspect
+
+import kljax
+from kljax.parity import advantages, losses, policies
+from kljax.parity.dump import Dump
+from kljax.parity.fields import METRIC, ORDER
+from kljax.parity.recipe import Kl, Plan
+from kljax.parity.replay import Replay, Stage
+
+STAGES: dict[str, Stage] = {
+    "mask": policies.mask,
+    "log_probs": policies.log_probs,
+    "ref_log_probs": policies.ref_log_probs,
+    "ratio": policies.ratio,
+    "weights": policies.weights,
+    "kl": policies.kl_per_token,
+    "advantages": advantages.advantages,
+    "token_loss": losses.token_loss,
+    "loss": losses.loss,
+    "grad_log_probs": losses.gradient,
+}
+SECTIONS = {"weights": "correction", "kl": "kl", "advantages": "advantage", "token_loss": "loss", "loss": "loss"}
+
+
+def make_replay(dump: Dump, plan: Plan) -> Replay:
+    """Makes a replay of all stages."""
+    return Replay(dump, plan, STAGES, losses.METRICS)
+
+
+def comparable(replay: Replay) -> list[str]:
+    """Lists the recorded results that can be recomputed, in the order of the data."""
+    return [name for name in recorded(replay) if reason_not_compared(replay, name) is None]
+
+
+def recorded(replay: Replay) -> list[str]:
+    """Lists the recorded results, in the order of the data."""
+    names = [*ORDER, *(name for name in replay.arrays if name.startswith(METRIC))]
+    return [name for name in names if name in replay.arrays]
+
+
+def reason_not_compared(replay: Replay, name: str) -> str | None:
+    """Returns why a result cannot be recomputed, or None if it can."""
+    if name.startswith(METRIC) and name.removeprefix(METRIC) not in replay.metrics:
+        return f"no such metric here; known are {', '.join(replay.metrics)}"
+    section = "loss" if name == "grad_log_probs" else SECTIONS.get(name)
+    per_token = name == "loss" and "token_loss" in replay.arrays
+    if section is not None and getattr(replay.plan.recipe, section) is None and not per_token:
+        return f"needs header.{section}"
+    available = {*replay.arrays, *replay.dump}
+    missing = [field for field in _needs(replay, name) if field not in available]
+    return f"needs {', '.join(dict.fromkeys(missing))}" if missing else None
+
+
+def _needs(replay: Replay, name: str) -> list[str]:
+    """Lists the arrays that a stage reads; in place of a result that is not recorded, those that it needs."""
+    recipe = replay.plan.recipe
+    side = name.removesuffix("log_probs")
+    kl = recipe.kl or Kl()
+    needs: dict[str, list[str]] = {
+        "mask": ["prompt_lengths", "lengths"],
+        "ratio": [recipe.ratio.old],
+        "metric/ppo_kl": [recipe.ratio.old],
+        "weights": ["old_log_probs", "rollout_log_probs"],
+        "kl": [kl.policy, kl.reference, *([recipe.ratio.old] if kl.corrected else [])],
+        "advantages": ["rewards", "group_ids"],
+    }
+    if name in ("log_probs", "ref_log_probs"):
+        has_logits = f"{side}logits" in replay.dump or f"{side}hidden" in replay.dump
+        return ["tokens", "rows"] if has_logits else [f"{side}logits or {side}hidden"]
+    if name in needs:
+        before = ["kl"] if name == "advantages" and recipe.kl is not None and kl.place != "loss" else []
+        return needs[name] + _needs_of_absent(replay, before)
+    if name.startswith(METRIC):
+        return _needs_of_absent(replay, [name.removeprefix(METRIC)])
+    return _needs_of_loss(replay, name)
+
+
+def _needs_of_loss(replay: Replay, name: str) -> list[str]:
+    """Lists the arrays of the policy loss, of the scalar loss or of its gradient."""
+    recipe = replay.plan.recipe
+    needs: list[str] = []
+    if name != "loss" or "token_loss" not in replay.arrays:
+        needs += _policy_arrays(replay) + _needs_of_absent(replay, ["advantages"])
+        needs += _needs_of_absent(replay, ["weights"]) if recipe.correction is not None else []
+    if name != "token_loss" and recipe.kl is not None and recipe.kl.place == "loss":
+        needs += _needs(replay, "kl") if name == "grad_log_probs" else _needs_of_absent(replay, ["kl"])
+    return needs
+
+
+def _needs_of_absent(replay: Replay, names: list[str]) -> list[str]:
+    return [field for name in names if name not in replay.arrays for field in _needs(replay, name)]
+
+
+def _policy_arrays(replay: Replay) -> list[str]:
+    call = replay.plan.calls["loss"]
+    functions = [call.function, *(inner.function for inner in (*call.times, *call.then, *call.plus))]
+    names = {name for function in functions for name in inspect.signature(getattr(kljax, function)).parameters}
+    wanted = [name for name in ("old_log_probs", *losses.OTHER_POLICIES) if name in names]
+    return [replay.array_name("loss", name) for name in wanted]

@@ -1,0 +1,97 @@
+"""Runs the updates of the parity dumps: without a fault, with each single fault, and with pairs of faults."""
+
+import itertools
+import pathlib
+import random
+from typing import Any
+
+import numpy as np
+
+from tests.goldens.parity import batch, faults, verl_update
+from tests.goldens.systems import release, verl
+
+Index = list[dict[str, Any]]
+INPUTS = ("tokens", "prompt_lengths", "lengths", "group_ids", "rewards")
+# Reductions of the dumps without a fault.
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+
+def record(releases: pathlib.Path, *, pairs: int, seed: int) -> tuple[Index, dict[str, np.ndarray]]:
+    """Records every dump of every system."""
+    recording = Recording()
+    with release.isolated():
+        modules = verl.load(releases / "verl")
+        drawn = batch.draw()
+        shared = {name: drawn[name] for name in INPUTS}
+        shared["rows"] = np.array(batch.SCORED)
+        shared |= {name: drawn[name][list(batch.SCORED)] for name in ("hidden", "ref_hidden")}
+        shared["head"] = drawn["head"]
+        results = {}
+        for mode in MODES:
+            settings = verl_update.Settings(mode=mode)
+            results[mode] = verl_update.update(modules, drawn, settings)
+            recording.add(f"verl-clean-{mode}", verl_update.header(settings), {**shared, **results[mode]})
+        clean, declared = results["token-mean"], verl_update.header(verl_update.Settings())
+        singles = {}
+        for fault in faults.FAULTS:
+            settings = faults.apply((fault,))
+            singles[fault.name] = verl_update.update(modules, drawn, settings)
+            if not differ(singles[fault.name], clean):
+                raise ValueError(f"{fault.name}: changes nothing in this batch")
+            recording.add(f"verl-{slug(fault.name)}", declared, {**shared, **singles[fault.name]}, (fault,))
+        chosen = 0
+        for pair in random_pairs(seed):
+            if chosen == pairs:
+                break
+            try:
+                settings = faults.apply(pair)
+            except ValueError:
+                continue
+            result = verl_update.update(modules, drawn, settings)
+            # A fault that the other hides cannot be named.
+            if all(differ(result, singles[fault.name]) for fault in pair):
+                recording.add(f"verl-pair-{chosen:02d}", declared, {**shared, **result}, pair)
+                chosen += 1
+    return recording.index, recording.arrays
+
+
+def random_pairs(seed: int) -> Any:
+    """Pairs of faults in random order."""
+    pairs = list(itertools.combinations(faults.FAULTS, 2))
+    random.Random(seed).shuffle(pairs)
+    return pairs
+
+
+def differ(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
+    """Whether any array differs by more than the rounding of float32."""
+    return any(not np.allclose(first[name], second[name], rtol=1e-5, atol=1e-7) for name in first)
+
+
+def slug(name: str) -> str:
+    """A name for a file."""
+    return "".join(c if c.isalnum() else "-" for c in name.lower()).strip("-")
+
+
+class Recording:
+    """The dumps so far: their index, and their arrays, each stored once."""
+
+    def __init__(self) -> None:
+        self.index: Index = []
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def add(
+        self,
+        name: str,
+        header: dict[str, Any],
+        fields: dict[str, np.ndarray],
+        planted: tuple[faults.Fault, ...] = (),
+    ) -> None:
+        """Adds a dump; an array that an earlier dump has is referred to."""
+        places = {}
+        for field, value in fields.items():
+            keys = [key for key in self.arrays if key.endswith(f"/{field}")]
+            same = [key for key in keys if np.array_equal(self.arrays[key], value)]
+            places[field] = same[0] if same else f"{name}/{field}"
+            self.arrays.setdefault(places[field], value)
+        causes = [{"name": fault.name, "causes": list(fault.causes)} for fault in planted]
+        self.index.append({"name": name, "header": header, "planted": causes, "arrays": places})
