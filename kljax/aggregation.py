@@ -203,11 +203,11 @@ def aggregate(
       mask: `[B, T]` booleans, True on trained tokens.
       mode: the reduction, see `token_weights`.
       max_length: see `token_weights`.
-      group_ids: see `token_weights`.
+      group_ids: `[B]` integers, or `[B, T]` with `segment_ids`, see `token_weights`.
       num_groups: see `token_weights`.
       empty_rows: see `token_weights`.
       denominator: see `token_weights`.
-      segment_ids: see `token_weights`.
+      segment_ids: `[B, T]` integers, see `token_weights`.
       axis_name: see `token_weights`.
 
     Returns:

@@ -139,20 +139,29 @@ def row_ends(segment_ids: Array) -> Array:
 def to_tokens(per_row: Array, length: int, *, segment_ids: Array | None = None) -> Array:
     """Gives every token the value of its sequence: `[..., S]` becomes `[..., T]`, with `T = length`.
 
-    Positions of no segment hold 0 or False. An id of S or more, which cannot be seen under jit, makes a float NaN.
+    Positions of no segment hold 0 or False. An id of S or more, which cannot be seen under jit, makes a float NaN and a
+    boolean False.
     """
     if segment_ids is None:
         return jnp.broadcast_to(per_row, (*per_row.shape[:-1], length))
 
     def take(values: Array, ids: Array) -> Array:
-        return values.at[jnp.maximum(ids, 0)].get(mode="fill")
+        outside = False if values.dtype == bool else None
+        return values.at[jnp.maximum(ids, 0)].get(mode="fill", fill_value=outside)
 
     per_token = _over_rows(take, per_row.ndim)(per_row, segment_ids)
     return jnp.where(segment_ids >= 0, per_token, jnp.zeros((), per_row.dtype))
 
 
+def to_sequences(per_token: Array, segment_ids: Array) -> Array:
+    """Takes what the first position of each segment holds, masked or not: `[..., T]` becomes `[..., S]`, else 0."""
+    first = row_starts(segment_ids) & (segment_ids >= 0)
+    chosen = jnp.where(first, per_token, jnp.zeros((), per_token.dtype))
+    return _per_segment(jax.ops.segment_sum, chosen, segment_ids, None)
+
+
 def positions(array: Array) -> Array:
-    """The position of every token in its row: `[..., T]` integers."""
+    """Numbers the tokens of each row from 0: `[..., T]` integers."""
     return jax.lax.broadcasted_iota(jnp.arange(0).dtype, array.shape, array.ndim - 1)
 
 
@@ -185,7 +194,9 @@ def _check_values(ids: np.ndarray) -> None:
             f"segment_ids: got {ids.max()}, expected ids below T = {ids.shape[-1]}; number the segments of every row "
             "from 0, and mark padding by a negative id"
         )
-    for row in ids.reshape(-1, ids.shape[-1]):
-        first_ids = row[np.flatnonzero(np.diff(row, prepend=-1))]
-        if len(np.unique(first_ids[first_ids >= 0])) < np.count_nonzero(first_ids >= 0):
-            raise ValueError(f"segment_ids: got {row.tolist()}, expected each id in one run of consecutive positions")
+    rows = ids.reshape(-1, ids.shape[-1])
+    row, first = np.nonzero((rows >= 0) & (np.diff(rows, prepend=-1) != 0))
+    runs, count = np.unique(np.stack([row, rows[row, first]]), axis=1, return_counts=True)
+    if count.max(initial=0) > 1:
+        wrong = rows[runs[0, np.argmax(count > 1)]]
+        raise ValueError(f"segment_ids: got {wrong.tolist()}, expected each id in one run of consecutive positions")

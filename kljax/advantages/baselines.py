@@ -22,6 +22,8 @@ from kljax._typing import (
 from kljax.advantages._groups import SINGLETONS, centered, finish, make_groups, safe_ids
 from kljax.advantages.group import broadcast_to_tokens
 from kljax.advantages.temporal import reinforce_plus_plus_returns
+from kljax.masking import masked
+from kljax.rows import check_segments
 
 __all__ = ["asymre_advantages", "opmd_advantages", "rae_advantages", "remax_advantages"]
 
@@ -134,14 +136,21 @@ def asymre_advantages(
 
 
 def remax_advantages(
-    token_rewards: Real[ArrayLike, "*b T"], baselines: Real[ArrayLike, "*b"], mask: MaskLike[ArrayLike, "*b T"]
+    token_rewards: Real[ArrayLike, "*b T"],
+    baselines: Real[ArrayLike, "..."],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> tuple[Array, Array]:
     """Returns minus the reward of a greedy row for the same prompt: `A_t = sum_{u >= t} m_u R_u - b`.
 
     Args:
       token_rewards: `[..., T]`, rewards per token; masked ones are ignored.
-      baselines: `[...]`, the reward of the greedy row of each row's prompt.
+      baselines: `[...]`, the reward of the greedy row of each row's prompt. With `segment_ids` `[..., T]`, that of each
+        token's sequence.
       mask: `[..., T]`, boolean.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `(advantages, returns)`, both `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0.
@@ -162,8 +171,12 @@ def remax_advantages(
       [[0.75 0.75]] [[1. 1.]]
     """
     token_rewards, baselines = as_float(token_rewards, baselines)
-    returns = reinforce_plus_plus_returns(token_rewards, mask)
-    return returns - broadcast_to_tokens(baselines, mask), returns
+    mask, ids = check_segments(segment_ids, mask)
+    returns = reinforce_plus_plus_returns(token_rewards, mask, segment_ids=ids)
+    if ids is None:
+        return returns - broadcast_to_tokens(baselines, mask), returns
+    check_same_shape(baselines=baselines, mask=mask)
+    return returns - masked(baselines, mask), returns
 
 
 @auto_sharded

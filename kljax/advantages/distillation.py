@@ -9,13 +9,14 @@ from kljax._typing import (
     Array,
     ArrayLike,
     Float,
+    Integer,
     MaskLike,
     Real,
     Scalar,
 )
 from kljax.advantages.group import per_token
 from kljax.masking import masked
-from kljax.rows import row_cumsum, row_sum
+from kljax.rows import check_segments, row_cumsum, row_sum, to_tokens
 
 __all__ = ["distillation_advantages", "iw_opd_advantages", "jsd_advantages", "kimi_advantages"]
 
@@ -168,6 +169,7 @@ def iw_opd_advantages(
     mask: MaskLike[ArrayLike, "*b T"],
     *,
     gamma: Scalar = 1.0,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """Distillation that weighs what comes first: `A_t = a_t (1 + gamma (1 - sum_{u < t} |a_u| / sum_u |a_u|))`.
 
@@ -179,6 +181,8 @@ def iw_opd_advantages(
       teacher_log_probs: same shape, log-probs of the teacher.
       mask: same shape, boolean.
       gamma: how much more the first token weighs than one at the end, at least 0; 0 is `distillation_advantages`.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64, in nats; masked positions hold 0.
@@ -200,10 +204,11 @@ def iw_opd_advantages(
     """
     check_same_shape(log_probs=log_probs, teacher_log_probs=teacher_log_probs, mask=mask)
     check_at_least("gamma", gamma, 0)
+    mask, ids = check_segments(segment_ids, mask)
     gain = _log_ratio(teacher_log_probs, log_probs, mask)
     size = jnp.abs(gain)
-    total = row_sum(size)
-    before = (row_cumsum(size) - size) / jnp.where(total > 0, total, 1)
+    total = to_tokens(row_sum(size, segment_ids=ids), size.shape[-1], segment_ids=ids)
+    before = (row_cumsum(size, segment_ids=ids) - size) / jnp.where(total > 0, total, 1)
     return masked(gain * (1 + jnp.asarray(gamma, gain.dtype) * (1 - before)), mask)
 
 

@@ -24,7 +24,7 @@ from kljax._typing import (
 )
 from kljax.advantages._groups import SINGLETONS, centered, deviations, finish, make_groups
 from kljax.masking import masked
-from kljax.rows import row_count
+from kljax.rows import check_segments, row_any, row_count, to_sequences, to_tokens
 
 __all__ = [
     "broadcast_to_tokens",
@@ -204,15 +204,16 @@ def rloo_advantages(
 
 @auto_sharded
 def opo_advantages(
-    rewards: Real[ArrayLike, " B"],
-    group_ids: Integer[ArrayLike, " B"],
+    rewards: Real[ArrayLike, "..."],
+    group_ids: Integer[ArrayLike, "..."],
     mask: MaskLike[ArrayLike, "B T"],
     *,
     num_groups: int,
     singleton: Singleton = "zero",
-    valid: MaskLike[ArrayLike, " B"] | None = None,
+    valid: MaskLike[ArrayLike, "..."] | None = None,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
     axis_name: AxisName = None,
-) -> Float[Array, " B"]:
+) -> Array:
     """Subtracts the length-weighted mean of their group from the rewards: `A_i = r_i - sum_g n_j r_j / sum_g n_j`.
 
     Args:
@@ -222,10 +223,14 @@ def opo_advantages(
       num_groups: static number of groups.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself as in verl.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
+      segment_ids: `[B, T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; the
+        rewards, the group ids and `valid` are then `[B, T]`, those of each token's sequence. None takes each row as one
+        sequence.
       axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0, and so does every row of a group without a single token.
+      With `segment_ids` `[B, T]`: each unmasked token has the advantage of its sequence, and masked positions hold 0.
 
     Gradient:
       Advantages are data.
@@ -243,21 +248,35 @@ def opo_advantages(
       [ 0.25 -0.75]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    if jnp.ndim(mask) != 2 or jnp.shape(mask)[:1] != jnp.shape(rewards):
+    mask, ids = check_segments(segment_ids, mask)
+    if ids is not None:
+        rewards, group_ids, valid = _of_segments(ids, valid, rewards=rewards, group_ids=group_ids)
+    elif jnp.ndim(mask) != 2 or jnp.shape(mask)[:1] != jnp.shape(rewards):
         expected = ", ".join([*map(str, jnp.shape(rewards)), "T"])
         raise ValueError(f"mask: got shape {list(jnp.shape(mask))}, expected [{expected}], the tokens of each row")
     groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
-    lengths = row_count(check_mask(mask))[:, 0].astype(groups.rewards.dtype)
-    weights = jnp.where(groups.real, lengths, 0)
-    return finish(groups, centered(groups, weights), groups.rewards, singleton)
+    lengths = row_count(mask, segment_ids=ids)
+    weights = jnp.where(groups.real, lengths.ravel().astype(groups.rewards.dtype), 0)
+    advantages = finish(groups, centered(groups, weights), groups.rewards, singleton)
+    if ids is None:
+        return advantages
+    return masked(to_tokens(advantages.reshape(lengths.shape), mask.shape[-1], segment_ids=ids), mask)
 
 
-def broadcast_to_tokens(advantages: Real[ArrayLike, "*b"], mask: MaskLike[ArrayLike, "*b T"]) -> Float[Array, "*b T"]:
+def broadcast_to_tokens(
+    advantages: Real[ArrayLike, "..."],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
+) -> Float[Array, "*b T"]:
     """Gives every unmasked token of a row the row's advantage: `A_t = m_t A`.
 
     Args:
-      advantages: `[...]`, one per row.
+      advantages: `[...]`, one per row. With `segment_ids` `[..., S]`: entry `s` is that of the segment with id `s`, and
+        `S` is more than every id.
       mask: `[..., T]`, boolean.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0.
@@ -274,7 +293,13 @@ def broadcast_to_tokens(advantages: Real[ArrayLike, "*b"], mask: MaskLike[ArrayL
       [[2. 2. 0.]]
     """
     (advantages,) = as_float(advantages)
-    shape = jnp.shape(mask)
+    mask, ids = check_segments(segment_ids, mask)
+    shape = mask.shape
+    if ids is not None:
+        if advantages.ndim != len(shape) or advantages.shape[:-1] != shape[:-1]:
+            expected = ", ".join([*map(str, shape[:-1]), "S"])
+            raise ValueError(f"advantages: got shape {list(advantages.shape)}, expected [{expected}], one per segment")
+        return masked(to_tokens(advantages, shape[-1], segment_ids=ids), mask)
     if advantages.shape != shape[:-1]:
         raise ValueError(f"advantages: got shape {list(advantages.shape)}, expected {list(shape[:-1])}, one per row")
     return masked(jnp.broadcast_to(advantages[..., None], shape), mask)
@@ -286,3 +311,11 @@ def per_token(advantages: Array, mask: ArrayLike) -> Array:
         return broadcast_to_tokens(advantages, mask)
     check_same_shape(advantages=advantages, mask=mask)
     return masked(advantages, mask)
+
+
+def _of_segments(segment_ids: Array, valid: ArrayLike | None, **per_token: ArrayLike) -> list[Array]:
+    """Arrays of each token's sequence as `[N]`, one number per segment; the last says which segments there are."""
+    check_same_shape(**per_token, segment_ids=segment_ids, valid=valid)
+    there = segment_ids >= 0 if valid is None else (segment_ids >= 0) & check_mask(valid, "valid")
+    numbers = [to_sequences(jnp.asarray(array), segment_ids) for array in per_token.values()]
+    return [array.ravel() for array in (*numbers, row_any(there, segment_ids=segment_ids))]

@@ -5,7 +5,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
+from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
 from kljax._devices import auto_sharded, greatest, over_devices
 from kljax._typing import (
     Array,
@@ -22,7 +22,7 @@ from kljax._typing import (
 from kljax.advantages._groups import SINGLETONS, safe_ids
 from kljax.advantages.temporal import reinforce_plus_plus_returns
 from kljax.masking import masked
-from kljax.rows import positions, row_any, row_count, row_cumsum, row_first
+from kljax.rows import check_segments, positions, row_count, row_cumsum, row_first, row_max, to_tokens
 
 __all__ = ["otb_advantages"]
 
@@ -35,7 +35,7 @@ def otb_advantages(
     old_log_probs: Float[ArrayLike, "B T"],
     sum_squared_probs: Real[ArrayLike, "B T"],
     mask: MaskLike[ArrayLike, "B T"],
-    group_ids: Integer[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, "..."],
     *,
     num_groups: int,
     weights: Real[ArrayLike, "B T"] | None = None,
@@ -43,7 +43,8 @@ def otb_advantages(
     zero_tail: bool = True,
     eps: Scalar = 0.0,
     singleton: Singleton = "zero",
-    valid: MaskLike[ArrayLike, " B"] | None = None,
+    valid: MaskLike[ArrayLike, "..."] | None = None,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
     axis_name: AxisName = None,
 ) -> tuple[Array, Array]:
     """Returns minus the optimal token baseline: `A_it = G_it - sum_j W_jt G_jt / (sum_j W_jt + eps)` over the group.
@@ -68,6 +69,9 @@ def otb_advantages(
       singleton: a row alone in its group: "zero" gives it advantage 0; "reward" no baseline, as in verl.
       valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0. A row without a
         single token is a padding row too.
+      segment_ids: `[B, T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; the
+        group ids and `valid` are then `[B, T]`, those of each token's sequence, and the "position" of a token counts
+        from the start of its segment. None takes each row as one sequence.
       axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
@@ -99,45 +103,63 @@ def otb_advantages(
     check_at_least("num_groups", num_groups, 1)
     check_at_least("eps", eps, 0)
     arrays = {"token_rewards": token_rewards, "old_log_probs": old_log_probs, "sum_squared_probs": sum_squared_probs}
-    rows, _ = check_same_shape(**arrays, mask=mask, weights=weights)
-    if jnp.shape(group_ids) != (rows,):
+    rows, length = check_same_shape(**arrays, mask=mask, weights=weights)
+    mask, segments = check_segments(segment_ids, mask)
+    if segments is not None:
+        check_same_shape(group_ids=group_ids, mask=mask)
+    elif jnp.shape(group_ids) != (rows,):
         raise ValueError(f"group_ids: got shape {list(jnp.shape(group_ids))}, expected [{rows}], one per row")
     weights = jnp.ones(jnp.shape(mask), jnp.float32) if weights is None else weights
     rewards, log_probs, squares, weights = as_float(*arrays.values(), weights)
     ids, real, unknown = safe_ids(group_ids, num_groups, valid)
-    keep = check_mask(mask) & real[:, None]
-    real = row_any(keep)[:, 0]
-    returns = reinforce_plus_plus_returns(rewards, keep)
+    if segments is None:
+        ids, real, unknown = ids[:, None], real[:, None], unknown[:, None]
+    keep = mask & real
+    returns = reinforce_plus_plus_returns(rewards, keep, segment_ids=segments)
     squared_norms = jnp.square(masked(weights, keep)) * (1 - 2 * jnp.exp(masked(log_probs, keep)) + squares)
-    energies = masked(row_cumsum(masked(squared_norms, keep)), keep)
-
-    # Where the tokens of a group meet: the place of each among the places that they share.
-    first = row_first(keep)
-    places = row_cumsum(keep) - 1 if align == "token" else positions(keep) - first
-    shared = places if align == "token" else places + first
+    energies = masked(row_cumsum(masked(squared_norms, keep), segment_ids=segments), keep)
+    places, shared = _places(keep, segments, align)
     sums = [_add_up(ids, shared, array, num_groups) for array in (energies, energies * returns)]
     weight, value = over_devices(sums, axis_name)
     weight = weight + jnp.asarray(eps, weight.dtype)
     baselines = jnp.where(weight != 0, value / jnp.where(weight != 0, weight, 1), 0)
-    own = baselines[ids[:, None], jnp.maximum(shared, 0)]
-    lengths = row_count(keep)[:, 0]
+    own = baselines[ids, jnp.maximum(shared, 0)]
+    lengths = row_count(keep, segment_ids=segments)
+    # The group of each sequence; one without a token has length 0 in any group.
+    groups = ids if segments is None else row_max(ids, keep, initial=0, segment_ids=segments)
     if zero_tail:
-        longest, next_longest = _two_longest(lengths, ids, num_groups, axis_name)
-        alone = (lengths == longest[ids]) & (next_longest[ids] < longest[ids])
-        own = jnp.where(alone[:, None] & (places >= next_longest[ids][:, None]), 0, own)
-    single = (over_devices(jax.ops.segment_sum(real.astype(int), ids, num_segments=num_groups), axis_name) == 1)[ids]
-    own = jnp.where(single[:, None], returns if singleton == "zero" else 0, own)
-    return jnp.where(unknown[:, None] & check_mask(mask), jnp.nan, masked(returns - own, keep)), returns
+        longest, next_longest = _two_longest(lengths.ravel(), groups.ravel(), num_groups, axis_name)
+        is_longest = to_tokens(lengths, length, segment_ids=segments) == longest[ids]
+        alone = is_longest & (next_longest[ids] < longest[ids])
+        own = jnp.where(alone & (places >= next_longest[ids]), 0, own)
+    members = jax.ops.segment_sum((lengths > 0).ravel().astype(int), groups.ravel(), num_segments=num_groups)
+    single = (over_devices(members, axis_name) == 1)[ids]
+    own = jnp.where(single, returns if singleton == "zero" else 0, own)
+    return jnp.where(unknown & mask, jnp.nan, masked(returns - own, keep)), returns
+
+
+def _places(keep: Array, segment_ids: Array | None, align: BaselineAlignment) -> tuple[Array, Array]:
+    """Finds where the tokens of a group meet, `[B, T]`: the place of each in its sequence, and the one it shares."""
+    if align == "token":
+        places = row_cumsum(keep, segment_ids=segment_ids) - 1
+        return places, places
+    shared, length = positions(keep), keep.shape[-1]
+    first = to_tokens(row_first(keep, segment_ids=segment_ids), length, segment_ids=segment_ids)
+    if segment_ids is None:
+        return shared - first, shared
+    inside = segment_ids >= 0
+    start = to_tokens(row_first(inside, segment_ids=segment_ids), length, segment_ids=segment_ids)
+    return shared - first, jnp.where(inside, shared - start, 0)
 
 
 def _add_up(ids: Array, places: Array, values: Array, num_groups: int) -> Array:
-    """`[G, T]`: the sum over the rows of each group of the `[B, T]` values, each at its place."""
+    """Adds up the `[B, T]` values of each group, each at its place: `[G, T]`."""
     start = jnp.zeros((num_groups, values.shape[1]), values.dtype)
-    return start.at[jnp.broadcast_to(ids[:, None], places.shape), jnp.maximum(places, 0)].add(values)
+    return start.at[jnp.broadcast_to(ids, places.shape), jnp.maximum(places, 0)].add(values)
 
 
 def _two_longest(lengths: Array, ids: Array, num_groups: int, axis_name: AxisName) -> tuple[Array, Array]:
-    """`[G]`: the length of the longest row of each group, and of the next one, which may be as long."""
+    """Finds the length of the longest sequence of each group, and of the next one, which may be as long: `[G]`."""
     longest = greatest(jax.ops.segment_max(lengths, ids, num_segments=num_groups), axis_name)
     is_longest = lengths == longest[ids]
     shared = over_devices(jax.ops.segment_sum(is_longest.astype(int), ids, num_segments=num_groups), axis_name) > 1

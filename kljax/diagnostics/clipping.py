@@ -5,13 +5,14 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_choice, check_mask
+from kljax._checks import as_float, check_choice
 from kljax._typing import (
     Array,
     ArrayLike,
     Bool,
     ClipSide,
     Float,
+    Integer,
     Level,
     MaskLike,
     Real,
@@ -22,6 +23,7 @@ from kljax.losses._surrogate import beyond_clip, check_clip, loss_inputs
 from kljax.losses.value import value_errors
 from kljax.ratios import level_log_ratios, level_mask
 from kljax.ratios.levels import check_bounds, within
+from kljax.rows import check_segments, to_tokens
 
 __all__ = ["clip_fraction", "clipped_tokens", "dual_clip_fraction", "ratio_fraction", "value_clip_fraction"]
 
@@ -38,6 +40,7 @@ def clipped_tokens(
     clip_high: Scalar = 0.2,
     side: ClipSide = "both",
     level: Level = "token",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Bool[Array, "*b T"]:
     """The tokens whose clip is active: `r > 1 + clip_high` where `A > 0`, `r < 1 - clip_low` where `A < 0`.
 
@@ -50,6 +53,8 @@ def clipped_tokens(
       clip_high: as in the loss.
       side: "low" and "high" have one of the two conditions only.
       level: whose ratio: "token" for PPO, "geometric" for GSPO, or "sequence".
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `[..., T]` booleans, False at masked positions.
@@ -68,9 +73,10 @@ def clipped_tokens(
     """
     check_clip(clip_low, clip_high)
     check_choice("side", side, SIDES)
-    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level)
+    keep, ids = check_segments(segment_ids, mask)
+    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, keep, level=level, segment_ids=ids)
     below, above = beyond_clip(ratio, advantages, clip_low, clip_high)
-    return check_mask(mask) & {"both": below | above, "low": below, "high": above}[side]
+    return keep & {"both": below | above, "low": below, "high": above}[side]
 
 
 def clip_fraction(
@@ -83,6 +89,7 @@ def clip_fraction(
     clip_high: Scalar = 0.2,
     side: ClipSide = "both",
     level: Level = "token",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """Fraction of tokens whose clip is active: `r > 1 + clip_high` where `A > 0`, `r < 1 - clip_low` where `A < 0`.
 
@@ -95,6 +102,8 @@ def clip_fraction(
       clip_high: as in the loss.
       side: "low" and "high" count one of the two conditions only.
       level: whose ratio: "token" for PPO, "geometric" for GSPO, or "sequence".
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum` of zeros and ones per token.
@@ -111,8 +120,10 @@ def clip_fraction(
       >>> print(kljax.clip_fraction(lp, old, ones, jnp.array([1, 1])).value())
       0.5
     """
+    mask, ids = check_segments(segment_ids, mask)
+    clips = {"clip_low": clip_low, "clip_high": clip_high}
     clipped = clipped_tokens(
-        log_probs, old_log_probs, advantages, mask, clip_low=clip_low, clip_high=clip_high, side=side, level=level
+        log_probs, old_log_probs, advantages, mask, **clips, side=side, level=level, segment_ids=ids
     )
     return WeightedSum.of(clipped.astype(as_float(log_probs, old_log_probs, advantages)[0].dtype), mask)
 
@@ -125,6 +136,7 @@ def dual_clip_fraction(
     *,
     dual_clip: Scalar,
     level: Level = "token",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """Fraction of tokens that the dual clip bounds: `A < 0` and `r > dual_clip`.
 
@@ -135,6 +147,8 @@ def dual_clip_fraction(
       mask: same shape, boolean.
       dual_clip: as in the loss, above 1.
       level: whose ratio: "token", "geometric" or "sequence".
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum` of zeros and ones per token.
@@ -152,7 +166,8 @@ def dual_clip_fraction(
       0.5
     """
     check_clip(0, 0, dual_clip)
-    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level)
+    mask, ids = check_segments(segment_ids, mask)
+    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level=level, segment_ids=ids)
     bounded = (advantages < 0) & (ratio > jnp.asarray(dual_clip, ratio.dtype))
     return WeightedSum.of(bounded.astype(ratio.dtype), mask)
 
@@ -165,6 +180,7 @@ def ratio_fraction(
     lower: Scalar | None = None,
     upper: Scalar | None = None,
     level: Level = "token",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """Fraction of the ratios outside bounds: `r < lower` or `r > upper`, whatever the advantage.
 
@@ -175,6 +191,8 @@ def ratio_fraction(
       lower: lowest ratio inside, inclusive; None has no lower bound.
       upper: highest ratio inside, inclusive; None has no upper bound.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum` of zeros and ones per token, or per row that has one. A NaN ratio is outside.
@@ -192,8 +210,8 @@ def ratio_fraction(
       0.5
     """
     check_bounds(lower, upper, low=0)
-    ratio = jnp.exp(level_log_ratios(log_probs, sampling_log_probs, mask, level))
-    return WeightedSum.of((~within(ratio, lower, upper)).astype(ratio.dtype), level_mask(mask, level))
+    ratio = jnp.exp(level_log_ratios(log_probs, sampling_log_probs, mask, level, segment_ids=segment_ids))
+    return WeightedSum.of((~within(ratio, lower, upper)).astype(ratio.dtype), level_mask(mask, level, segment_ids))
 
 
 def value_clip_fraction(
@@ -236,9 +254,17 @@ def value_clip_fraction(
 
 
 def _ratios(
-    log_probs: ArrayLike, old_log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike, level: Level
+    log_probs: ArrayLike,
+    old_log_probs: ArrayLike,
+    advantages: ArrayLike,
+    mask: Array,
+    *,
+    level: Level,
+    segment_ids: Array | None,
 ) -> tuple[Array, Array]:
     """The ratios of a level and the advantages, both `[..., T]` and detached."""
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    ratio = jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, level))
-    return jax.lax.stop_gradient((jnp.broadcast_to(ratio, advantages.shape), advantages))
+    ratio = jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, level, segment_ids=segment_ids))
+    if level != "token":
+        ratio = to_tokens(ratio, mask.shape[-1], segment_ids=segment_ids)
+    return jax.lax.stop_gradient((ratio, advantages))

@@ -6,6 +6,7 @@ from kljax._typing import (
     ArrayLike,
     Estimator,
     Float,
+    Integer,
     Level,
     MaskLike,
     MetricMode,
@@ -35,6 +36,7 @@ def ppo_kl(
     estimator: Estimator = "k1",
     log_ratio_clip: Scalar | None = None,
     mode: MetricMode = "token_mean",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """How far an update has moved the policy: `E[log pi_old - log pi]`, k1 of KL(old || pi) over tokens of old.
 
@@ -45,6 +47,8 @@ def ppo_kl(
       estimator: as in `estimate_kl`; "k1" unless one wants less variance ("k3") or what a system has ("abs", "k2").
       log_ratio_clip: bound of each token's log-ratio, in nats; None does not clip. verl uses 20.
       mode: as in `mean_metric`.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum`, in nats; k1 can be negative on a sample.
@@ -61,7 +65,7 @@ def ppo_kl(
       0.5
     """
     kl = estimate_kl(old_log_probs, log_probs, mask, estimator=estimator, log_ratio_clip=log_ratio_clip)
-    return mean_metric(kl, mask, mode=mode)
+    return mean_metric(kl, mask, mode=mode, segment_ids=segment_ids)
 
 
 def reference_kl(
@@ -71,6 +75,7 @@ def reference_kl(
     *,
     estimator: Estimator = "k3",
     mode: MetricMode = "token_mean",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """KL(pi || ref) per token, over tokens drawn from pi.
 
@@ -80,6 +85,8 @@ def reference_kl(
       mask: same shape, boolean.
       estimator: as in `estimate_kl`; "k1" and "k3" have the KL as their expectation, and "k3" varies less.
       mode: as in `mean_metric`; "seq_mean_token_sum" with "k1" estimates the KL of whole sequences.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum`, in nats.
@@ -95,7 +102,9 @@ def reference_kl(
       >>> print(f"{kljax.reference_kl(jnp.array([-1.0]), jnp.array([-2.0]), jnp.array([1])).value():.4f}")
       0.3679
     """
-    return mean_metric(estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator), mask, mode=mode)
+    return mean_metric(
+        estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator), mask, mode=mode, segment_ids=segment_ids
+    )
 
 
 def rollout_kl(
@@ -105,6 +114,7 @@ def rollout_kl(
     *,
     estimator: Estimator = "k3",
     mode: MetricMode = "token_mean",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """KL(rollout || pi) per token: the mismatch between the sampler that drew the tokens and the trainer.
 
@@ -117,6 +127,8 @@ def rollout_kl(
       mask: same shape, boolean.
       estimator: as in `estimate_kl`.
       mode: as in `mean_metric`.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum`, in nats.
@@ -132,7 +144,9 @@ def rollout_kl(
       >>> print(kljax.rollout_kl(jnp.array([-2.0]), jnp.array([-1.0]), jnp.array([1]), estimator="k1").value())
       1.0
     """
-    return mean_metric(estimate_kl(rollout_log_probs, log_probs, mask, estimator=estimator), mask, mode=mode)
+    return mean_metric(
+        estimate_kl(rollout_log_probs, log_probs, mask, estimator=estimator), mask, mode=mode, segment_ids=segment_ids
+    )
 
 
 def log_prob_abs_diff(
@@ -141,6 +155,7 @@ def log_prob_abs_diff(
     mask: MaskLike[ArrayLike, "*b T"],
     *,
     mode: MetricMode = "token_mean",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """Mean absolute difference of two log-probs: `E[|log pi - log pi_rollout|]`.
 
@@ -149,6 +164,8 @@ def log_prob_abs_diff(
       rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
       mask: same shape, boolean.
       mode: as in `mean_metric`.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum`, in nats.
@@ -164,7 +181,9 @@ def log_prob_abs_diff(
       >>> print(kljax.log_prob_abs_diff(jnp.array([-2.0, -1.0]), jnp.array([-1.0, -2.0]), jnp.array([1, 1])).value())
       1.0
     """
-    return mean_metric(estimate_kl(log_probs, rollout_log_probs, mask, estimator="abs"), mask, mode=mode)
+    return mean_metric(
+        estimate_kl(log_probs, rollout_log_probs, mask, estimator="abs"), mask, mode=mode, segment_ids=segment_ids
+    )
 
 
 def log_prob_squared_diff(
@@ -173,6 +192,7 @@ def log_prob_squared_diff(
     mask: MaskLike[ArrayLike, "*b T"],
     *,
     mode: MetricMode = "token_mean",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """Mean squared difference of two log-probs: `E[(log pi - log pi_rollout)^2]`, twice the mean of k2.
 
@@ -183,6 +203,8 @@ def log_prob_squared_diff(
       rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
       mask: same shape, boolean.
       mode: as in `mean_metric`.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum`, in squared nats.
@@ -200,7 +222,9 @@ def log_prob_squared_diff(
       >>> print(squares.value(), kljax.log_prob_abs_diff(*given).std(squares))
       5.0 1.0
     """
-    return mean_metric(jnp.square(log_ratios(log_probs, rollout_log_probs, mask)), mask, mode=mode)
+    return mean_metric(
+        jnp.square(log_ratios(log_probs, rollout_log_probs, mask)), mask, mode=mode, segment_ids=segment_ids
+    )
 
 
 def chi_squared(
@@ -210,6 +234,7 @@ def chi_squared(
     *,
     level: Level = "token",
     log_ratio_clip: Scalar | None = None,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """The chi-squared divergence of pi from the policy that drew the tokens, `E[r^2] - 1`: the variance of the ratios.
 
@@ -220,6 +245,8 @@ def chi_squared(
       level: whose ratio: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       log_ratio_clip: bound of the level's log-ratio, in nats; None does not clip. `r^2` of a sequence overflows
         float32 from a log-ratio of 44; verl uses 20.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum` of `r^2 - 1` per token, or per row that has one. Its value estimates `E[r^2] - 1` and is at least
@@ -237,8 +264,8 @@ def chi_squared(
       >>> print(f"{kljax.chi_squared(lp, rollout, jnp.array([[1, 1]])).value():.4f}")
       0.2500
     """
-    log_ratio = level_log_ratios(log_probs, sampling_log_probs, mask, level, log_ratio_clip)
-    return WeightedSum.of(jnp.expm1(2 * log_ratio), level_mask(mask, level))
+    log_ratio = level_log_ratios(log_probs, sampling_log_probs, mask, level, log_ratio_clip, segment_ids=segment_ids)
+    return WeightedSum.of(jnp.expm1(2 * log_ratio), level_mask(mask, level, segment_ids))
 
 
 def kl_by_position(
@@ -249,6 +276,7 @@ def kl_by_position(
     num_buckets: int,
     max_length: Scalar | None = None,
     estimator: Estimator = "k3",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """KL(pi || ref) per token in each of a number of equal ranges of positions, over tokens drawn from pi.
 
@@ -262,6 +290,8 @@ def kl_by_position(
       num_buckets: static number `K` of ranges, see `mean_by_position`.
       max_length: the length that the ranges divide, in tokens; None is T.
       estimator: as in `estimate_kl`.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum` with `[K]` arrays, in nats.
@@ -279,4 +309,4 @@ def kl_by_position(
       [0. 2.]
     """
     kl = estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator)
-    return mean_by_position(kl, mask, num_buckets=num_buckets, max_length=max_length)
+    return mean_by_position(kl, mask, num_buckets=num_buckets, max_length=max_length, segment_ids=segment_ids)

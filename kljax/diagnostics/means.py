@@ -9,6 +9,7 @@ from kljax._checks import check_at_least, check_choice, check_mask, check_same_s
 from kljax._typing import (
     Array,
     ArrayLike,
+    Integer,
     MaskLike,
     MetricMode,
     Real,
@@ -17,7 +18,7 @@ from kljax._typing import (
 )
 from kljax.aggregation import WeightedSum
 from kljax.masking import masked
-from kljax.rows import positions, row_any, row_first, row_max, row_mean, row_sum
+from kljax.rows import check_segments, positions, row_any, row_first, row_max, row_mean, row_sum, to_tokens
 
 __all__ = ["masked_fraction", "mean_by_position", "mean_metric"]
 
@@ -25,7 +26,11 @@ MODES = get_args(MetricMode)
 
 
 def mean_metric(
-    values: Shaped[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, mode: MetricMode = "token_mean"
+    values: Shaped[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    mode: MetricMode = "token_mean",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """The mean of values per token, or of a statistic of each row, as a `WeightedSum`.
 
@@ -40,6 +45,8 @@ def mean_metric(
       values: `[..., T]`, any float type or booleans.
       mask: same shape, boolean.
       mode: one of the four names above; the systems disagree about which one a metric called "kl" is.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum`; its weight is the number of tokens, or of rows that have one.
@@ -61,20 +68,25 @@ def mean_metric(
       seq_mean_token_max 4.0
     """
     check_choice("mode", mode, MODES)
-    values, kept = masked(values, mask), check_mask(mask)
+    kept, ids = check_segments(segment_ids, mask)
+    values = masked(values, kept)
     if mode == "token_mean":
-        return WeightedSum.of(values, mask)
+        return WeightedSum.of(values, kept)
     if mode == "seq_mean_token_mean":
-        rows = row_mean(values, kept)
+        rows = row_mean(values, kept, segment_ids=ids)
     elif mode == "seq_mean_token_sum":
-        rows = row_sum(values)
+        rows = row_sum(values, segment_ids=ids)
     else:
-        rows = row_max(jnp.abs(values), kept, initial=0)
-    return WeightedSum.of(rows, row_any(kept))
+        rows = row_max(jnp.abs(values), kept, initial=0, segment_ids=ids)
+    return WeightedSum.of(rows, row_any(kept, segment_ids=ids))
 
 
 def masked_fraction(
-    kept: MaskLike[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, mode: MetricMode = "token_mean"
+    kept: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    mode: MetricMode = "token_mean",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """The fraction of the unmasked tokens that a further mask drops: of a rejection, a veto, a divergence mask.
 
@@ -83,6 +95,8 @@ def masked_fraction(
       mask: same shape, boolean, the tokens there were.
       mode: as in `mean_metric`. "seq_mean_token_mean" weighs rows equally; "seq_mean_token_max" is the fraction of rows
         that lose a token.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum` of zeros and ones.
@@ -100,7 +114,7 @@ def masked_fraction(
       0.5
     """
     check_same_shape(kept=kept, mask=mask)
-    return mean_metric(~check_mask(kept, "kept"), mask, mode=mode)
+    return mean_metric(~check_mask(kept, "kept"), mask, mode=mode, segment_ids=segment_ids)
 
 
 def mean_by_position(
@@ -109,6 +123,7 @@ def mean_by_position(
     *,
     num_buckets: int,
     max_length: Scalar | None = None,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """The mean of values per token in each of a number of equal ranges of positions.
 
@@ -120,6 +135,8 @@ def mean_by_position(
       num_buckets: static number `K` of ranges, each of `max_length / K` positions.
       max_length: the length that the ranges divide, in tokens; None is T. Parts of a batch that are padded to
         different lengths need one common number. Later positions belong to the last range.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum` with `[K]` arrays; a range without a token has weight 0.
@@ -138,9 +155,10 @@ def mean_by_position(
     """
     check_at_least("num_buckets", num_buckets, 1)
     check_at_least("max_length", max_length, 0, strict=True)
-    values, mask = jax.lax.stop_gradient(masked(values, mask)), check_mask(mask)
+    mask, ids = check_segments(segment_ids, mask)
+    values = jax.lax.stop_gradient(masked(values, mask))
     length = jnp.asarray(mask.shape[-1] if max_length is None else max_length, values.dtype)
-    position = positions(mask) - row_first(mask)
+    position = positions(mask) - to_tokens(row_first(mask, segment_ids=ids), mask.shape[-1], segment_ids=ids)
     bucket = jnp.floor(position.astype(values.dtype) * num_buckets / length).clip(0, num_buckets - 1)
 
     def of_bucket(number: Array) -> WeightedSum:

@@ -14,6 +14,7 @@ from kljax._typing import (
     ArrayLike,
     AxisName,
     Float,
+    Integer,
     Level,
     MaskLike,
 )
@@ -69,6 +70,7 @@ def log_prob_diff_extremes(
     *,
     level: Level = "token",
     absolute: bool = False,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
     axis_name: AxisName = None,
 ) -> Extremes:
     """The smallest and the largest difference of two log-probs; `exp` of them is that of the ratios.
@@ -79,6 +81,8 @@ def log_prob_diff_extremes(
       mask: same shape, boolean.
       level: "token", "sequence" (sum over the row) or "geometric" (mean over the row).
       absolute: takes the absolute difference.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
       axis_name: mapped axes, as of `shard_map`, over whose parts the extremes are taken as well.
 
     Returns:
@@ -96,8 +100,8 @@ def log_prob_diff_extremes(
       >>> print(kljax.log_prob_diff_extremes(lp, rollout, jnp.array([1, 1, 1])).max)
       2.0
     """
-    difference = level_log_ratios(log_probs, rollout_log_probs, mask, level)
-    extremes = Extremes.of(jnp.abs(difference) if absolute else difference, level_mask(mask, level))
+    difference = level_log_ratios(log_probs, rollout_log_probs, mask, level, segment_ids=segment_ids)
+    extremes = Extremes.of(jnp.abs(difference) if absolute else difference, level_mask(mask, level, segment_ids))
     return Extremes(least(extremes.min, axis_name), greatest(extremes.max, axis_name))
 
 
@@ -109,6 +113,7 @@ def ratio_quantiles(
     *,
     quantiles: Sequence[float] = (0.0, 0.01, 0.5, 0.99, 1.0),
     level: Level = "token",
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
     axis_name: AxisName = None,
 ) -> Float[Array, " Q"]:
     """Quantiles of the importance ratios of a whole batch, interpolated linearly between their logarithms.
@@ -121,6 +126,8 @@ def ratio_quantiles(
       mask: same shape, boolean.
       quantiles: numbers between 0 and 1; 0 is the minimum, 1 the maximum.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread; their ratios are gathered.
 
     Returns:
@@ -141,8 +148,8 @@ def ratio_quantiles(
     """
     if not all(0 <= quantile <= 1 for quantile in quantiles):
         raise ValueError(f"quantiles: got {tuple(quantiles)!r}, expected numbers between 0 and 1")
-    values = jax.lax.stop_gradient(level_log_ratios(log_probs, old_log_probs, mask, level)).ravel()
-    kept = level_mask(mask, level).ravel()
+    log_ratio = level_log_ratios(log_probs, old_log_probs, mask, level, segment_ids=segment_ids)
+    values, kept = jax.lax.stop_gradient(log_ratio).ravel(), level_mask(mask, level, segment_ids).ravel()
     values, kept = all_rows((values, kept), axis_name)
     # What is masked goes behind everything else.
     ordered = jnp.sort(jnp.where(kept, values, jnp.inf))

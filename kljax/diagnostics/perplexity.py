@@ -2,26 +2,34 @@
 
 import jax.numpy as jnp
 
-from kljax._checks import check_mask, check_same_shape
+from kljax._checks import check_same_shape
 from kljax._typing import (
     Array,
     ArrayLike,
     Float,
+    Integer,
     MaskLike,
 )
 from kljax.aggregation import WeightedSum
-from kljax.ratios import level_log_ratios
-from kljax.rows import row_any, row_mean
+from kljax.ratios import level_log_ratios, level_mask
+from kljax.rows import check_segments, row_mean
 
 __all__ = ["log_perplexity", "log_perplexity_diff", "perplexity", "perplexity_ratio"]
 
 
-def perplexity(log_probs: Float[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]) -> WeightedSum:
+def perplexity(
+    log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
+) -> WeightedSum:
     """Mean perplexity of the sequences: `E_i[exp(-sum_t m_it log pi(y_it) / n_i)]`.
 
     Args:
       log_probs: `[..., T]` log-probs of the tokens, in nats.
       mask: same shape, boolean; `n_i` is the number of unmasked tokens of row `i`.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum` per row that has a token.
@@ -37,15 +45,22 @@ def perplexity(log_probs: Float[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*
       >>> print(f"{kljax.perplexity(jnp.log(jnp.array([[0.5, 0.125]])), jnp.array([[1, 1]])).value():.4f}")
       4.0000
     """
-    return _over_rows(jnp.exp(-_mean_log_probs(log_probs, mask)), mask)
+    return _over_sequences(jnp.exp(-_mean_log_probs(log_probs, mask, segment_ids)), mask, segment_ids)
 
 
-def log_perplexity(log_probs: Float[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]) -> WeightedSum:
+def log_perplexity(
+    log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
+) -> WeightedSum:
     """Mean log-perplexity of the sequences: `E_i[-sum_t m_it log pi(y_it) / n_i]`.
 
     Args:
       log_probs: `[..., T]` log-probs of the tokens, in nats.
       mask: same shape, boolean; `n_i` is the number of unmasked tokens of row `i`.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum` per row that has a token, in nats.
@@ -61,7 +76,7 @@ def log_perplexity(log_probs: Float[ArrayLike, "*b T"], mask: MaskLike[ArrayLike
       >>> print(kljax.log_perplexity(jnp.array([[-1.0, -3.0]]), jnp.array([[1, 1]])).value())
       2.0
     """
-    return _over_rows(-_mean_log_probs(log_probs, mask), mask)
+    return _over_sequences(-_mean_log_probs(log_probs, mask, segment_ids), mask, segment_ids)
 
 
 def log_perplexity_diff(
@@ -70,6 +85,7 @@ def log_perplexity_diff(
     mask: MaskLike[ArrayLike, "*b T"],
     *,
     absolute: bool = False,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """How much higher the trainer's log-perplexity is than the sampler's, on sequences of the sampler.
 
@@ -80,6 +96,8 @@ def log_perplexity_diff(
       rollout_log_probs: same shape, log-probs recorded by the sampler.
       mask: same shape, boolean.
       absolute: takes the absolute difference of each row, so that opposite signs do not cancel.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum` per row that has a token, in nats. Its extremes over rows are the negative ones of
@@ -99,12 +117,16 @@ def log_perplexity_diff(
       0.0
       1.0
     """
-    difference = -level_log_ratios(log_probs, rollout_log_probs, mask, "geometric")
-    return _over_rows(jnp.abs(difference) if absolute else difference, mask)
+    difference = -level_log_ratios(log_probs, rollout_log_probs, mask, "geometric", segment_ids=segment_ids)
+    return _over_sequences(jnp.abs(difference) if absolute else difference, mask, segment_ids)
 
 
 def perplexity_ratio(
-    log_probs: Float[ArrayLike, "*b T"], rollout_log_probs: Float[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]
+    log_probs: Float[ArrayLike, "*b T"],
+    rollout_log_probs: Float[ArrayLike, "*b T"],
+    mask: MaskLike[ArrayLike, "*b T"],
+    *,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """Mean over sequences of the trainer's perplexity divided by the sampler's.
 
@@ -112,6 +134,8 @@ def perplexity_ratio(
       log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
       rollout_log_probs: same shape, log-probs recorded by the sampler.
       mask: same shape, boolean.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `WeightedSum` per row that has a token; 1 where the two agree.
@@ -128,13 +152,15 @@ def perplexity_ratio(
       >>> print(f"{kljax.perplexity_ratio(lp, rollout, jnp.array([[1, 1]])).value():.4f}")
       2.0000
     """
-    return _over_rows(jnp.exp(-level_log_ratios(log_probs, rollout_log_probs, mask, "geometric")), mask)
+    log_ratio = level_log_ratios(log_probs, rollout_log_probs, mask, "geometric", segment_ids=segment_ids)
+    return _over_sequences(jnp.exp(-log_ratio), mask, segment_ids)
 
 
-def _mean_log_probs(log_probs: ArrayLike, mask: ArrayLike) -> Array:
+def _mean_log_probs(log_probs: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike | None) -> Array:
     check_same_shape(log_probs=log_probs, mask=mask)
-    return row_mean(log_probs, check_mask(mask))
+    kept, ids = check_segments(segment_ids, mask)
+    return row_mean(log_probs, kept, segment_ids=ids)
 
 
-def _over_rows(values: Array, mask: ArrayLike) -> WeightedSum:
-    return WeightedSum.of(values, row_any(check_mask(mask)))
+def _over_sequences(values: Array, mask: ArrayLike, segment_ids: ArrayLike | None) -> WeightedSum:
+    return WeightedSum.of(values, level_mask(mask, "geometric", segment_ids))

@@ -10,6 +10,7 @@ from kljax._numerics import clip_symmetric, difference, exp_capped
 from kljax._typing import Array, ArrayLike, Scalar, SurrogateLevel
 from kljax.masking import masked
 from kljax.ratios import level_log_ratios
+from kljax.rows import to_tokens
 
 # ART mixes the ratio of the token with that of its row: the mean of the two, and their geometric mean.
 LEVELS = get_args(SurrogateLevel)
@@ -70,16 +71,17 @@ def log_ratios_of(
     *,
     level: SurrogateLevel,
     log_ratio_clip: Scalar | None = None,
+    segment_ids: Array | None = None,
 ) -> Array:
-    """The log-ratio that each token has at a level, `[..., T]`, clipped last."""
+    """Computes the log-ratio that each token has at a level, `[..., T]`, clipped last."""
     check_choice("level", level, LEVELS)
     check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
     if level in ("token", "sequence", "geometric"):
-        return jnp.broadcast_to(
-            level_log_ratios(log_probs, old_log_probs, mask, level, log_ratio_clip), log_probs.shape
-        )
-    token = level_log_ratios(log_probs, old_log_probs, mask, "token")
-    row = level_log_ratios(log_probs, old_log_probs, mask, "geometric")
+        log_ratio = level_log_ratios(log_probs, old_log_probs, mask, level, log_ratio_clip, segment_ids=segment_ids)
+        return log_ratio if level == "token" else to_tokens(log_ratio, log_probs.shape[-1], segment_ids=segment_ids)
+    token = level_log_ratios(log_probs, old_log_probs, mask, "token", segment_ids=segment_ids)
+    row = level_log_ratios(log_probs, old_log_probs, mask, "geometric", segment_ids=segment_ids)
+    row = row if segment_ids is None else to_tokens(row, log_probs.shape[-1], segment_ids=segment_ids)
     mixed = (token + row) / 2 if level == "geometric_average" else _log_mean(token, row)
     return clip_symmetric(mixed, log_ratio_clip)
 

@@ -6,18 +6,19 @@ loss and the denominators stay; with the weights of the returned mask they are d
 
 import jax.numpy as jnp
 
-from kljax._checks import check_at_least, check_mask
+from kljax._checks import check_at_least
 from kljax._typing import (
     Array,
     ArrayLike,
     Bool,
     Float,
+    Integer,
     Level,
     MaskLike,
     Scalar,
 )
 from kljax.ratios.levels import check_bounds, level_log_ratios, token_ratios, within
-from kljax.rows import row_any
+from kljax.rows import check_segments, row_any, to_tokens
 
 __all__ = ["rejection_mask", "veto_mask"]
 
@@ -30,6 +31,7 @@ def rejection_mask(
     level: Level = "token",
     lower: Scalar | None = None,
     upper: Scalar | None = None,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Bool[Array, "*b T"]:
     """The tokens whose ratio lies within bounds: `m_t and lower <= r <= upper`, with the ratio `r` of a level.
 
@@ -43,6 +45,8 @@ def rejection_mask(
       level: "token", "sequence" (rejects whole rows by their product) or "geometric" (by their geometric mean).
       lower: lowest ratio kept, inclusive; None has no lower bound.
       upper: highest ratio kept, inclusive; None has no upper bound.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `[..., T]` booleans, a subset of `mask`. A ratio that is NaN is rejected.
@@ -60,8 +64,10 @@ def rejection_mask(
       [[ True False]]
     """
     check_bounds(lower, upper, low=0)
-    inside = within(jnp.exp(level_log_ratios(log_probs, sampling_log_probs, mask, level)), lower, upper)
-    return check_mask(mask) & inside
+    keep, ids = check_segments(segment_ids, mask)
+    ratio = jnp.exp(level_log_ratios(log_probs, sampling_log_probs, keep, level, segment_ids=ids))
+    inside = within(ratio, lower, upper)
+    return keep & (inside if level == "token" else to_tokens(inside, keep.shape[-1], segment_ids=ids))
 
 
 def veto_mask(
@@ -71,6 +77,7 @@ def veto_mask(
     *,
     min_ratio: Scalar | None = 1e-4,
     max_ratio: Scalar | None = None,
+    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Bool[Array, "*b T"]:
     """Drops each sequence that holds a catastrophic token: one with `r_t < min_ratio` or `r_t > max_ratio`.
 
@@ -80,6 +87,8 @@ def veto_mask(
       mask: same shape, boolean.
       min_ratio: lowest token ratio tolerated, inclusive; None tolerates any.
       max_ratio: highest token ratio tolerated, inclusive; None tolerates any.
+      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
+        takes each row as one sequence.
 
     Returns:
       `[..., T]` booleans: the mask, with every position of a vetoed row False. A token whose ratio is NaN vetoes.
@@ -104,6 +113,7 @@ def veto_mask(
     check_at_least("max_ratio", max_ratio, 0)
     if min_ratio is None and max_ratio is None:
         raise ValueError("min_ratio, max_ratio: got None for both, expected at least one bound")
-    keep = check_mask(mask)
-    tolerated = within(token_ratios(log_probs, sampling_log_probs, mask), min_ratio, max_ratio)
-    return keep & ~row_any(keep & ~tolerated)
+    keep, ids = check_segments(segment_ids, mask)
+    tolerated = within(token_ratios(log_probs, sampling_log_probs, keep), min_ratio, max_ratio)
+    vetoed = row_any(keep & ~tolerated, segment_ids=ids)
+    return keep & ~to_tokens(vetoed, keep.shape[-1], segment_ids=ids)

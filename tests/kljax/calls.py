@@ -120,6 +120,21 @@ COMPANIONS: dict[str, Options] = {
     "importance_weights.mode": {"lower": GIVEN, "upper": GIVEN},
     "importance_weights.lower": {"mode": "clip", "upper": GIVEN},
     "importance_weights.normalize": {"upper": GIVEN},
+    # Segments matter to a number of each sequence, which a packed array has once for every token.
+    "segment_ids": {"level": "geometric", "mode": "seq_mean_token_mean"},
+    "importance_weights.segment_ids": {"level": "geometric", "normalize": "rows", "upper": GIVEN},
+    "kl_rejection_mask.segment_ids": {"reduction": "mean", "upper": GIVEN},
+    "divergence_mask.segment_ids": {"level": "sequence"},
+    "rejection_mask.segment_ids": {"level": "geometric", "upper": GIVEN},
+    "dpo_loss.segment_ids": {"rejected_segment_ids": GIVEN},
+    "rejected_segment_ids": {"segment_ids": GIVEN},
+    "broadcast_to_tokens.segment_ids": {"advantages": Given("BG")},
+    "place_rewards.segment_ids": {"scores": Given("BT")},
+    "subtract_kl.segment_ids": {"rewards": Given("BT")},
+    "kl_shaped_rewards.segment_ids": {"scores": Given("BT")},
+    "remax_advantages.segment_ids": {"baselines": Given("BT")},
+    "opo_advantages.segment_ids": {"rewards": Given("BT"), "group_ids": Given("BT")},
+    "otb_advantages.segment_ids": {"group_ids": Given("BT")},
 }
 # Combinations of options that single ones do not cover.
 VARIANTS: dict[str, list[Options]] = {
@@ -130,7 +145,6 @@ VARIANTS: dict[str, list[Options]] = {
     ],
     "masked_var": [{"axis": GIVEN, "ddof": 0}],
     "masked_whiten": [{"axis": GIVEN, "shift_mean": False}],
-    "token_weights": [{"mode": "seq_mean_token_mean", "segment_ids": GIVEN}],
     "aggregate": [
         {"mode": "seq_mean_token_mean", "segment_ids": GIVEN, "empty_rows": "count"},
         {"mode": "seq_mean_token_mean", "empty_rows": "count"},
@@ -470,7 +484,9 @@ DRAWS: dict[str, Draw] = {
     "kept": lambda rng, shape, seed: mask(seed + 1),
     "valid": lambda rng, shape, seed: np.arange(*shape) % 4 != 2,
     "key": lambda rng, shape, seed: jax.random.key(seed),
-    "group_ids": lambda rng, shape, seed: np.roll([0, 1, 0, 2, 1, 0, 0, 1], seed),
+    "group_ids": lambda rng, shape, seed: np.broadcast_to(
+        np.roll([0, 1, 0, 2, 1, 0, 0, 1], seed).reshape(ROWS, *(1,) * (len(shape) - 1)), shape
+    ),
     # The sequences of a row; of the first seed with padding before them.
     "segment_ids": lambda rng, shape, seed: np.broadcast_to(np.arange(shape[-1]) // 6 - (seed == 0), shape),
     "lengths": lambda rng, shape, seed: rng.integers(0, LENGTH // 2, shape),

@@ -69,7 +69,7 @@ def rows(call: Call, log_probs: np.ndarray, other: np.ndarray, advantages: np.nd
     known |= {"rejected_log_probs": -ones, "rejected_ref_log_probs": -ones}
     arrays = {name: known.get(name, other) for name in call.arrays}
     data = {name: jnp.ones(ones.shape, bool) if "mask" in name else value for name, value in call.data.items()}
-    data |= {name: jnp.zeros(ones.shape, int) for name in data if name == "segment_ids"}
+    data |= {name: jnp.zeros(ones.shape, int) for name in data if "segment_ids" in name}
     return {name: jnp.asarray(value)[:, None] for name, value in arrays.items()}, {
         name: value[:, None] if value.shape == ones.shape else value for name, value in data.items()
     }

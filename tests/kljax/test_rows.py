@@ -1,7 +1,10 @@
 """Packed rows: every statistic of a segment is that of the same sequence in a row of its own."""
 
+import ast
 import functools
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +14,7 @@ import pytest
 
 import kljax
 from kljax import rows
+from tests.kljax import calls
 
 # Masks of the sequences: holes, no token at all, a single one, every one, padding within a sequence.
 SEQUENCES = [[0, 1, 0, 1, 1], [0, 0, 0], [1], [1, 1, 1], [0, 0, 1, 0, 0], [1, 0, 1]]
@@ -203,3 +207,208 @@ def test_an_id_that_cannot_be_seen_makes_nan() -> None:
     ids = jnp.array([[0, 5, 5]])
     ratios = jax.jit(lambda ids: kljax.sequence_ratios(*jnp.ones((2, 1, 3)), jnp.ones((1, 3), bool), segment_ids=ids))
     np.testing.assert_array_equal(ratios(ids), [[1, np.nan, np.nan]])
+
+
+# How to call each function of `test_packed_rows_are_separate_rows`; its arrays are those of its signature.
+CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
+CASES: dict[str, list[dict[str, Any]]] = {
+    "importance_weights": [
+        {"level": "sequence", "mode": "mask", "lower": 0.2, "upper": 2.0},
+        {"level": "geometric", "mode": "clip", "lower": 0.8, "upper": 1.5},
+        {"level": "geometric", "upper": 1.5, "normalize": "rows"},
+        {"level": "sequence", "upper": 1.5, "normalize": "tokens"},
+        {"level": "token", "upper": 1.5, "normalize": "rows"},
+    ],
+    "truncated_importance_weights": [{"level": "sequence"}],
+    "rejection_mask": [{"level": level, "lower": 0.6, "upper": 1.6} for level in ("token", "sequence", "geometric")],
+    "veto_mask": [{"min_ratio": 0.4, "max_ratio": 4.0}],
+    "kl_rejection_mask": [{"reduction": name, "lower": -0.5, "upper": 0.5} for name in ("token", "sum", "mean", "max")],
+    "divergence_mask": [{"level": "sequence", "max_divergence": 0.3}],
+    "off_policy_sequence_mask": [{"max_kl": 0.1}],
+    "ppo_clip_loss": [{"level": level} for level in ("token", "sequence", "geometric", "average", "geometric_average")],
+    "gspo_loss": [{**CLIPS, "gradient": "token"}, {**CLIPS, "gradient": "sequence"}],
+    "cispo_loss": [{"level": "geometric"}],
+    "sapo_loss": [{"level": "sequence"}],
+    "gmpo_loss": [{}],
+    "vespo_loss": [{}, {"weights": True}],
+    "rec_loss": [{"clip_mode": "gspo_one_side", "weight": "gspo_importance_sampling"}],
+    "dpo_loss": [{}],
+    "clipped_tokens": [{"level": "geometric"}],
+    "clip_fraction": [{"level": "geometric"}],
+    "dual_clip_fraction": [{"level": "geometric", "dual_clip": 1.1}],
+    "ratio_fraction": [{"level": "geometric", "lower": 0.8}],
+    "mean_metric": [
+        {"mode": mode} for mode in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_max")
+    ],
+    "masked_fraction": [{"mode": "seq_mean_token_max"}],
+    "mean_by_position": [{"num_buckets": 4}],
+    "log_prob_diff_extremes": [{"level": "sequence"}],
+    "ratio_quantiles": [{"level": "sequence"}],
+    "ppo_kl": [{"mode": "seq_mean_token_sum"}],
+    "reference_kl": [{"mode": "seq_mean_token_sum"}],
+    "rollout_kl": [{"mode": "seq_mean_token_sum"}],
+    "log_prob_abs_diff": [{"mode": "seq_mean_token_mean"}],
+    "log_prob_squared_diff": [{"mode": "seq_mean_token_mean"}],
+    "chi_squared": [{"level": "sequence"}],
+    "kl_by_position": [{"num_buckets": 4}],
+    "perplexity": [{}],
+    "log_perplexity": [{}],
+    "log_perplexity_diff": [{}, {"absolute": True}],
+    "perplexity_ratio": [{}],
+    "place_rewards": [{}],
+    "subtract_kl": [{"coef": 0.3}],
+    "kl_shaped_rewards": [{"coef": 0.3}],
+    "remax_advantages": [{}],
+    "iw_opd_advantages": [{}],
+    "opo_advantages": [{"num_groups": 3}, {"num_groups": 3, "singleton": "reward", "valid": True}],
+    "otb_advantages": [
+        {"num_groups": 3, "align": align, "zero_tail": zero_tail, "singleton": "reward", "valid": valid}
+        for align, zero_tail, valid in (("token", True, None), ("position", False, True), ("position", True, None))
+    ],
+}
+# Of one number per sequence: `[N]` of separate rows, `[..., T]` of packed ones.
+OF_SEQUENCES = ("scores", "rewards", "baselines", "group_ids", "valid")
+OWN_TESTS = {
+    *("last_token_mask", "sequence_ratios", "geometric_ratios", "gae", "reinforce_plus_plus_returns"),
+    *("token_weights", "aggregate", "broadcast_to_tokens"),
+}
+
+
+def drawn(name: str, seed: int) -> list[np.ndarray]:
+    """The parts of an array by the name of its parameter, one for each sequence."""
+    fixed = {
+        "group_ids": [np.full(len(mask), prompt) for mask, prompt in zip(MASKS, PROMPTS, strict=True)],
+        "valid": [np.full(len(mask), number != 3) for number, mask in enumerate(MASKS)],
+        "kept": [part > 0 for part in draw(seed)],
+        "rejected_mask": [~mask for mask in MASKS],
+        "weights": [np.exp(part) for part in draw(seed)],
+    }
+    per_row = [np.full_like(part, part[0]) for part in draw(seed)]
+    return fixed.get(name, per_row if name in OF_SEQUENCES else draw(seed))
+
+
+def in_own_rows(name: str, parts: list[np.ndarray]) -> jax.Array:
+    return jnp.asarray(np.stack([part[0] for part in parts])) if name in OF_SEQUENCES else padded(parts)
+
+
+def in_packed_rows(parts: list[np.ndarray]) -> jax.Array:
+    """Outside of every segment lies what must not matter: a NaN, a mask that is set."""
+    return packed(parts, {"f": np.nan, "b": True}.get(parts[0].dtype.kind, 0))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packed_rows_are_separate_rows(name: str) -> None:
+    signature = inspect.signature(getattr(kljax, name)).parameters
+    listed = [key for key, about in signature.items() if about.default is about.empty and key not in CASES[name][0]]
+    optional = {key for case in CASES[name] for key in ("weights", "valid") if case.get(key)}
+    arrays = {key: drawn(key, seed) for seed, key in enumerate([*listed, *sorted(optional)]) if key != "mask"}
+    floats = [key for key, parts in arrays.items() if parts[0].dtype.kind == "f"]
+    cotangent = draw(99)
+
+    def value_and_grads(given: dict[str, jax.Array], cotangent: jax.Array, **ids: jax.Array) -> list[Any]:
+        def run(case: dict[str, Any]) -> Any:
+            options = {key: value for key, value in case.items() if key not in optional}
+            used = {key: value for key, value in given.items() if key not in optional or case.get(key)}
+            data = {key: value for key, value in used.items() if key not in floats}
+
+            def values(arrays: dict[str, jax.Array]) -> Any:
+                out = getattr(kljax, name)(**arrays, **data, **options, **ids)
+                return jax.tree.map(lambda leaf: per_token(leaf, given["mask"]), out)
+
+            def total(arrays: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+                out = values(arrays)
+                real = [leaf for leaf in jax.tree.leaves(out) if leaf.dtype == jnp.float64]
+                return sum(((leaf * cotangent).sum() if leaf.ndim > 1 else leaf.sum()) for leaf in real) + 0.0, out
+
+            return jax.grad(total, has_aux=True)({key: used[key] for key in floats if key in used})
+
+        return [run(case) for case in CASES[name]]
+
+    own = {key: in_own_rows(key, parts) for key, parts in arrays.items()} | {"mask": padded(MASKS)}
+    shared = {key: in_packed_rows(parts) for key, parts in arrays.items()} | {"mask": in_packed_rows(MASKS)}
+    ids = {key: segment_ids() for key in ("segment_ids", "rejected_segment_ids") if key in signature}
+
+    def run(own: dict[str, jax.Array], shared: dict[str, jax.Array]) -> Any:
+        return value_and_grads(own, padded(cotangent)), value_and_grads(shared, packed(cotangent), **ids)
+
+    for (grads, out), (packed_grads, packed_out) in zip(*calls.compiled(run, own, shared), strict=True):
+        for part, whole in zip(jax.tree.leaves(out), jax.tree.leaves(packed_out), strict=True):
+            assert (part.dtype, part.ndim) == (whole.dtype, whole.ndim)
+            check_leaf(part, whole)
+        for key, expected in grads.items():
+            if key not in OF_SEQUENCES:
+                check_leaf(expected, packed_grads[key])
+                continue
+            sums = [part.sum() for part in unpacked(packed_grads[key])]
+            np.testing.assert_allclose(sums, expected, **EXACT)
+
+
+def per_token(leaf: jax.Array, mask: jax.Array) -> jax.Array:
+    """A number per row is given to its tokens."""
+    return jnp.where(mask, leaf[:, None], 0) if leaf.shape == (len(MASKS),) else leaf
+
+
+def check_leaf(expected: np.ndarray, whole: np.ndarray) -> None:
+    """Compares an array of separate rows, or a statistic of all of them, with that of packed rows."""
+    if expected.ndim < 2:
+        np.testing.assert_allclose(whole, expected, **EXACT)
+        return
+    np.testing.assert_array_equal(whole[np.asarray(segment_ids()) < 0], 0)
+    for part, row in zip(unpacked(whole), expected, strict=True):
+        np.testing.assert_allclose(part, row[: len(part)], **EXACT)
+
+
+def test_every_function_that_takes_segments_is_compared() -> None:
+    taking = {name for name in calls.public_functions() if "segment_ids" in calls.parameters(name)}
+    assert taking == CASES.keys() | OWN_TESTS
+
+
+def test_advantages_of_segments_are_given_to_their_tokens() -> None:
+    def to_tokens(advantages: jax.Array) -> jax.Array:
+        return kljax.broadcast_to_tokens(advantages, in_packed_rows(MASKS), segment_ids=segment_ids())
+
+    numbers = jnp.arange(12.0).reshape(3, 4)
+    tokens, pull = jax.vjp(to_tokens, numbers)
+    ids = np.asarray(segment_ids())
+    chosen = np.asarray(packed(MASKS)) & (ids >= 0)
+    expected = np.take_along_axis(np.asarray(numbers), np.maximum(ids, 0), 1)
+    np.testing.assert_array_equal(tokens, np.where(chosen, expected, 0))
+    counts = [[(chosen[row] & (ids[row] == number)).sum() for number in range(4)] for row in range(3)]
+    np.testing.assert_array_equal(pull(jnp.ones_like(tokens))[0], counts)
+    for shape in ((3,), (2, 4)):
+        with pytest.raises(ValueError, match=r"advantages: got shape .*, expected \[3, S\], one per segment"):
+            to_tokens(jnp.ones(shape))
+
+
+def test_what_needs_an_array_per_token_says_so() -> None:
+    mask, ids, scores = jnp.ones((2, 3), bool), jnp.zeros((2, 3), int), jnp.ones(2)
+    with pytest.raises(ValueError, match=r"scores: got shape \[2\], expected \[2, 3\]: with segment_ids each token"):
+        kljax.place_rewards(scores, mask, segment_ids=ids)
+    for function in (
+        lambda: kljax.remax_advantages(jnp.ones((2, 3)), scores, mask, segment_ids=ids),
+        lambda: kljax.opo_advantages(scores, jnp.zeros(2, int), mask, num_groups=1, segment_ids=ids),
+        lambda: kljax.otb_advantages(*jnp.ones((3, 2, 3)), mask, jnp.zeros(2, int), num_groups=1, segment_ids=ids),
+    ):
+        with pytest.raises(ValueError, match="shapes differ"):
+            function()
+    pairs = {"rejected_log_probs": jnp.ones((2, 3)), "rejected_ref_log_probs": jnp.ones((2, 3)), "rejected_mask": mask}
+    with pytest.raises(ValueError, match="segment_ids, rejected_segment_ids: got one of the two"):
+        kljax.dpo_loss(*jnp.ones((2, 2, 3)), mask, **pairs, segment_ids=ids)
+
+
+def test_no_reduction_of_the_library_leaves_the_segments_out() -> None:
+    of_segments = {
+        name
+        for name, function in inspect.getmembers(rows, inspect.isfunction)
+        if "segment_ids" in inspect.signature(function).parameters
+        and name.startswith(("row_", "to_tokens"))
+        and name not in {"row_starts", "row_ends"}
+    }
+    seen = set()
+    for path in Path(kljax.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in of_segments:
+                seen.add(node.func.id)
+                where = f"{path.name}:{node.lineno}: {node.func.id} without segment_ids"
+                assert "segment_ids" in {keyword.arg for keyword in node.keywords}, where
+    assert {"row_sum", "row_mean", "row_any", "to_tokens"} <= seen
