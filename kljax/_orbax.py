@@ -1,31 +1,20 @@
-"""Reads checkpoints that orbax wrote: names of leaves, their shapes on disk, and restores into a layout.
+"""Reads checkpoints that orbax wrote: the shapes of leaves on disk, and restores into a layout.
 
 Orbax is imported on first use, so that the library does not need it.
 """
 
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
-__all__ = ["check_leaves", "first_five", "named_leaves", "restore", "saved_tree", "sharded_on_first_device"]
+from kljax.trees import first_five, shape_and_dtype
+
+__all__ = ["check_leaves", "restore", "saved_tree", "sharded_on_first_device"]
 
 Tree = Any
 Path = str | pathlib.Path
-
-
-def named_leaves(tree: Tree) -> dict[str, Any]:
-    """Lists the leaves of a tree by dotted name, such as `layers.mlp.up_proj.kernel`; None is no leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def first_five(problems: Sequence[str]) -> str:
-    """Joins the first five problems, and counts the others."""
-    others = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-    return "; ".join(problems[:5]) + others
 
 
 def check_leaves(label: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -36,9 +25,9 @@ def check_leaves(label: str, saved: Mapping[str, Any], expected: Mapping[str, An
     """
     problems = []
     for name, leaf in expected.items():
-        got = _shape_and_dtype(saved[name]) if name in saved else "no such leaf"
-        if got != _shape_and_dtype(leaf):
-            problems.append(f"{name}: got {got}, expected {_shape_and_dtype(leaf)}")
+        got = shape_and_dtype(saved[name]) if name in saved else "no such leaf"
+        if got != shape_and_dtype(leaf):
+            problems.append(f"{name}: got {got}, expected {shape_and_dtype(leaf)}")
     if problems:
         raise ValueError(f"{label} does not fit: {first_five(problems)}")
 
@@ -101,7 +90,3 @@ def sharded_on_first_device(tree: Tree) -> Tree:
 
 def _keys(item: str | None) -> list[str]:
     return item.split(".") if item else []
-
-
-def _shape_and_dtype(leaf: Any) -> str:
-    return f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from kljax import _orbax
 from kljax._typing import Array
+from kljax.trees import named_leaves
 
 __all__ = [
     "Policy",
@@ -209,7 +210,7 @@ def check_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None = N
     """
     saved, expected = _orbax.saved_tree(path), _orbax.nest(abstract, item)
     label = f"checkpoint {pathlib.Path(path).absolute()}"
-    _orbax.check_leaves(label, _orbax.named_leaves(saved), _orbax.named_leaves(expected))
+    _orbax.check_leaves(label, named_leaves(saved), named_leaves(expected))
 
 
 def fingerprint(tree: Tree) -> Array:

@@ -1,20 +1,11 @@
-"""Parameter trees: the names of leaves, the random key of each parameter, its logical axes."""
+"""Parameters: the random key of each, its logical axes."""
 
 import dataclasses
 import hashlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
-Tree = Any
-
-
-def named_leaves(tree: Tree) -> dict[str, Any]:
-    """Lists the leaves of a tree by dotted name, such as `layers.mlp.up_proj.kernel`; None is no leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import kljax
+from kljax.trees import named_leaves
 from train.models import Decoder, Transformer, ValueHead
-from train.models.parameters import named_leaves
 from train.models.sharding import constrain, mesh_is_set, param_shardings, partition_spec
 from train.rl.layout import ROWS, Layout
 

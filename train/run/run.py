@@ -20,7 +20,6 @@ from train.rl.state import TrainState, policy_of
 from train.rollouts import Source, open_source
 from train.rollouts.context import RunContext
 from train.run.base import check_same_base, load_base, saved_base
-from train.run.console import quiet_orbax
 from train.run.directory import RunDirectory, resume_run, start_run
 from train.run.interrupt import Interrupt, listening
 from train.run.loop import Programs, train, write_evaluation
@@ -37,7 +36,6 @@ ACCURACIES = ("accuracy", "accuracy_greedy")
 KLS = ("kl_reference", "kl_reference_exact", "rollout_kl")
 
 
-@quiet_orbax()
 def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
     config, began, console = loaded.config, time.perf_counter(), default_console()

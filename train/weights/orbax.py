@@ -13,11 +13,10 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import kljax
+from kljax.trees import first_five, named_leaves, shape_and_dtype
 from train.config.errors import UserError
 from train.config.schema import Checkpoint
-from train.models.parameters import named_leaves
 from train.rl.state import TrainState
-from train.weights.mismatch import first_five, shape_and_dtype
 from train.weights.saved_array import SavedArray
 
 Tree = Any

@@ -15,13 +15,12 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from kljax.trees import first_five, named_leaves
 from train.models import Decoder, LoraConfig
 from train.models.lora import PROJECTIONS
-from train.models.parameters import named_leaves
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
 from train.weights.files import new_directory, write_text_atomic
-from train.weights.mismatch import first_five
 from train.weights.peft_config import CONFIG_FILE, is_targeted, read_config
 
 Tree = Any

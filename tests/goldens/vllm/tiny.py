@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
+from kljax.trees import named_leaves
 from tests import tiny
 from train.config.schema import Config
 from train.data.tasks import Example
-from train.models.parameters import named_leaves
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rollouts import Request
 from train.rollouts.context import RunContext

@@ -10,12 +10,17 @@ from tests import tiny
 from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
 from train.run import run as run_module
+from train.run.console import run_command
 
 LOGGERS = ("absl", "asyncio")
 
 
-def test_loggers_are_at_their_levels_again_after_a_run(monkeypatch):
+@pytest.mark.parametrize("by_command", [True, False])
+def test_a_command_quiets_orbax_and_its_run_leaves_the_loggers_as_they_are(monkeypatch, by_command):
     during = {}
+
+    def run():
+        return run_module.run(load("configs/smoke.yaml"))
 
     def context(config):
         during.update({name: logging.getLogger(name).getEffectiveLevel() for name in LOGGERS})
@@ -23,9 +28,13 @@ def test_loggers_are_at_their_levels_again_after_a_run(monkeypatch):
 
     before = {name: logging.getLogger(name).level for name in LOGGERS}
     monkeypatch.setattr(run_module, "make_context", context)
-    with pytest.raises(UserError, match="stopped"):
-        run_module.run(load("configs/smoke.yaml"))
-    assert during["absl"] == logging.ERROR
+    levels = {name: logging.getLogger(name).getEffectiveLevel() for name in LOGGERS}
+    if by_command:
+        assert run_command(run) == 2
+    else:
+        with pytest.raises(UserError, match="stopped"):
+            run()
+    assert during == (levels | {"absl": logging.ERROR} if by_command else levels)
     assert {name: logging.getLogger(name).level for name in LOGGERS} == before
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from kljax.trees import first_five
 from train.models.decoder import Decoder
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.names import EMBEDDINGS, HEAD, LeafMapping, find_prefix, full_name, leaf_mappings
 from train.weights.huggingface.safetensors import DTYPES, Tensor, read_header
-from train.weights.mismatch import first_five
 from train.weights.saved_array import SavedArray
 
 SINGLE = "model.safetensors"

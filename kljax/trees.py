@@ -1,11 +1,19 @@
-"""Messages about arrays that do not match a model."""
+"""Leaves of trees in words: their dotted names, their types and shapes, and messages about several of them."""
 
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+Tree = Any
 SHOWN = 5
+
+
+def named_leaves(tree: Tree) -> dict[str, Any]:
+    """Lists the leaves of a tree by dotted name, such as `layers.mlp.up_proj.kernel`; None is no leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def shape_and_dtype(leaf: Any) -> str:
@@ -17,8 +25,8 @@ def first_five(problems: Sequence[str], separator: str = "; ") -> str:
     """Joins the first five problems, and counts the others.
 
     Example:
-        >>> first_five("abcdefg", ", ")
-        'a, b, c, d, e, and 2 more'
+      >>> first_five("abcdefg", ", ")
+      'a, b, c, d, e, and 2 more'
     """
     others = f"{separator}and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     return separator.join(problems[:SHOWN]) + others
