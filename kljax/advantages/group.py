@@ -250,7 +250,7 @@ def opo_advantages(
     check_choice("singleton", singleton, SINGLETONS)
     mask, ids = check_segments(segment_ids, mask)
     if ids is not None:
-        rewards, group_ids, valid = _of_segments(ids, valid, rewards=rewards, group_ids=group_ids)
+        rewards, group_ids, valid = _of_segments(ids, valid, rewards=as_float(rewards)[0], group_ids=group_ids)
     elif jnp.ndim(mask) != 2 or jnp.shape(mask)[:1] != jnp.shape(rewards):
         expected = ", ".join([*map(str, jnp.shape(rewards)), "T"])
         raise ValueError(f"mask: got shape {list(jnp.shape(mask))}, expected [{expected}], the tokens of each row")
