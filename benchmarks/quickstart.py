@@ -39,7 +39,7 @@ FOOLED = (
     "data.max_completion_length=4",
     "reference.monitor=true",
     "steps=100",
-    "optim.decay_steps=195",
+    "optim.schedule.decay_steps=195",
     "eval.every=10",
 )
 

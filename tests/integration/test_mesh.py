@@ -17,7 +17,7 @@ RECIPE = (
     "rollout.samples_per_prompt=4",
     # Returns of one sign: the loss of a group estimator is a sum of terms of both signs that cancel to almost 0, and a
     # relative error of that says nothing.
-    "advantage.estimator=reinforce_plus_plus",
+    "advantage.type=reinforce_plus_plus",
     # AdamW divides a gradient by its own size: one that is zero up to rounding becomes a step of full size, in a
     # direction that rounding decides. An eps above the rounding of these gradients (1e-8 to 1e-7) keeps this out of the
     # comparison; at the default of 1e-8 the losses of some meshes agree to no better than 1.9e-6.

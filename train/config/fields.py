@@ -28,19 +28,26 @@ class Known:
     doc: str
     tag: str | None  # the field that tells the variants of a union apart
     section: bool
+    variants: tuple[str, ...] = ()  # the variants that have the field, where not all of the union do
 
 
 @cache
 def known_fields() -> Mapping[str, Known]:
-    """Lists all paths of the schema, sections included, in its order."""
+    """Lists all paths of the schema, sections included, in its order; one entry for the variants of a union."""
     table: dict[str, Known] = {}
-    for known in _walk(Config, ""):
+    for _, known in _walk(Config, ""):
         table[known.path] = _merged(table[known.path], known) if known.path in table else known
     for known in list(table.values()):
         if known.tag is not None:
-            path = f"{known.path}.{known.tag}"
-            table[path] = replace(table[path], required=False, default=getattr(known.default, known.tag))
+            path, default = f"{known.path}.{known.tag}", known.default
+            table[path] = replace(table[path], required=False, default=getattr(default, known.tag, table[path].default))
     return table
+
+
+@cache
+def variant_fields() -> Mapping[tuple[str, str], Known]:
+    """Lists the fields of each variant of a union by path and variant: their own default, range and meaning."""
+    return {(known.path, variant): known for variant, known in _walk(Config, "") if variant}
 
 
 def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
@@ -70,23 +77,35 @@ def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
                 yield template.format(getattr(item, name))
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[Known]:
+def _walk(model: type[BaseModel], prefix: str, variant: str = "") -> Iterator[tuple[str, Known]]:
+    """Yields each field below a model, with the variant of a union that it belongs to."""
     for name, info in model.model_fields.items():
         path = prefix + name
         models = _models(info.annotation)
         tag = info.discriminator if isinstance(info.discriminator, str) else None
-        yield Known(
-            path=path,
-            expected=describe(info.annotation, tuple(info.metadata)),
-            choices=_choices(info.annotation),
-            default=info.get_default(),
-            required=info.is_required(),
-            doc=info.description or "",
-            tag=tag,
-            section=bool(models),
+        yield (
+            variant,
+            Known(
+                path=path,
+                expected=describe(info.annotation, tuple(info.metadata)),
+                choices=_choices(info.annotation),
+                default=info.get_default(),
+                required=info.is_required(),
+                doc=info.description or _inherited_doc(model, name),
+                tag=tag,
+                section=bool(models),
+                variants=(variant,) if variant else (),
+            ),
         )
         for inner in models:
-            yield from _walk(inner, f"{path}.")
+            chosen = str(get_args(inner.model_fields[tag].annotation)[0]) if tag else variant
+            yield from _walk(inner, f"{path}.", chosen)
+
+
+def _inherited_doc(model: type[BaseModel], name: str) -> str:
+    """Returns the meaning that the family of a variant gives a field, such as the name that tells variants apart."""
+    families = [base for base in model.__mro__[1:] if issubclass(base, BaseModel) and name in base.model_fields]
+    return next((doc for base in families if (doc := base.model_fields[name].description)), "")
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -103,6 +122,8 @@ def _choices(annotation: Any) -> tuple[str, ...]:
 
 def _merged(first: Known, other: Known) -> Known:
     """Merges the entries of one path in two variants of a union; the tag gets the names of both."""
+    variants = tuple(dict.fromkeys((*first.variants, *other.variants)))
     choices = tuple(dict.fromkeys((*first.choices, *other.choices)))
     expected = f"one of {', '.join(choices)}" if choices else first.expected
-    return replace(first, expected=expected, choices=choices, doc=first.doc or other.doc)
+    doc = first.doc or other.doc
+    return replace(first, expected=expected, choices=choices, doc=doc, variants=variants)

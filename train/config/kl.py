@@ -1,11 +1,11 @@
 """The four placements of KL in the objective."""
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import model_validator
 
+from train.config.algorithms import CONTROLLERS, KL_SCHEDULES, Algorithm, make_union, make_variant
 from train.config.types import (
-    Count,
     Direction,
     Estimator,
     EstimatorOrExact,
@@ -14,28 +14,49 @@ from train.config.types import (
     Positive,
     RolloutEstimator,
     Section,
-    tag_defaults_to,
 )
 
 
-class FixedController(Section):
-    type: Literal["fixed"]
-    """`fixed` keeps the coefficient, `adaptive` steers the KL to a target."""
+class KLSchedule(Algorithm):
+    """A KL coefficient over the RL steps, from `coef` on; its fields are the parameters of the function of optax."""
+
+    type: str
+    """scheduled: how the coefficient goes on from `coef`; steps are RL steps."""
 
 
-class AdaptiveController(Section):
-    type: Literal["adaptive"]
-    target: Positive
-    """Adaptive: target of the mean KL per token, in nats."""
-    horizon: Count
-    """Adaptive: number of completions over which the coefficient may change by a factor of about e."""
+class Controller(Algorithm):
+    """The controller of a KL coefficient; its fields are the parameters of the function of the library."""
+
+    type: str
+    """`fixed` keeps the coefficient, `adaptive` and `pi` steer the mean KL per token to a target, in nats."""
 
 
-Controller = Annotated[
-    FixedController | AdaptiveController,
-    Field(discriminator="type"),
-    BeforeValidator(tag_defaults_to("type", "fixed")),
+KL_SCHEDULE_VARIANTS: list[type[Any]] = [
+    make_variant(KLSchedule, name, target) for name, target in KL_SCHEDULES.items()
 ]
+
+if TYPE_CHECKING:
+    KLScheduleSection = KLSchedule
+else:
+    KLScheduleSection = make_union(KL_SCHEDULE_VARIANTS, "linear")
+
+
+class ScheduledController(Controller):
+    type: Literal["scheduled"]
+    schedule: KLScheduleSection
+    """scheduled: the schedule of optax that the coefficient follows."""
+
+
+CONTROLLER_VARIANTS: list[type[Any]] = [
+    ScheduledController if name == "scheduled" else make_variant(Controller, name, target, hidden=("coef",))
+    for name, target in CONTROLLERS.items()
+]
+DEFAULT_CONTROLLER: Controller = CONTROLLER_VARIANTS[0](type="fixed")
+
+if TYPE_CHECKING:
+    ControllerSection = Controller
+else:
+    ControllerSection = make_union(CONTROLLER_VARIANTS, "fixed")
 
 
 class RewardKL(Section):
@@ -45,7 +66,7 @@ class RewardKL(Section):
     """Estimator; `exact`: the KL over the whole vocabulary; `system/name`, as `verl/kl`, sets all it implies."""
     value_clip: Positive | None = None
     """Clip of each token's estimate, in nats; null: none."""
-    controller: Controller = FixedController(type="fixed")
+    controller: ControllerSection = DEFAULT_CONTROLLER
     """Controller of the coefficient."""
 
 
@@ -62,8 +83,12 @@ class LossKL(Section):
     """Multiply by the importance ratio to the old policy, which makes the term unbiased off-policy."""
     max_ratio: Positive | None = None
     """Cap of that ratio; null: none."""
+    log_ratio_clip: Positive | None = None
+    """Clip of the log-ratio before the estimate, in nats; null: none."""
     value_clip: Positive | None = None
     """Clip of each token's estimate, in nats; null: none."""
+    controller: ControllerSection = DEFAULT_CONTROLLER
+    """Controller of the coefficient; it steers the mean of the estimates over the tokens."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,6 +103,8 @@ class AdvantageKL(Section):
     """Coefficient of the centred adjustment `coef * (mean_kl - kl)` of the advantages."""
     estimator: Estimator = "k1"
     """Estimator of the KL in the adjustment."""
+    controller: ControllerSection = DEFAULT_CONTROLLER
+    """Controller of the coefficient."""
 
 
 class RolloutKL(Section):
@@ -85,6 +112,12 @@ class RolloutKL(Section):
     """Coefficient of the KL between the trainer's and the sampler's log-probs."""
     estimator: RolloutEstimator = "k2"
     """Estimator of the rollout KL."""
+    gradient: KLGradient = "value"
+    """`value`: of the estimate; `k2`: straight-through, the gradient of KL(policy || sampler)."""
+    log_ratio_clip: Positive | None = None
+    """Clip of the log-ratio before the estimate, in nats; null: none."""
+    value_clip: Positive | None = None
+    """Clip of each token's estimate, in nats; null: none."""
 
 
 class KL(Section):

@@ -14,6 +14,7 @@ from train.config.errors import ConfigError
 from train.config.fields import known_fields
 from train.config.messages import Location, dotted, field_problems, show, unknown_field
 from train.config.model import expand_preset
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.config.systems import with_meanings
 from train.config.yaml_text import format_yaml, parse_yaml
@@ -97,11 +98,16 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
 
 
 def _put(raw: dict[str, Any], keys: list[str], value: Any) -> None:
+    path = ""
     for key in keys[:-1]:
         if raw.get(key) is None:
             raw[key] = {}
+        path = f"{path}.{key}" if path else key
         if key == "model":  # `model=tiny` with a field of it after
             raw[key] = expand_preset(raw[key])
+        tag = known_fields()[path].tag
+        if tag is not None and isinstance(raw[key], str):  # `loss=cispo` with a field of it after
+            raw[key] = {tag: raw[key]}
         if not isinstance(raw[key], dict):
             return  # not a mapping: validation says so
         raw = raw[key]
@@ -163,8 +169,9 @@ def _drop(raw: Any, location: Location) -> None:
 
 
 def _with_rollout_log_probs(config: Config) -> tuple[Config, tuple[str, ...]]:
-    if config.rollout.record_log_probs or not config.needs_rollout_log_probs():
+    if config.rollout.record_log_probs or not Plan.of(config).rollout_log_probs:
         return config, ()
     rollout = config.rollout.model_copy(update={"record_log_probs": True})
-    message = "rollout.record_log_probs: switched on, because kl.rollout.coef > 0 needs the sampler's log-probs"
+    reader = "kl.rollout.coef > 0" if config.kl.rollout.coef > 0 else f"loss.type {config.loss.type}"
+    message = f"rollout.record_log_probs: switched on, because {reader} needs the sampler's log-probs"
     return config.model_copy(update={"rollout": rollout}), (message,)

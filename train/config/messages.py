@@ -7,12 +7,22 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
-from train.config.fields import Known, known_fields
+from train.config.fields import Known, known_fields, variant_fields
 
 Location: TypeAlias = tuple[str | int, ...]
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
+RENAMED = {
+    "loss.policy": "loss.type",
+    "advantage.estimator": "advantage.type",
+    "optim.b1": "optim.optimizer.b1",
+    "optim.b2": "optim.optimizer.b2",
+    "optim.eps": "optim.optimizer.eps",
+    "optim.weight_decay": "optim.optimizer.weight_decay",
+    "optim.decay_steps": "optim.schedule={type: linear, decay_steps: ...}",
+}
+"""Fields of earlier versions, and the text that replaces each."""
 _WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -32,6 +42,8 @@ def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> s
 def unknown_field(path: str) -> str:
     """The line for a path that the schema does not have."""
     known = known_fields()
+    if path in RENAMED:
+        return f"{path}: renamed; set {RENAMED[path]} instead"
     parent = path.rpartition(".")[0]
     while parent and parent not in known:
         parent = parent.rpartition(".")[0]
@@ -58,7 +70,8 @@ def _problem(item: dict[str, Any]) -> tuple[Location, str]:
     location, variant = _without_variants(item["loc"])
     path = dotted(location)
     names = tuple(part for part in location if isinstance(part, str))
-    known = known_fields().get(dotted(names))
+    joined = dotted(names)
+    known = variant_fields().get((joined, variant)) or known_fields().get(joined)
     if item["type"] == "invalid_key":
         return location, f"{path}: got the key {show(item['input'])}, expected text"
     if known is None:
@@ -87,8 +100,9 @@ def _wrong_value(path: str, value: Any, known: Known, item: dict[str, Any]) -> s
 
 def _wrong_variant(path: str, parent: Known, variant: str) -> str:
     tag = known_fields()[f"{parent.path}.{parent.tag}"]
+    having = known_fields()[path].variants
     return (
-        f"{path}: not a field when {tag.path} is {variant}; change {tag.path} ({', '.join(tag.choices)}), "
+        f"{path}: not a field when {tag.path} is {variant}; change {tag.path} ({', '.join(having)}), "
         f"or replace the section with {parent.path}={{{parent.tag}: {variant}}}"
     )
 

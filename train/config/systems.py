@@ -1,4 +1,4 @@
-"""Names of other systems in a config: `estimator: verl/low_var_kl` sets all fields that the name implies.
+"""Names of other systems in a config: `loss: verl/cispo`, `estimator: verl/low_var_kl` set all fields they imply.
 
 The library is imported where a name is looked up: a config without one is checked before JAX is loaded.
 """
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from train.config.algorithms import ADVANTAGES, LOSSES
 from train.config.kl import AdvantageKL, LossKL, RewardKL
 from train.config.types import Section
 
@@ -44,6 +45,12 @@ def with_meanings(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]
 
 def _named(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str, str], Fields]]]:
     """Yields each section that holds such a name: path, section, field, and the function that looks the name up."""
+    for family, lookup in (("loss", _loss_fields), ("advantage", _advantage_fields)):
+        if _is_name(raw.get(family)):
+            raw[family] = {"type": raw[family]}
+        section = raw.get(family)
+        if isinstance(section, dict) and _is_name(section.get("type")):
+            yield family, section, "type", partial(lookup, section)
     kl, loss = raw.get("kl"), raw.get("loss")
     for term, model in TERMS.items():
         section = kl.get(term) if isinstance(kl, dict) else None
@@ -54,7 +61,7 @@ def _named(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str, str],
 
 
 def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and "/" in value
+    return isinstance(value, str) and "/" in value and ":" not in value
 
 
 def _shown(value: Any) -> str:
@@ -72,6 +79,47 @@ def _kl_fields(model: type[Section], system: str, name: str) -> Fields:
         fields = {key: value for key, value in fields.items() if key not in ONLY_IN_THE_LOSS}
     _check_known(fields, set(model.model_fields))
     return fields
+
+
+def _loss_fields(section: Fields, system: str, name: str) -> Fields:
+    """Returns the fields of the loss that a name implies; an option of the system may be set beside the name."""
+    from kljax import systems
+
+    call = systems.policy_loss(system, name)
+    (entry,) = systems.entries(system=system, kind="policy_loss", name=name)
+    denominator = entry.sources.get("old_log_probs", "old")
+    if not denominator.startswith("old"):
+        raise ValueError(f"its ratio is to {denominator}, where loss.type compares with the old policy")
+    return _without_options(_function_fields(call, LOSSES), section, entry)
+
+
+def _advantage_fields(section: Fields, system: str, name: str) -> Fields:
+    """Returns the fields of the advantage estimator that a name implies; options of the system as for the loss."""
+    from kljax import systems
+
+    call = systems.advantage(system, name)
+    (entry,) = systems.entries(system=system, kind="advantage", name=name)
+    return {"whiten": False, **_without_options(_function_fields(call, ADVANTAGES), section, entry)}
+
+
+def _without_options(fields: Fields, section: Fields, entry: Any) -> Fields:
+    return {key: value for key, value in fields.items() if not (key in entry.sources and key in section)}
+
+
+def _function_fields(call: Any, table: Mapping[str, str]) -> Fields:
+    """Returns the fields of a call of one function, with a whitening after it.
+
+    Raises:
+      ValueError: the call has parts that a section has no fields for.
+    """
+    names = {target.rpartition(":")[2]: name for name, target in table.items()}
+    then = [step for step in call.then if step.function != "broadcast_to_tokens"]
+    whitens = [step.function == "masked_whiten" and not step.arguments for step in then] == [True]
+    plain = call.scale == 1 and not call.times and not call.plus and (whitens or not then)
+    if call.function not in names or not plain or "num_groups" in call.arguments:
+        raise ValueError(f"it is {call!r}, which one choice of type does not express")
+    fields = {"type": names[call.function], **call.arguments}
+    return fields | {"whiten": True} if whitens else fields
 
 
 def _reduction_fields(system: str, name: str) -> Fields:

@@ -1,7 +1,7 @@
 """Types of config fields: names to choose from, number ranges, the base class of sections."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -14,8 +14,6 @@ Aggregation = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm", "prompt_mean"
 ]
 EmptyRows = Literal["drop", "count"]
-AdvantageEstimator = Literal["grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
-PolicyLoss = Literal["ppo", "cispo", "gspo", "none"]
 Direction = Literal["reverse", "forward"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Operations = Literal["+", "+-"]
@@ -27,8 +25,6 @@ ROLLOUT_ESTIMATORS: tuple[str, ...] = get_args(RolloutEstimator)
 KL_GRADIENTS: tuple[str, ...] = get_args(KLGradient)
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 EMPTY_ROWS: tuple[str, ...] = get_args(EmptyRows)
-ADVANTAGE_ESTIMATORS: tuple[str, ...] = get_args(AdvantageEstimator)
-POLICY_LOSSES: tuple[str, ...] = get_args(PolicyLoss)
 
 
 def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -46,6 +42,10 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 AboveOne = Annotated[float, Field(gt=1)]
+AboveMinusOne = Annotated[float, Field(gt=-1)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+AnyNumber = Annotated[float, "any finite number"]
+DegreesOfFreedom = Annotated[int, Field(ge=0, le=1)]
 EvenCount = Annotated[int, Field(ge=2, le=10**9, multiple_of=2)]
 Operand = Annotated[int, Field(ge=1, le=999)]
 NumberCount = Annotated[int, Field(ge=2, le=6)]
@@ -55,6 +55,7 @@ RunName = Annotated[
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100),
     "text of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
 ]
+FunctionName = Annotated[str, Field(pattern=r"^[^:]+:\w+$"), "text of the form module:function"]
 LoraTargets = Annotated[
     tuple[LoraTarget, ...],
     Field(min_length=1, strict=False),
@@ -90,9 +91,93 @@ TemplateArguments = Annotated[
     AfterValidator(Table),
     "a mapping of text to plain values",
 ]
+Arguments = Annotated[
+    dict[str, bool | int | float | str | None],
+    _mapping_of((bool, int, float, str, type(None))),
+    AfterValidator(Table),
+    "a mapping of names of arguments to plain values",
+]
 Weights = Annotated[
     dict[str, float], _mapping_of((int, float)), AfterValidator(Table), "a mapping of names of rewards to numbers"
 ]
+
+RANGES: Mapping[str, Any] = {
+    "adam_b1": Decay,
+    "adam_b2": Decay,
+    "adam_eps_root": NonNegative,
+    "adam_learning_rate": Positive,
+    "adam_weight_decay": NonNegative,
+    "alpha": NonNegative,
+    "b1": Decay,
+    "b2": Decay,
+    "beta": Fraction,
+    "clip": Positive,
+    "clip_high": NonNegative,
+    "clip_low": Fraction,
+    "clipping_threshold": Positive,
+    "coef": NonNegative,
+    "consistent_rms": Positive,
+    "ddof": DegreesOfFreedom,
+    "decay": Decay,
+    "decay_offset": CountOrZero,
+    "decay_rate": Positive,
+    "decay_steps": Count,
+    "dual_clip": AboveOne,
+    "end_value": NonNegative,
+    "eps": NonNegative,
+    "eps_root": NonNegative,
+    "exponent": Positive,
+    "fraction": Fraction,
+    "gamma": Fraction,
+    "horizon": Positive,
+    "initial_scale": NonNegative,
+    "k_negative": Positive,
+    "k_positive": Positive,
+    "ki": NonNegative,
+    "kp": NonNegative,
+    "lam": Fraction,
+    "lambda_negative": Positive,
+    "lambda_positive": Positive,
+    "log_ratio_clip": Positive,
+    "lower": AnyNumber,
+    "mask_high": NonNegative,
+    "mask_low": NonNegative,
+    "max_coef": NonNegative,
+    "max_error": Positive,
+    "max_log_ratio": Positive,
+    "max_probability": Probability,
+    "max_ratio": Positive,
+    "min_coef": NonNegative,
+    "min_dim_size_to_factor": Count,
+    "momentum": Decay,
+    "ns_steps": Count,
+    "power": Positive,
+    "ring_high": NonNegative,
+    "ring_low": NonNegative,
+    "shift": AnyNumber,
+    "target": Positive,
+    "tau": Positive,
+    "tau_negative": Positive,
+    "tau_positive": Positive,
+    "temperature": Positive,
+    "threshold": AnyNumber,
+    "transition_begin": CountOrZero,
+    "transition_steps": Count,
+    "upper": AnyNumber,
+    "weight_decay": NonNegative,
+    "weight_decay_rate": NonNegative,
+}
+"""The range of a number by the name of the parameter; a name means the same in every function of the library."""
+RANGES_OF: Mapping[tuple[str, str], Any] = {
+    # Bounds of a log-ratio or a divergence, which may be above 1, and TRL's CISPO, whose bound is below 1.
+    ("gmpo_loss", "clip_low"): NonNegative,
+    ("dppo_loss", "clip_low"): NonNegative,
+    ("cispo_loss", "clip_high"): AboveMinusOne,
+    # The coefficient is the whole of the loss's bound.
+    ("dro_loss", "coef"): Positive,
+    ("muon", "beta"): Decay,
+}
+"""Exceptions from `RANGES`, by function and parameter."""
 
 
 class Section(BaseModel):

@@ -7,6 +7,7 @@ from typing import Literal
 
 from train.config.errors import warn
 from train.config.load import parse
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import load_tokenizer
@@ -149,7 +150,8 @@ def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decod
             "same file (if only its formatting differs, copy one over the other)"
         )
     cap, own = teacher.config.final_softcap, policy.config.final_softcap
-    if cap != own and (config.exact_loss() or config.exact_reward()):
+    plan = Plan.of(config)
+    if cap != own and (plan.exact_loss or plan.exact_reward):
         raise ValueError(
             f"{path} caps its logits at {cap}, the policy at {own}; the exact KL has one cap for both (estimators from "
             "sampled tokens, such as k3, have not)"

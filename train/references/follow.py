@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import kljax
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.rl.reference import Reference
@@ -29,7 +30,7 @@ def follows_policy(config: Config) -> bool:
 
 def with_abstract_reference(config: Config, state: TrainState) -> TrainState:
     """Adds shapes, dtypes and shardings of a reference that follows the policy to a state, for restoring it."""
-    if not (config.needs_reference() and follows_policy(config)):
+    if not (Plan.of(config).reference and follows_policy(config)):
         return state
     part = state.trainable[policy_part(state.trainable)]
     following = jax.tree.map(

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 import kljax
 from train.config.errors import UserError
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.references.find import PARTS, SavedReference, find_reference, warn_of_other_base
@@ -36,7 +37,7 @@ def check_reference(config: Config, model: Decoder, mesh: Mesh, saved: Sequence[
       UserError: naming the field and what there is.
     """
     section = config.reference
-    if not config.needs_reference():
+    if not Plan.of(config).reference:
         return
     if section.source == "step":
         check_saved(section.step, sorted({0, *saved}))
@@ -82,7 +83,7 @@ def start_reference(
     Raises:
       UserError: the reference is missing, does not fit, or differs from the recorded one.
     """
-    if not config.needs_reference():
+    if not Plan.of(config).reference:
         return None, dataclasses.replace(state, reference=None), None
     if state.reference is not None and is_recorded(record, config):
         reference: Reference | None = frozen_part(model, base, state.trainable)
@@ -119,7 +120,7 @@ def load_reference(
       UserError: the reference is missing or does not fit; the message names the field and what there is.
     """
     section = config.reference
-    if not config.needs_reference():
+    if not Plan.of(config).reference:
         return None
     with _field_errors("path" if section.source in PARTS else "source"):
         if section.source in PARTS:

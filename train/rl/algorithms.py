@@ -1,117 +1,176 @@
-"""The names of a config and the functions they select: advantages, policy losses, controllers, the optimizer.
+"""The functions that a config selects: advantages, policy loss, controllers, optimizer.
 
-A name is looked up here and nowhere else. No formula is written here: every entry is a call of kljax or optax.
+`train.config.algorithms` has the tables of names. No formula is written here: every function is one of kljax, of optax
+or of the user. Parameters that are arrays are supplied by their names, others are fields of the config.
 """
 
+import functools
+import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import jax
 import optax
+import optax.contrib
 
 import kljax
-from train.config.schema import Config, Optim
+from train.config import algorithms as tables
+from train.config.algorithms import Algorithm
+from train.config.kl import ScheduledController
+from train.config.optim import CosineSchedule, LinearSchedule, Optim, WsdSchedule
+from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, arrays_of
+from train.config.schema import Config
+from train.config.signatures import Signature
 from train.rl.batch import Batch, required
 
 Array = jax.Array
 Advantages = tuple[Array, Array | None]
-Estimate = Callable[[Array, Batch], Advantages]
+Supply = Mapping[str, Callable[[], Array]]
+
+RATIO_LEVELS: Mapping[str, str] = {"gspo_loss": "geometric"}
+"""The level of the ratio that a loss clips, where no parameter says so."""
+CLIPS_NO_RATIO = ("gmpo_loss", "dppo_loss", "rec_loss")
+"""Losses whose `clip_low` and `clip_high` bound something else than a ratio of one level, or not always."""
+
+LEVELS = get_args(kljax.typing.Level)
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """Imports `module:function` or `path/to/file.py:function`."""
+    place, _, name = target.rpartition(":")
+    if not place.endswith(".py"):
+        return getattr(importlib.import_module(place), name)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {place}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def call_by_name(signature: Signature, section: Algorithm, arrays: Supply, **others: Any) -> Any:
+    """Calls a function with the arrays and the options that its parameters name.
+
+    Args:
+      signature: the signature of the function.
+      section: the section of the config with its options.
+      arrays: array by name, made when it is needed.
+      others: arguments that the trainer sets; those that the function does not have are dropped.
+    """
+    supplied = {name: arrays[array]() for name, array in arrays_of(signature, _available(arrays)).items()}
+    fixed = {name: value for name, value in others.items() if name in signature}
+    return load_function(signature.target)(**supplied, **fixed, **section.options())
+
+
+def _available(arrays: Supply) -> dict[str, str]:
+    return dict.fromkeys(arrays, "")
+
+
+def estimate_advantages(config: Config, signature: Signature, token_rewards: Array, batch: Batch) -> Advantages:
+    """Computes the advantages [B, T] of a rollout batch, and the returns that values are fitted to, if there are any.
+
+    Per-row estimators see the summed rewards of each row; their advantages are given to all tokens of the row.
+    """
+    mask = batch.completion_mask
+    arrays: dict[str, Callable[[], Array]] = {
+        "mask": lambda: mask,
+        "rewards": lambda: kljax.masked_sum(token_rewards, mask, axis=-1),
+        "token_rewards": lambda: token_rewards,
+    }
+    arrays |= {
+        name: functools.partial(_field, batch, field) for name, field in ADVANTAGE_ARRAYS.items() if name not in arrays
+    }
+    found = call_by_name(signature, config.advantage, arrays, num_groups=config.rollout.prompts_per_step)
+    advantages, returns = found if isinstance(found, tuple) else (found, None)
+    if advantages.ndim == 1:
+        advantages = kljax.broadcast_to_tokens(advantages, mask)
+    return advantages, returns if Plan.of(config).value_head else None
+
+
+def policy_loss(
+    config: Config, signature: Signature, stats: kljax.TokenStats, batch: Batch, key: Array | None
+) -> Array:
+    """Computes the policy loss [B, T] of a micro-batch whose old log-probs are filled in."""
+    computed: dict[str, Callable[[], Array]] = {
+        "log_probs": lambda: stats.log_prob,
+        "entropies": lambda: required(stats.entropy),
+        "mask": lambda: batch.completion_mask,
+        "key": lambda: required(key),
+    }
+    arrays = computed | {
+        name: functools.partial(_field, batch, field or name)
+        for name, field in LOSS_ARRAYS.items()
+        if name not in computed
+    }
+    return call_by_name(signature, config.loss, arrays)
+
+
+def _field(batch: Batch, name: str) -> Array:
+    return required(getattr(batch, name))
+
+
+def clip_metric(config: Config, signature: Signature, stats: kljax.TokenStats, batch: Batch) -> dict[str, Any]:
+    """Measures the share of tokens that the loss clips, as `clip_fraction`; nothing if it clips no ratio of a level."""
+    options, function = config.loss.options(), signature.target.rpartition(":")[2]
+    level = options.get("level", RATIO_LEVELS.get(function, "token"))
+    bounds = {name: options[name] for name in ("clip_low", "clip_high") if name in options}
+    known = signature.target == f"kljax:{function}" and function not in CLIPS_NO_RATIO
+    if not known or len(bounds) < 2 or min(bounds.values()) < 0 or level not in LEVELS:
+        return {}
+    old, advantages = required(batch.old_log_probs), required(batch.advantages)
+    share = kljax.clip_fraction(stats.log_prob, old, advantages, batch.completion_mask, level=level, **bounds)
+    return {"clip_fraction": share}
+
+
+def make_controllers(config: Config) -> dict[str, kljax.Controller]:
+    """Makes the controllers of the KL coefficients in use, by placement."""
+    return {name: _controller(getattr(config.kl, name)) for name in Plan.of(config).controllers}
+
+
+def _controller(term: Any) -> kljax.Controller:
+    section = term.controller
+    function = getattr(kljax, tables.CONTROLLERS[section.type].rpartition(":")[2])
+    if not isinstance(section, ScheduledController):
+        return function(term.coef, **section.options())
+    schedule = load_function(tables.KL_SCHEDULES[section.schedule.type])
+    return function(schedule(term.coef, **section.schedule.options()))
 
 
 def make_optimizer(section: Optim) -> optax.GradientTransformation:
-    """Returns AdamW on gradients of bounded global norm, with a linear warm-up and decay of the learning rate."""
-    first, last = section.learning_rate / (section.warmup_steps + 1), section.learning_rate / 10
-    schedule = optax.linear_schedule(first, section.learning_rate, section.warmup_steps)
-    if section.decay_steps:
-        decay = optax.linear_schedule(section.learning_rate, last, section.decay_steps)
-        schedule = optax.join_schedules([schedule, decay], [section.warmup_steps]) if section.warmup_steps else decay
-    return optax.chain(
-        optax.clip_by_global_norm(section.max_grad_norm),
-        optax.adamw(
-            schedule if section.warmup_steps or section.decay_steps else section.learning_rate,
-            b1=section.b1,
-            b2=section.b2,
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-        ),
-    )
+    """Makes the optimizer on gradients of bounded global norm, with its learning rate over time."""
+    return chain_optimizer(section, learning_rate(section))
 
 
-def make_controller(config: Config) -> kljax.Controller:
-    """Makes the controller of the coefficient of the KL in the reward."""
-    reward = config.kl.reward
-    if reward.controller.type == "fixed":
-        return kljax.fixed_kl(reward.coef)
-    return kljax.adaptive_kl(reward.coef, target=reward.controller.target, horizon=reward.controller.horizon)
+def chain_optimizer(section: Optim, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """Makes the optimizer of the config at another learning rate, behind the clip of the gradient's norm."""
+    chosen = section.optimizer
+    function = load_function(tables.OPTIMIZERS[chosen.type])
+    options = chosen.options()
+    if function is optax.contrib.muon:
+        options["muon_weight_dimension_numbers"] = _matrices
+    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), function(rate, **options))
 
 
-def _group(config: Config, function: Callable[..., Array], **options: Any) -> Estimate:
-    """Makes an estimator over the completions of each prompt, from the summed rewards of each row."""
-
-    def estimate(token_rewards: Array, batch: Batch) -> Advantages:
-        rewards = kljax.masked_sum(token_rewards, batch.completion_mask, axis=-1)
-        groups = {"num_groups": config.rollout.prompts_per_step, **options}
-        per_row = function(rewards, batch, groups)
-        return kljax.broadcast_to_tokens(per_row, batch.completion_mask), None
-
-    return estimate
+def _matrices(params: Any) -> Any:
+    """Marks the stacked matrices [layers, in, out] for muon; embeddings, norms and value head go to Adam."""
+    return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers(1, 2) if x.ndim == 3 else None, params)
 
 
-def _grpo(config: Config) -> Estimate:
-    return _group(config, lambda r, b, o: kljax.grpo_advantages(r, b.group_ids, **o), scale=config.advantage.scale)
-
-
-def _rloo(config: Config) -> Estimate:
-    return _group(config, lambda r, b, o: kljax.rloo_advantages(r, b.group_ids, **o))
-
-
-def _opo(config: Config) -> Estimate:
-    return _group(config, lambda r, b, o: kljax.opo_advantages(r, b.group_ids, b.completion_mask, **o))
-
-
-def _reinforce_plus_plus_baseline(config: Config) -> Estimate:
-    return _group(config, lambda r, b, o: kljax.reinforce_plus_plus_baseline_advantages(r, b.group_ids, **o))
-
-
-def _reinforce_plus_plus(config: Config) -> Estimate:
-    def estimate(token_rewards: Array, batch: Batch) -> Advantages:
-        returns = kljax.reinforce_plus_plus_returns(token_rewards, batch.completion_mask, gamma=config.advantage.gamma)
-        return returns, None
-
-    return estimate
-
-
-def _gae(config: Config) -> Estimate:
-    def estimate(token_rewards: Array, batch: Batch) -> Advantages:
-        section, values = config.advantage, required(batch.values)
-        return kljax.gae(token_rewards, values, batch.completion_mask, gamma=section.gamma, lam=section.lam)
-
-    return estimate
-
-
-ADVANTAGES: Mapping[str, Callable[[Config], Estimate]] = {
-    "grpo": _grpo,
-    "rloo": _rloo,
-    "opo": _opo,
-    "reinforce_plus_plus": _reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
-    "gae": _gae,
-}
-
-POLICY_LOSSES: Mapping[str, Callable[..., Array]] = {
-    "ppo": kljax.ppo_clip_loss,
-    "cispo": kljax.cispo_loss,
-    "gspo": kljax.gspo_loss,
-}
-
-
-def policy_loss(config: Config) -> Callable[..., Array] | None:
-    """Returns `(log_probs, old_log_probs, advantages, mask) -> [B, T]`, or None for distillation."""
-    section = config.loss
-    if section.policy == "none":
-        return None
-    options: dict[str, Any] = {"clip_low": section.clip_low, "clip_high": section.clip_high}
-    if section.policy == "ppo":
-        options["dual_clip"] = section.dual_clip
-    function = POLICY_LOSSES[section.policy]
-    return lambda log_probs, old, advantages, mask: function(log_probs, old, advantages, mask, **options)
+def learning_rate(section: Optim) -> optax.ScalarOrSchedule:
+    """Makes the learning rate over the updates: a linear warm-up that starts above 0, then the schedule."""
+    highest, then = section.learning_rate, section.schedule
+    after: optax.Schedule | None = None
+    if isinstance(then, LinearSchedule):
+        after = optax.linear_schedule(highest, highest * then.end, then.decay_steps)
+    if isinstance(then, CosineSchedule):
+        after = optax.cosine_decay_schedule(highest, then.decay_steps, then.end)
+    if isinstance(then, WsdSchedule):
+        after = optax.linear_schedule(highest, highest * then.end, then.decay_steps, then.stable_steps)
+    if not section.warmup_steps:
+        return highest if after is None else after
+    rise = optax.linear_schedule(highest / (section.warmup_steps + 1), highest, section.warmup_steps)
+    return rise if after is None else optax.join_schedules([rise, after], [section.warmup_steps])

@@ -41,6 +41,7 @@ class Batch:
       ref_log_probs: [B, T] log-probs of the reference.
       ref_hidden: [B, T, D] hidden states of the reference after each token, in the type that the model computes in.
       ref_exact_kl: [B, T] exact KL to the reference where each token was drawn, before the first update.
+      sum_squared_probs: [B, T] sum over the vocabulary of the squared probabilities, before the first update.
       values: [B, T] value of the state before each token, before the first update.
       advantages: [B, T].
       returns: [B, T] targets of the value head.
@@ -57,6 +58,7 @@ class Batch:
     ref_log_probs: Array | None = None
     ref_hidden: Array | None = None
     ref_exact_kl: Array | None = None
+    sum_squared_probs: Array | None = None
     values: Array | None = None
     advantages: Array | None = None
     returns: Array | None = None

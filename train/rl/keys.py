@@ -2,7 +2,7 @@
 
 import jax
 
-PURPOSES = ("params", "adapter", "value_head", "sample", "rows", "held_out")
+PURPOSES = ("params", "adapter", "value_head", "sample", "rows", "held_out", "loss")
 
 
 def purpose_key(seed: int, purpose: str, step: int = 0) -> jax.Array:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 import kljax
 from kljax.typing import Estimator
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.rl import algorithms
@@ -25,7 +26,8 @@ from train.rl.state import policy_of
 Array = jax.Array
 Tree = Any
 Coefficients = dict[str, Array]
-Preparation = Callable[[Batch, kljax.ControllerState], tuple[Batch, kljax.ControllerState, Metrics]]
+Controllers = dict[str, kljax.ControllerState]
+Preparation = Callable[[Batch, Controllers], tuple[Batch, Controllers, Metrics]]
 Objective = Callable[[dict[str, Tree], Tree, Batch, Coefficients, Array | None], tuple[Array, "LossMetrics"]]
 
 
@@ -57,10 +59,14 @@ def tile(config: Config) -> kljax.Tile | None:
     return None if section is None else kljax.Tile(section.tokens, section.vocab)
 
 
-def coefficients(config: Config) -> Coefficients:
+def coefficients(config: Config, controllers: Controllers | None = None) -> Coefficients:
     """Returns the coefficients of the loss terms as arrays, so that changing one does not recompile.
 
     The set of terms is static: a term whose coefficient is 0 in the config is not computed.
+
+    Args:
+      config: the config.
+      controllers: states of the controllers; without that of the loss its coefficient is that of the config.
     """
     values = {
         "kl_loss": config.kl.loss.coef,
@@ -68,7 +74,8 @@ def coefficients(config: Config) -> Coefficients:
         "entropy": config.loss.entropy_coef,
         "value": config.loss.value_coef,
     }
-    return {name: jnp.float32(value) for name, value in values.items()}
+    steered = {"kl_loss": controllers["loss"].coef} if controllers and "loss" in controllers else {}
+    return {name: jnp.float32(value) for name, value in values.items()} | steered
 
 
 def token_weights(config: Config, batch: Batch) -> Array:
@@ -84,63 +91,63 @@ def token_weights(config: Config, batch: Batch) -> Array:
     )
 
 
-def required_fields(config: Config) -> list[str]:
-    """Lists the optional fields of the batch that the objective reads."""
-    needs = {
-        "rewards": True,
-        "group_ids": True,
-        "old_log_probs": config.needs_old_log_probs(),
-        "rollout_log_probs": config.needs_rollout_log_probs(),
-        "ref_log_probs": config.needs_ref_log_probs(),
-        "ref_hidden": config.exact_loss(),
-        "ref_exact_kl": config.exact_reward(),
-        "values": config.has_value_head(),
-    }
-    return [name for name, needed in needs.items() if needed]
-
-
 def make_preparation(config: Config) -> Preparation:
-    """Makes `(batch, controller state) -> (batch, controller state, metrics)`, which adds advantages and returns.
+    """Makes `(batch, controller states) -> (batch, controller states, metrics)`, which adds advantages and returns.
 
-    Every mean is over the whole rollout batch. The logged reference KL is never scaled or shifted. Without a policy
-    loss there are no advantages.
+    Every mean is over the whole rollout batch. The logged reference KL is never scaled or shifted. A loss that reads no
+    advantages has none. The controller of the loss is updated after the updates, by `make_control`.
     """
-    estimate = algorithms.ADVANTAGES[config.advantage.estimator](config)
-    controller, section = algorithms.make_controller(config), config.kl
+    plan, controllers, section = Plan.of(config), algorithms.make_controllers(config), config.kl
 
-    def prepare(batch: Batch, state: kljax.ControllerState) -> tuple[Batch, kljax.ControllerState, Metrics]:
+    def prepare(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
         metrics: Metrics = {}
-        mask = batch.completion_mask
-        token_rewards, next_state = kljax.place_rewards(required(batch.rewards), mask), state
-        if section.reward.coef > 0:
-            token_rewards, kl = _kl_shaped(config, batch, state.coef)
+        mask, following = batch.completion_mask, dict(states)
+
+        def steer(name: str, kl: Array) -> None:
+            following[name] = controllers[name].update(states[name], kl, mask.any(-1).sum())
+
+        token_rewards = kljax.place_rewards(required(batch.rewards), mask)
+        if "reward" in controllers:
+            coef = states["reward"].coef
+            token_rewards, kl = _kl_shaped(config, batch, coef)
             metrics["kl_reward"] = kljax.WeightedSum.of(kl, mask)
-            metrics["kl_coef"] = kljax.WeightedSum(state.coef, jnp.ones_like(state.coef))
-            next_state = controller.update(state, metrics["kl_reward"].value(), mask.any(-1).sum())
-        if config.loss.policy == "none":
-            return batch, next_state, metrics
-        advantages, returns = estimate(token_rewards, batch)
+            metrics["kl_coef"] = kljax.WeightedSum(coef, jnp.ones_like(coef))
+            steer("reward", metrics["kl_reward"].value())
+        if plan.advantage is None:
+            return batch, following, metrics
+        advantages, returns = algorithms.estimate_advantages(config, plan.advantage, token_rewards, batch)
         if config.advantage.whiten:
             advantages = kljax.masked_whiten(advantages, mask)
-        if section.advantage.coef > 0:
+        if "advantage" in controllers:
             advantages, mean_kl = kljax.centered_kl_advantages(
                 advantages,
                 required(batch.old_log_probs),
                 required(batch.ref_log_probs),
                 mask,
-                coef=section.advantage.coef,
+                coef=states["advantage"].coef,
                 estimator=section.advantage.estimator,
             )
             metrics["kl_advantage"] = kljax.WeightedSum(mean_kl, jnp.ones_like(mean_kl))
-        return dataclasses.replace(batch, advantages=advantages, returns=returns), next_state, metrics
+            steer("advantage", mean_kl)
+        return dataclasses.replace(batch, advantages=advantages, returns=returns), following, metrics
 
     return prepare
+
+
+def make_control(config: Config) -> Callable[[Controllers, kljax.WeightedSum, Array], Controllers]:
+    """Makes `(controller states, KL of the loss, mask) -> controller states`, after the updates on a batch."""
+    controllers = algorithms.make_controllers(config)
+
+    def control(states: Controllers, kl: kljax.WeightedSum, mask: Array) -> Controllers:
+        return states | {"loss": controllers["loss"].update(states["loss"], kl.value(), mask.any(-1).sum())}
+
+    return control
 
 
 def _kl_shaped(config: Config, batch: Batch, coef: Array) -> tuple[Array, Array]:
     """Subtracts the KL from the token rewards, and returns both."""
     section, mask, rewards = config.kl.reward, batch.completion_mask, required(batch.rewards)
-    if config.exact_reward():
+    if Plan.of(config).exact_reward:
         kl = kljax.masked(required(batch.ref_exact_kl), mask)
         return kljax.subtract_kl(rewards, kl, mask, coef=coef), kl
     return kljax.kl_shaped_rewards(
@@ -160,8 +167,7 @@ def make_objective(config: Config, model: Decoder) -> Objective:
     The signature is `objective(trainable, base, batch, coefficients, ref_head)`; `ref_head` comes from
     `reference_head`, for the exact KL. Gradient: to `trainable` only. Metrics are treated as constants.
     """
-    layout = Layout.of(config)
-    policy_loss = algorithms.policy_loss(config)
+    layout, plan = Layout.of(config), Plan.of(config)
 
     def objective(
         trainable: dict[str, Tree], base: Tree, batch: Batch, coefs: Coefficients, ref_head: Array | None = None
@@ -174,7 +180,7 @@ def make_objective(config: Config, model: Decoder) -> Objective:
             batch.token_mask,
             temperature=config.temperature,
             mask=mask,
-            entropy=True if config.loss.entropy_coef > 0 else "constant",
+            entropy=True if plan.entropies else "constant",
             reference=_exact_reference(config, batch, ref_head),
             tile=tile(config),
             layout=layout,
@@ -182,20 +188,22 @@ def make_objective(config: Config, model: Decoder) -> Objective:
         batch = _with_old_log_probs(batch, stats)
         terms: dict[str, Array] = {}
         scale: dict[str, Array] = {}
-        if policy_loss is not None:
-            advantages = required(batch.advantages)
-            terms["policy"] = policy_loss(stats.log_prob, required(batch.old_log_probs), advantages, mask)
+        if plan.loss is not None:
+            terms["policy"] = algorithms.policy_loss(config, plan.loss, stats, batch, coefs.get("key"))
             scale["policy"] = jnp.float32(1)
-        if config.kl.loss.coef > 0:
+        if "loss" in plan.controllers:
             terms["kl"], scale["kl"] = _reference_kl(config, stats, batch), coefs["kl_loss"]
         if config.kl.rollout.coef > 0:
             terms["rollout_kl"] = kljax.rollout_kl_loss(
-                stats.log_prob, required(batch.rollout_log_probs), mask, estimator=config.kl.rollout.estimator
+                stats.log_prob,
+                required(batch.rollout_log_probs),
+                mask,
+                **config.kl.rollout.model_dump(exclude={"coef"}),
             )
             scale["rollout_kl"] = coefs["rollout_kl"]
         if config.loss.entropy_coef > 0:
             terms["entropy"], scale["entropy"] = required(stats.entropy), -coefs["entropy"]
-        if config.has_value_head():
+        if plan.value_head:
             values = token_values(trainable["value_head"], hidden)
             terms["value"] = kljax.value_loss(
                 values, required(batch.values), required(batch.returns), mask, clip=config.loss.value_clip
@@ -203,8 +211,11 @@ def make_objective(config: Config, model: Decoder) -> Objective:
             scale["value"] = coefs["value"]
         reduced = {name: (kljax.masked(term, mask) * weights).sum() for name, term in terms.items()}
         loss = sum((scale[name] * value for name, value in reduced.items()), jnp.float32(0))
+        metrics = _token_metrics(config, stats, batch)
+        if plan.steers_loss:
+            metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(terms["kl"]), mask)
         parts = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}
-        return loss, LossMetrics(jax.lax.stop_gradient(parts), _token_metrics(config, stats, batch))
+        return loss, LossMetrics(jax.lax.stop_gradient(parts), metrics)
 
     return objective
 
@@ -218,16 +229,17 @@ def _with_old_log_probs(batch: Batch, stats: kljax.TokenStats) -> Batch:
 
 def _exact_reference(config: Config, batch: Batch, ref_head: Array | None) -> kljax.ReferenceStates | None:
     """Returns the reference of the loss's exact KL, or None without one."""
-    if not config.exact_loss():
+    plan = Plan.of(config)
+    if not plan.exact_loss:
         return None
-    if ref_head is None and not config.shares_head():
+    if ref_head is None and not plan.shares_head:
         raise ValueError("ref_head: got None, expected the head of the reference, which is not the policy's")
     return kljax.ReferenceStates(required(batch.ref_hidden), ref_head, config.kl.loss.direction)
 
 
 def _reference_kl(config: Config, stats: kljax.TokenStats, batch: Batch) -> Array:
     section = config.kl.loss
-    if config.exact_loss():
+    if Plan.of(config).exact_loss:
         return required(stats.kl)
     return kljax.reference_kl_loss(
         stats.log_prob,
@@ -237,6 +249,7 @@ def _reference_kl(config: Config, stats: kljax.TokenStats, batch: Batch) -> Arra
         gradient=section.gradient,
         sampling_log_probs=required(batch.old_log_probs) if section.importance_corrected else None,
         max_ratio=section.max_ratio,
+        log_ratio_clip=section.log_ratio_clip,
         value_clip=section.value_clip,
     )
 
@@ -247,16 +260,9 @@ def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Met
         "entropy": kljax.WeightedSum.of(required(stats.entropy), mask),
         "ppo_kl": kljax.ppo_kl(stats.log_prob, required(batch.old_log_probs), mask),
     }
-    if config.loss.policy != "none":
-        metrics["clip_fraction"] = kljax.clip_fraction(
-            stats.log_prob,
-            required(batch.old_log_probs),
-            required(batch.advantages),
-            mask,
-            clip_low=config.loss.clip_low,
-            clip_high=config.loss.clip_high,
-            level="geometric" if config.loss.policy == "gspo" else "token",
-        )
+    loss = Plan.of(config).loss
+    if loss is not None:
+        metrics |= algorithms.clip_metric(config, loss, stats, batch)
     if batch.ref_log_probs is not None:
         metrics["kl_reference"] = kljax.reference_kl(stats.log_prob, required(batch.ref_log_probs), mask)
     if stats.kl is not None:

@@ -204,6 +204,7 @@ def token_stats(
     temperature: float | jax.Array,
     mask: jax.Array | None = None,
     entropy: Literal[False, True, "constant"] = False,
+    sum_squared_probs: bool = False,
     reference: kljax.ReferenceStates | None = None,
     tile: kljax.Tile | None = None,
     layout: Layout = ROWS,
@@ -223,6 +224,7 @@ def token_stats(
       temperature: the sampling temperature.
       mask: [B, T] bool, the tokens to score; others cost nothing. None scores all real tokens.
       entropy: True also computes entropies; "constant" computes them without a gradient.
+      sum_squared_probs: True also computes the sums over the vocabulary of the squared probabilities.
       reference: hidden states [B, T, D] of the reference, as this function returns them, and its head, for the exact
         KL; a head of None is the policy's, treated as a constant.
       tile: tile size of the chunked LM head; None takes the library's for this kind of device.
@@ -255,6 +257,7 @@ def token_stats(
         mask=(token_mask if mask is None else mask)[:, first:],
         temperature=temperature,
         entropy=entropy,
+        sum_squared_probs=sum_squared_probs,
         reference=reference,
     )
     return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (first, 0))), stats), hidden

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 import kljax
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.rl.policy import stored_head
@@ -59,8 +60,8 @@ def reference_head(config: Config, model: Decoder, reference: Reference | None) 
 
     None if no term needs it, or if it is the policy's own head, which is then frozen.
     """
-    exact = config.exact_loss() or config.exact_reward()
-    if reference is None or not exact or config.shares_head():
+    plan = Plan.of(config)
+    if reference is None or plan.shares_head or not (plan.exact_loss or plan.exact_reward):
         return None
     stored = stored_head(reference.model, reference.policy.params)
     return stored if reference.model.config.tie_embeddings == model.config.tie_embeddings else stored.T

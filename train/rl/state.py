@@ -1,6 +1,7 @@
 """The train state: one registered frozen dataclass, saved and restored as a whole."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ class TrainState:
       step: RL steps done, int32.
       trainable: the weights that the optimizer updates: "params" or, with LoRA, "adapter"; and "value_head".
       opt_state: state of the optax optimizer.
-      controller: state of the KL controller of the reward.
+      controllers: states of the controllers of the KL coefficients in use, by placement.
       reference: the part of a reference that follows the policy, with the structure of the same part of `trainable`;
         None if the reference is constant.
       past: trainable weights of earlier steps, oldest first, for a lagged policy; else None.
@@ -30,7 +31,7 @@ class TrainState:
     step: jax.Array
     trainable: dict[str, Tree]
     opt_state: optax.OptState
-    controller: kljax.ControllerState
+    controllers: dict[str, kljax.ControllerState]
     reference: Tree = None
     past: tuple[dict[str, Tree], ...] | None = None
 
@@ -48,9 +49,13 @@ def policy_of(trainable: dict[str, Tree], base: Tree) -> kljax.Policy:
 
 
 def initial_state(
-    trainable: dict[str, Tree], optimizer: optax.GradientTransformation, controller: kljax.Controller, replicated: Any
+    trainable: dict[str, Tree],
+    optimizer: optax.GradientTransformation,
+    controllers: Mapping[str, kljax.Controller],
+    replicated: Any,
 ) -> TrainState:
     """Makes the state before the first RL step. Moments are sharded as their weights, scalars are replicated."""
     opt_state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, replicated), optimizer.init(trainable))
-    step, controller_state = jax.device_put((jnp.zeros((), jnp.int32), controller.init()), replicated)
-    return TrainState(step, trainable, opt_state, controller_state)
+    states = {name: controller.init() for name, controller in controllers.items()}
+    step, states = jax.device_put((jnp.zeros((), jnp.int32), states), replicated)
+    return TrainState(step, trainable, opt_state, states)

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 import kljax
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.models.sharding import batch_sharding, replicated
@@ -28,7 +29,7 @@ from train.rl.tracing import traced_once
 
 Tree = Any
 
-SCORED = ("old_log_probs", "ref_log_probs", "ref_hidden", "ref_exact_kl", "values")
+SCORED = ("old_log_probs", "ref_log_probs", "ref_hidden", "ref_exact_kl", "values", "sum_squared_probs")
 """The fields of a batch that scoring fills in; a rollout brings the others."""
 
 
@@ -43,10 +44,15 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
     Not computed: the reference if no term needs it; its log-probs if only the exact KL is used, which reads its hidden
     states; the policy if a batch gets one update, whose log-probs are the old ones, and nothing reads them before.
     """
-    layout = Layout.of(config)
+    layout, plan = Layout.of(config), Plan.of(config)
 
     def stats_of(
-        scored: Reference, part: Batch, hidden: jax.Array | None, reference: kljax.ReferenceStates | None = None
+        scored: Reference,
+        part: Batch,
+        hidden: jax.Array | None,
+        reference: kljax.ReferenceStates | None = None,
+        *,
+        sum_squared_probs: bool = False,
     ) -> tuple[kljax.TokenStats, jax.Array]:
         return token_stats(
             scored.model,
@@ -55,6 +61,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
             part.token_mask,
             temperature=config.temperature,
             mask=part.completion_mask,
+            sum_squared_probs=sum_squared_probs,
             reference=reference,
             tile=objectives.tile(config),
             layout=layout,
@@ -63,8 +70,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
 
     def score(trainable: dict[str, Tree], base: Tree, reference: Reference | None, batch: Batch) -> Batch:
         policy = Reference(model, policy_of(trainable, base))
-        scores_policy = config.needs_old_log_probs() or config.exact_reward() or "value_head" in trainable
-        in_one_pass = scores_policy and _one_pass(mesh, policy, reference)
+        in_one_pass = plan.scores_policy and _one_pass(mesh, policy, reference)
         reference = None if reference is None else restore_shared_base(reference, base)
 
         def score_rows(part: Batch) -> Batch:
@@ -77,18 +83,20 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
                 )
             if reference is not None:
                 ref_stats, ref_hidden = stats_of(reference, part, ref_hidden)
-                if config.needs_ref_log_probs():
+                if plan.ref_log_probs:
                     per_token["ref_log_probs"] = ref_stats.log_prob
-                if config.exact_reward():
+                if plan.exact_reward:
                     exact = kljax.ReferenceStates(ref_hidden, reference_head(config, model, reference))
-                if config.exact_loss():
+                if plan.exact_loss:
                     states["ref_hidden"] = ref_hidden
-            if scores_policy:
-                stats, hidden = stats_of(policy, part, hidden, exact)
+            if plan.scores_policy:
+                stats, hidden = stats_of(policy, part, hidden, exact, sum_squared_probs=plan.sum_squared_probs)
                 per_token["old_log_probs"] = stats.log_prob
                 if stats.kl is not None:
                     per_token["ref_exact_kl"] = stats.kl
-                if "value_head" in trainable:
+                if stats.sum_squared_probs is not None:
+                    per_token["sum_squared_probs"] = stats.sum_squared_probs
+                if plan.value_head:
                     per_token["values"] = token_values(trainable["value_head"], hidden)
             masked = {name: kljax.masked(value, part.completion_mask) for name, value in per_token.items()}
             return dataclasses.replace(part, **jax.lax.stop_gradient(masked | states))
@@ -111,6 +119,13 @@ def make_prepare(config: Config, mesh: Mesh) -> Callable[..., Any]:
     """Compiles the part of the objective that needs the whole rollout batch."""
     prepare = traced_once(objectives.make_preparation(config))
     return jax.jit(prepare, out_shardings=(batch_sharding(mesh), replicated(mesh), replicated(mesh)))
+
+
+def make_control(config: Config, mesh: Mesh) -> Callable[..., objectives.Controllers] | None:
+    """Compiles the step of the controller of the KL in the loss; None if that coefficient stays as it is."""
+    if not Plan.of(config).steers_loss:
+        return None
+    return jax.jit(traced_once(objectives.make_control(config)), out_shardings=replicated(mesh))
 
 
 def make_update(

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from train.config.errors import UserError, warn
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.models.int8 import quantise_params
@@ -169,7 +170,7 @@ def check_same_base(config: Config, continued: RunDirectory | None) -> ExpectedB
       UserError: the bases differ, naming both.
     """
     section = config.reference
-    if not config.needs_reference() or section.source != "adapter" or is_peft(section.path):
+    if not Plan.of(config).reference or section.source != "adapter" or is_peft(section.path):
         return None
     run = run_directory_of(locate(section.path, "adapter")[0])
     if run is None or (continued is not None and is_recorded(continued.reference, config)):

@@ -6,16 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import kljax
+from train.config.plan import Plan
 from train.references import current_reference, make_follow, with_abstract_reference
 from train.rl.batch import require
 from train.rl.keys import purpose_key
 from train.rl.metrics import to_host
-from train.rl.objective import coefficients, required_fields
+from train.rl.objective import coefficients
 from train.rl.reference import FrozenWeights, drop_shared_base, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
-from train.rl.step import SCORED, make_prepare, make_score, make_update, update_rows
+from train.rl.step import SCORED, make_control, make_prepare, make_score, make_update, update_rows
 from train.rollouts import Sampler, Source, SourceError, collect, make_sampler, next_past, sampling_policy
 from train.rollouts.context import RunContext
 from train.run.evaluate import evaluate
@@ -33,6 +35,7 @@ class Programs:
     score: Callable[..., Any]
     prepare: Callable[..., Any]
     update: Callable[..., Any]
+    control: Callable[..., Any] | None
     follow: Callable[..., Any] | None
     held_out: Sampler
     greedy: Sampler
@@ -46,6 +49,7 @@ class Programs:
             score=make_score(config, model, mesh),
             prepare=make_prepare(config, mesh),
             update=make_update(config, model, context.optimizer, _updated_part(state), mesh),
+            control=make_control(config, mesh),
             follow=None if following is None else make_follow(config, following),
             held_out=make_sampler(context, name="held_out"),
             greedy=make_sampler(context, name="greedy", greedy=True),
@@ -57,20 +61,27 @@ def rl_step(
 ) -> tuple[TrainState, dict, dict]:
     """Samples one rollout batch and makes every update on it; returns state, metrics and seconds of each part."""
     config, base, clock = context.config, frozen.base, time.perf_counter()
+    plan = Plan.of(config)
     source.update(*sampling_policy(state, base))
     rollout = collect(context, source, step)
     sampled = time.perf_counter()
     reference, following = current_reference(frozen.reference, state), state.reference
     past, state = next_past(state), _updated_part(state)
-    recorded = [name for name in required_fields(config) if name not in SCORED]
+    recorded = [name for name in plan.fields if name not in SCORED]
     require(rollout.batch, recorded, "the objective of this config")
     batch = programs.score(state.trainable, base, drop_shared_base(reference, base), rollout.batch)
-    batch, controller, totals = programs.prepare(batch, state.controller)
-    coefs, ref_head = coefficients(config), reference_head(config, context.model, reference)
-    for rows in update_rows(config, purpose_key(config.seed, "rows", step)):
+    batch, controllers, totals = programs.prepare(batch, state.controllers)
+    coefs, ref_head = coefficients(config, controllers), reference_head(config, context.model, reference)
+    for number, rows in enumerate(update_rows(config, purpose_key(config.seed, "rows", step))):
+        if plan.key:
+            coefs["key"] = jax.random.fold_in(purpose_key(config.seed, "loss", step), number)
         state, metrics = programs.update(state, base, batch, rows, coefs, ref_head=ref_head)
         totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
-    state = dataclasses.replace(state, step=state.step + 1, controller=controller, past=past)
+    if programs.control is not None:
+        coef = controllers["loss"].coef
+        totals["kl_loss_coef"] = kljax.WeightedSum(coef, jnp.ones_like(coef))
+        controllers = programs.control(controllers, totals["kl_loss_per_token"], batch.completion_mask)
+    state = dataclasses.replace(state, step=state.step + 1, controllers=controllers, past=past)
     if programs.follow is not None:
         following = programs.follow(following, state.trainable[policy_part(state.trainable)], state.step)
         state = dataclasses.replace(state, reference=following)

@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from train.config.errors import UserError
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompts
 from train.data.tasks import load_task
@@ -16,7 +17,7 @@ from train.data.tokenizers import load_tokenizer
 from train.models import Decoder
 from train.models.sharding import make_mesh, replicated
 from train.references import warn_of_other_base
-from train.rl.algorithms import make_controller, make_optimizer
+from train.rl.algorithms import make_controllers, make_optimizer
 from train.rl.keys import purpose_key
 from train.rl.policy import init_adapter, init_params, init_value_head
 from train.rl.state import TrainState, initial_state
@@ -130,9 +131,9 @@ def first_state(
     trainable: dict[str, Tree] = {"params": base}
     if config.lora is not None:
         trainable = {"adapter": load_initial_adapter(config, model, mesh)}
-    if config.has_value_head():
+    if Plan.of(config).value_head:
         trainable["value_head"] = init_value_head(model, purpose_key(config.seed, "value_head"), mesh)
-    state = initial_state(trainable, optimizer, make_controller(config), replicated(mesh))
+    state = initial_state(trainable, optimizer, make_controllers(config), replicated(mesh))
     return dataclasses.replace(state, past=initial_past(trainable, config.rollout.policy_lag))
 
 

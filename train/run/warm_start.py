@@ -14,6 +14,7 @@ from train.data.prompts import Supervised, SupervisedBatch
 from train.models import Decoder
 from train.models.sharding import replicated, shard_rows
 from train.rl import objective as objectives
+from train.rl.algorithms import chain_optimizer
 from train.rl.layout import Layout
 from train.rl.policy import token_stats
 from train.rl.tracing import traced_once
@@ -42,23 +43,17 @@ def supervised_loss(
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Makes AdamW with a cosine schedule and a short warm-up."""
+    """Makes the optimizer of the config with a cosine schedule and a short warm-up."""
     section = config.warm_start
-    return optax.chain(
-        optax.clip_by_global_norm(config.optim.max_grad_norm),
-        optax.adamw(
-            optax.warmup_cosine_decay_schedule(
-                0.0,
-                section.learning_rate,
-                # At least one step, and one left for the decay.
-                min(max(1, section.steps // 20), section.steps - 1),
-                section.steps,
-                section.learning_rate / 100,
-            ),
-            b2=config.optim.b2,
-            weight_decay=config.optim.weight_decay,
-        ),
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0,
+        section.learning_rate,
+        # At least one step, and one left for the decay.
+        min(max(1, section.steps // 20), section.steps - 1),
+        section.steps,
+        section.learning_rate / 100,
     )
+    return chain_optimizer(config.optim, rate)
 
 
 def make_step(

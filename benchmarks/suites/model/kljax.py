@@ -199,7 +199,7 @@ class Programs:
     def update(self, batch: Batch, advantages: np.ndarray | None = None) -> None:
         """Scores, prepares and updates; given `[rows]` advantages replace the computed ones."""
         batch = self.score(self.state.trainable, None, self.reference, batch)
-        batch, _, _ = self.prepare(batch, self.state.controller)
+        batch, _, _ = self.prepare(batch, self.state.controllers)
         if advantages is not None:
             tokens = jnp.where(batch.completion_mask, advantages[:, None], 0)
             batch = dataclasses.replace(batch, advantages=tokens)

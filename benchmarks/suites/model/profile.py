@@ -47,7 +47,7 @@ def programs(contender: KljaxContender) -> dict[str, Callable[[], Any]]:
     def score() -> Any:
         return trainer.score(trainer.state.trainable, None, trainer.reference, batch)
 
-    ready = trainer.prepare(score(), trainer.state.controller)[0]
+    ready = trainer.prepare(score(), trainer.state.controllers)[0]
     (rows,) = update_rows(trainer.config, jax.random.key(0))
 
     def update() -> Any:

@@ -7,6 +7,7 @@ import yaml
 
 from train.config.errors import ConfigError
 from train.config.load import apply_overrides, dump_yaml, parse
+from train.config.plan import Plan
 
 
 def build(*overrides):
@@ -22,7 +23,7 @@ def problems(*overrides):
 
 
 K1 = ("kl.loss.coef=0.1", "kl.loss.estimator=k1", "kl.loss.gradient=value")
-GAE = ("advantage.estimator=gae", "loss.value_coef=0.5")
+GAE = ("advantage.type=gae", "loss.value_coef=0.5")
 NORM = "loss.aggregation=seq_mean_token_sum_norm"
 
 
@@ -67,10 +68,13 @@ def test_k1_loss_is_fine_otherwise(change):
             "kl.reward.value_clip: got 10.0, but kl.reward.estimator exact has no outliers",
         ),
         (("kl.reward.controller={type: adaptive, target: 1, horizon: 9}",), "kl.reward.coef: got 0 with the adaptive"),
-        (("advantage.estimator=gae",), "loss.value_coef: got 0, but advantage.estimator gae learns a value head"),
-        (("loss.value_coef=0.5",), "loss.value_coef: got 0.5, but advantage.estimator grpo has no value head"),
-        (("loss.value_clip=0.2",), "loss.value_clip: got 0.2, but advantage.estimator grpo has no value head"),
-        (("loss.dual_clip=3.0", "loss.policy=gspo"), "loss.dual_clip: got 3.0, but only loss.policy ppo has it"),
+        (("advantage.type=gae",), "loss.value_coef: got 0, but advantage.type gae learns a value head"),
+        (("loss.value_coef=0.5",), "loss.value_coef: got 0.5, but advantage.type grpo has no value head"),
+        (("loss.value_clip=0.2",), "loss.value_clip: got 0.2, but advantage.type grpo has no value head"),
+        (
+            ("loss.dual_clip=3.0", "loss.type=sapo"),
+            "loss.dual_clip: not a field when loss.type is sapo; change loss.type (ppo, gspo, clip_cov), or",
+        ),
         ((NORM,), "loss.max_length: got null, but loss.aggregation seq_mean_token_sum_norm divides by it"),
         (("loss.max_length=8",), "loss.max_length: got 8, but loss.aggregation token_mean does not use it"),
         (("data.train=a.jsonl",), "data.train: got 'a.jsonl', but task arithmetic makes its own problems"),
@@ -112,12 +116,12 @@ def test_combination_is_refused(overrides, start):
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_group_estimators_need_a_group(estimator):
-    (problem,) = problems(f"advantage.estimator={estimator}", "rollout.samples_per_prompt=1")
+    (problem,) = problems(f"advantage.type={estimator}", "rollout.samples_per_prompt=1")
     assert problem.startswith("rollout.samples_per_prompt: got 1")
 
 
 def test_other_estimators_need_no_group():
-    build("advantage.estimator=reinforce_plus_plus", "rollout.samples_per_prompt=1")
+    build("advantage.type=reinforce_plus_plus", "rollout.samples_per_prompt=1")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,7 @@ def test_warns_of_a_loss_that_trains_nothing():
     ],
 )
 def test_reference_is_needed_only_by_what_reads_it(override, needed):
-    assert build(override)[0].needs_reference() is needed
+    assert Plan.of(build(override)[0]).reference is needed
 
 
 def test_the_exact_kl_has_the_gradient_of_its_own():
@@ -211,7 +215,8 @@ def test_the_exact_kl_has_the_gradient_of_its_own():
 )
 def test_the_exact_kl_is_computed_where_it_has_a_coefficient(overrides, loss, reward):
     config, _ = build(*overrides)
-    assert (config.exact_loss(), config.exact_reward()) == (loss, reward)
+    plan = Plan.of(config)
+    assert (plan.exact_loss, plan.exact_reward) == (loss, reward)
 
 
 @pytest.mark.parametrize(
@@ -225,16 +230,15 @@ def test_the_exact_kl_is_computed_where_it_has_a_coefficient(overrides, loss, re
     ],
 )
 def test_an_adapter_shares_its_head_with_a_reference_of_the_same_base(overrides, shared):
-    assert build(*overrides)[0].shares_head() is shared
+    assert Plan.of(build(*overrides)[0]).shares_head is shared
 
 
 def test_derived_facts():
     config, _ = build(*GAE, "rollout.prompts_per_step=3", "rollout.samples_per_prompt=5", "kl.rollout.coef=0.1")
     assert config.rows_per_batch() == 15
-    assert config.has_value_head()
-    assert config.needs_rollout_log_probs()
-    assert not build()[0].has_value_head()
-    assert not build()[0].needs_rollout_log_probs()
+    plan, default = Plan.of(config), Plan.of(build()[0])
+    assert (plan.value_head, plan.rollout_log_probs) == (True, True)
+    assert (default.value_head, default.rollout_log_probs) == (False, False)
 
 
 def test_names_are_the_library_s():

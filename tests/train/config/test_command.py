@@ -79,9 +79,9 @@ def test_config_package_imports_neither_jax_nor_the_library():
 
 def test_run_gets_the_config_and_the_flag(config, fake_run):
     calls, _ = fake_run
-    assert main([str(config), "seed=7", "--resume", "optim.b1=5e-1"]) == 0
+    assert main([str(config), "seed=7", "--resume", "optim.optimizer.b1=5e-1"]) == 0
     ((loaded, resume),) = calls
-    assert (loaded.config.seed, loaded.config.optim.b1, loaded.config.steps) == (7, 0.5, 3)
+    assert (loaded.config.seed, loaded.config.optim.optimizer.b1, loaded.config.steps) == (7, 0.5, 3)
     assert loaded.source == config
     assert resume is True
 

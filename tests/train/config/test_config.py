@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train.config.errors import ConfigError
-from train.config.fields import known_fields
+from train.config.fields import known_fields, variant_fields
 from train.config.load import dump_yaml, load, parse
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.config.yaml_text import format_yaml, parse_yaml
 from train.data.prompts import encode_prompts, keep_prompts, keep_solutions
@@ -74,16 +75,16 @@ def test_gsm8k_config_names_the_paths_it_lacks():
 
 def test_shipped_configs_are_what_they_say():
     quickstart = load(ROOT / "configs/quickstart.yaml").config
-    assert quickstart.advantage.estimator == "grpo"
+    assert quickstart.advantage.type == "grpo"
     assert (quickstart.kl.loss.estimator, quickstart.kl.loss.gradient) == ("k3", "k2")
     assert quickstart.kl.loss.coef > 0
     assert quickstart.kl.rollout.coef > 0
     ppo = load(ROOT / "configs/ppo_adaptive_kl.yaml").config
-    assert ppo.has_value_head()
+    assert Plan.of(ppo).value_head
     assert ppo.kl.reward.coef > 0
     assert ppo.kl.reward.controller.type == "adaptive"
     centered = load(ROOT / "configs/reinforce_pp_baseline_centered.yaml").config
-    assert centered.advantage.estimator == "reinforce_plus_plus_baseline"
+    assert centered.advantage.type == "reinforce_plus_plus_baseline"
     assert centered.kl.advantage.coef > 0
     assert (centered.reference.source, centered.reference.step) == ("step", 0)
     lora = load(ROOT / "configs/lora.yaml").config
@@ -145,11 +146,11 @@ def test_yaml_that_is_written_reads_back_equal(tree):
 def test_defaults_then_file_then_overrides(write):
     path = write("steps: 3\noptim: {learning_rate: 1e-3}\nseed: 4\n")
     config = load(
-        path, ["seed=5", "optim.b1=8e-1", "seed=6", "lora.rank=4", "kl.loss={coef: 1e-2, estimator: k2}"]
+        path, ["seed=5", "optim.optimizer.b1=8e-1", "seed=6", "lora.rank=4", "kl.loss={coef: 1e-2, estimator: k2}"]
     ).config
     assert config.optim.learning_rate == 1e-3
-    assert config.optim.b1 == 0.8
-    assert config.optim.b2 == Config(steps=1).optim.b2
+    assert config.optim.optimizer.b1 == 0.8
+    assert config.optim.optimizer.b2 == Config(steps=1).optim.optimizer.b2
     assert config.seed == 6
     assert config.lora is not None
     assert config.lora.rank == 4
@@ -169,27 +170,47 @@ def test_config_is_frozen():
 
 
 def test_every_field_is_documented_and_the_table_has_its_default():
-    sources = ({"type": "jax"}, {"type": "openai", "url": "http://host", "model": "m"}, {"type": "file", "path": "."})
-    configs = [parse({"steps": 1, "lora": {}, "rollout": {"source": source}})[0].model_dump() for source in sources]
-    configs.append(parse({"steps": 1, "reference": {"source": "ema"}})[0].model_dump())
+    config = parse({"steps": 1, "lora": {}})[0].model_dump()
 
-    def lookup(config, path: str) -> list:
-        """The value at a path, or nothing where another variant of a section is chosen."""
+    def lookup(path: str):
+        """The value at a path of the default config, or nothing where another variant of a section is chosen."""
+        value = config
         for part in path.split("."):
-            if part not in config:
-                return []
-            config = config[part]
-        return [config]
+            if part not in value:
+                return None
+            value = value[part]
+        return (value,)
 
     for path, known in known_fields().items():
         assert known.doc, path
         assert known.expected, path
-        if not known.section and not known.required:
-            assert next(value for config in configs for value in lookup(config, path)) == known.default, path
+        if not known.section and not known.required and lookup(path) is not None:
+            assert lookup(path) == (known.default,), path
+
+
+def test_every_variant_has_the_defaults_of_its_own():
+    fields = variant_fields()
+    assert (fields["loss.clip_high", "ppo"].default, fields["loss.clip_high", "cispo"].default) == (0.2, 4.0)
+    assert fields["optim.optimizer.b2", "lion"].default == 0.99
+    variants = {
+        "loss": ("sapo", {"type": "sapo"}),
+        "rollout.source": ("openai", {"type": "openai", "url": "http://host", "model": "m"}),
+        "reference": ("ema", {"source": "ema"}),
+    }
+    for section, (variant, raw) in variants.items():
+        nested = raw
+        for part in reversed(section.split(".")):
+            nested = {part: nested}
+        dumped = parse({"steps": 1, **nested})[0].model_dump()
+        for part in section.split("."):
+            dumped = dumped[part]
+        for name, value in dumped.items():
+            known = fields[f"{section}.{name}", variant]
+            assert known.required or known.default == value, name
 
 
 def test_every_number_has_a_range():
-    for path, known in known_fields().items():
+    for path, known in (*known_fields().items(), *variant_fields().items()):
         if known.expected.startswith(("a number", "an integer")):
             assert ">" in known.expected, path
 

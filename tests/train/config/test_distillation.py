@@ -4,7 +4,7 @@ import pytest
 
 from tests.train.config.test_checks import build, problems
 
-DISTIL = ("loss.policy=none", "kl.loss={coef: 1.0, estimator: exact}")
+DISTIL = ("loss.type=none", "kl.loss={coef: 1.0, estimator: exact}")
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ DISTIL = ("loss.policy=none", "kl.loss={coef: 1.0, estimator: exact}")
         DISTIL,
         (*DISTIL, "kl.loss.direction=forward"),
         (*DISTIL, "rollout.samples_per_prompt=1"),
-        ("loss.policy=none", "kl.loss={coef: 1.0, estimator: k1}"),
+        ("loss.type=none", "kl.loss={coef: 1.0, estimator: k1}"),
         ("reference={source: ema, decay: 0.0}",),
         ("reference={source: step, step: 0, refresh_every: 10}",),
         ("reference.refresh_every=3",),
@@ -26,12 +26,12 @@ def test_it_is_accepted(overrides):
 @pytest.mark.parametrize(
     ("overrides", "start"),
     [
-        (("loss.policy=none",), "loss.policy: got none, so that nothing is trained on; expected a policy loss"),
+        (("loss.type=none",), "loss.type: got none, so that nothing is trained on; expected a policy loss"),
         ((*DISTIL, "kl.reward.coef=0.1"), "kl.reward.coef: got 0.1, which enters the loss by way of the advantages"),
         ((*DISTIL, "kl.advantage.coef=0.1"), "kl.advantage.coef: got 0.1, which enters the loss by way of the"),
         (
-            (*DISTIL, "advantage.estimator=gae", "loss.value_coef=0.5"),
-            "advantage.estimator: got gae, whose values and advantages loss.policy none does not use",
+            (*DISTIL, "advantage.type=gae", "loss.value_coef=0.5"),
+            "advantage.type: got gae, whose values and advantages loss.type none does not use",
         ),
         (
             ("kl.loss={coef: 0.1, estimator: k3, direction: forward}",),

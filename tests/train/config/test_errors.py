@@ -20,13 +20,13 @@ def test_every_problem_is_reported_at_once(write):
         "kl: {lss: {}, loss: {coef: 1e-3, estimator: k4}, reward: {controller: {type: adaptive, target: 0}}}\n"
         "lora: {targets: [q_proj, qproj]}\nmesh: {1: 2, tensor: 3}\ncheckpoint: 3\n"
     )
-    problems = problems_of(path, "kl.los.coef=1", "foo", "optim.eps=[", "optim.micro_batches=7")
+    problems = problems_of(path, "kl.los.coef=1", "foo", "optim.optimizer.eps=[", "optim.micro_batches=7")
     starts = [problem.partition(": ")[0] for problem in problems]
     assert starts == [
         "seed",
         "kl.los.coef",
         "'foo'",
-        "optim.eps",
+        "optim.optimizer.eps",
         "name",
         "steps",
         "temperature",
@@ -59,8 +59,8 @@ def test_every_problem_is_reported_at_once(write):
         ),
         (
             "kl.rollout={coef: 1, estimater: k2}",
-            "kl.rollout.estimater: unknown field, expected one of coef, estimator; "
-            "did you mean 'kl.rollout.estimator'?",
+            "kl.rollout.estimater: unknown field, expected one of coef, estimator, "
+            "gradient, log_ratio_clip, value_clip; did you mean 'kl.rollout.estimator'?",
         ),
         (
             "kl.los.coef=1",
@@ -73,7 +73,7 @@ def test_every_problem_is_reported_at_once(write):
         ("steps=", "steps: got null, expected an integer >= 1 and <= 1_000_000_000"),
         ("temperature=0", "temperature: got 0, expected a number > 0"),
         ("temperature=.nan", "temperature: got nan, expected a finite number > 0"),
-        ("optim.b2=1.0", "optim.b2: got 1.0, expected a number >= 0 and < 1"),
+        ("optim.optimizer.b2=1.0", "optim.optimizer.b2: got 1.0, expected a number >= 0 and < 1"),
         ("loss.dual_clip=1", "loss.dual_clip: got 1, expected a number > 1 or null"),
         (
             "model.head_dim=3",
@@ -111,12 +111,12 @@ def test_every_problem_is_reported_at_once(write):
         ("reference={source: step, step: -1}", "reference.step: got -1, expected an integer >= 0 and <= 1_000_000_000"),
         (
             "reference.step=1",
-            "reference.step: not a field when reference.source is base; change reference.source (base, step, adapter, "
-            "checkpoint, ema), or replace the section with reference={source: base}",
+            "reference.step: not a field when reference.source is base; change reference.source (step), or replace "
+            "the section with reference={source: base}",
         ),
         (
             "kl.reward.controller.type=[adaptive]",
-            "kl.reward.controller.type: got ['adaptive'], expected one of fixed, adaptive",
+            "kl.reward.controller.type: got ['adaptive'], expected one of fixed, adaptive, pi, scheduled",
         ),
         ("seed={a: 1, a: 2}", "seed: in '{a: 1, a: 2}', a: given twice, on lines 1 and 1"),
         ("seed", "'seed': got no '=', expected an override of the form key=value"),

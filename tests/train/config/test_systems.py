@@ -91,6 +91,8 @@ def test_what_is_saved_is_the_meaning() -> None:
         "gradient": "value",
         "importance_corrected": False,
         "max_ratio": None,
+        "log_ratio_clip": None,
         "value_clip": 10.0,
+        "controller": {"type": "fixed"},
     }
     assert parse(raw)[0] == config

@@ -23,7 +23,7 @@ from train.rl.reference import Reference, reference_head
 from train.rl.step import make_prepare, make_score, make_update
 from train.weights.orbax import save_base
 
-DISTIL = ("loss.policy=none", "rollout.samples_per_prompt=2")
+DISTIL = ("loss.type=none", "rollout.samples_per_prompt=2")
 WIDER = tiny.config_of("model={layers: 2, width: 24, heads: 3, kv_heads: 1, head_dim: 8, mlp_width: 40}")
 UNTIED = "model.tie_embeddings=false"
 TEACHER = Decoder(dataclasses.replace(tiny.model_of(WIDER).config, tie_embeddings=False))
@@ -67,7 +67,7 @@ def test_distillation_is_the_exact_kl_to_a_teacher_of_another_shape():
     batch = make_score(config, model, mesh)(state.trainable, None, reference, tiny.rollout_batch())
     assert batch.ref_hidden.shape == (tiny.ROWS, tiny.LENGTH, 24)
     assert batch.ref_log_probs is None, "nothing reads them"
-    batch, _, _ = make_prepare(config, mesh)(batch, state.controller)
+    batch, _, _ = make_prepare(config, mesh)(batch, state.controllers)
     assert batch.advantages is None
     head = reference_head(config, model, reference)
     for direction, name in (("reverse", "kl_reference_exact"), ("forward", "kl_reference_forward")):

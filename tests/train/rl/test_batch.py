@@ -227,9 +227,9 @@ def test_loss_gradient_and_metrics_do_not_see_padding():
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_added_rows_belong_to_no_prompt(estimator):
-    config = tiny.config_of(f"advantage.estimator={estimator}", "advantage.whiten=true")
+    config = tiny.config_of(f"advantage.type={estimator}", "advantage.whiten=true")
     batch = tiny.rollout_batch()
-    prepare, controller = make_preparation(config), tiny.kljax.fixed_kl(0.0).init()
+    prepare, controller = make_preparation(config), {}
     whole, _, _ = prepare(batch, controller)
     padded, _, _ = prepare(pad_rows(batch, 11), controller)
     chex.assert_trees_all_close(padded.advantages[: tiny.ROWS], whole.advantages, rtol=1e-6, atol=1e-6)

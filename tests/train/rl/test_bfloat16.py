@@ -30,7 +30,7 @@ COMMON = (
     "kl.rollout.coef=0.2",
     "loss.entropy_coef=0.05",
     "reference.monitor=true",
-    "optim={updates_per_batch: 2, micro_batches: 2, learning_rate: 1e-5, max_grad_norm: 1e9, b1: 0.9, b2: 0.99}",
+    "optim={updates_per_batch: 2, micro_batches: 2, learning_rate: 1e-5, max_grad_norm: 1e9, optimizer: {b2: 0.99}}",
 )
 CASES = {
     "full": COMMON,
@@ -104,7 +104,7 @@ def steps(case):
             state, before = (dataclasses.replace(x, trainable=jax.tree.map(jnp.copy, moved)) for x in (state, before))
         reference = drop_shared_base(Reference(model, kljax.Policy(base)), under)
         scored = score(state.trainable, under, reference, tiny.rollout_batch())
-        prepared, _, _ = prepare(scored, state.controller)
+        prepared, _, _ = prepare(scored, state.controllers)
         after, metrics = update(state, under, prepared, UPDATED, coefficients(config))
         return Step(scored, prepared, before, after, metrics)
 
@@ -175,10 +175,10 @@ def test_an_update_moves_weights_by_less_than_bfloat16_could(case, steps):
     trees = (step.before.trainable, step.after.trainable, moments.mu, moments.nu)
     for leaves in zip(*map(jax.tree.leaves, trees), strict=True):
         before, after, mean, square = (np.asarray(leaf, np.float64) for leaf in leaves)
-        gradient = mean / (1 - config.optim.b1)
-        np.testing.assert_allclose(square, (1 - config.optim.b2) * gradient**2, rtol=1e-5, atol=1e-30)
+        gradient = mean / (1 - config.optim.optimizer.b1)
+        np.testing.assert_allclose(square, (1 - config.optim.optimizer.b2) * gradient**2, rtol=1e-5, atol=1e-30)
         # Adam's first step has the size of the learning rate wherever there is a gradient.
-        felt = np.abs(gradient) > 1e3 * config.optim.eps
+        felt = np.abs(gradient) > 1e3 * config.optim.optimizer.eps
         np.testing.assert_allclose(
             (before - after)[felt], config.optim.learning_rate * np.sign(gradient[felt]), rtol=2e-2
         )

@@ -15,16 +15,19 @@ from kljax.aggregation import MODES
 from kljax.kl import ESTIMATORS
 from tests import oracles, tiny
 from train.config import types
-from train.rl.algorithms import ADVANTAGES, POLICY_LOSSES, make_controller
+from train.config.plan import Plan
+from train.rl.algorithms import make_controllers
 from train.rl.batch import Batch
 from train.rl.layout import Layout
-from train.rl.objective import coefficients, make_objective, make_preparation, required_fields, token_weights
+from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
 from train.rl.policy import hidden_states, stored_head, token_stats, token_values
 
 MODEL = tiny.model_of(tiny.config_of())
 HEAD = {"kernel": np.linspace(-1, 1, 16, dtype=np.float32), "bias": np.float32(0.1)}
+CLIP = ["loss.clip_low=0.2", "loss.clip_high=0.2"]
+ESTIMATED = ["grpo", "rloo", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
 EVERYTHING = (
-    "advantage.estimator=gae",
+    "advantage.type=gae",
     "loss.value_coef=0.5",
     "loss.value_clip=0.2",
     "loss.clip_high=0.28",
@@ -52,7 +55,7 @@ def batch_of() -> Batch:
 
 
 def loss_of(config, batch: Batch, with_gradient: bool = False):
-    trainable = {"params": tiny.host_params(), **({"value_head": HEAD} if config.has_value_head() else {})}
+    trainable = {"params": tiny.host_params(), **({"value_head": HEAD} if Plan.of(config).value_head else {})}
     objective = make_objective(config, MODEL)
     function = jax.value_and_grad(objective, has_aux=True) if with_gradient else objective
     result = jax.jit(function)(trainable, None, batch, coefficients(config))
@@ -77,9 +80,7 @@ def total(batch: Batch, per_token: np.ndarray) -> float:
     return per_token[np.asarray(batch.completion_mask)].mean()
 
 
-def test_every_name_of_the_schema_has_a_function():
-    assert tuple(ADVANTAGES) == get_args(types.AdvantageEstimator)
-    assert (*POLICY_LOSSES, "none") == get_args(types.PolicyLoss)
+def test_the_estimators_of_the_rollout_kl_are_those_of_the_library():
     assert set(get_args(types.RolloutEstimator)) <= set(ESTIMATORS)
 
 
@@ -131,7 +132,7 @@ def test_the_loss_is_the_sum_of_its_terms():
     assert values.keys() == {*terms, *means, "rollout_log_prob_error"}
 
 
-@pytest.mark.parametrize("term", ["kl.loss={coef: 0.2, importance_corrected: true}", "loss.policy=gspo"])
+@pytest.mark.parametrize("term", ["kl.loss={coef: 0.2, importance_corrected: true}", "loss.type=gspo"])
 def test_the_only_update_on_a_batch_needs_no_old_log_probs(term):
     """They are its own: scored before, they change neither the gradient nor what is reported."""
     config = tiny.config_of(term, "kl.rollout.coef=0.2")
@@ -218,10 +219,12 @@ def test_the_exact_kl_of_the_loss():
         make_objective(config, MODEL)(*arguments)
 
 
-@pytest.mark.parametrize("name", sorted({*get_args(types.PolicyLoss)} - {"none"}))
+@pytest.mark.parametrize("name", ["cispo", "gspo", "ppo"])
 def test_every_policy_loss(name):
-    options = {"ppo": ["loss.dual_clip=1.1"], "cispo": [], "gspo": ["loss.clip_low=0.01", "loss.clip_high=0.02"]}[name]
-    config, batch = tiny.config_of(f"loss.policy={name}", *options), batch_of()
+    options = {"ppo": ["loss.dual_clip=1.1"], "cispo": CLIP, "gspo": ["loss.clip_low=0.01", "loss.clip_high=0.02"]}[
+        name
+    ]
+    config, batch = tiny.config_of(f"loss.type={name}", *options), batch_of()
     x, log_prob, mask = numbers(batch), measured()["log_prob"], np.asarray(batch.completion_mask)
     difference, advantages = np.where(mask, log_prob - x["old_log_probs"], 0), x["advantages"]
     ratio = np.exp(difference)
@@ -251,15 +254,19 @@ def test_token_weights_are_those_of_the_config(mode):
         np.testing.assert_allclose(token_weights(config, batch), expected, rtol=1e-6)
 
 
+def controllers_of(config):
+    return {name: controller.init() for name, controller in make_controllers(config).items()}
+
+
 def prepared(config, batch: Batch):
-    return jax.jit(make_preparation(config))(batch, make_controller(config).init())
+    return jax.jit(make_preparation(config))(batch, controllers_of(config))
 
 
-@pytest.mark.parametrize("name", get_args(types.AdvantageEstimator))
+@pytest.mark.parametrize("name", ESTIMATED)
 def test_every_advantage_estimator(name):
     options = {"gae": ["loss.value_coef=1.0", "advantage.lam=0.9", "advantage.gamma=0.8"]}
     options["reinforce_plus_plus"] = ["advantage.gamma=0.8"]
-    config, batch = tiny.config_of(f"advantage.estimator={name}", *options.get(name, [])), batch_of()
+    config, batch = tiny.config_of(f"advantage.type={name}", *options.get(name, [])), batch_of()
     x, mask = numbers(batch), np.asarray(batch.completion_mask)
     lengths, rows = mask.sum(1), range(tiny.ROWS)
     rewards = np.where(lengths > 0, x["rewards"], 0).astype(float)  # a row without a token has nowhere to put one
@@ -297,7 +304,7 @@ def test_every_advantage_estimator(name):
 
 def test_whitening_is_over_the_tokens_of_the_whole_batch():
     batch = batch_of()
-    options = "advantage.estimator=rloo", "advantage.whiten=false"
+    options = "advantage.type=rloo", "advantage.whiten=false"
     plain = np.asarray(prepared(tiny.config_of(*options), batch)[0].advantages, float)
     white = prepared(tiny.config_of(options[0], "advantage.whiten=true"), batch)[0].advantages
     tokens = plain[np.asarray(batch.completion_mask)]
@@ -307,7 +314,7 @@ def test_whitening_is_over_the_tokens_of_the_whole_batch():
 
 
 REWARD_KL = (
-    "advantage.estimator=reinforce_plus_plus",
+    "advantage.type=reinforce_plus_plus",
     "kl.reward={coef: 0.2, estimator: k1, controller: {type: adaptive, target: 0.05, horizon: 40}}",
 )
 
@@ -316,7 +323,7 @@ def test_raw_kl_survives_reward_shaping_and_drives_the_controller():
     config, batch = tiny.config_of(*REWARD_KL), batch_of()
     x, mask = numbers(batch), np.asarray(batch.completion_mask)
     kl = np.where(mask, x["old_log_probs"] - x["ref_log_probs"], 0)
-    state = kljax.ControllerState(jnp.float32(0.4))
+    state = {"reward": kljax.ControllerState(jnp.float32(0.4))}
     result, _, metrics = jax.jit(make_preparation(config))(batch, state)
     np.testing.assert_allclose(metrics["kl_reward"].value(), kl.sum() / mask.sum(), rtol=1e-5)
     assert float(metrics["kl_coef"].value()) == np.float32(0.4), "the coefficient that was used, not the next one"
@@ -331,7 +338,7 @@ def test_raw_kl_survives_reward_shaping_and_drives_the_controller():
 
 
 def test_the_exact_kl_of_the_reward():
-    options = ("advantage.estimator=reinforce_plus_plus", "kl.reward={coef: 0.2, estimator: exact}")
+    options = ("advantage.type=reinforce_plus_plus", "kl.reward={coef: 0.2, estimator: exact}")
     batch = batch_of()
     mask = np.asarray(batch.completion_mask)
     kl = np.where(mask, np.random.default_rng(0).uniform(0, 0.3, mask.shape), 1e4).astype(np.float32)
@@ -365,20 +372,20 @@ def test_the_adaptive_coefficient_follows_the_formula_of_ziegler(target, error):
     config = tiny.config_of(f"kl.reward={{coef: 0.2, estimator: k1, controller: {controller}}}")
     _, after, metrics = prepared(config, batch)
     np.testing.assert_allclose(metrics["kl_reward"].value(), mean, rtol=1e-6)
-    np.testing.assert_allclose(after.coef, 0.2 * (1 + error * tiny.ROWS / 40), rtol=1e-6)
+    np.testing.assert_allclose(after["reward"].coef, 0.2 * (1 + error * tiny.ROWS / 40), rtol=1e-6)
 
 
 def test_a_fixed_coefficient_stays():
     config = tiny.config_of("kl.reward={coef: 0.2, estimator: k1}")
     _, after, metrics = prepared(config, batch_of())
-    assert float(after.coef) == float(metrics["kl_coef"].value()) == np.float32(0.2)
+    assert float(after["reward"].coef) == float(metrics["kl_coef"].value()) == np.float32(0.2)
 
 
 def test_the_centred_adjustment_sums_to_zero_over_the_rollout_batch():
     batch = batch_of()
     x, mask = numbers(batch), np.asarray(batch.completion_mask)
-    plain = prepared(tiny.config_of("advantage.estimator=rloo"), batch)[0]
-    config = tiny.config_of("advantage.estimator=rloo", "kl.advantage={coef: 0.7, estimator: k1}")
+    plain = prepared(tiny.config_of("advantage.type=rloo"), batch)[0]
+    config = tiny.config_of("advantage.type=rloo", "kl.advantage={coef: 0.7, estimator: k1}")
     shifted, _, metrics = prepared(config, batch)
     kl = x["old_log_probs"] - x["ref_log_probs"]
     mean = kl[mask].mean()
@@ -389,20 +396,24 @@ def test_the_centred_adjustment_sums_to_zero_over_the_rollout_batch():
     np.testing.assert_allclose(metrics["kl_advantage"].value(), mean, rtol=1e-5)
 
 
+def fields(config) -> list[str]:
+    return list(Plan.of(config).fields)
+
+
 def test_a_batch_needs_what_the_config_reads():
     always = ["rewards", "group_ids"]
     early = [*always, "old_log_probs"]
-    assert required_fields(tiny.config_of()) == always
-    assert required_fields(tiny.config_of("kl.rollout.coef=0.1")) == [*always, "rollout_log_probs"]
-    assert required_fields(tiny.config_of("reference.monitor=true")) == [*always, "ref_log_probs"]
+    assert fields(tiny.config_of()) == always
+    assert fields(tiny.config_of("kl.rollout.coef=0.1")) == [*always, "rollout_log_probs"]
+    assert fields(tiny.config_of("reference.monitor=true")) == [*always, "ref_log_probs"]
     exact = ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}")
-    assert required_fields(tiny.config_of(*exact)) == [*always, "ref_hidden", "ref_exact_kl"]
-    both = required_fields(tiny.config_of(*exact, "kl.advantage.coef=0.1"))
+    assert fields(tiny.config_of(*exact)) == [*always, "ref_hidden", "ref_exact_kl"]
+    both = fields(tiny.config_of(*exact, "kl.advantage.coef=0.1"))
     assert both == [*early, "ref_log_probs", "ref_hidden", "ref_exact_kl"]
-    assert required_fields(tiny.config_of("optim.epochs=2")) == early
-    assert required_fields(tiny.config_of("optim.updates_per_batch=2")) == early
-    assert required_fields(tiny.config_of("kl.reward.coef=0.1")) == [*early, "ref_log_probs"]
-    assert required_fields(tiny.config_of(*EVERYTHING)) == [*always, "rollout_log_probs", "ref_log_probs", "values"]
+    assert fields(tiny.config_of("optim.epochs=2")) == early
+    assert fields(tiny.config_of("optim.updates_per_batch=2")) == early
+    assert fields(tiny.config_of("kl.reward.coef=0.1")) == [*early, "ref_log_probs"]
+    assert fields(tiny.config_of(*EVERYTHING)) == [*always, "rollout_log_probs", "ref_log_probs", "values"]
 
 
 def test_coefficients_are_arrays():

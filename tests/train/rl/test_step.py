@@ -39,12 +39,12 @@ def ready(config, mesh, reference=REFERENCE):
     optimizer, model = make_optimizer(config.optim), tiny.model_of(config)
     state = tiny.state_of(config, optimizer, mesh)
     batch = make_score(config, model, mesh)(state.trainable, None, reference, tiny.rollout_batch())
-    batch, _, _ = make_prepare(config, mesh)(batch, state.controller)
+    batch, _, _ = make_prepare(config, mesh)(batch, state.controllers)
     return state, batch, make_update(config, model, optimizer, state, mesh)
 
 
 TERMS = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.05")
-VALUE = ("advantage.estimator=gae", "loss.value_coef=0.5")
+VALUE = ("advantage.type=gae", "loss.value_coef=0.5")
 
 
 @contextlib.contextmanager
@@ -170,7 +170,7 @@ def exact_update(config, shape, reference):
         reference = Reference(model, kljax.Policy(jax.tree.map(jax.device_put, reference, place)))
         batch = jax.device_put(tiny.rollout_batch(), batch_sharding(mesh))
         batch = make_score(config, model, mesh)(state.trainable, None, reference, batch)
-        prepared, _, _ = make_prepare(config, mesh)(batch, state.controller)
+        prepared, _, _ = make_prepare(config, mesh)(batch, state.controllers)
         update = make_update(config, model, keep_gradient(), state, mesh)
         ref_head = reference_head(config, model, reference)
         after, metrics = update(state, None, prepared, ALL_ROWS, coefficients(config), ref_head=ref_head)
@@ -272,7 +272,7 @@ def test_sharing_prompts_changes_speed_alone():
         state = tiny.state_of(config, keep_gradient())
         model, mesh = tiny.model_of(config), tiny.mesh_of()
         batch = make_score(config, model, mesh)(state.trainable, None, REFERENCE, tiny.rollout_batch())
-        batch, _, _ = make_prepare(config, mesh)(batch, state.controller)
+        batch, _, _ = make_prepare(config, mesh)(batch, state.controllers)
         update = make_update(config, model, keep_gradient(), state, mesh)
         program = update.lower(state, None, batch, ALL_ROWS, coefficients(config)).compile()
         flops[share] = program.cost_analysis()["flops"]
@@ -337,7 +337,7 @@ def optimizer_of(*overrides: str) -> optax.GradientTransformation:
 
 @pytest.mark.parametrize(("norm", "kept"), [(10.0, 2.0), (0.5, 0.5)])
 def test_gradients_are_clipped_to_the_global_norm(norm, kept):
-    optimizer = optimizer_of("optim.max_grad_norm=2.0", "optim.b1=0.9")
+    optimizer = optimizer_of("optim.max_grad_norm=2.0", "optim.optimizer.b1=0.9")
     weights = {"a": jnp.zeros(4), "b": jnp.zeros((2, 2))}
     gradient = jax.tree.map(lambda x: x + norm / 8**0.5, weights)
     _, state = optimizer.update(gradient, optimizer.init(weights), weights)
@@ -349,7 +349,7 @@ def test_gradients_are_clipped_to_the_global_norm(norm, kept):
 
 def test_the_learning_rate_rises_from_the_first_update_on_and_weights_decay():
     weights, gradient = {"w": jnp.full(3, 10.0)}, {"w": jnp.full(3, 0.1)}
-    optimizer = optimizer_of("optim.learning_rate=0.3", "optim.warmup_steps=3", "optim.weight_decay=0.01")
+    optimizer = optimizer_of("optim.learning_rate=0.3", "optim.warmup_steps=3", "optim.optimizer.weight_decay=0.01")
     state, sizes = optimizer.init(weights), []
     for _ in range(5):
         change, state = optimizer.update(gradient, state, weights)
@@ -362,7 +362,7 @@ def test_the_learning_rate_rises_from_the_first_update_on_and_weights_decay():
 def test_the_learning_rate_falls_to_a_tenth_and_stays_there(warmup):
     weights, gradient = {"w": jnp.full(3, 10.0)}, {"w": jnp.full(3, 0.1)}
     optimizer = optimizer_of(
-        "optim.learning_rate=0.3", f"optim.warmup_steps={warmup}", "optim.decay_steps=3", "optim.weight_decay=0.0"
+        "optim.learning_rate=0.3", f"optim.warmup_steps={warmup}", "optim.schedule={type: linear, decay_steps: 3}"
     )
     state, sizes = optimizer.init(weights), []
     for _ in range(warmup + 6):

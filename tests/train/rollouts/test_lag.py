@@ -37,7 +37,7 @@ def test_the_policy_that_samples_is_so_many_updates_old(lag):
 
 
 def test_the_ring_leaves_the_value_head_out():
-    config = tiny.config_of("advantage.estimator=gae", "loss.value_coef=0.5", "rollout.policy_lag=2")
+    config = tiny.config_of("advantage.type=gae", "loss.value_coef=0.5", "rollout.policy_lag=2")
     past = tiny.state_of(config, optax.identity()).past
     assert [set(weights) for weights in past] == [{"params"}] * 2
 

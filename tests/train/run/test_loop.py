@@ -68,7 +68,7 @@ def test_three_steps_compile_nothing_twice_and_carry_the_state_on():
         coefs.append(coef)
         coef *= 1 + np.clip(values["kl_reward"] / 0.1 - 1, -0.2, 0.2) * tiny.ROWS / 100
     np.testing.assert_allclose([values["kl_coef"] for values in metrics], coefs, rtol=1e-5)
-    np.testing.assert_allclose(state.controller.coef, coef, rtol=1e-5)
+    np.testing.assert_allclose(state.controllers["reward"].coef, coef, rtol=1e-5)
 
 
 def test_sums_are_divided_on_the_host():

@@ -23,6 +23,7 @@ from train.weights.abandoned_reads import quiet_abandoned_reads
 from train.weights.orbax import Checkpoints, abstract, restore_base, save_base
 
 SECTION = Checkpoint(every=1, keep=2)
+CONTROLLERS = {"reward": kljax.fixed_kl(0.1), "loss": kljax.pi_kl(0.1, target=0.1, kp=0.1, ki=0.1)}
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +38,9 @@ def _quiet():
 def state_of(step: int, width: int = 4, **more) -> TrainState:
     """A small state that a step number tells from every other, large enough to have a data file of its own."""
     trainable = {"params": {"w": jnp.arange(width * 300.0).reshape(width, 300) + step, "b": jnp.full(width, step / 3)}}
-    state = initial_state(trainable | more, optax.adamw(1e-3), kljax.fixed_kl(0.1), replicated(tiny.mesh_of()))
+    state = initial_state(trainable | more, optax.adamw(1e-3), CONTROLLERS, replicated(tiny.mesh_of()))
     return jax.device_put(
-        TrainState(jnp.int32(step), state.trainable, state.opt_state, state.controller), replicated(tiny.mesh_of())
+        TrainState(jnp.int32(step), state.trainable, state.opt_state, state.controllers), replicated(tiny.mesh_of())
     )
 
 
@@ -236,3 +237,13 @@ def test_a_reference_that_moves_is_an_item_of_its_own(tmp_path):
     restored = fresh.restore_last(like)
     fresh.close()
     chex.assert_trees_all_equal(restored, plain)
+
+
+def test_a_state_without_a_controller_comes_back(tmp_path):
+    checkpoints = opened(tmp_path)
+    state = dataclasses.replace(state_of(1), controllers={})
+    checkpoints.save(state, 1)
+    restored = checkpoints.restore_last(dataclasses.replace(state_of(9), controllers={}))
+    checkpoints.close()
+    assert restored.controllers == {}
+    chex.assert_trees_all_equal(restored, state)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from train.config.checks import data, kl, layout, loss, reference, rollout
 from train.config.checks.problem import Problem
+from train.config.plan import Plan
 from train.config.schema import Config
 
 CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
@@ -18,6 +19,9 @@ CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
 
 def cross_field_problems(config: Config) -> list[Problem]:
     """Lists the problems of a combination of fields that are each valid."""
+    unreadable = list(loss.user_functions(config))
+    if unreadable:  # without their signatures nothing can be said about arrays and passes
+        return unreadable
     return [problem for check in CHECKS for problem in check(config)]
 
 
@@ -34,7 +38,8 @@ def cross_field_warnings(config: Config) -> list[str]:
         for path, coef, estimator in terms
         if coef > 0 and estimator == "none"
     ]
-    if config.exact_reward() and not config.exact_loss():
+    plan = Plan.of(config)
+    if plan.exact_reward and not plan.exact_loss:
         found.append(
             "kl.reward.estimator: exact charges a token for the KL at later prefixes alone: that at its own does not "
             "depend on the token; kl.loss.estimator=exact with the same coefficient adds it"

@@ -1,8 +1,10 @@
-"""The four places of KL."""
+"""The four placements of KL."""
 
 from collections.abc import Iterator
 
 from train.config.checks.problem import Problem, problem
+from train.config.kl import DEFAULT_CONTROLLER
+from train.config.plan import is_on
 from train.config.schema import Config
 
 
@@ -35,6 +37,10 @@ def _exact(config: Config) -> Iterator[Problem]:
             wrong.append(("loss.gradient", loss.gradient, "is differentiated itself; expected value, or leave it out"))
         if loss.importance_corrected:
             wrong.append(("loss.importance_corrected", "true", "is no mean over drawn tokens; expected false"))
+        if loss.log_ratio_clip is not None:
+            wrong.append(
+                ("loss.log_ratio_clip", loss.log_ratio_clip, "has no outliers of a sample to bound; expected null")
+            )
         if loss.value_clip is not None:
             wrong.append(("loss.value_clip", loss.value_clip, "has no outliers of a sample to bound; expected null"))
     if reward.estimator == "exact" and reward.value_clip is not None:
@@ -56,12 +62,28 @@ def _direction(config: Config) -> Iterator[Problem]:
 
 
 def _controller(config: Config) -> Iterator[Problem]:
-    if config.kl.reward.controller.type == "adaptive" and config.kl.reward.coef == 0:
-        yield problem(
-            "got 0 with the adaptive controller, which multiplies it and so never moves it; expected a number > 0",
-            "kl.reward.coef",
-            "kl.reward.controller",
-        )
+    for name in ("reward", "loss", "advantage"):
+        term = getattr(config.kl, name)
+        if term.coef == 0 and term.controller.type != DEFAULT_CONTROLLER.type and not is_on(term):
+            yield problem(
+                f"got 0 with the {term.controller.type} controller, which multiplies it and so never moves it; "
+                "expected a number > 0",
+                f"kl.{name}.coef",
+                f"kl.{name}.controller",
+            )
 
 
-CHECKS = (_kl_loss, _exact, _direction, _controller)
+def _controller_bounds(config: Config) -> Iterator[Problem]:
+    for name in ("reward", "loss", "advantage"):
+        term = getattr(config.kl, name)
+        lowest, highest = getattr(term.controller, "min_coef", 0.0), getattr(term.controller, "max_coef", None)
+        if not lowest <= term.coef <= (term.coef if highest is None else highest):
+            bounds = f">= {lowest:g}" if highest is None else f"{lowest:g} to {highest:g}"
+            yield problem(
+                f"got {term.coef:g}, but the bounds of its controller are {bounds}",
+                f"kl.{name}.coef",
+                f"kl.{name}.controller",
+            )
+
+
+CHECKS = (_kl_loss, _exact, _direction, _controller, _controller_bounds)

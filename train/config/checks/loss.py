@@ -1,40 +1,72 @@
 """Advantages and the loss."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from train.config.checks.problem import Problem, problem
+from train.config.loss import UserAdvantage, UserLoss
+from train.config.messages import did_you_mean
+from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, advantage_signature, array_name
 from train.config.schema import Config
+from train.config.signatures import read_signature
+from train.config.types import Table
 
-GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+
+def user_functions(config: Config) -> Iterator[Problem]:
+    """Checks the functions of the user from their source: that they exist, their arrays and their arguments."""
+    if isinstance(config.loss, UserLoss):
+        yield from _user_function("loss", config.loss.function, config.loss.arguments, LOSS_ARRAYS)
+    if isinstance(config.advantage, UserAdvantage):
+        yield from _user_function("advantage", config.advantage.function, config.advantage.arguments, ADVANTAGE_ARRAYS)
+
+
+def _user_function(
+    section: str, target: str, arguments: Mapping[str, object] | Table, available: Mapping[str, str]
+) -> Iterator[Problem]:
+    try:
+        signature = read_signature(target)
+    except LookupError as error:
+        yield problem(f"got {target!r}, but {error.args[0]}", f"{section}.function")
+        return
+    options = {p.name for p in signature.parameters if array_name(p) not in available}
+    for name in arguments:
+        if name not in options:
+            expected = f"expected some of {', '.join(sorted(options))}" if options else "it takes no arguments"
+            hint = did_you_mean(name, options)
+            yield problem(f"{target} has no argument {name!r}, {expected}{hint}", f"{section}.arguments")
+    for parameter in signature.parameters:
+        if not parameter.required or parameter.name in arguments or array_name(parameter) in available:
+            continue
+        if parameter.keyword or parameter.type is not None:
+            text = f"{target} needs the argument {parameter.name!r}; set {section}.arguments={{{parameter.name}: ...}}"
+            yield problem(text, f"{section}.arguments")
+        else:
+            hint = did_you_mean(parameter.name, available)
+            listed = ", ".join(available)
+            text = f"{target} reads the array {parameter.name!r}, which does not exist; available: {listed}{hint}"
+            yield problem(text, f"{section}.function")
 
 
 def _value_head(config: Config) -> Iterator[Problem]:
-    loss, estimator = config.loss, config.advantage.estimator
-    if config.has_value_head() and loss.value_coef == 0:
+    loss, estimator, trained = config.loss, config.advantage.type, Plan.of(config).value_head
+    if trained and loss.value_coef == 0:
         yield problem(
-            "got 0, but advantage.estimator gae learns a value head; expected a number > 0 such as 0.5",
+            f"got 0, but advantage.type {estimator} learns a value head; expected a number > 0 such as 0.5",
             "loss.value_coef",
-            "advantage.estimator",
+            "advantage.type",
         )
-    if not config.has_value_head():
+    if not trained and "values" not in advantage_signature(config):
         for name, value in (("value_coef", loss.value_coef or None), ("value_clip", loss.value_clip)):
             if value is not None:
                 off = "0.0" if name == "value_coef" else "null"
                 yield problem(
-                    f"got {value}, but advantage.estimator {estimator} has no value head; set it to {off} or use gae",
+                    f"got {value}, but advantage.type {estimator} has no value head; set it to {off} or use gae",
                     f"loss.{name}",
-                    "advantage.estimator",
+                    "advantage.type",
                 )
 
 
-def _policy_loss(config: Config) -> Iterator[Problem]:
+def _reduction(config: Config) -> Iterator[Problem]:
     loss = config.loss
-    if loss.dual_clip is not None and loss.policy != "ppo":
-        yield problem(
-            f"got {loss.dual_clip}, but only loss.policy ppo has it, not {loss.policy}; set it to null",
-            "loss.dual_clip",
-            "loss.policy",
-        )
     constant = loss.aggregation == "seq_mean_token_sum_norm"
     if constant and loss.max_length is None:
         yield problem(
@@ -51,16 +83,16 @@ def _policy_loss(config: Config) -> Iterator[Problem]:
         )
 
 
-def _no_policy_loss(config: Config) -> Iterator[Problem]:
-    """Without a policy loss nothing reads advantages, nor what enters the loss by way of them."""
-    if config.loss.policy != "none":
+def _no_advantages(config: Config) -> Iterator[Problem]:
+    """Checks what enters the loss by way of the advantages, if the loss reads none."""
+    plan, kl, chosen = Plan.of(config), config.kl, config.loss.type
+    if plan.advantage is not None:
         return
-    kl = config.kl
-    if not (kl.loss.coef or kl.rollout.coef or config.loss.entropy_coef):
+    if plan.loss is None and not (kl.loss.coef or kl.rollout.coef or config.loss.entropy_coef):
         yield problem(
             "got none, so that nothing is trained on; expected a policy loss, or a term of the loss such as "
             "kl.loss.coef=1 (distillation: with kl.loss.estimator=exact)",
-            "loss.policy",
+            "loss.type",
             "kl.loss.coef",
             "kl.rollout.coef",
             "loss.entropy_coef",
@@ -68,27 +100,40 @@ def _no_policy_loss(config: Config) -> Iterator[Problem]:
     for name, coef in (("reward", kl.reward.coef), ("advantage", kl.advantage.coef)):
         if coef > 0:
             yield problem(
-                f"got {coef}, which enters the loss by way of the advantages, but loss.policy none uses none; expected "
-                "0, or kl.loss.coef",
+                f"got {coef}, which enters the loss by way of the advantages, but loss.type {chosen} uses none; "
+                "expected 0, or kl.loss.coef",
                 f"kl.{name}.coef",
-                "loss.policy",
+                "loss.type",
             )
-    if config.has_value_head():
+    if "values" in advantage_signature(config):
         yield problem(
-            "got gae, whose values and advantages loss.policy none does not use; expected another estimator",
-            "advantage.estimator",
-            "loss.policy",
+            f"got {config.advantage.type}, whose values and advantages loss.type {chosen} does not use; expected "
+            "another estimator",
+            "advantage.type",
+            "loss.type",
         )
 
 
 def _groups(config: Config) -> Iterator[Problem]:
-    estimator, samples = config.advantage.estimator, config.rollout.samples_per_prompt
-    if estimator in GROUP_ESTIMATORS and samples < 2 and config.loss.policy != "none":
+    advantage, samples = Plan.of(config).advantage, config.rollout.samples_per_prompt
+    if advantage is not None and "group_ids" in advantage and samples < 2:
         yield problem(
-            f"got {samples}, but advantage.estimator {estimator} compares the completions of a prompt; expected >= 2",
+            f"got {samples}, but advantage.type {config.advantage.type} compares the completions of a prompt; "
+            "expected >= 2",
             "rollout.samples_per_prompt",
-            "advantage.estimator",
+            "advantage.type",
         )
 
 
-CHECKS = (_value_head, _policy_loss, _no_policy_loss, _groups)
+def _whole_update(config: Config) -> Iterator[Problem]:
+    parts = config.optim.micro_batches
+    if Plan.of(config).whole_update and parts > 1:
+        yield problem(
+            f"got {parts}, but loss.type {config.loss.type} compares all tokens of an update; expected 1, with "
+            "optim.updates_per_batch for smaller updates",
+            "optim.micro_batches",
+            "loss.type",
+        )
+
+
+CHECKS = (_value_head, _reduction, _no_advantages, _groups, _whole_update)

@@ -12,8 +12,8 @@ import numpy as np
 
 import kljax
 from train.config.errors import UserError
+from train.config.plan import Plan
 from train.config.rollout import FileSource as FileSourceConfig
-from train.rl.objective import required_fields
 from train.rollouts.context import RunContext
 from train.rollouts.padding import pad_rows
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
@@ -153,7 +153,7 @@ class FileSource:
         if scan.too_long:
             total = scan.too_long + len(scan.groups)
             _LOG.warning("%d of %d groups are longer than %s and are left out", scan.too_long, total, limits)
-        if not scan.log_probs and "rollout_log_probs" in required_fields(self._context.config):
+        if not scan.log_probs and Plan.of(self._context.config).rollout_log_probs:
             raise UserError(
                 f"rollout.source.path: {self._path} has no log_probs, which this config needs (kl.rollout, or a ratio "
                 "to the policy that sampled)"

@@ -1,0 +1,101 @@
+"""Signatures that are read from source: equal to those of the imported functions, and without an import."""
+
+import inspect
+import subprocess
+import sys
+from typing import Literal, Optional, get_args
+
+import optax
+import optax.contrib
+import optax.schedules
+import pytest
+
+import kljax
+from train.config.algorithms import ADVANTAGES, CONTROLLERS, KL_SCHEDULES, LOSSES, OPTIMIZERS
+from train.config.signatures import REQUIRED, read_signature
+from train.rl.algorithms import load_function
+
+TARGETS = [target for table in (LOSSES, ADVANTAGES, CONTROLLERS, KL_SCHEDULES, OPTIMIZERS) for target in table.values()]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_source_says_what_the_function_says(target: str) -> None:
+    function, read = load_function(target), read_signature(target)
+    real = inspect.signature(function).parameters
+    assert [p.name for p in read.parameters] == list(real)
+    for parameter in read.parameters:
+        expected = real[parameter.name]
+        assert parameter.keyword == (expected.kind is expected.KEYWORD_ONLY), parameter.name
+        if parameter.type is not None:
+            assert parameter.default == expected.default or parameter.default is expected.default is REQUIRED
+            assert parameter.doc, parameter.name
+    assert read.doc == (inspect.getdoc(function) or "").partition("\n")[0].strip()
+
+
+def test_types_are_those_of_a_config() -> None:
+    ppo = {p.name: p for p in read_signature("kljax:ppo_clip_loss").parameters}
+    assert ppo["clip_low"].type is float
+    assert ppo["dual_clip"].type == Optional[float]  # noqa: UP045
+    assert ppo["level"].type == kljax.typing.SurrogateLevel
+    assert ppo["log_probs"].type is None
+    assert ppo["log_probs"].shape == "*b T"
+    assert ppo["log_probs"].required
+    assert {p.name: p.type for p in read_signature("kljax:grpo_advantages").parameters}["ddof"] is int
+    assert {p.name: p.type for p in read_signature("kljax:dppo_loss").parameters}["symmetric"] is bool
+    muon = {p.name: p.type for p in read_signature("optax.contrib:muon").parameters}
+    assert (muon["beta"], muon["ns_steps"], muon["ns_coeffs"]) == (float, int, None)
+    assert "frobenius" in get_args(muon["preconditioning"])
+
+
+def test_a_function_of_the_user_is_read_through_its_imports(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "mine_for_signatures"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .deep import shout as loss\nraise RuntimeError('imported')\n")
+    (package / "deep.py").write_text(
+        "from typing import Literal\nimport jax\nfrom .names import Mode\n\n"
+        "def shout(log_probs: jax.Array, mask, scale: float = 2, *, mode: Mode = 'a', other: Literal['x'] = 'x'):\n"
+        '    """Shouts.\n\n    Args:\n      scale: how\n        loud.\n    """\n'
+    )
+    (package / "names.py").write_text("from typing import Literal\nMode = Literal['a', 'b']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    signature = read_signature("mine_for_signatures:loss")
+    assert signature.doc == "Shouts."
+    found = {p.name: (p.type, p.default, p.keyword) for p in signature.parameters}
+    assert found["log_probs"] == (None, REQUIRED, False)
+    assert found["scale"][1:] == (2, False)
+    assert found["mode"] == (Literal["a", "b"], "a", True)
+    assert next(p.doc for p in signature.parameters if p.name == "scale") == "how loud."
+    assert [p.name for p in read_signature(f"{package / 'deep.py'}:shout").parameters] == list(found)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("no_such_module_at_all:f", "there is no module 'no_such_module_at_all'"),
+        ("kljax.nowhere:f", "there is no module 'kljax.nowhere'"),
+        ("kljax:no_loss", "kljax has no function 'no_loss'"),
+        ("kljax:Tile", "has no function 'Tile'"),
+        ("no/such/file.py:f", "cannot read no/such/file.py: No such file or directory"),
+    ],
+)
+def test_a_target_that_does_not_exist_is_named(target: str, reason: str) -> None:
+    with pytest.raises(LookupError, match=reason):
+        read_signature(target)
+
+
+def test_source_that_does_not_parse_is_named(tmp_path) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text("def f(:\n")
+    with pytest.raises(LookupError, match=r"bad\.py, line 1: invalid syntax"):
+        read_signature(f"{path}:f")
+
+
+def test_nothing_is_imported() -> None:
+    code = "import sys, train.config.schema; print(sorted({'jax', 'kljax', 'optax', 'numpy'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_imported_modules_are_those_of_the_tables() -> None:
+    assert optax.contrib.muon is load_function(OPTIMIZERS["muon"])
+    assert optax.schedules.cosine_decay_schedule is load_function(KL_SCHEDULES["cosine"])

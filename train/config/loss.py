@@ -1,0 +1,91 @@
+"""The policy loss and the advantage estimator: a section for each name, with the parameters of its function."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from train.config.algorithms import ADVANTAGES, LOSSES, Algorithm, make_union, make_variant
+from train.config.types import (
+    Aggregation,
+    Arguments,
+    Count,
+    EmptyRows,
+    FunctionName,
+    NonNegative,
+    Positive,
+    Table,
+)
+
+
+class Loss(Algorithm):
+    """The policy loss, and the fields that every one has: its reduction, the entropy bonus, the value term."""
+
+    type: str
+    """Policy loss; `none`: no policy loss; `module:function`: yours; `system/name`, as `verl/cispo`: what it means."""
+    aggregation: Aggregation = "token_mean"
+    """Reduction of the per-token losses."""
+    max_length: Count | None = None
+    """seq_mean_token_sum_norm: the constant length that divides each sum."""
+    empty_rows: EmptyRows = "drop"
+    """Whether a row without tokens counts in a mean over sequences."""
+    entropy_coef: NonNegative = 0.0
+    """Coefficient of the entropy bonus."""
+    value_coef: NonNegative = 0.0
+    """Coefficient of the value loss, if the advantage estimator reads values."""
+    value_clip: Positive | None = None
+    """Clip of a value's distance from the old value; null: none."""
+
+
+class NoLoss(Loss):
+    type: Literal["none"]
+
+
+class Advantage(Algorithm):
+    """The advantage estimator, and the steps after it."""
+
+    type: str
+    """Advantage estimator; `module:function`: yours; `system/name`, as `verl/grpo`: what the name means there."""
+    whiten: bool = False
+    """Whiten the advantages over the whole batch."""
+
+
+class UserLoss(Loss):
+    type: Literal["custom"]
+    function: FunctionName
+    """custom: your function, `module:function` or `path/to/file.py:function`, imported when the run starts."""
+    arguments: Arguments = Table()
+    """custom: its keyword arguments."""
+
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments as they are given."""
+        return dict(self.arguments)
+
+
+class UserAdvantage(Advantage):
+    type: Literal["custom"]
+    function: FunctionName
+    """custom: your function, `module:function` or `path/to/file.py:function`, imported when the run starts."""
+    arguments: Arguments = Table()
+    """custom: its keyword arguments."""
+
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments as they are given."""
+        return dict(self.arguments)
+
+
+LOSS_VARIANTS: list[type[Any]] = [
+    *(make_variant(Loss, name, target) for name, target in LOSSES.items()),
+    NoLoss,
+    UserLoss,
+]
+ADVANTAGE_VARIANTS: list[type[Any]] = [
+    *(make_variant(Advantage, name, target) for name, target in ADVANTAGES.items()),
+    UserAdvantage,
+]
+DEFAULT_LOSS: Loss = LOSS_VARIANTS[0](type="ppo")
+DEFAULT_ADVANTAGE: Advantage = ADVANTAGE_VARIANTS[0](type="grpo")
+
+if TYPE_CHECKING:
+    LossSection = Loss
+    AdvantageSection = Advantage
+else:
+    LossSection = make_union(LOSS_VARIANTS, "ppo")
+    AdvantageSection = make_union(ADVANTAGE_VARIANTS, "grpo")

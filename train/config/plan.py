@@ -1,0 +1,191 @@
+"""What a config needs, derived once from its coefficients and from the signatures of the functions that it chooses."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from train.config.algorithms import ADVANTAGES, LOSSES
+from train.config.kl import DEFAULT_CONTROLLER, AdvantageKL, LossKL, RewardKL
+from train.config.loss import UserAdvantage, UserLoss
+from train.config.schema import Config
+from train.config.signatures import Parameter, Signature, read_signature
+
+COMPUTED = ""
+"""Stands for an array that is computed where it is read, from fields that every batch has."""
+LOSS_ARRAYS: Mapping[str, str] = {
+    "log_probs": COMPUTED,
+    "mask": COMPUTED,
+    "entropies": COMPUTED,
+    "key": COMPUTED,
+    "old_log_probs": COMPUTED,
+    "advantages": COMPUTED,
+    "rewards": "rewards",
+    "group_ids": "group_ids",
+    "rollout_log_probs": "rollout_log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "teacher_log_probs": "ref_log_probs",
+}
+"""The arrays that a policy loss can name, and the field of the batch that each comes from."""
+ADVANTAGE_ARRAYS: Mapping[str, str] = {
+    "mask": COMPUTED,
+    "rewards": "rewards",
+    "token_rewards": "rewards",
+    "group_ids": "group_ids",
+    "log_probs": "old_log_probs",
+    "old_log_probs": "old_log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "teacher_log_probs": "ref_log_probs",
+    "values": "values",
+    "sum_squared_probs": "sum_squared_probs",
+}
+"""The arrays that an advantage estimator can name, and the field of the batch that each comes from."""
+FROM_ZERO = ("pi", "scheduled")
+"""Controllers whose coefficient can leave 0."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The passes, fields and terms that a config needs. Steps, objective and loop read it; it is made once.
+
+    Attributes:
+      loss: the signature of the policy loss; None without one.
+      advantage: the signature of the estimator; None where the loss reads no advantages.
+      controllers: the placements of the KL whose coefficient is in use: "reward", "loss", "advantage".
+      moving: the placements whose coefficient changes during the run.
+      reference: whether a term or a metric reads the reference.
+      ref_log_probs: whether one reads its log-probs of the sampled tokens; the exact KL does not.
+      exact_loss: whether the loss has the exact KL, which reads the hidden states of the reference.
+      exact_reward: whether the reward has the exact KL.
+      shares_head: whether policy and reference share the LM head, which is then frozen.
+      old_log_probs: whether old log-probs take a pass. With one update per batch they are those of that update, unless
+        an earlier step reads them.
+      rollout_log_probs: whether one reads the log-probs of the sampler.
+      value_head: whether a value head is trained.
+      sum_squared_probs: whether the sums of the squared probabilities are read.
+      entropies: whether the loss differentiates entropies.
+      key: whether the loss draws random numbers.
+      whole_update: whether the loss compares all tokens of an update, which then cannot be split.
+    """
+
+    loss: Signature | None
+    advantage: Signature | None
+    controllers: tuple[str, ...]
+    moving: tuple[str, ...]
+    reference: bool
+    ref_log_probs: bool
+    exact_loss: bool
+    exact_reward: bool
+    shares_head: bool
+    old_log_probs: bool
+    rollout_log_probs: bool
+    value_head: bool
+    sum_squared_probs: bool
+    entropies: bool
+    key: bool
+    whole_update: bool
+
+    @staticmethod
+    def of(config: Config) -> "Plan":
+        """Derives the plan of a config.
+
+        Raises:
+          LookupError: the function of the user cannot be found.
+        """
+        return _plan(config)
+
+    @property
+    def steers_loss(self) -> bool:
+        """Whether the coefficient of the KL in the loss follows the KL, or a schedule, from step to step."""
+        return "loss" in self.moving
+
+    @property
+    def scores_policy(self) -> bool:
+        """Whether the policy is scored before the first update of a batch."""
+        return self.old_log_probs or self.exact_reward or self.value_head or self.sum_squared_probs
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The optional fields of the batch that the objective reads; some are scored, a rollout brings the others."""
+        needs = {
+            "rewards": True,
+            "group_ids": True,
+            "old_log_probs": self.old_log_probs,
+            "rollout_log_probs": self.rollout_log_probs,
+            "ref_log_probs": self.ref_log_probs,
+            "ref_hidden": self.exact_loss,
+            "ref_exact_kl": self.exact_reward,
+            "values": self.value_head,
+            "sum_squared_probs": self.sum_squared_probs,
+        }
+        return tuple(name for name, needed in needs.items() if needed)
+
+
+def array_name(parameter: Parameter) -> str:
+    """Returns the name of the array that a parameter takes: `rewards` of the shape `[B, T]` are `token_rewards`."""
+    per_token = parameter.name == "rewards" and parameter.shape.endswith("T")
+    return "token_rewards" if per_token else parameter.name
+
+
+def arrays_of(signature: Signature, available: Mapping[str, str]) -> dict[str, str]:
+    """Lists the arrays that a function reads, by parameter; keyword arrays that are not available are left out."""
+    return {
+        parameter.name: array_name(parameter)
+        for parameter in signature.parameters
+        if array_name(parameter) in available and (parameter.type is None or not parameter.keyword)
+    }
+
+
+def loss_signature(config: Config) -> Signature | None:
+    """Returns the signature of the policy loss, or None for `none`."""
+    loss = config.loss
+    target = loss.function if isinstance(loss, UserLoss) else LOSSES.get(loss.type)
+    return None if target is None else read_signature(target)
+
+
+def advantage_signature(config: Config) -> Signature:
+    """Returns the signature of the advantage estimator, whether the loss reads advantages or not."""
+    section = config.advantage
+    return read_signature(section.function if isinstance(section, UserAdvantage) else ADVANTAGES[section.type])
+
+
+def is_on(term: RewardKL | LossKL | AdvantageKL) -> bool:
+    """Whether a term of the KL is part of the objective: its coefficient is above 0, or can come there."""
+    return term.coef > 0 or term.controller.type in FROM_ZERO
+
+
+@lru_cache(maxsize=256)
+def _plan(config: Config) -> Plan:
+    loss = loss_signature(config)
+    advantage = advantage_signature(config) if loss is not None and "advantages" in loss else None
+    terms: dict[str, RewardKL | LossKL | AdvantageKL] = {
+        "reward": config.kl.reward,
+        "loss": config.kl.loss,
+        "advantage": config.kl.advantage,
+    }
+    on = {name: term.estimator for name, term in terms.items() if is_on(term)}
+    read = set(arrays_of(loss, LOSS_ARRAYS).values()) if loss is not None else set()
+    fields = {LOSS_ARRAYS[name] for name in read}
+    if advantage is not None:
+        fields |= {ADVANTAGE_ARRAYS[name] for name in arrays_of(advantage, ADVANTAGE_ARRAYS).values()}
+    sampled = {name for name, estimator in on.items() if estimator != "exact"}
+    several = config.optim.updates_per_batch * config.optim.epochs > 1
+    ref_log_probs = config.reference.monitor or bool(sampled) or "ref_log_probs" in fields
+    return Plan(
+        loss=loss,
+        advantage=advantage,
+        controllers=tuple(on),
+        moving=tuple(name for name in on if terms[name].controller.type != DEFAULT_CONTROLLER.type),
+        reference=ref_log_probs or bool(on),
+        ref_log_probs=ref_log_probs,
+        exact_loss=on.get("loss") == "exact",
+        exact_reward=on.get("reward") == "exact",
+        shares_head=config.lora is not None and config.reference.source != "checkpoint",
+        old_log_probs=several or bool(sampled & {"reward", "advantage"}) or "old_log_probs" in fields,
+        rollout_log_probs=config.kl.rollout.coef > 0 or "rollout_log_probs" in fields,
+        value_head="values" in fields,
+        sum_squared_probs="sum_squared_probs" in fields,
+        entropies=config.loss.entropy_coef > 0 or "entropies" in read,
+        key="key" in read,
+        whole_update=loss is not None and "axis_name" in loss,
+    )
