@@ -302,7 +302,16 @@ def shift_right(values: Shaped[ArrayLike, "*b T"], fill: Scalar = 0) -> Shaped[A
 
 
 def highest(scores: Array, candidates: Array, number: Array) -> Array:
-    """Which candidates have the `number` highest scores of all; of equal ones the earlier. `number` may be traced."""
+    """Chooses the candidates that have the highest scores of the whole array.
+
+    Args:
+      scores: numbers of any shape.
+      candidates: same shape, boolean.
+      number: how many to choose; may be traced.
+
+    Returns:
+      Booleans in the shape of `scores`, a subset of the candidates; of equal scores the earlier is chosen.
+    """
     flat = jnp.where(candidates, -scores, jnp.inf).ravel()
     order = jnp.argsort(flat, stable=True)
     rank = jnp.zeros(flat.shape, jnp.int32).at[order].set(jnp.arange(flat.size, dtype=jnp.int32))

@@ -5,7 +5,11 @@ row holds several: the consecutive positions that share an id are a segment, and
 belongs to none, such as padding. A statistic has the shape `[..., S]`, one number per sequence: `S = 1` without
 segments, otherwise `num_segments`, by default `T`. `to_tokens` gives every token the number of its sequence.
 
-Masked positions are selected away with `where`. Masks are boolean.
+Masked positions are selected away with `where`. The functions here take the same arguments:
+
+- values: `[..., T]` values per token, of any float type; a mask: same shape, boolean, from `check_segments`.
+- segment_ids: same shape, from `check_segments`.
+- num_segments: the static number `S` of segments of a row, more than every id; None takes `T`.
 """
 
 from collections.abc import Callable
@@ -19,10 +23,19 @@ from kljax._typing import Array, ArrayLike
 
 
 def check_segments(segment_ids: ArrayLike | None, mask: ArrayLike) -> tuple[Array, Array | None]:
-    """Returns the mask as booleans, False outside of every segment, and the ids, None if there are none.
+    """Checks the ids that a caller gives, once for every function of this module.
 
-    Raises `TypeError` for ids that are not integers, and `ValueError` unless they have the shape of the mask, lie below
-    T and are each given to one run of positions. Under jit only the shape is known.
+    Args:
+      segment_ids: `[..., T]` integers, as above; None takes each row as one sequence.
+      mask: same shape, boolean.
+
+    Returns:
+      The mask as booleans, False outside of every segment, and the ids as an array, or None.
+
+    Raises:
+      ValueError: unless the ids have the shape of the mask, lie below T and are each given to one run of positions.
+        Under jit only the shape is known.
+      TypeError: for ids that are not integers, or a mask of floats.
     """
     mask = check_mask(mask)
     if segment_ids is None:
@@ -43,20 +56,32 @@ def row_sum(
     segment_ids: Array | None = None,
     num_segments: int | None = None,
 ) -> Array:
-    """Sums over the unmasked tokens of each sequence: `[..., S]`, float32 or float64."""
+    """Sums over the unmasked tokens of each sequence.
+
+    Returns:
+      `[..., S]`, float32 or float64; 0 without an unmasked token. A mask of None sums over all tokens.
+    """
     (values,) = as_float(values)
     return _add(values if mask is None else jnp.where(mask, values, 0), segment_ids, num_segments)
 
 
 def row_count(mask: Array, *, segment_ids: Array | None = None, num_segments: int | None = None) -> Array:
-    """Counts the unmasked tokens of each sequence: `[..., S]` integers."""
+    """Counts the unmasked tokens of each sequence.
+
+    Returns:
+      `[..., S]` integers.
+    """
     if segment_ids is None:
         return mask.sum(-1, keepdims=True)
     return _add(mask.astype(int), segment_ids, num_segments)
 
 
 def row_any(mask: Array, *, segment_ids: Array | None = None, num_segments: int | None = None) -> Array:
-    """Whether a sequence has an unmasked token: `[..., S]` booleans."""
+    """Tells which sequences have an unmasked token.
+
+    Returns:
+      `[..., S]` booleans.
+    """
     if segment_ids is None:
         return mask.any(-1, keepdims=True)
     return row_count(mask, segment_ids=segment_ids, num_segments=num_segments) > 0
@@ -69,7 +94,11 @@ def row_mean(
     segment_ids: Array | None = None,
     num_segments: int | None = None,
 ) -> Array:
-    """Means over the unmasked tokens of each sequence: `[..., S]`, float32 or float64; 0 without an unmasked token."""
+    """Averages over the unmasked tokens of each sequence.
+
+    Returns:
+      `[..., S]`, float32 or float64; 0 without an unmasked token.
+    """
     total = row_sum(values, mask, segment_ids=segment_ids, num_segments=num_segments)
     count = row_count(mask, segment_ids=segment_ids, num_segments=num_segments)
     return total / jnp.maximum(count.astype(total.dtype), 1)
@@ -83,7 +112,11 @@ def row_max(
     segment_ids: Array | None = None,
     num_segments: int | None = None,
 ) -> Array:
-    """Takes the largest of the unmasked tokens of each sequence and `initial`: `[..., S]`, the type of `values`."""
+    """Takes the largest of the unmasked tokens of each sequence and `initial`.
+
+    Returns:
+      `[..., S]`, the type of `values`; `initial` without an unmasked token.
+    """
     values = jnp.where(mask, values, initial)
     if segment_ids is None:
         return values.max(-1, keepdims=True, initial=initial)
@@ -92,7 +125,11 @@ def row_max(
 
 
 def row_first(mask: Array, *, segment_ids: Array | None = None, num_segments: int | None = None) -> Array:
-    """Finds the position of the first unmasked token of each sequence: `[..., S]` integers, 0 without a token."""
+    """Finds the first unmasked token of each sequence.
+
+    Returns:
+      `[..., S]` integers, its position in the row; 0 without an unmasked token.
+    """
     if segment_ids is None:
         return jnp.argmax(mask, -1, keepdims=True)
     length = mask.shape[-1]
@@ -102,7 +139,11 @@ def row_first(mask: Array, *, segment_ids: Array | None = None, num_segments: in
 
 
 def row_last(mask: Array, *, segment_ids: Array | None = None) -> Array:
-    """Marks the last unmasked token of each sequence: `[..., T]` booleans, at most one per sequence."""
+    """Marks the last unmasked token of each sequence.
+
+    Returns:
+      `[..., T]` booleans, at most one of each sequence True.
+    """
     if segment_ids is None:
         later = jnp.flip(jnp.cumsum(jnp.flip(mask, -1), -1), -1)
         return mask & (later == 1)
@@ -112,7 +153,11 @@ def row_last(mask: Array, *, segment_ids: Array | None = None) -> Array:
 
 
 def row_cumsum(values: Array, *, segment_ids: Array | None = None) -> Array:
-    """Sums the values of each sequence up to and including each position: `[..., T]`, integers for booleans."""
+    """Sums the values of each sequence up to and including each position.
+
+    Returns:
+      `[..., T]`, the type of the values; integers for booleans.
+    """
     if segment_ids is None:
         return jnp.cumsum(values, -1)
     values = values.astype(int) if values.dtype == bool else values
@@ -125,22 +170,36 @@ def row_cumsum(values: Array, *, segment_ids: Array | None = None) -> Array:
 
 
 def row_starts(segment_ids: Array) -> Array:
-    """Marks the first position of every segment: `[..., T]` booleans."""
+    """Marks the first position of every segment.
+
+    Returns:
+      `[..., T]` booleans; True as well at the first of every run that belongs to no segment.
+    """
     changes = segment_ids[..., 1:] != segment_ids[..., :-1]
     return jnp.concatenate([jnp.ones_like(segment_ids[..., :1], bool), changes], -1)
 
 
 def row_ends(segment_ids: Array) -> Array:
-    """Marks the last position of every segment: `[..., T]` booleans."""
+    """Marks the last position of every segment.
+
+    Returns:
+      `[..., T]` booleans; True as well at the last of every run that belongs to no segment.
+    """
     changes = segment_ids[..., 1:] != segment_ids[..., :-1]
     return jnp.concatenate([changes, jnp.ones_like(segment_ids[..., :1], bool)], -1)
 
 
 def to_tokens(per_row: Array, length: int, *, segment_ids: Array | None = None) -> Array:
-    """Gives every token the value of its sequence: `[..., S]` becomes `[..., T]`, with `T = length`.
+    """Gives every token the value of its sequence.
 
-    Positions of no segment hold 0 or False. An id of S or more, which cannot be seen under jit, makes a float NaN and a
-    boolean False.
+    Args:
+      per_row: `[..., S]`, one value per sequence.
+      length: the static number `T` of positions.
+      segment_ids: `[..., T]`, from `check_segments`.
+
+    Returns:
+      `[..., T]`, the type of `per_row`. Positions of no segment hold 0 or False. An id of S or more, which cannot be
+      seen under jit, makes a float NaN and a boolean False.
     """
     if segment_ids is None:
         return jnp.broadcast_to(per_row, (*per_row.shape[:-1], length))
@@ -154,14 +213,26 @@ def to_tokens(per_row: Array, length: int, *, segment_ids: Array | None = None) 
 
 
 def to_sequences(per_token: Array, segment_ids: Array) -> Array:
-    """Takes what the first position of each segment holds, masked or not: `[..., T]` becomes `[..., S]`, else 0."""
+    """Reads one value per segment, at the first position of each, masked or not.
+
+    Args:
+      per_token: `[..., T]`, equal over each segment.
+      segment_ids: same shape, from `check_segments`.
+
+    Returns:
+      `[..., S]` with `S = T`; 0 or False for an id that no position has.
+    """
     first = row_starts(segment_ids) & (segment_ids >= 0)
     chosen = jnp.where(first, per_token, jnp.zeros((), per_token.dtype))
     return _per_segment(jax.ops.segment_sum, chosen, segment_ids, None)
 
 
 def positions(array: Array) -> Array:
-    """Numbers the tokens of each row from 0: `[..., T]` integers."""
+    """Numbers the tokens of each row from 0.
+
+    Returns:
+      `[..., T]` integers, for an array `[..., T]`.
+    """
     return jax.lax.broadcasted_iota(jnp.arange(0).dtype, array.shape, array.ndim - 1)
 
 

@@ -306,7 +306,15 @@ def broadcast_to_tokens(
 
 
 def per_token(advantages: Array, mask: ArrayLike) -> Array:
-    """Advantages per token, 0 under the mask; those per row are given to every unmasked token of it."""
+    """Gives every unmasked token its advantage, or that of its row.
+
+    Args:
+      advantages: `[..., T]`, or `[...]`, one per row.
+      mask: `[..., T]`, boolean.
+
+    Returns:
+      `[..., T]`, float32 or float64; masked positions hold 0.
+    """
     if advantages.ndim < jnp.ndim(mask):
         return broadcast_to_tokens(advantages, mask)
     check_same_shape(advantages=advantages, mask=mask)

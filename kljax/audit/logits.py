@@ -183,7 +183,17 @@ class Block:
 
 
 def measure(blocks: Iterable[Block], mask: np.ndarray, options: Options, source: str) -> Audit:
-    """Audits the unmasked positions of blocks of rows; the blocks together have the rows of the mask."""
+    """Audits the unmasked positions of blocks of rows.
+
+    Args:
+      blocks: the rows in order; together the blocks have the rows of the mask.
+      mask: `[B, T]` booleans.
+      options: how to audit.
+      source: name of the data, for the report.
+
+    Raises:
+      ValueError: if no position is unmasked.
+    """
     key = jax.random.key(0) if options.key is None else options.key
     draw_key, *level_keys = jax.random.split(key, 5)
     if not mask.any():
@@ -229,7 +239,14 @@ def measure(blocks: Iterable[Block], mask: np.ndarray, options: Options, source:
 
 
 def host_mask(mask: ArrayLike | None, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns the mask as booleans on the host; without a mask, every position is kept."""
+    """Moves a mask to the host.
+
+    Returns:
+      Booleans of the given shape; without a mask all True.
+
+    Raises:
+      ValueError: if the mask has another shape.
+    """
     if mask is None:
         return np.ones(shape, bool)
     if np.shape(mask) != shape:

@@ -137,8 +137,8 @@ def token_log_probs(
         Position 0 has no prediction and is never scored.
       temperature: as in `log_probs_from_hidden`; a scalar or `[..., T]`, aligned with `tokens`.
       entropy: as in `log_probs_from_hidden`.
-      sum_squared_probs: the same.
-      reference: the same, with hidden states `[..., T, D]` of the same sequences.
+      sum_squared_probs: as in `log_probs_from_hidden`.
+      reference: as in `log_probs_from_hidden`, with hidden states `[..., T, D]` of the same sequences.
 
     Returns:
       `TokenStats` as of `log_probs_from_hidden`, each field `[..., T]`, with position `t` for token `t`. Masked
@@ -198,12 +198,12 @@ def renormalized_log_probs(
     `log_prob + log_kept_mass` is the log-prob over the whole vocabulary.
 
     Args:
-      hidden: `[..., D]` final hidden states.
+      hidden: `[..., D]` final hidden states, any float type.
       head: as in `log_probs_from_hidden`.
       targets: `[...]` integer ids of the sampled tokens. A target belongs to `S`, listed or not.
       kept_ids: `[..., K]` integer ids of the tokens in `S`: the sampler's set, for every policy that is compared. Ids
         outside `[0, vocab_size)`, such as -1, pad the list; an id may be listed twice.
-      mask: `[...]` boolean; positions where it is 0 cost nothing.
+      mask: `[...]` boolean; positions where it is 0 cost nothing and may hold anything, NaN too.
       temperature: as in `log_probs_from_hidden`.
       entropy: as in `log_probs_from_hidden`; of the whole vocabulary.
       reference: as in `log_probs_from_hidden`; the KL is over the whole vocabulary.
@@ -265,15 +265,15 @@ def kl_from_hidden(
     is negative: a KL of 1e-6 nats keeps its digits, and that of a policy to itself is exactly 0.
 
     Args:
-      hidden: `[..., D]` hidden states of the policy.
-      head: its `kljax.Head`, or weights `[D, V]`.
+      hidden: `[..., D]` final hidden states of the policy, any float type.
+      head: its `kljax.Head`, or its weights `[D, V]`, as in `log_probs_from_hidden`.
       ref_hidden: `[..., D]` hidden states of the reference; `D` may differ. Store these rather than log-probs over the
         vocabulary, which take `V / D` times the memory.
       ref_head: its `kljax.Head`, with its own bias, cap, scale, layout and padding. An array stands for `head` with
         other weights, its bias a constant; None is `head` itself, as a constant.
-      mask: `[...]` boolean; positions where it is 0 cost nothing.
+      mask: `[...]` boolean; positions where it is 0 cost nothing and may hold anything, NaN too.
       direction: "reverse" or "forward".
-      temperature: divides the logits of both; a scalar or `[...]`.
+      temperature: divides the logits of both, as in `log_probs_from_hidden`; a scalar or `[...]`, may be traced.
 
     Returns:
       `[...]`, in nats, float32 or float64, never negative; masked positions hold 0. Infinite where one of the two rules
@@ -323,13 +323,13 @@ def jsd_from_hidden(
     mixture needs both normalisers, so the vocabulary is passed over twice.
 
     Args:
-      hidden: `[..., D]` hidden states of the policy.
-      head: its `kljax.Head`, or weights `[D, V]`.
+      hidden: `[..., D]` final hidden states of the policy, any float type.
+      head: its `kljax.Head`, or its weights `[D, V]`, as in `log_probs_from_hidden`.
       ref_hidden: `[..., D]` hidden states of the teacher; `D` may differ.
       ref_head: its head, as in `kl_from_hidden`; None is `head` itself, as a constant.
-      mask: `[...]` boolean; positions where it is 0 cost nothing.
+      mask: `[...]` boolean; positions where it is 0 cost nothing and may hold anything, NaN too.
       beta: weight of the teacher in the mixture; strictly between 0 and 1, as the ends are KLs (`kl_from_hidden`).
-      temperature: divides the logits of both; a scalar or `[...]`.
+      temperature: divides the logits of both, as in `log_probs_from_hidden`; a scalar or `[...]`, may be traced.
 
     Returns:
       `[...]`, in nats, float32 or float64, never negative and never above `log 2`; masked positions hold 0.

@@ -62,7 +62,19 @@ def value_loss(
 def value_errors(
     values: ArrayLike, old_values: ArrayLike | None, returns: ArrayLike, mask: ArrayLike, clip: Scalar | None
 ) -> tuple[Array, Array]:
-    """Squares the errors of the values, and of the values clipped around the old ones; without a clip both are one."""
+    """Squares the errors of the values, and of the values clipped around the old ones.
+
+    Args:
+      values: `[..., T]` values being trained, in the unit of the rewards.
+      old_values: same shape, the values at the start of the update; None only without a clip.
+      returns: same shape, the targets.
+      mask: same shape, boolean.
+      clip: how far a value may move from the old one, above 0; None does not clip.
+
+    Returns:
+      `(error, clipped_error)`, both `[..., T]`, float32 or float64; masked positions hold 0. Without a clip the two are
+      the same.
+    """
     check_same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     check_at_least("clip", clip, 0, strict=True)
     values, old_values, returns = as_float(values, values if old_values is None else old_values, returns)

@@ -194,7 +194,19 @@ def level_log_ratios(
     *,
     segment_ids: ArrayLike | None = None,
 ) -> Array:
-    """The log-ratio of a level, `[..., T]` for tokens and `[..., S]` for sequences, clipped after it is reduced."""
+    """Computes the log-ratio of a level, clipped after it is reduced.
+
+    Args:
+      log_probs: `[..., T]` log-probs of the numerator policy, in nats.
+      old_log_probs: same shape, log-probs of the denominator policy.
+      mask: same shape, boolean.
+      level: "token", "sequence" (sum over the sequence) or "geometric" (mean over the sequence).
+      log_ratio_clip: bound of the result, in nats; None does not clip.
+      segment_ids: `[..., T]` integers, as in `last_token_mask`; None takes each row as one sequence.
+
+    Returns:
+      `[..., T]` for "token", else `[..., S]` (see `kljax.rows`), in nats; 0 for a masked token or an empty sequence.
+    """
     check_choice("level", level, LEVELS)
     check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
     kept, ids = check_segments(segment_ids, mask)
@@ -207,19 +219,43 @@ def level_log_ratios(
 
 
 def level_mask(mask: ArrayLike, level: Level, segment_ids: ArrayLike | None = None) -> Array:
-    """The unmasked tokens, `[..., T]`, or for the levels of sequences those that have one, `[..., S]`."""
+    """Tells which values of `level_log_ratios` count.
+
+    Returns:
+      `[..., T]` booleans, the unmasked tokens, for "token"; else `[..., S]`, the sequences that have one.
+    """
     kept, ids = check_segments(segment_ids, mask)
     return kept if level == "token" else row_any(kept, segment_ids=ids)
 
 
 def level_to_tokens(values: Array, mask: ArrayLike, level: Level, segment_ids: ArrayLike | None = None) -> Array:
-    """Values of a level as `[..., T]`: repeated over the row where they belong to a sequence, 0 under the mask."""
+    """Gives every token the value of its level.
+
+    Args:
+      values: `[..., T]` for "token", else `[..., S]`, as of `level_log_ratios`.
+      mask: `[..., T]`, boolean.
+      level: the level of the values.
+      segment_ids: `[..., T]` integers, as in `last_token_mask`; None takes each row as one sequence.
+
+    Returns:
+      `[..., T]`, float32 or float64; masked positions hold 0.
+    """
     kept, ids = check_segments(segment_ids, mask)
     return masked(values if level == "token" else to_tokens(values, kept.shape[-1], segment_ids=ids), kept)
 
 
 def check_bounds(lower: Scalar | None, upper: Scalar | None, *, needed: bool = True, low: float | None = None) -> None:
-    """Raises `ValueError` for bounds in the wrong order, below `low`, or, if one is needed, for none at all."""
+    """Checks the bounds of a ratio or a divergence; traced bounds pass.
+
+    Args:
+      lower: lowest value kept; None has no lower bound.
+      upper: highest value kept; None has no upper bound.
+      needed: whether at least one of the two must be given.
+      low: the smallest value that a bound may have; None allows any.
+
+    Raises:
+      ValueError: for bounds in the wrong order, below `low`, or none at all.
+    """
     if needed and lower is None and upper is None:
         raise ValueError("lower, upper: got None for both, expected at least one bound")
     if low is not None:
@@ -230,14 +266,27 @@ def check_bounds(lower: Scalar | None, upper: Scalar | None, *, needed: bool = T
 
 
 def within(values: Array, lower: Scalar | None, upper: Scalar | None) -> Array:
-    """Where `lower <= values <= upper`; None has no bound, and NaN is never within."""
+    """Tells which values lie within bounds, `lower <= values <= upper`.
+
+    Returns:
+      Booleans in the shape of `values`; a bound of None excludes nothing, and NaN is never within.
+    """
     low = jnp.asarray(-jnp.inf if lower is None else lower, values.dtype)
     high = jnp.asarray(jnp.inf if upper is None else upper, values.dtype)
     return (values >= low) & (values <= high)
 
 
 def largest(values: Array, kept: Array, axis_name: AxisName) -> Array:
-    """The largest of the values kept, a constant; 0 if it is not finite. In its unit no mean overflows or vanishes."""
+    """Takes the largest of the values kept: in its unit no mean overflows or vanishes.
+
+    Args:
+      values: numbers of any shape, usually log-weights.
+      kept: same shape, boolean.
+      axis_name: mapped axes, as of `shard_map`, over whose parts it is taken as well.
+
+    Returns:
+      A scalar without a gradient; 0 if the largest value is not finite.
+    """
     largest = greatest(jnp.max(jnp.where(kept, values, -jnp.inf), initial=-jnp.inf), axis_name)
     return jnp.where(jnp.isfinite(largest), largest, 0)
 
