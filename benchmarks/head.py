@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tile", type=cli.numbers("2048x1024"), metavar="NxV", help="in place of kljax's default")
     options = parser.parse_args(arguments)
     if options.make_torch_env is not None:
-        suite.make_torch_env(options.make_torch_env, options.torch_index)
+        suite.make_torch_env(options.make_torch_env)
         print(f"made; now: python -m benchmarks.head --torch-env {options.make_torch_env}")
         return 0
     try:

@@ -9,6 +9,7 @@ The command makes the tables of `docs/benchmarks-aot.md`. It needs no accelerato
 import argparse
 import dataclasses
 import datetime
+import itertools
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -46,16 +47,13 @@ def orders_of(options: argparse.Namespace) -> list[Order]:
     """Lists the programs to compile."""
     problem = QUICK if options.quick else FULL
     keep = None if options.keep is None else str(options.keep.resolve())
-    keys = [key for target in options.targets for key in programs_of(target) if not options.tiles or key[2] == "kljax"]
-
-    def effort(target: str) -> float | None:
-        return -1.0 if options.quick and DEVICES[target].platform == "tpu" else None
-
-    return [
-        Order(*key, tile=tile, effort=effort(key[0]), problem=problem, keep=keep)
-        for key in keys
-        for tile in options.tiles or [None]
-    ]
+    orders = []
+    for target in options.targets:
+        effort = -1.0 if options.quick and DEVICES[target].platform == "tpu" else None
+        keys = [key for key in programs_of(target) if not options.tiles or key[2] == "kljax"]
+        for key, tile in itertools.product(keys, options.tiles or [None]):
+            orders.append(Order(*key, tile=tile, effort=effort, problem=problem, keep=keep))
+    return orders
 
 
 def compile_all(orders: Sequence[Order], directory: pathlib.Path) -> Compiled:

@@ -23,6 +23,9 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from benchmarks.harness import cli
+from benchmarks.harness.report import table, text_columns
+
 CONFIG = "configs/quickstart.yaml"
 COST = "cost.json"
 ROOT = pathlib.Path(__file__).parents[1]
@@ -153,12 +156,6 @@ def run_fooled(output: pathlib.Path, seeds: Sequence[int], overrides: Sequence[s
     return runs
 
 
-def table(head: str, rows: Sequence[Sequence[str]]) -> str:
-    """Formats a Markdown table; `head` separates its cells with bars."""
-    cells = [head.split("|"), ["---"] * len(head.split("|")), *rows]
-    return "\n".join("| " + " | ".join(row) + " |" for row in cells)
-
-
 def quickstart_table(runs: Sequence[Run]) -> str:
     """Formats one row per seed, and whether the targets are met."""
     rows = [
@@ -176,7 +173,7 @@ def quickstart_table(runs: Sequence[Run]) -> str:
     target = f"a gain of {GAIN:g} points and {ACCURACY:g} % at the end, at each of these seeds"
     verdict = f"Target: {target}; {'met' if met else 'missed'}."
     head = "seed|accuracy before|after|points|KL to the reference, nats/token|CPU s"
-    return f"{table(head, rows)}\n\n{verdict}\n"
+    return f"{table(text_columns(head), rows)}\n\n{verdict}\n"
 
 
 def fooled_table(runs: Sequence[Run]) -> str:
@@ -193,7 +190,7 @@ def fooled_table(runs: Sequence[Run]) -> str:
         for run in runs
     ]
     head = "seed|run|passes the verifier|exactly the answer|entropy, nats/token|KL to the reference, nats/token"
-    return table(head, rows) + "\n"
+    return table(text_columns(head), rows) + "\n"
 
 
 def describe_machine() -> dict[str, str]:
@@ -234,11 +231,7 @@ def draw_fooled(output: pathlib.Path, seed: int, path: pathlib.Path) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.quickstart",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.make_parser("quickstart", __doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--fooled", action="store_true", help="the verifier that can be fooled, with KL and without")
     parser.add_argument(

@@ -30,12 +30,10 @@ def race_parser(command: str, description: str | None, env: str, *, rounds: int,
     add = parser.add_argument
     add(f"--{env}", type=pathlib.Path, metavar="DIR", help=f"made with --make-{env}")
     add(f"--make-{env}", type=pathlib.Path, metavar="DIR", help="make it, and measure nothing")
-    add("--torch-index", help="package index for PyTorch in place of PyPI, with --make-" + env)
     add("--rounds", type=int, default=rounds, help="interleaved rounds; the fastest counts")
     add("--contenders", type=names, metavar="NAMES", help="names separated by commas")
     add("--quick", action="store_true", help=f"a smoke test: {quick}")
     add("--threads", type=int, default=2, help="of each process on the CPU; 0 sets no limit")
-    add("--no-peak", action="store_true", help="leave out peak memory")
     add_outputs(parser)
     return parser
 

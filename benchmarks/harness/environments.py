@@ -38,27 +38,14 @@ def make(venv: pathlib.Path, *installs: Sequence[str], python: str = sys.executa
         subprocess.run([*pip, *arguments], check=True)
 
 
-def torch_install(requirement: str, index: str | None) -> list[str]:
-    """Returns the arguments that install PyTorch.
-
-    Args:
-      index: package index in place of PyPI, whose build for Linux has CUDA in it; the index of the build for CPUs is
-        `https://download.pytorch.org/whl/cpu`.
-    """
-    return [*(("--index-url", index) if index else ()), requirement]
-
-
 def find_python312(path: str | None) -> str:
     """Returns a Python 3.12: `path` if it is given, or the first one of this machine.
 
     Raises:
       FileNotFoundError: if there is none.
     """
-    if path is not None:
-        return path
-    installed = sorted(pathlib.Path.home().glob(".pyenv/versions/3.12*/bin/python"))
-    for candidate in (sys.executable, shutil.which("python3.12"), *map(str, installed)):
-        if candidate is not None and is_python312(candidate):
+    for candidate in (path, sys.executable, shutil.which("python3.12")):
+        if candidate is not None and (candidate == path or is_python312(candidate)):
             return candidate
     raise FileNotFoundError("Tunix needs Python 3.12, and this machine has none; set its path with --python312")
 

@@ -21,16 +21,19 @@ V = problem.QUICK.vocab
 def worker(tmp_path_factory) -> tuple[Worker, object]:
     """The worker of kljax, in this process."""
     directory = tmp_path_factory.mktemp("weights")
-    problem.save_weights(problem.QUICK, directory)
+    kljax.save_weights(problem.QUICK, directory)
     found = Worker(kljax.load)
     fields = {name: getattr(problem.QUICK, name) for name in problem.QUICK.__dataclass_fields__}
     assert found.ask(do="load", work=fields, directory=str(directory), threads=0) is None
     return found, directory
 
 
-def test_weights_have_the_names_and_shapes_of_a_checkpoint_and_of_the_decoder():
-    weights = problem.make_weights(problem.QUICK)
-    assert {name: array.shape for name, array in weights.items()} == problem.shapes(problem.QUICK)
+def test_weights_have_the_names_and_shapes_of_a_checkpoint_and_of_the_decoder(worker):
+    weights = problem.load_weights(worker[1])
+    assert {array.dtype.name for array in weights.values()} == {"float32"}
+    assert len(weights) == 2 + 11 * problem.QUICK.layers
+    assert weights["model.embed_tokens.weight"].shape == (V, 32)
+    assert weights["model.layers.0.self_attn.q_norm.weight"].shape == (16,)
     assert weights["model.layers.1.mlp.down_proj.weight"].shape == (32, 48)
     params = kljax.params_of(problem.QUICK, weights)
     expected = kljax.abstract_params(kljax.model_of(problem.QUICK), kljax.make_mesh(1, 1, 1))
@@ -270,7 +273,7 @@ def test_without_python_3_12_the_environments_are_not_begun(tmp_path, monkeypatc
     monkeypatch.setattr(environments.sys, "version_info", (3, 11, 0))
     monkeypatch.setattr(environments, "is_python312", lambda python: False)
     with pytest.raises(FileNotFoundError, match="--python312"):
-        suite.make_envs(tmp_path, python312=None, torch_index=None)
+        suite.make_envs(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert environments.missing(None, [], "envs") == "no --envs was given; make it with --make-envs DIR"
 

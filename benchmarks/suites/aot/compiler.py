@@ -113,21 +113,6 @@ def _largest(dump: pathlib.Path, pattern: str) -> str:
     return found[-1].read_text() if found else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiler:
-    """Compiles programs in the process of an environment; the compiler writes its reports to the directory `dump`."""
-
-    dump: str
-
-    def plan(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Compiles an order, and returns the fields of the plan."""
-        return dataclasses.asdict(plan(Order.from_json(order), pathlib.Path(self.dump)))
-
-
-# The worker of `compile_in` calls it.
-load = Compiler
-
-
 def plan(order: Order, dump: pathlib.Path) -> Plan:
     """Compiles an order, and reads the plan from the program and from the reports in `dump`."""
     mesh = mesh_of(order.device, order.layout)
@@ -150,20 +135,30 @@ def plan(order: Order, dump: pathlib.Path) -> Plan:
         name = str(order).replace(" ", "-")
         pathlib.Path(order.keep, f"{name}.hlo.txt").write_text(text)
         pathlib.Path(order.keep, f"{name}.buffers.txt").write_text(assignment)
-    memory = compiled.memory_analysis()
+    memory, module, hertz = compiled.memory_analysis(), hlo.parse(text), DEVICES[order.device].hertz
     assert memory is not None
-    return _read(text, assignment, memory.temp_size_in_bytes, DEVICES[order.device].hertz, seconds)
-
-
-def _read(text: str, assignment: str, temp_bytes: int, hertz: float | None, compile_seconds: float) -> Plan:
-    module = hlo.parse(text)
     moved = hlo.collectives(module)
     return Plan(
-        temp_bytes=temp_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
         seconds=None if hertz is None else hlo.estimated_cycles(module) / hertz,
         collective_bytes=sum(one.total for one in moved),
         collective_executions=sum(one.executions for one in moved),
         collectives=[one._asdict() for one in moved],
         largest_buffers=[one._asdict() for one in hlo.largest_buffers(assignment)],
-        compile_seconds=round(compile_seconds, 1),
+        compile_seconds=round(seconds, 1),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """Compiles programs in the process of an environment; the compiler writes its reports to the directory `dump`."""
+
+    dump: str
+
+    def plan(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Compiles an order, and returns the fields of the plan."""
+        return dataclasses.asdict(plan(Order.from_json(order), pathlib.Path(self.dump)))
+
+
+# The worker of `compile_in` calls it.
+load = Compiler

@@ -3,7 +3,6 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
 # A tuple type may hold spaces and nested parentheses; the opcode is the first word after it.
@@ -21,15 +20,8 @@ CONTROL = frozenset({"while", "conditional", "call"})
 _BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64} | {
     f"{sign}{bits}": bits for sign in "su" for bits in (2, 4, 8, 16, 32, 64)
 }
-_KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+          "collective-broadcast")  # fmt: skip
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 # The compiler writes a huge number where it has no estimate.
@@ -96,28 +88,23 @@ def trip_count(module: Module, loop: Instruction) -> int:
     return limits.pop()
 
 
-def called(module: Module, instruction: Instruction) -> Iterator[tuple[str, int]]:
-    """Yields the computations that an instruction calls, with the number of executions of each.
+def executions(module: Module, *, kernels: bool = True) -> Counter[str]:
+    """Counts the executions of each computation in one run; without `kernels`, computations of fusions do not count.
 
     Each branch of a conditional counts as taken, so that sums over branches are upper bounds.
     """
-    trips = trip_count(module, instruction) if instruction.opcode == "while" else 1
-    for attribute, names in _CALLED.findall(instruction.line):
-        for name in re.findall(r"[\w.\-]+", names):
-            if name in module.computations:
-                yield name, trips if attribute in _LOOP else 1
-
-
-def executions(module: Module, *, kernels: bool = True) -> Counter[str]:
-    """Counts the executions of each computation in one run; without `kernels`, computations of fusions do not count."""
     counts: Counter[str] = Counter()
 
-    def visit(name: str, times: int) -> None:
-        counts[name] += times
-        for instruction in module.computations[name]:
-            if kernels or instruction.opcode in CONTROL:
-                for inner, repeats in called(module, instruction):
-                    visit(inner, times * repeats)
+    def visit(computation: str, times: int) -> None:
+        counts[computation] += times
+        for instruction in module.computations[computation]:
+            if not kernels and instruction.opcode not in CONTROL:
+                continue
+            trips = trip_count(module, instruction) if instruction.opcode == "while" else 1
+            for attribute, names in _CALLED.findall(instruction.line):
+                for name in re.findall(r"[\w.\-]+", names):
+                    if name in module.computations:
+                        visit(name, times * trips if attribute in _LOOP else times)
 
     visit(module.entry, 1)
     return counts
@@ -181,8 +168,9 @@ def _payload(kind: str, instruction: Instruction) -> int:
     return max(sizes) if asynchronous or kind == "collective-permute" else sum(sizes)
 
 
-def _sites(module: Module) -> Iterator[tuple[object, Collective]]:
-    counts = executions(module)
+def collectives(module: Module) -> list[Collective]:
+    """Lists the collectives, largest first; equal ones at different places are merged."""
+    counts, sites = executions(module), dict[object, Collective]()
     for name, instructions in module.computations.items():
         for instruction in instructions:
             kind = instruction.opcode.removesuffix("-start")
@@ -193,15 +181,10 @@ def _sites(module: Module) -> Iterator[tuple[object, Collective]]:
             channel = re.search(r"channel_id=(\d+)", instruction.line)
             # The steps of one asynchronous collective are printed in several fusions.
             fused = "async_collective_fusion" in name
-            yield ((collective, channel and channel[1]) if fused else (name, instruction.name)), collective
-
-
-def collectives(module: Module) -> list[Collective]:
-    """Lists the collectives, largest first; equal ones at different places are merged."""
-    merged: dict[tuple[str, str, int], int] = {}
-    for collective in dict(_sites(module)).values():
-        key = collective[:3]
-        merged[key] = merged.get(key, 0) + collective.executions
+            sites[(collective, channel and channel[1]) if fused else (name, instruction.name)] = collective
+    merged: Counter[tuple[str, str, int]] = Counter()
+    for collective in sites.values():
+        merged[collective[:3]] += collective.executions
     return sorted((Collective(*key, times) for key, times in merged.items()), key=lambda c: -c.total)
 
 
@@ -227,18 +210,14 @@ class Buffer(NamedTuple):
     values: str
 
 
-def _is_temporary(kind: str) -> bool:
-    """Tells whether an allocation is temporary main memory; on-chip memories have a colour."""
-    return "preallocated-temp" in kind and "color" not in kind
-
-
 def largest_buffers(assignment: str, count: int = 6) -> list[Buffer]:
     """Returns the largest temporary buffers of a buffer assignment; values that share a place are one buffer."""
     places: dict[int, dict[str, int]] = {}
     temporary = False
     for line in assignment.splitlines():
         if allocation := _ALLOCATION.match(line):
-            temporary = _is_temporary(allocation[1])
+            # On-chip memories have a colour.
+            temporary = "preallocated-temp" in allocation[1] and "color" not in allocation[1]
         elif temporary and (value := _VALUE.match(line)):
             places.setdefault(int(value[2]), {})[_LAYOUT.sub("", value[3])] = int(value[1])
     found = [Buffer(max(values.values()), ", ".join(sorted(values))) for values in places.values()]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import kljax
 from benchmarks.suites.aot.plans import DEVICES, GPU_TARGETS, Problem
-from benchmarks.suites.head.jax_forms import Constants, Stats, forward_of, gradient_of, naive, tiled, tunix_chunk
+from benchmarks.suites.head.jax_forms import Constants, Stats, naive, of_kind, tiled, tunix_chunk
 from kljax.log_probs._head import default_tile
 
 Array = jax.Array
@@ -60,21 +60,14 @@ def build(name: str, mesh: Mesh, problem: Problem, tile: kljax.Tile | None = Non
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
     sharding = kljax.HeadSharding(mesh=mesh, tokens=TOKENS, head=HEAD) if mesh.size > 1 else None
     tile = tile or default_tile(mesh.devices.flat[0].device_kind)
-    options: dict[str, Any] = {"kl": True} if kind == "kl" else {"entropy": False} if kind == "frozen" else {}
     stats: dict[str, Callable[..., Stats]] = {
-        "naive": functools.partial(naive, **options),
-        "kljax": functools.partial(tiled, sharding=sharding, tile=tile, **options),
+        "naive": naive,
+        "kljax": functools.partial(tiled, sharding=sharding, tile=tile),
         "tunix": functools.partial(tunix_chunk, rows=problem.rows * devices, columns=problem.chunk // problem.rows),
     }
     tokens, head, whole = (NamedSharding(mesh, spec) for spec in (TOKENS, HEAD, P()))
-    outputs: tuple[NamedSharding, ...]
-    if kind == "forward":
-        run, outputs = forward_of(stats[contender]), (whole, tokens, tokens)
-    elif kind == "frozen":
-        run, outputs = gradient_of(stats[contender], head=False), (whole, tokens)
-    else:
-        run, outputs = gradient_of(stats[contender]), (whole, tokens, head)
-    return Program(run, _arguments(problem, devices, tokens, head), outputs)
+    outputs = {"forward": (whole, tokens, tokens), "frozen": (whole, tokens)}.get(kind, (whole, tokens, head))
+    return Program(of_kind(stats[contender], kind), _arguments(problem, devices, tokens, head), outputs)
 
 
 def _arguments(problem: Problem, devices: int, tokens: NamedSharding, head: NamedSharding) -> tuple[Any, ...]:

@@ -158,8 +158,7 @@ class FormsContender:
         type(self)(make_inputs(QUICK), self.options, self.releases).outputs(name)
         if self.options.device == "gpu":
             return self.device_peak(name)
-        if not measure.known():
-            return None
-        before = measure.begin_peak()
-        outputs = self.outputs(name)
-        return measure.resident("VmHWM") - before - sum(output.nbytes for output in outputs)
+        memory = measure.Memory()
+        with memory.part("run"):
+            outputs = self.outputs(name)
+        return memory.parts["run"] - sum(output.nbytes for output in outputs) if memory.parts else None

@@ -151,26 +151,21 @@ def forward_of(stats: Callable[..., Stats]) -> Callable[..., tuple[Array, ...]]:
     return run
 
 
+def of_kind(stats: Callable[..., Stats], kind: str) -> Callable[..., tuple[Array, ...]]:
+    """Returns the function of a kind of form: loss and gradients, or the values if it is "forward"."""
+    options = {"plain": {"entropy": False}, "frozen": {"entropy": False}, "kl": {"kl": True}}.get(kind, {})
+    chosen = functools.partial(stats, **options)
+    return forward_of(chosen) if kind == "forward" else gradient_of(chosen, head=kind != "frozen")
+
+
 def build(name: str, tile: Sequence[int] | None) -> Callable[..., tuple[Array, ...]]:
     """Returns the function of a form."""
-    part = functools.partial
-    ours = part(tiled, tile=None if tile is None else kljax.Tile(*tile))
-    functions: dict[str, Callable[..., tuple[Array, ...]]] = {
-        "naive": gradient_of(naive),
-        "tile": gradient_of(ours),
-        "tunix_full": gradient_of(tunix_full),
-        "tunix_chunk": gradient_of(tunix_chunk),
-        "naive_plain": gradient_of(part(naive, entropy=False)),
-        "naive_half": gradient_of(naive),
-        "tile_half": gradient_of(part(ours, masked=True)),
-        "naive_frozen": gradient_of(part(naive, entropy=False), head=False),
-        "tile_frozen": gradient_of(part(ours, entropy=False), head=False),
-        "naive_kl": gradient_of(part(naive, kl=True)),
-        "tile_kl": gradient_of(part(ours, kl=True)),
-        "naive_forward": forward_of(naive),
-        "tile_forward": forward_of(ours),
-    }
-    return functions[name]
+    contender, _, kind = name.partition("_")
+    if contender == "tunix":
+        return gradient_of({"full": tunix_full, "chunk": tunix_chunk}[kind])
+    ours = functools.partial(tiled, tile=None if tile is None else kljax.Tile(*tile), masked=kind == "half")
+    known: dict[str, Callable[..., Stats]] = {"naive": naive, "tile": ours}
+    return of_kind(known[contender], kind)
 
 
 class JaxForms(FormsContender):

@@ -21,8 +21,7 @@ from benchmarks.suites.head.forms import FORMS, GROUPS, TITLES, TOLERANCE, Form,
 from benchmarks.suites.head.problem import SIZES, Options, Size, make_inputs
 from benchmarks.suites.head.rates import RATES, Rates, describe, rates_of
 
-REQUIREMENTS = ("numpy==2.4.6", "packaging==25.0")
-TORCH = "torch==2.13.0"
+REQUIREMENTS = ("torch==2.13.0", "numpy==2.4.6", "packaging==25.0")
 RELEASES = {"trl": "trl==1.16.0", "verl": "verl==0.9.1", "liger_kernel": "liger-kernel==0.8.5"}
 
 LARGE_VOCAB = 131_072
@@ -151,14 +150,10 @@ def torch_paths(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     return directory.absolute() / "venv", directory.absolute() / "releases"
 
 
-def make_torch_env(directory: pathlib.Path, index: str | None) -> None:
-    """Makes an environment with PyTorch, and unpacks the releases beside it.
-
-    Args:
-      index: see `environments.torch_install`.
-    """
+def make_torch_env(directory: pathlib.Path) -> None:
+    """Makes an environment with PyTorch, and unpacks the releases beside it."""
     venv, releases = torch_paths(directory)
-    environments.make(venv, environments.torch_install(TORCH, index), REQUIREMENTS)
+    environments.make(venv, REQUIREMENTS)
     for name, requirement in RELEASES.items():
         if not (releases / name).exists():
             environments.make(venv, ["--no-deps", "--target", str(releases / name), requirement])
@@ -237,7 +232,7 @@ class Measurement:
         for name, result in measurable(self.results):
             with noted(result):
                 result.temp_bytes = self.ask(name, "temporary")
-            if not (self.options.no_peak or self.options.quick):
+            if not self.options.quick:
                 log(f"measures the memory of {name}")
                 with noted(result), self.process(self.forms[name].framework) as fresh:
                     peak = fresh.ask(do="peak", name=name)

@@ -1,9 +1,8 @@
 """kljax: the sampler and the compiled functions of an RL step, called as in the trainer."""
 
 import dataclasses
-import importlib.metadata
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from benchmarks.harness.machine import commit
+from benchmarks.harness.machine import release
 from benchmarks.harness.measure import Clock, Memory
 from benchmarks.suites.model import problem
-from benchmarks.suites.model.contender import ModelContender
-from benchmarks.suites.model.problem import Work
+from benchmarks.suites.model.problem import ModelContender, Work
 from train.config.load import parse
 from train.config.schema import Config
-from train.models import Decoder, DecoderConfig, Rope
+from train.models import Decoder
 from train.models.sharding import make_mesh, shard_rows
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
@@ -30,53 +28,39 @@ from train.rl.state import TrainState
 from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.rollouts.sampler import Samples, Sampling, sample
 from train.run.setup import first_state
-
-Tree = Any
-
-
-def params_of(work: Work, weights: dict[str, np.ndarray]) -> Tree:
-    """Converts weights to the names and the layout of the decoder."""
-
-    def stacked(name: str) -> np.ndarray:
-        layers = [weights[f"model.layers.{layer}.{name}.weight"] for layer in range(work.layers)]
-        return np.stack([layer.T for layer in layers])
-
-    tree: Tree = {
-        "embed_tokens": {"embedding": weights["model.embed_tokens.weight"]},
-        "layers": {"self_attn": {}, "mlp": {}},
-        "norm": {"scale": weights["model.norm.weight"]},
-    }
-    prefix = "model.layers.0."
-    for name, array in weights.items():
-        if name.startswith(prefix):
-            path = name.removeprefix(prefix).removesuffix(".weight")
-            into = tree["layers"]
-            *parents, last = path.split(".")
-            for parent in parents:
-                into = into[parent]
-            into[last] = {"scale" if array.ndim == 1 else "kernel": stacked(path)}
-    return tree
+from train.weights.huggingface.config import decoder_config
+from train.weights.huggingface.names import LeafMapping, layout, leaf_mappings
 
 
 def model_of(work: Work) -> Decoder:
-    """Returns the decoder."""
-    return Decoder(
-        DecoderConfig(
-            vocab_size=work.vocab,
-            layers=work.layers,
-            width=work.width,
-            heads=work.heads,
-            kv_heads=work.kv_heads,
-            head_dim=work.head_dim,
-            mlp_width=work.mlp_width,
-            rope=Rope(problem.ROPE_THETA),
-            norm_eps=problem.NORM_EPS,
-            tie_embeddings=True,
-            qk_norm=True,
-            # Tunix keeps all activations; this keeps the products, which fit in memory.
-            remat="dots",
-        )
-    )
+    """Returns the decoder. Tunix keeps all activations; it keeps the products of matrices, which fit in memory."""
+    return Decoder(decoder_config({"model_type": "qwen3", **problem.hf_config(work)}, remat="dots"))
+
+
+def save_weights(work: Work, directory: pathlib.Path) -> None:
+    """Draws float32 weights, and writes them where `problem.load_weights` finds them.
+
+    Matrices preserve the scale of their inputs; norms are near 1.
+    """
+    rng, weights = np.random.default_rng(0), dict[str, Any]()
+    for mapping in leaf_mappings(model_of(work)):
+        for name in mapping.names:
+            drawn = rng.standard_normal(mapping.shape, np.float32)
+            scaled = 1 + np.float32(0.1) * drawn if drawn.ndim == 1 else drawn / np.sqrt(mapping.shape[-1])
+            weights[f"model.{name}"] = scaled.astype(np.float32)
+    np.savez(directory / "weights.npz", **weights)
+
+
+def params_of(work: Work, weights: Mapping[str, np.ndarray]) -> Any:
+    """Returns the parameters of the decoder."""
+
+    def leaf(mapping: LeafMapping) -> np.ndarray:
+        tensors = [weights[f"model.{name}"] for name in mapping.names]
+        matrices = [tensor.T if mapping.transposed else tensor for tensor in tensors]
+        return np.stack(matrices) if mapping.stacked else matrices[0]
+
+    model = model_of(work)
+    return jax.tree.unflatten(jax.tree.structure(layout(model)), [leaf(one) for one in leaf_mappings(model)])
 
 
 def config_of(work: Work) -> Config:
@@ -131,10 +115,7 @@ class KljaxContender(ModelContender):
         np.savez(path, score=score, ours=self.log_probs(kljax.Policy(programs.state.trainable["params"])))
 
     def versions(self) -> dict[str, str]:
-        return {
-            "kljax": f"{importlib.metadata.version('kljax')} {commit() or ''}".strip(),
-            "jax": jax.__version__,
-        }
+        return {"kljax": release(), "jax": jax.__version__}
 
     def _log_probs(self, policy: kljax.Policy, tokens: jax.Array) -> jax.Array:
         mask, first = jnp.ones(tokens.shape, bool), self.work.prompt_length

@@ -1,10 +1,12 @@
-"""Model, weights and prompts of every contender. NumPy only, which every environment has."""
+"""Model, prompts and requests of every contender. NumPy only, which every environment has."""
 
 import dataclasses
 import pathlib
 from typing import Any
 
 import numpy as np
+
+from benchmarks.harness.measure import Clock, Memory, Seconds
 
 LEARNING_RATE = 1e-4
 KL_COEF = 0.04
@@ -69,35 +71,21 @@ QUICK = Work(vocab=160, layers=2, width=32, heads=2, kv_heads=1, head_dim=16, ml
              prompts=2, samples=2, prompt_length=6, completion_length=5)  # fmt: skip
 
 
-def shapes(work: Work) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the weights by their Hugging Face names; matrices are `[out, in]`."""
-    query, keys = work.heads * work.head_dim, work.kv_heads * work.head_dim
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (work.vocab, work.width)}
-    for layer in range(work.layers):
-        inside = {
-            "input_layernorm": (work.width,),
-            "self_attn.q_proj": (query, work.width),
-            "self_attn.k_proj": (keys, work.width),
-            "self_attn.v_proj": (keys, work.width),
-            "self_attn.o_proj": (work.width, query),
-            "self_attn.q_norm": (work.head_dim,),
-            "self_attn.k_norm": (work.head_dim,),
-            "post_attention_layernorm": (work.width,),
-            "mlp.gate_proj": (work.mlp_width, work.width),
-            "mlp.up_proj": (work.mlp_width, work.width),
-            "mlp.down_proj": (work.width, work.mlp_width),
-        }
-        found |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in inside.items()}
-    return found | {"model.norm.weight": (work.width,)}
-
-
-def make_weights(work: Work, seed: int = 0) -> dict[str, np.ndarray]:
-    """Draws float32 weights: matrices that preserve the scale of their inputs, norms near 1."""
-    rng, found = np.random.default_rng(seed), {}
-    for name, shape in shapes(work).items():
-        drawn = rng.standard_normal(shape, np.float32)
-        found[name] = np.float32(1) + np.float32(0.1) * drawn if len(shape) == 1 else drawn / np.sqrt(shape[-1])
-    return found
+def hf_config(work: Work) -> dict[str, Any]:
+    """Returns the model as transformers' configuration of a Qwen 3 has it."""
+    return {
+        "vocab_size": work.vocab,
+        "hidden_size": work.width,
+        "intermediate_size": work.mlp_width,
+        "num_hidden_layers": work.layers,
+        "num_attention_heads": work.heads,
+        "num_key_value_heads": work.kv_heads,
+        "head_dim": work.head_dim,
+        "rms_norm_eps": NORM_EPS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+        "tie_word_embeddings": True,
+        "max_position_embeddings": work.length,
+    }
 
 
 def make_prompts(work: Work, seed: int = 1) -> np.ndarray:
@@ -116,13 +104,64 @@ def rewards(tokens: np.ndarray) -> np.ndarray:
     return np.asarray(np.mean(tokens % 2 == 0, axis=1), np.float32)
 
 
-def save_weights(work: Work, directory: pathlib.Path) -> None:
-    """Writes the weights where `load_weights` finds them."""
-    arrays: dict[str, Any] = make_weights(work)
-    np.savez(directory / "weights.npz", **arrays)
-
-
 def load_weights(directory: pathlib.Path) -> dict[str, np.ndarray]:
-    """Reads the weights of a directory, by name."""
+    """Reads the weights of a directory by their Hugging Face names; matrices are `[out, in]`."""
     with np.load(directory / "weights.npz") as file:
         return {name: file[name] for name in file.files}
+
+
+class ModelContender:
+    """Answers the requests about one model; a subclass computes them.
+
+    Args:
+      work: fields of `Work`; directory: of the weights.
+    """
+
+    def __init__(self, work: dict[str, Any], directory: str) -> None:
+        self.work = Work(**work)
+
+    def versions(self) -> dict[str, str]:
+        """Returns the versions of the libraries."""
+        raise NotImplementedError
+
+    def log_probs(self) -> np.ndarray:
+        """Returns the `[rows, completion]` log-probs of the sequences that all contenders score."""
+        raise NotImplementedError
+
+    def rollout(self) -> np.ndarray:
+        """Returns the `[rows, completion]` tokens of a rollout."""
+        raise NotImplementedError
+
+    def step(self, parts: Clock | Memory) -> None:
+        """Does one RL step, with the parts "rollout" and "update"."""
+        raise NotImplementedError
+
+    def learn(self, path: str) -> None:
+        """Does the first update of a new learner, see `suite.compare_updates`."""
+        raise NotImplementedError
+
+    def score(self, path: str) -> None:
+        """Writes the log-probs."""
+        np.save(path, self.log_probs())
+
+    def run(self, part: str) -> dict[str, Seconds]:
+        """Times a rollout, or a step, by its parts."""
+        clock = Clock()
+        self._run(part, clock)
+        return clock.parts
+
+    def peak(self, part: str) -> dict[str, int]:
+        """Measures the bytes that the parts of a run add to the memory of the process."""
+        memory = Memory()
+        self._run(part, memory)
+        return memory.parts
+
+    def _run(self, part: str, parts: Clock | Memory) -> None:
+        if part == "step":
+            self.step(parts)
+            return
+        with parts.part("rollout"):
+            tokens = self.rollout()
+        expected = (self.work.rows, self.work.completion_length)
+        if tokens.shape != expected or not ((tokens >= 0) & (tokens < self.work.vocab)).all():
+            raise ValueError(f"tokens: got {tokens.shape}, expected {expected} ids of the vocabulary")

@@ -23,7 +23,7 @@ from benchmarks.harness import cli
 from benchmarks.harness.race import race_programs
 from benchmarks.harness.report import join, table
 from benchmarks.suites.model import problem
-from benchmarks.suites.model.kljax import KljaxContender, load
+from benchmarks.suites.model.kljax import KljaxContender, load, save_weights
 from benchmarks.suites.model.problem import Work
 from benchmarks.suites.model.suite import works_of
 from train.rl.algorithms import make_optimizer
@@ -116,7 +116,7 @@ def markdown(works: Iterable[Work], rounds: int) -> str:
     parts = []
     for work in works:
         with tempfile.TemporaryDirectory() as directory:
-            problem.save_weights(work, pathlib.Path(directory))
+            save_weights(work, pathlib.Path(directory))
             results = race_programs(programs(load(dataclasses.asdict(work), directory, 0)), rounds)
         seconds = {name: result.best("cpu") or float("nan") for name, result in results.items()}
         rate = rate_of(seconds) / 1e9

@@ -17,7 +17,8 @@ from benchmarks.harness.process import ROOT, Remote, start
 from benchmarks.harness.race import MissingError, log, measurable, noted, race
 from benchmarks.harness.results import ALL, Check, Measured, Result, Target, check, ratio
 from benchmarks.harness.suite import Section, Suite, Table, run
-from benchmarks.suites.model.problem import QUICK, Work, make_sequences, save_weights
+from benchmarks.suites.model.kljax import save_weights
+from benchmarks.suites.model.problem import QUICK, Work, make_sequences
 
 VOCABS = (4096, 32_768)
 LARGE_VOCAB = 32_768
@@ -41,7 +42,7 @@ RETURN_AT_ONCE: Mapping[str, str] = MappingProxyType(
 )
 FOLDERS = {"tunix": "tunix", "transformers": "torch"}
 TUNIX = ("google-tunix==0.1.7",), ("jax==0.12.0.1", "flax==0.12.12")
-TORCH, TRANSFORMERS = "torch==2.13.0", ("transformers==5.23.0", "numpy==2.4.6")
+TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "numpy==2.4.6")
 
 PARTS = {"rollout": "Rollout", "update": "Update", ALL: "Rollout and update"}
 TARGETS = {
@@ -117,7 +118,7 @@ class ModelSuite(Suite):
             with noted(results[name]), process(name, work, directory, options) as remote:
                 for key, (wall, cpu) in remote.ask(do="run", part=self.part).items():
                     results[name].first.setdefault(key, []).append((wall, cpu))
-        for name, result in [] if options.no_peak else measurable(results):
+        for name, result in measurable(results):
             with noted(result), process(name, work, directory, options, RETURN_AT_ONCE) as remote:
                 log(f"{name}: measures memory")
                 remote.ask(do="run", part=self.part)
@@ -192,7 +193,7 @@ def works_of(options: argparse.Namespace) -> list[Work]:
 def main(options: argparse.Namespace, parser: argparse.ArgumentParser, part: str, section: Section | None) -> int:
     """Runs the command of a part; returns 1 if a contender failed or differs from kljax."""
     if options.make_envs is not None:
-        make_envs(options.make_envs, python312=options.python312, torch_index=options.torch_index)
+        make_envs(options.make_envs, options.python312)
         print(f"made; now: {parser.prog} --envs {options.make_envs}")
         return 0
     known = sorted(set(TITLES) - {OTHER})
@@ -214,11 +215,8 @@ def interpreter(directory: pathlib.Path, name: str) -> pathlib.Path:
     return environments.interpreter(directory / FOLDERS[name])
 
 
-def make_envs(directory: pathlib.Path, *, python312: str | None, torch_index: str | None) -> None:
-    """Makes the environments of Tunix and transformers.
-
-    Args:
-      python312: interpreter for Tunix; None looks for one; torch_index: see `environments.torch_install`.
+def make_envs(directory: pathlib.Path, python312: str | None = None) -> None:
+    """Makes the environments of Tunix and transformers; without `python312`, looks for one for Tunix.
 
     Raises:
       FileNotFoundError: if there is no Python 3.12.
@@ -227,8 +225,7 @@ def make_envs(directory: pathlib.Path, *, python312: str | None, torch_index: st
     if not interpreter(directory, "tunix").exists():
         environments.make(directory / FOLDERS["tunix"], *TUNIX, python=python)
     if not interpreter(directory, "transformers").exists():
-        torch = environments.torch_install(TORCH, torch_index)
-        environments.make(directory / FOLDERS["transformers"], torch, TRANSFORMERS)
+        environments.make(directory / FOLDERS["transformers"], TRANSFORMERS)
 
 
 @contextlib.contextmanager

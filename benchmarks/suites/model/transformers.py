@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from benchmarks.suites.model import problem
-from benchmarks.suites.model.contender import ModelContender
+from benchmarks.suites.model.problem import ModelContender
 
 
 class TransformersContender(ModelContender):
@@ -16,23 +16,8 @@ class TransformersContender(ModelContender):
 
     def __init__(self, work: dict[str, Any], directory: str) -> None:
         super().__init__(work, directory)
-        shape = self.work
-        config = transformers.Qwen3Config(
-            vocab_size=shape.vocab,
-            hidden_size=shape.width,
-            intermediate_size=shape.mlp_width,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            rms_norm_eps=problem.NORM_EPS,
-            rope_parameters={"rope_type": "default", "rope_theta": problem.ROPE_THETA},
-            tie_word_embeddings=True,
-            max_position_embeddings=shape.length,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=None,
-        )
+        no_ids = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+        config = transformers.Qwen3Config(**problem.hf_config(self.work), **no_ids)
         self.model = transformers.Qwen3ForCausalLM(config).eval()
         weights = {
             name: torch.from_numpy(array) for name, array in problem.load_weights(pathlib.Path(directory)).items()

@@ -20,8 +20,7 @@ from tunix.rl.rollout import base_rollout
 
 from benchmarks.harness.measure import Clock, Memory
 from benchmarks.suites.model import problem
-from benchmarks.suites.model.contender import ModelContender
-from benchmarks.suites.model.problem import Work
+from benchmarks.suites.model.problem import ModelContender, Work
 
 
 class Tokenizer:
