@@ -69,9 +69,9 @@ def config_of(work: Work) -> Config:
         "steps": 1,
         "data": {"max_prompt_length": work.prompt_length, "max_completion_length": work.completion_length},
         "rollout": {"prompts_per_step": work.prompts, "samples_per_prompt": work.samples},
-        "loss": {"policy": "ppo", "aggregation": "seq_mean_token_mean"},
+        "loss": {"type": "ppo", "aggregation": "seq_mean_token_mean"},
         "kl": {"loss": {"coef": problem.KL_COEF, "estimator": "low_var_kl"}},
-        "optim": {"learning_rate": problem.LEARNING_RATE, "b2": 0.999},
+        "optim": {"learning_rate": problem.LEARNING_RATE, "optimizer": {"b2": 0.999}},
     }
     return parse(raw)[0]
 
