@@ -8,6 +8,8 @@ VLLM_VENV := .venv-vllm
 TRANSFORMERS_VENV := .venv-transformers
 UV_VERSION := 0.13.8
 WORKERS ?= 2
+# Each worker starts with tests that stand side by side, which share fixtures and compiled operations.
+PYTEST = -m pytest -n $(WORKERS) --dist worksteal
 ARGS ?=
 export JAX_PLATFORMS ?= cpu
 # Without bytecode every process compiles the sources of JAX again, for nearly two seconds.
@@ -44,16 +46,16 @@ train: $(VENV)/.ready ## the main job: warm start, RL, before and after
 	$(BIN)/python -m train configs/quickstart.yaml $(ARGS)
 
 test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml), which are counted as deselected
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not thorough" $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not thorough" $(ARGS)
 
 test-quick: $(VENV)/.ready ## the core of the library and one run of the trainer, in less than two minutes
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not thorough" $(addprefix --deselect=,$(RUN_AGAIN)) $(QUICK) $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not thorough" $(addprefix --deselect=,$(RUN_AGAIN)) $(QUICK) $(ARGS)
 
 test-thorough: $(VENV)/.ready ## the others: the same statements in more settings
-	$(BIN)/python -m pytest -n $(WORKERS) -m thorough $(ARGS)
+	$(BIN)/python $(PYTEST) -m thorough $(ARGS)
 
 test-library: $(VENV)/.ready ## the tests of kljax alone
-	$(BIN)/python -m pytest -n $(WORKERS) tests/kljax kljax $(ARGS)
+	$(BIN)/python $(PYTEST) tests/kljax kljax $(ARGS)
 
 check: lint types test ## what CI runs
 
@@ -88,7 +90,7 @@ $(NEWEST_VENV)/.ready: pyproject.toml uv.lock
 test-newest: $(NEWEST_VENV)/.ready ## the library, and three runs of the trainer, on Python 3.12 and the newest JAX
 	$(NEWEST_VENV)/bin/python -c "import jax, flax, sys; print(sys.version.split()[0], 'jax', jax.__version__, 'flax', flax.__version__)"
 	@echo "left out here, as one release of JAX is enough for them: the tests marked one_jax or thorough (pyproject.toml), counted as deselected"
-	$(NEWEST_VENV)/bin/python -m pytest -n $(WORKERS) -m "not one_jax and not thorough" $(addprefix --deselect=,$(RUN_AGAIN)) \
+	$(NEWEST_VENV)/bin/python $(PYTEST) -m "not one_jax and not thorough" $(addprefix --deselect=,$(RUN_AGAIN)) \
 	  tests/kljax kljax $(TRAINER) $(ARGS)
 
 # The compiler of TPUs runs in processes of an environment of its own: libtpu changes what JAX finds at its start.
@@ -96,7 +98,7 @@ $(AOT_VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(AOT_VENV),--no-default-groups --group aot)
 
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compiler of TPUs plans
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not thorough" tests/benchmarks/test_head_aot_plans.py $(ARGS)
+	$(BIN)/python $(PYTEST) -m "not thorough" tests/benchmarks/test_head_aot_plans.py $(ARGS)
 
 # vLLM on a CPU: a build by a third party, 3.5 GB with its torch; why each step is there is in tests/goldens/vllm/record.py.
 $(VLLM_VENV)/.ready:

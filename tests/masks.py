@@ -58,7 +58,7 @@ def check_masked(function: Callable[..., Any], arrays: Sequence[np.ndarray], mas
         value, grads = compiled(*poisoned)
         jax.tree.map(np.testing.assert_array_equal, value, expected_value)
         jax.tree.map(np.testing.assert_array_equal, grads, expected_grads)
-    for leaf in jax.tree.leaves(function(*[jnp.asarray(array, jnp.bfloat16) for array in arrays])):
+    for leaf in jax.tree.leaves(jax.eval_shape(function, *[jnp.asarray(array, jnp.bfloat16) for array in arrays])):
         assert leaf.dtype == jnp.float32
     for leaf in jax.tree.leaves(expected_value):
         assert leaf.dtype == jnp.float64

@@ -62,15 +62,40 @@ def eager(name: str) -> list[Any]:
 
 
 @functools.cache
-def jitted(name: str) -> tuple[list[Any], list[Any]]:
-    """The results of both seeds, the numbers of the calls traced as well, as a coefficient from a state is."""
-    scalars = [jax.tree.map(jnp.asarray, call.scalars) for call in calls_of(name)]
+def traced_calls(name: str) -> dict[str, Callable[..., Any]]:
+    """By its name, each call as a jitted function of arrays, data and numbers, a coefficient from a state among them.
+
+    JAX keeps its trace for the transformations that use it.
+    """
+
+    def traced(call: Call) -> Callable[..., Any]:
+        def value_and_grads(arrays: Any, data: Any, scalars: Any) -> Any:
+            return call.value_and_grads(arrays, data, scalars)
+
+        return jax.jit(value_and_grads)
+
+    return {call.name: traced(call) for call in calls_of(name)}
+
+
+def numbers_of(name: str) -> list[Any]:
+    return [jax.tree.map(jnp.asarray, call.scalars) for call in calls_of(name)]
+
+
+def each_traced_call(name: str, transform: Callable[..., Any] = lambda function: function) -> Callable[..., Any]:
+    """A function of the inputs and the numbers of all calls, each of them transformed."""
 
     def run(given: list[tuple[Any, Any]], scalars: list[Any]) -> list[Any]:
-        numbers = iter(scalars)
-        return each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data, next(numbers)))(given)
+        numbers, traced = iter(scalars), traced_calls(name)
+        return each_call(name, lambda call, *of: transform(traced[call.name])(*of, next(numbers)))(given)
 
-    program = calls.program(run, inputs(name), scalars)
+    return run
+
+
+@functools.cache
+def jitted(name: str) -> tuple[list[Any], list[Any]]:
+    """The results of both seeds."""
+    scalars = numbers_of(name)
+    program = calls.program(each_traced_call(name), inputs(name), scalars)
     return jax.device_get((program(inputs(name), scalars), program(inputs(name, 1), scalars)))
 
 
@@ -130,8 +155,8 @@ def on_explicit_axes(name: str) -> None:
 
 
 def in_vmap(name: str) -> None:
-    run = each_call(name, lambda call, arrays, data: jax.vmap(call.value_and_grads)(arrays, data))
-    check_both(name, compiled(run, stacked(name)))
+    run = each_traced_call(name, lambda function: jax.vmap(function, in_axes=(0, 0, None)))
+    check_both(name, compiled(run, stacked(name), numbers_of(name)))
 
 
 def in_scan(name: str) -> None:
@@ -150,7 +175,9 @@ def in_remat(name: str) -> None:
 
 def on_every_device(call: Call, arrays: Any, data: Any) -> Any:
     """The call inside `shard_map`, each device holding some of the rows, put together to the result of all rows."""
-    whole = jax.eval_shape(call, arrays, data)
+    whole = next(
+        out for each, (out, _) in zip(calls_of(call.of), eager(call.of), strict=True) if each.name == call.name
+    )
     add = {"axis_name": "rows"} if "axis_name" in calls.parameters(call.of) else {}
     if {*call.static, *call.scalars} & {*REPLACE_AXIS_NAME}:
         add = {}
@@ -197,10 +224,13 @@ def own_part(result: jax.Array) -> jax.Array:
 
 
 def in_shard_map(name: str) -> None:
+    # Before the trace, which reads their shapes.
+    expected = eager(name)
+
     def run(call: Call, arrays: Any, data: Any) -> Any:
         return calls.value_and_grads(lambda arrays: on_every_device(call, arrays, data), arrays)
 
-    check(name, compiled(each_call(name, run), inputs(name)), eager(name))
+    check(name, compiled(each_call(name, run), inputs(name)), expected)
 
 
 def lowered_for_tpu_and_cuda(name: str) -> None:

@@ -22,8 +22,14 @@ def check_pointwise(
     loss: Loss, value: np.ndarray, slope: np.ndarray, *, data: tuple[np.ndarray, ...] = (OLD, ADV), masks: bool = True
 ) -> None:
     """The loss `loss(log_probs, *data)` of each token, and its derivative to the log-prob of the same token."""
-    np.testing.assert_allclose(loss(LP, *data), np.where(MASK, value, 0), 1e-12, 1e-14)
-    gradient = jax.grad(lambda lp: (loss(lp, *data) * WEIGHTS).sum())(jnp.asarray(LP))
+
+    @jax.jit
+    def value_and_pulled(log_probs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        losses, pull = jax.vjp(lambda lp: loss(lp, *data), log_probs)
+        return losses, pull(jnp.asarray(WEIGHTS))[0]
+
+    losses, gradient = value_and_pulled(LP)
+    np.testing.assert_allclose(losses, np.where(MASK, value, 0), 1e-12, 1e-14)
     np.testing.assert_allclose(gradient, np.where(MASK, WEIGHTS * slope, 0), 1e-12, 1e-14)
     if masks:
         check_masked(loss, [LP, *data])
@@ -39,8 +45,13 @@ def far(dtype: type = np.float64) -> list[jax.Array]:
 def check_far(loss: Loss, dtype: type = np.float64) -> tuple[jax.Array, jax.Array]:
     """Value and gradient with probabilities at the ends of the range are finite."""
     log_probs, old, advantages = far(dtype)
-    value, pull = jax.vjp(lambda lp: loss(lp, old, advantages), log_probs)
-    (slope,) = pull(jnp.ones_like(value))
+
+    @jax.jit
+    def value_and_slope(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, pull = jax.vjp(lambda lp: loss(lp, *arrays[1:]), arrays[0])
+        return value, pull(jnp.ones_like(value))[0]
+
+    value, slope = value_and_slope(log_probs, old, advantages)
     assert np.isfinite(value).all()
     assert np.isfinite(slope).all()
     return value, slope

@@ -46,16 +46,17 @@ def test_counts_are_those_of_python(x64: bool) -> None:
     counts, drawn = np.arange(2**15 + 1), np.random.default_rng(0)
     fractions = [*FRACTIONS, 1.0, 3.0, np.float32(0.29), *drawn.random(10), *np.round(drawn.random(20), 3)]
     with jax.enable_x64(x64):
-        for fraction in fractions:
-            share = jax.jit(lambda n, f=fraction: floor_share(f, n, counts.size - 1))(jnp.asarray(counts))
+        shares = jax.jit(lambda n: [floor_share(fraction, n, counts.size - 1) for fraction in fractions])
+        for fraction, share in zip(fractions, shares(jnp.asarray(counts)), strict=True):
             expected = [min(int(float(fraction) * n), n) for n in counts.tolist()]
             np.testing.assert_array_equal(share, expected, str(fraction))
 
 
 def test_counts_of_a_batch_of_millions_are_those_of_python() -> None:
     counts = np.unique(np.r_[np.arange(0, 2**24 + 1, 100), 2**24 - np.arange(1000)])
-    for fraction in (0.29, 2e-4, 0.123456789):
-        share = jax.jit(lambda n, f=fraction: floor_share(f, n, 2**24))(jnp.asarray(counts))
+    fractions = (0.29, 2e-4, 0.123456789)
+    shares = jax.jit(lambda n: [floor_share(fraction, n, 2**24) for fraction in fractions])
+    for fraction, share in zip(fractions, shares(jnp.asarray(counts)), strict=True):
         np.testing.assert_array_equal(share, np.floor(fraction * counts), str(fraction))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -39,6 +40,14 @@ def start(output: Path, *overrides: str, resume: bool = False, name: str = "run"
     config = tiny.config_of(*LORA, f"output={output}", f"name={name}", *overrides)
     assert run(LoadedConfig(config, (), Path("config.yaml")), resume=resume) == 0
     return output / name
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_curves() -> Iterator[None]:
+    """Spares every run its picture, which nothing here looks at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.run.run.write_curves", lambda directory: None)
+        yield
 
 
 @pytest.fixture(scope="module")
