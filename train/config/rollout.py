@@ -57,7 +57,7 @@ class Rollout(Section):
     source: CompletionSource = JaxSource(type="jax")
     """Source of the completions."""
     top_k: CountOrZero = 0
-    """Sample from the k most probable tokens; 0: from all. Recorded log-probs are over all tokens."""
+    """Sample from the k most probable tokens; 0: from all."""
     top_p: TopP = 1.0
     """Sample from the most probable tokens with this total probability; 1: from all."""
     min_p: Fraction = 0.0
@@ -68,6 +68,8 @@ class Rollout(Section):
     """jax: slots of continuous batching, refilled as rows end; null: one for each row."""
     record_log_probs: bool = True
     """Record the sampler's log-probs (rollout_log_probs)."""
+    record_kept_tokens: bool = False
+    """jax: record the tokens that top_k, top_p and min_p keep, and renormalise all log-probs over them; needs top_k."""
     policy_lag: CountOrZero = 0
     """Sample with the policy of this many steps ago; the state holds that many copies of the trained weights."""
     record: Text | None = None

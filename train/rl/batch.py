@@ -18,6 +18,8 @@ Metadata = Mapping[str, Any]
 
 PER_ROW = {"axes": "row"}
 """Metadata of a field that holds one value a row, `[B, ...]`; every other field is `[B, T, ...]`."""
+TOKEN_IDS = {"padding": -1}
+"""Metadata of lists of token ids, `[B, T, K]`: -1 is no token."""
 GROUP = {**PER_ROW, "padding": -1}
 """Metadata of `group_ids`: an added row belongs to no prompt, so it enters no statistic of one."""
 
@@ -36,6 +38,8 @@ class Batch:
       rewards: [B] scalar reward of each row.
       group_ids: [B] int32, number of the row's prompt in the rollout batch; -1 on rows of padding.
       rollout_log_probs: [B, T] log-probs that the sampler recorded.
+      kept_ids: [B, T, K] int32, the tokens that the sampler's filters kept; -1 pads the lists. If present, all
+        log-probs of the batch are renormalised over these tokens.
       old_log_probs: [B, T] log-probs of the policy before its first update on this batch; None if that is the only
         update, which computes them itself.
       ref_log_probs: [B, T] log-probs of the reference.
@@ -54,6 +58,7 @@ class Batch:
     rewards: Array | None = dataclasses.field(default=None, metadata=PER_ROW)
     group_ids: Array | None = dataclasses.field(default=None, metadata=GROUP)
     rollout_log_probs: Array | None = None
+    kept_ids: Array | None = dataclasses.field(default=None, metadata=TOKEN_IDS)
     old_log_probs: Array | None = None
     ref_log_probs: Array | None = None
     ref_hidden: Array | None = None
@@ -90,7 +95,7 @@ def row_count(batch: Batch) -> int:
 
 
 def pad_rows(batch: AnyBatch, rows: int) -> AnyBatch:
-    """Adds empty rows (masks False, group ids -1, everything else 0) until there are `rows`."""
+    """Adds empty rows (masks False, group and token ids -1, everything else 0) until there are `rows`."""
     missing = rows - row_count(batch)
     if missing < 0:
         raise ValueError(f"rows: got {rows}, expected at least the {row_count(batch)} that the batch has")
@@ -108,7 +113,10 @@ def pad_columns(batch: AnyBatch, length: int) -> AnyBatch:
         raise ValueError(f"length: got {length}, expected at least the {batch.tokens.shape[1]} that the batch has")
 
     def pad(x: Array, about: Metadata) -> Array:
-        return x if about.get("axes") == "row" else jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+        if about.get("axes") == "row":
+            return x
+        widths = [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, widths, constant_values=about.get("padding", 0))
 
     return _map(pad, batch)
 

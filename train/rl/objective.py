@@ -184,6 +184,7 @@ def make_objective(config: Config, model: Decoder) -> Objective:
             reference=_exact_reference(config, batch, ref_head),
             tile=tile(config),
             layout=layout,
+            kept_ids=batch.kept_ids,
         )
         batch = _with_old_log_probs(batch, stats)
         terms: dict[str, Array] = {}

@@ -210,6 +210,7 @@ def token_stats(
     layout: Layout = ROWS,
     segment_ids: jax.Array | None = None,
     hidden: jax.Array | None = None,
+    kept_ids: jax.Array | None = None,
 ) -> tuple[kljax.TokenStats, jax.Array]:
     """Computes statistics of each token given the tokens before it, and the hidden states they come from.
 
@@ -231,6 +232,8 @@ def token_stats(
       layout: prompt length and groups of the rows; columns before `prompt_length` are not scored.
       segment_ids: [B, T] int32, sequences packed into one row. The first token of a segment has no prediction: mask it.
       hidden: the policy's hidden states [B, T, D], if they exist already.
+      kept_ids: [B, T, K] int32, the tokens that the sampler kept, padded with -1; log-probs are renormalised over them,
+        entropies and the exact KL are not. None: over the whole vocabulary.
 
     Returns:
       `TokenStats` of [B, T] (position t is token t; 0 under the mask and before `prompt_length`) and hidden states
@@ -250,7 +253,10 @@ def token_stats(
     before = slice(first - 1, tokens.shape[1] - 1)
     if reference is not None:
         reference = dataclasses.replace(reference, hidden=jnp.asarray(reference.hidden)[:, before])
-    stats = kljax.log_probs_from_hidden(
+    score: Callable[..., kljax.TokenStats] = kljax.log_probs_from_hidden
+    if kept_ids is not None:
+        score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids[:, first:])
+    stats = score(
         hidden[:, before],
         _lm_head(model, policy.params, tile),
         tokens[:, first:],

@@ -66,6 +66,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
             tile=objectives.tile(config),
             layout=layout,
             hidden=hidden,
+            kept_ids=part.kept_ids,
         )
 
     def score(trainable: dict[str, Tree], base: Tree, reference: Reference | None, batch: Batch) -> Batch:

@@ -74,6 +74,8 @@ def make_rollout(context: RunContext, completions: Completions) -> Rollout:
     }
     if section.record_log_probs and completions.log_probs is not None:
         rows["rollout_log_probs"] = completions.log_probs
+    if completions.kept_ids is not None:
+        rows["kept_ids"] = completions.kept_ids
     batch = Batch(**shard_rows(rows, context.mesh))
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in scores.items()}
     metrics["completion_length"] = float(lengths.mean(dtype=np.float64))

@@ -43,7 +43,9 @@ def prompt_buckets(max_prompt_length: int) -> list[int]:
     return sorted({max_prompt_length, *(bucket for bucket in shorter if bucket >= MIN_BUCKET)})
 
 
-def make_sampler(context: RunContext, *, name: str, samples: int = 1, greedy: bool = False) -> Sampler:
+def make_sampler(
+    context: RunContext, *, name: str, samples: int = 1, greedy: bool = False, record_kept_tokens: bool = False
+) -> Sampler:
     """Makes `(policy, prompts, prompt_mask, key) -> Samples`, compiled on first use of each prompt-length bucket.
 
     Args:
@@ -51,17 +53,21 @@ def make_sampler(context: RunContext, *, name: str, samples: int = 1, greedy: bo
       name: prefix of the program names.
       samples: completions per prompt, in consecutive rows that share the prefill.
       greedy: whether to take the most probable tokens instead of sampling.
+      record_kept_tokens: whether to record the tokens that the filters keep.
 
     Returns:
       A function of a fixed number of rows, with prompts in a length of `prompt_buckets`. Its output always has
       prompts of `data.max_prompt_length`.
     """
     buckets = prompt_buckets(context.config.data.max_prompt_length)
-    config, size = context.config.rollout, context.model.config.vocab_size
+    section, size = context.config.rollout, context.model.config.vocab_size
+    sampling = Sampling(
+        context.config.temperature, section.top_k, section.top_p, section.min_p, greedy, record_kept_tokens
+    )
     # Checkpoints often have more vocabulary rows than their tokenizer has tokens, and any row may be sampled.
-    stop = stop_table(config.stop, vocabulary_bytes(context.tokenizer, size) if config.stop else [])
+    stop = stop_table(section.stop, vocabulary_bytes(context.tokenizer, size) if section.stop else [])
     programs = {
-        bucket: sampling_program(context, f"{name}_{bucket}", bucket, samples, greedy=greedy, stop=stop)
+        bucket: sampling_program(context, f"{name}_{bucket}", bucket, samples, sampling=sampling, stop=stop)
         for bucket in buckets
     }
 
@@ -72,15 +78,14 @@ def make_sampler(context: RunContext, *, name: str, samples: int = 1, greedy: bo
 
 
 def sampling_program(
-    context: RunContext, name: str, prompt_length: int, samples: int, *, greedy: bool, stop: StopTable | None
+    context: RunContext, name: str, prompt_length: int, samples: int, *, sampling: Sampling, stop: StopTable | None
 ) -> Any:
     """Makes the jitted, not yet compiled program of `make_sampler` for one prompt length."""
-    config, model, section = context.config, context.model, context.config.rollout
-    sampling = Sampling(config.temperature, section.top_k, section.top_p, section.min_p, greedy)
+    config, model = context.config, context.model
     padding = config.data.max_prompt_length - prompt_length
 
     def pad_left(x: jax.Array, fill: int = 0) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (padding, 0)), constant_values=fill)
+        return jnp.pad(x, ((0, 0), (padding, 0), *[(0, 0)] * (x.ndim - 2)), constant_values=fill)
 
     def draw(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
         samples_of_bucket = sample(
@@ -93,18 +98,21 @@ def sampling_program(
             sampling=sampling,
             eos_ids=context.tokenizer.eos_ids,
             stop=stop,
-            slots=section.slots,
+            slots=config.rollout.slots,
             group=samples,
         )
+        kept_ids, log_kept_mass = samples_of_bucket.kept_ids, samples_of_bucket.log_kept_mass
         return dataclasses.replace(
             samples_of_bucket,
             tokens=pad_left(samples_of_bucket.tokens, context.tokenizer.pad_id),
             token_mask=pad_left(samples_of_bucket.token_mask),
             completion_mask=pad_left(samples_of_bucket.completion_mask),
             log_probs=pad_left(samples_of_bucket.log_probs),
+            kept_ids=None if kept_ids is None else pad_left(kept_ids, -1),
+            log_kept_mass=None if log_kept_mass is None else pad_left(log_kept_mass),
         )
 
-    return jax.jit(traced_once(draw, name), out_shardings=samples_sharding(context.mesh))
+    return jax.jit(traced_once(draw, name), out_shardings=samples_sharding(context.mesh, sampling))
 
 
 def sample_completions(
@@ -132,7 +140,9 @@ class JaxSource:
         self._repeats = 1 if divides else section.samples_per_prompt
         samples = section.samples_per_prompt // self._repeats
         self._context = context
-        self._sampler = sampler or make_sampler(context, name="rollout", samples=samples)
+        self._sampler = sampler or make_sampler(
+            context, name="rollout", samples=samples, record_kept_tokens=section.record_kept_tokens
+        )
         self._policy: kljax.Policy | None = None
 
     def update(self, policy: kljax.Policy, step: int) -> None:
@@ -147,6 +157,12 @@ class JaxSource:
         start = time.perf_counter()
         samples, texts, finished = sample_completions(self._context, self._sampler, self._policy, prompts, request.key)
         token_count, occupancy = jax.device_get((samples.completion_mask.sum(), samples.occupancy))
+        metrics, log_probs = {"rollout_occupancy": float(occupancy)}, samples.log_probs
+        if samples.log_kept_mass is not None:
+            # The log-probs of the distribution that the tokens were drawn from.
+            log_probs = log_probs - samples.log_kept_mass
+            kept_mass = kljax.masked_mean(jnp.exp(samples.log_kept_mass), samples.completion_mask)
+            metrics["rollout_kept_mass"] = float(kept_mass)
         return Completions(
             examples=[example for example in request.examples for _ in range(request.samples)],
             tokens=samples.tokens,
@@ -154,8 +170,9 @@ class JaxSource:
             completion_mask=samples.completion_mask,
             finished=finished,
             texts=texts,
-            log_probs=samples.log_probs,
-            metrics={"rollout_occupancy": float(occupancy)},
+            log_probs=log_probs,
+            kept_ids=samples.kept_ids,
+            metrics=metrics,
             timings={"rollout_tokens_per_second": float(token_count) / (time.perf_counter() - start)},
         )
 

@@ -13,15 +13,18 @@ class PaddedRows(TypedDict):
     token_mask: np.ndarray
     completion_mask: np.ndarray
     log_probs: np.ndarray | None
+    kept_ids: np.ndarray | None
 
 
 def pad_rows(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     log_probs: Sequence[Sequence[float]] | None,
+    kept_ids: Sequence[Sequence[Sequence[int]]] | None = None,
     *,
     lengths: tuple[int, int],
     pad_id: int,
+    kept_tokens: int = 0,
 ) -> PaddedRows:
     """Pads rows of ids to arrays; the masks come from the row lengths, so the pad id may be sampled.
 
@@ -29,8 +32,10 @@ def pad_rows(
       prompts: prompt ids of each row, at most P.
       completions: completion ids of each row, at most C.
       log_probs: log-prob of each completion id, or None.
+      kept_ids: for each completion id the tokens that the sampler kept, at most K; or None.
       lengths: P and C.
       pad_id: padding id.
+      kept_tokens: K.
 
     Example:
       >>> rows = pad_rows([[5, 6], [7]], [[8], [9, 9]], [[-1.0], [-2.0, -3.0]], lengths=(3, 2), pad_id=0)
@@ -44,6 +49,7 @@ def pad_rows(
     token_mask = np.zeros(tokens.shape, bool)
     completion_mask = np.zeros(tokens.shape, bool)
     values = np.zeros(tokens.shape, np.float32)
+    kept = np.full((*tokens.shape, kept_tokens), -1, np.int32)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if len(prompt) > prompt_length or len(completion) > max_new_tokens:
             raise ValueError(
@@ -56,9 +62,12 @@ def pad_rows(
         completion_mask[row, prompt_length:end] = True
         if log_probs is not None:
             values[row, prompt_length:end] = log_probs[row]
+        for column, ids in enumerate(kept_ids[row] if kept_ids is not None else (), start=prompt_length):
+            kept[row, column, : len(ids)] = ids
     return PaddedRows(
         tokens=tokens,
         token_mask=token_mask,
         completion_mask=completion_mask,
         log_probs=None if log_probs is None else values,
+        kept_ids=None if kept_ids is None else kept,
     )

@@ -52,6 +52,9 @@ class Completions:
       finished: [B] bool, on the host; True for rows that ended with EOS or a stop, not at the length limit.
       texts: [B] text of each completion.
       log_probs: [B, P + C] float32 log-probs of the sampled tokens under the sampling policy, 0 elsewhere; or None.
+        With `kept_ids`, renormalised over these tokens.
+      kept_ids: [B, P + C, K] int32, the tokens that top-k, top-p and min-p kept for each sampled token; -1 pads the
+        lists, and fills them elsewhere. None if they are not recorded.
       rewards: named rewards, each [B] float32; None means that the task scores the completions.
       metrics: measurements of the source that are equal in identical runs.
       timings: measurements that differ between identical runs.
@@ -64,6 +67,7 @@ class Completions:
     finished: np.ndarray
     texts: Sequence[str]
     log_probs: Array | None = None
+    kept_ids: Array | None = None
     rewards: Mapping[str, np.ndarray] | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -268,6 +268,15 @@ FILE = "rollout.source={type: file, path: tests}"
         ((FILE, "rollout.policy_lag=1"), "rollout.policy_lag: got 1, but rollout.source.type file does not use it"),
         ((FILE, "rollout.record=x"), "rollout.record: got 'x', but rollout.source.type file does not use it; leave it"),
         (("rollout.source={type: file, path: no}",), "rollout.source.path: got 'no', but there is no such file"),
+        (
+            (FILE, "rollout.record_kept_tokens=true"),
+            "rollout.record_kept_tokens: got True, but rollout.source.type file does not use it; leave it at false",
+        ),
+        (
+            ("rollout.record_kept_tokens=true", "rollout.top_p=0.9"),
+            "rollout.record_kept_tokens: got true, but rollout.top_k is 0, and it bounds the number of recorded "
+            "tokens; set rollout.top_k",
+        ),
         (("rollout.slots=3", "mesh.data=2"), "rollout.slots: got 3, expected a multiple of mesh.data x mesh.fsdp = 2"),
         ((OPENAI, "rollout.source.sync=lora"), "rollout.source.sync: got lora, but there is no lora section"),
         (
@@ -294,3 +303,4 @@ def test_sources_of_completions_are_fine_with_what_they_use():
     build(OPENAI, "rollout.top_p=0.9", "temperature=0.7", "rollout.record_log_probs=false")
     build(FILE, "rollout.source.shuffle=false", "temperature=0.7")
     build("rollout.slots=4", "rollout.top_k=5", "rollout.min_p=0.1", "mesh.data=2")
+    build("rollout.record_kept_tokens=true", "rollout.top_k=5", "rollout.top_p=0.9")

@@ -48,7 +48,8 @@ FIELDS = {field.name: field for field in dataclasses.fields(Extended)}
 NEEDED = ("tokens", "token_mask", "completion_mask")
 OPTIONAL = sorted(FIELDS.keys() - set(NEEDED))
 DTYPES = {"tokens": np.int32, "token_mask": bool, "completion_mask": bool, "group_ids": np.int32, "votes": np.int16}
-TRAILING = {"images": (3,), "ref_hidden": (4,), "votes": (2,)}
+DTYPES |= {"kept_ids": np.int32}
+TRAILING = {"images": (3,), "kept_ids": (2,), "ref_hidden": (4,), "votes": (2,)}
 
 
 def per_row(name: str) -> bool:
@@ -95,9 +96,9 @@ def test_every_optional_field_survives_padding_and_micro_batching(name):
     assert after.shape[: 1 if per_row(name) else 2] == ((9,) if per_row(name) else (9, 8))
     kept = after[:ROWS] if per_row(name) else after[:ROWS, :LENGTH]
     np.testing.assert_array_equal(kept, before)
-    padding = -1 if name == "group_ids" else 0
+    padding = -1 if name in ("group_ids", "kept_ids") else 0
     assert (after[ROWS:] == padding).all()
-    assert per_row(name) or (after[:, LENGTH:] == 0).all()
+    assert per_row(name) or (after[:, LENGTH:] == padding).all()
     split = getattr(micro_batches(padded, 3), name)
     assert split.shape == (3, 3, *after.shape[1:])
     for part in range(3):

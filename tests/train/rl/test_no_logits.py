@@ -23,6 +23,7 @@ from train.rl.objective import coefficients
 from train.rl.policy import init_params
 from train.rl.reference import Reference, reference_head
 from train.rollouts import sampling_program
+from train.rollouts.sampler import Sampling
 from train.run import warm_start
 from train.run.setup import first_state
 
@@ -139,7 +140,7 @@ def test_the_warm_start_and_the_samplers_hold_no_logits(shape):
         assert largest(imitate) < logits(mesh, ROWS)
         # Those of one decode step are what a token is drawn from.
         built = tiny.context_of(config, model=model, mesh=mesh)
-        sampler = sampling_program(built, "held_out", tiny.PROMPT, 1, greedy=False, stop=None)
+        sampler = sampling_program(built, "held_out", tiny.PROMPT, 1, sampling=Sampling(), stop=None)
         prompts = jax.device_put(batch.tokens[:, : tiny.PROMPT], batch_sharding(mesh))
         drawn = compiled(sampler.lower(kljax.Policy(params), prompts, prompts > -1, jax.random.key(0)))
         assert largest(drawn) < logits(mesh, ROWS)

@@ -18,8 +18,11 @@ from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.layout import Layout
 from train.rl.objective import coefficients
+from train.rl.policy import head, hidden_states
 from train.rl.reference import Reference, reference_head
+from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
+from train.rollouts import JaxSource, collect
 
 MODEL = tiny.model_of(tiny.config_of())
 REFERENCE = Reference(MODEL, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
@@ -377,3 +380,29 @@ def test_without_warm_up_the_first_update_has_the_whole_learning_rate():
     optimizer = optimizer_of("optim.learning_rate=0.3")
     change, _ = optimizer.update({"w": jnp.full(2, 0.1)}, optimizer.init(weights), weights)
     np.testing.assert_allclose(change["w"], -0.3, rtol=1e-5)
+
+
+def test_kept_tokens_renormalise_the_log_probs_of_every_policy():
+    """Score, reference and update use the sampler's set; the ratio to the sampler is 1 on the first update."""
+    options = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "optim.updates_per_batch=2", "temperature=0.8")
+    config = tiny.config_of(*options, "rollout.top_k=5", "rollout.top_p=0.7", "rollout.record_kept_tokens=true")
+    context, optimizer = tiny.context_of(config), make_optimizer(config.optim)
+    state = tiny.state_of(config, optimizer)
+    source = JaxSource(context)
+    source.update(policy_of(state.trainable, None), 0)
+    batch = collect(context, source, 0).batch
+    mask = np.asarray(batch.completion_mask)
+    assert ((np.asarray(batch.kept_ids)[mask] >= 0).sum(-1) > 1).any()
+    scored = make_score(config, MODEL, tiny.mesh_of())(state.trainable, None, REFERENCE, batch)
+    np.testing.assert_allclose(scored.old_log_probs, np.where(mask, batch.rollout_log_probs, 0), atol=2e-5)
+    hidden = hidden_states(MODEL, REFERENCE.policy, batch.tokens, batch.token_mask)
+    logits = np.asarray(hidden, np.float64) @ np.asarray(head(MODEL, REFERENCE.policy.params), np.float64) / 0.8
+    for row, column in zip(*np.nonzero(mask), strict=True):
+        before, ids = logits[row, column - 1], np.asarray(batch.kept_ids[row, column])
+        expected = before[batch.tokens[row, column]] - np.logaddexp.reduce(before[ids[ids >= 0]])
+        np.testing.assert_allclose(scored.ref_log_probs[row, column], expected, atol=2e-5)
+    prepared, _, _ = make_prepare(config, tiny.mesh_of())(scored, state.controller)
+    update = make_update(config, MODEL, optimizer, state, tiny.mesh_of())
+    _, metrics = update(state, None, prepared, ALL_ROWS[: tiny.ROWS // 2], coefficients(config))
+    assert float(metrics["rollout_log_prob_error"].value()) < 2e-5
+    assert abs(float(metrics["ppo_kl"].value())) < 1e-6

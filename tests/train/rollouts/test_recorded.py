@@ -65,6 +65,23 @@ def test_what_was_recorded_is_read_back_row_for_row(tmp_path):
     open_source(context, continued=True)
 
 
+def test_kept_tokens_are_read_back(tmp_path):
+    """With log-probs that are renormalised over them; the lists are as long as the longest of the file."""
+    options = ("rollout.top_k=5", "rollout.top_p=0.7", "rollout.record_kept_tokens=true")
+    config = tiny.config_of(f"rollout.record={tmp_path / 'r'}", *options)
+    context = tiny.context_of(config)
+    source = open_source(context)
+    source.update(policy_of(tiny.state_of(config, optax.identity()).trainable, None), 0)
+    rollout = collect(context, source, 0)
+    assert 0 < rollout.metrics["rollout_kept_mass"] < 0.2
+    reading = tiny.context_of(tiny.config_of(SOURCE.format(path=tmp_path / "r", shuffle="false")))
+    batch = collect(reading, open_source(reading), 0).batch
+    np.testing.assert_array_equal(batch.rollout_log_probs, rollout.batch.rollout_log_probs)
+    ids = np.asarray(rollout.batch.kept_ids)
+    longest = (ids >= 0).sum(-1).max()
+    np.testing.assert_array_equal(batch.kept_ids, ids[..., :longest])
+
+
 def prompts_of(context, source, steps) -> list[list[int]]:
     return [collect(context, source, step).completions.tokens[::2, tiny.PROMPT - 1].tolist() for step in steps]
 
@@ -116,6 +133,13 @@ BAD = {
     "log_probs: got [0.5, -1, -1], expected finite numbers that are not positive": row(1, 1, log_probs=[0.5, -1, -1]),
     "log_probs: missing, but not in the rows before": row(1, 1, log_probs=None),
     "log_probs: given without completion_ids": row(1, 1, completion_ids=None, completion="3"),
+    "kept_ids: got 1 lists, expected 3, one for each id": row(1, 1, kept_ids=[[1]]),
+    "kept_ids: got [[1], [-1], [257]], expected a list of ids for each": row(1, 1, kept_ids=[[1], [-1], [257]]),
+    "kept_ids: got [2] for the completion id 1, expected it in the list": row(1, 1, kept_ids=[[1], [2], [257]]),
+    "kept_ids: given without completion_ids": row(
+        1, 1, completion_ids=None, log_probs=None, completion="3", kept_ids=[[1]]
+    ),
+    "kept_ids: given, but not in the rows before": row(1, 1, kept_ids=[[1], [1], [EOS]]),
     "completion_ids: got [264], expected a list of ids from 0 to 263": row(
         1, 1, completion_ids=[264], log_probs=[-1.0]
     ),

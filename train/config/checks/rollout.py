@@ -27,11 +27,11 @@ def _ignored(config: Config) -> Iterator[Problem]:
     kind = section.source.type
     ignored = {
         "jax": (),
-        "openai": ("slots",),
-        "file": (*SAMPLING, "slots", "policy_lag", "record"),
+        "openai": ("slots", "record_kept_tokens"),
+        "file": (*SAMPLING, "slots", "record_kept_tokens", "policy_lag", "record"),
     }[kind]
     for name, value, default in _changed(section, ignored):
-        off = {None: "null", (): "[]"}.get(default, default)
+        off = "false" if default is False else {None: "null", (): "[]"}.get(default, default)
         shown = list(value) if isinstance(value, tuple) else value
         yield problem(
             f"got {shown!r}, but rollout.source.type {kind} does not use it; leave it at {off}",
@@ -91,4 +91,14 @@ def _slots(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_ignored, _file, _server, _slots)
+def _kept_tokens(config: Config) -> Iterator[Problem]:
+    section = config.rollout
+    if section.record_kept_tokens and section.source.type == "jax" and section.top_k == 0:
+        yield problem(
+            "got true, but rollout.top_k is 0, and it bounds the number of recorded tokens; set rollout.top_k",
+            "rollout.record_kept_tokens",
+            "rollout.top_k",
+        )
+
+
+CHECKS = (_ignored, _file, _server, _slots, _kept_tokens)

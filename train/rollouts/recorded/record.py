@@ -19,6 +19,8 @@ class RecordedCompletion:
       prompt_ids, completion_ids: token ids, including BOS and EOS.
       text: text of the completion, for the verifier.
       log_probs: log-prob of each completion id, or None.
+      kept_ids: for each completion id the tokens that the sampler kept, over which `log_probs` are renormalised; or
+        None.
       finished: whether the completion ended with EOS or a stop.
       rewards: named rewards, including "reward"; None means that the task scores the completion.
       example: the prompt with its answer and all fields of the row.
@@ -29,6 +31,7 @@ class RecordedCompletion:
     completion_ids: list[int]
     text: str
     log_probs: list[float] | None
+    kept_ids: list[list[int]] | None
     finished: bool
     rewards: dict[str, float] | None
     example: Example
@@ -61,6 +64,7 @@ def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedComplet
         completion_ids=completion_ids,
         text=text if isinstance(text, str) else context.tokenizer.decode(completion_ids),
         log_probs=_log_probs(record, completion_ids),
+        kept_ids=_kept_ids(record, completion_ids, context),
         finished=finished,
         rewards=_rewards(record),
         example=example,
@@ -92,10 +96,31 @@ def _ids(record: Mapping[str, Any], name: str, context: RunContext) -> list[int]
     values = record.get(name)
     if values is None:
         return None
-    size = context.model.config.vocab_size
-    wrong = not isinstance(values, list) or any(type(v) is not int or not 0 <= v < size for v in values)
-    if wrong:
+    if not _are_ids(values, context):
+        size = context.model.config.vocab_size
         raise ValueError(f"{name}: got {_shorten(values)}, expected a list of ids from 0 to {size - 1}")
+    return values
+
+
+def _are_ids(values: Any, context: RunContext) -> bool:
+    """Whether a value is a list of ids of the vocabulary."""
+    size = context.model.config.vocab_size
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < size for value in values)
+
+
+def _kept_ids(record: Mapping[str, Any], completion_ids: list[int], context: RunContext) -> list[list[int]] | None:
+    values = record.get("kept_ids")
+    if values is None:
+        return None
+    if "completion_ids" not in record:
+        raise ValueError("kept_ids: given without completion_ids; add completion_ids")
+    if not isinstance(values, list) or not all(_are_ids(ids, context) for ids in values):
+        raise ValueError(f"kept_ids: got {_shorten(values)}, expected a list of ids for each completion id")
+    if len(values) != len(completion_ids):
+        raise ValueError(f"kept_ids: got {len(values)} lists, expected {len(completion_ids)}, one for each id")
+    for token, ids in zip(completion_ids, values, strict=True):
+        if token not in ids:
+            raise ValueError(f"kept_ids: got {_shorten(ids)} for the completion id {token}, expected it in the list")
     return values
 
 

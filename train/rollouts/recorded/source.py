@@ -26,11 +26,20 @@ Group = tuple[RowPosition, ...]
 
 @dataclasses.dataclass
 class _Scan:
-    """Result of the first pass: the groups that fit, the number of longer groups, and the optional fields."""
+    """Result of the first pass.
+
+    Attributes:
+      groups: the groups that fit.
+      too_long: the number of longer groups.
+      log_probs: whether the rows have log-probs.
+      kept_tokens: the length of the longest list of kept tokens; None for rows without `kept_ids`.
+      rewards: the names of the rewards in the rows.
+    """
 
     groups: list[Group] = dataclasses.field(default_factory=list)
     too_long: int = 0
     log_probs: bool | None = None
+    kept_tokens: int | None = None
     rewards: frozenset[str] | None = None
 
 
@@ -58,6 +67,7 @@ class FileSource:
         scan = self._scan()
         self._check(scan)
         self.groups, self.too_long = scan.groups, scan.too_long
+        self._kept_tokens = scan.kept_tokens or 0
         order = grain.MapDataset.source(range(len(scan.groups))).seed(context.config.seed)
         self._order = (order.shuffle() if section.shuffle else order).repeat()
 
@@ -76,6 +86,7 @@ class FileSource:
     def _completions(self, rows: list[RecordedCompletion]) -> Completions:
         data = self._context.config.data
         recorded = [row.log_probs for row in rows if row.log_probs is not None]
+        kept_ids = [row.kept_ids for row in rows if row.kept_ids is not None]
         rewards = [row.rewards for row in rows if row.rewards is not None]
         return Completions(
             examples=[row.example for row in rows],
@@ -83,8 +94,10 @@ class FileSource:
                 [row.prompt_ids for row in rows],
                 [row.completion_ids for row in rows],
                 recorded or None,
+                kept_ids or None,
                 lengths=(data.max_prompt_length, data.max_completion_length),
                 pad_id=self._context.tokenizer.pad_id,
+                kept_tokens=self._kept_tokens,
             ),
             finished=np.array([row.finished for row in rows], bool),
             texts=[row.text for row in rows],
@@ -129,6 +142,10 @@ class FileSource:
                     raise ValueError(
                         f"log_probs: {'given' if has_log_probs else 'missing'}, but not in the rows before"
                     )
+                if scan.rewards is not None and (scan.kept_tokens is None) != (row.kept_ids is None):
+                    raise ValueError(
+                        f"kept_ids: {'missing' if row.kept_ids is None else 'given'}, but not in the rows before"
+                    )
                 if scan.rewards not in (None, names):
                     raise ValueError(
                         f"rewards: got {', '.join(sorted(names)) or 'none'}, but the rows before have "
@@ -137,6 +154,8 @@ class FileSource:
             except ValueError as error:
                 raise UserError(f"rollout.source.path: {file.path}, line {line}: {error}") from error
             scan.log_probs, scan.rewards = has_log_probs, names
+            if row.kept_ids is not None:
+                scan.kept_tokens = max(scan.kept_tokens or 0, *map(len, row.kept_ids), 0)
             yield RowPosition(index, offset, line), row
 
     def _check(self, scan: _Scan) -> None:

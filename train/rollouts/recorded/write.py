@@ -31,8 +31,9 @@ def open_recording(path: str, *, continued: bool) -> Path:
 
 def record_rows(completions: Completions, scores: Mapping[str, np.ndarray], samples: int) -> list[dict[str, Any]]:
     """Makes the rows of one batch, with the rewards before weights and penalties, which the reading config applies."""
-    arrays = completions.tokens, completions.token_mask, completions.completion_mask, completions.log_probs
-    tokens, token_mask, completion_mask, log_probs = jax.device_get(arrays)
+    masks = completions.token_mask, completions.completion_mask
+    arrays = completions.tokens, *masks, completions.log_probs, completions.kept_ids
+    tokens, token_mask, completion_mask, log_probs, kept_ids = jax.device_get(arrays)
     rows = []
     for row, (example, text) in enumerate(zip(completions.examples, completions.texts, strict=True)):
         is_completion = completion_mask[row]
@@ -48,6 +49,8 @@ def record_rows(completions: Completions, scores: Mapping[str, np.ndarray], samp
         }
         if log_probs is not None:
             record["log_probs"] = log_probs[row][is_completion].astype(float).tolist()
+        if kept_ids is not None:
+            record["kept_ids"] = [ids[ids >= 0].tolist() for ids in kept_ids[row][is_completion]]
         rows.append(record)
     return rows
 

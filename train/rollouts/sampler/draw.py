@@ -20,6 +20,8 @@ class Sampling:
       top_p: of these, keeps the smallest set of the most probable tokens whose share is at least p; 1 keeps all.
       min_p: of these, keeps the tokens at least this share as probable as the most probable token; 0 keeps all.
       greedy: whether to take the most probable token (the first of several) instead of drawing.
+      record_kept_tokens: whether to record the ids of the tokens that the filters keep, at most `top_k`. Ties for the
+        last place then go to the lowest ids, so that the list holds the whole set.
 
     Raises:
       ValueError: a number out of range, naming the field.
@@ -30,6 +32,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     greedy: bool = False
+    record_kept_tokens: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed, is_valid in (
@@ -40,9 +43,40 @@ class Sampling:
         ):
             if not is_valid:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected {allowed}")
+        if self.record_kept_tokens and (self.top_k == 0 or self.greedy):
+            got = "greedy" if self.greedy else "top_k = 0"
+            raise ValueError(f"record_kept_tokens: got True and {got}, expected draws with a positive top_k; set top_k")
 
 
-def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """Drawn tokens and their statistics.
+
+    Attributes:
+      tokens: [...] int32.
+      log_probs: [...] log-probs under the full softmax at the temperature; the filters do not change them.
+      kept_ids: [..., K] int32, the tokens that the filters kept, the most probable first; -1 pads the list. None unless
+        recorded.
+      log_kept_mass: [...] log of the probability of the kept tokens. `log_probs - log_kept_mass` are the log-probs of
+        the distribution that the tokens were drawn from. None unless recorded.
+    """
+
+    tokens: jax.Array
+    log_probs: jax.Array
+    kept_ids: jax.Array | None = None
+    log_kept_mass: jax.Array | None = None
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], dtype: jnp.dtype, kept_tokens: int | None) -> "Draws":
+        """Makes empty draws, with lists of `kept_tokens` ids, or None if they are not recorded."""
+        tokens, log_probs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, dtype)
+        if kept_tokens is None:
+            return cls(tokens, log_probs)
+        return cls(tokens, log_probs, jnp.zeros((*shape, kept_tokens), jnp.int32), log_probs)
+
+
+def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> Draws:
     """Draws the next tokens.
 
     Args:
@@ -51,17 +85,44 @@ def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> tuple[ja
       sampling: the filters; its temperature is not applied again.
 
     Returns:
-      Tokens [B] int32, and their log-probs [B] under the full softmax of `logits`, as the trainer computes them; the
-      filters do not change these.
+      `Draws` of [B], with the kept tokens if `sampling` records them.
     """
     top = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - top)
+    kept_ids = log_kept_mass = None
     if sampling.greedy:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
-        tokens = draw_index(filter_weights(weights, sampling), uniforms)
+        kept_weights = filter_weights(weights, sampling)
+        if sampling.record_kept_tokens:
+            kept_weights, kept_ids = _list_kept(kept_weights, min(sampling.top_k, weights.shape[-1]))
+            log_kept_mass = jnp.log(jnp.sum(kept_weights, axis=-1)) - jnp.log(jnp.sum(weights, axis=-1))
+        tokens = draw_index(kept_weights, uniforms)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
-    return tokens, (chosen - jnp.log(jnp.sum(weights, axis=-1, keepdims=True)))[:, 0]
+    log_probs = (chosen - jnp.log(jnp.sum(weights, axis=-1, keepdims=True)))[:, 0]
+    return Draws(tokens, log_probs, kept_ids, log_kept_mass)
+
+
+def kept_tokens(sampling: Sampling, vocab_size: int) -> int | None:
+    """Returns K, the length of the recorded lists of kept tokens, or None if they are not recorded."""
+    return min(sampling.top_k, vocab_size) if sampling.record_kept_tokens else None
+
+
+def _list_kept(weights: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Lists the tokens of positive weight, at most K; of ties for the last place, the lowest ids.
+
+    Args:
+      weights: [B, V], 0 for the tokens that the filters drop.
+      count: K.
+
+    Returns:
+      Weights [B, V] of the listed tokens, 0 for the others; ids [B, K] int32, the largest weight first, padded with -1.
+    """
+    values, ids = lax.top_k(weights, count)
+    # `lax.top_k` lists ties in the order of their ids, so the last entry tells which of them are on the list.
+    index = lax.broadcasted_iota(ids.dtype, weights.shape, 1)
+    is_listed = (weights > values[:, -1:]) | ((weights == values[:, -1:]) & (index <= ids[:, -1:]))
+    return jnp.where(is_listed, weights, 0), jnp.where(values > 0, ids, -1).astype(jnp.int32)
 
 
 def filter_weights(weights: jax.Array, sampling: Sampling) -> jax.Array:

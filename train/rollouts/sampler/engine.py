@@ -13,7 +13,7 @@ import kljax
 from train.models import Decoder, KeyValues, RopeTables, Transformer, rope_tables
 from train.models.sharding import axis_size, batch_sharding, replicated
 from train.rl.policy import bind, head
-from train.rollouts.sampler.draw import Sampling, draw, token_uniforms
+from train.rollouts.sampler.draw import Sampling, draw, kept_tokens, token_uniforms
 from train.rollouts.sampler.slots import KVCache, Outputs, PromptQueue, PromptsToRows, Slots, empty_slots, fill_slots
 from train.rollouts.sampler.stops import StopTable
 
@@ -78,7 +78,7 @@ def sample(
     lengths = to_rows(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), 0)
     limits = jnp.full(count, max_new_tokens) if limits is None else jnp.minimum(limits, max_new_tokens)
     limits = jnp.where(lengths > 0, limits, 0)
-    padded_prompts, padded_mask, hidden, cache = _prefill(transformer, prompts, prompt_mask)
+    padded_mask, hidden, cache = _prefill(transformer, prompts, prompt_mask)
     row_ids = jnp.arange(count) if row_ids is None else jnp.asarray(row_ids)
     queue = PromptQueue(
         order=jnp.argsort(limits <= 0, stable=True).astype(jnp.int32),
@@ -87,7 +87,6 @@ def sample(
         lengths=lengths,
         limits=limits,
         uniforms=token_uniforms(key, row_ids, max_new_tokens, jnp.promote_types(hidden.dtype, jnp.float32)),
-        prompts=padded_prompts,
         prompt_mask=padded_mask,
         hidden=hidden,
         cache=cache,
@@ -103,19 +102,21 @@ def sample(
         stop=stop,
         queue=queue,
     )
+    recorded = kept_tokens(sampling, model.config.vocab_size)
     if slots == count:
-        start = fill_slots(queue, to_rows, group, unroll=unroll)
+        start = fill_slots(queue, to_rows, group, kept_tokens=recorded, unroll=unroll)
     else:
-        start = empty_slots(queue, slots, unroll=unroll)
+        start = empty_slots(queue, slots, kept_tokens=recorded, unroll=unroll)
     last, outputs = engine.run(start)
     return _to_samples(last, outputs, engine.eos_ids, to_rows(prompts, 0), to_rows(prompt_mask, 0))
 
 
-def samples_sharding(mesh: Mesh) -> "Samples":
+def samples_sharding(mesh: Mesh, sampling: Sampling) -> "Samples":
     """Returns the shardings of the results of `sample`, for `out_shardings`: rows over the mesh, scalars replicated."""
     rows, scalar = batch_sharding(mesh), replicated(mesh)
-    per_row = dict.fromkeys(("tokens", "token_mask", "completion_mask", "log_probs", "finished"), rows)
-    return Samples(**per_row, steps=scalar, occupancy=scalar)  # type: ignore[arg-type]
+    names = ["tokens", "token_mask", "completion_mask", "log_probs", "finished"]
+    names += ["kept_ids", "log_kept_mass"] if sampling.record_kept_tokens else []
+    return Samples(**dict.fromkeys(names, rows), steps=scalar, occupancy=scalar)  # type: ignore[arg-type]
 
 
 def _prompts_to_rows(prompts: int, group: int, prompt_ids: jax.Array | None) -> PromptsToRows:
@@ -143,36 +144,46 @@ def _check_sizes(rows: int, slots: int, max_new_tokens: int) -> None:
 
 def _prefill(
     transformer: Transformer, prompts: jax.Array, prompt_mask: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, KeyValues]:
-    """Returns prompts and mask, padded to a count that the mesh divides, last hidden states [N, D] and KV cache."""
+) -> tuple[jax.Array, jax.Array, KeyValues]:
+    """Returns the mask, last hidden states [N, D] and KV cache of the prompts; the mesh divides the padded N."""
     padding = -len(prompts) % axis_size("rows")
     prompts = jnp.pad(prompts, ((0, padding), (0, 0)))
     prompt_mask = jnp.pad(prompt_mask, ((0, padding), (0, 0)))
     # The name shows in profiles, and tells a test which transfers belong to the prefill.
     with jax.named_scope("prefill"):
         hidden, cache = transformer.prefill(prompts, prompt_mask)
-    return prompts, prompt_mask, hidden[:, -1], cache
+    return prompt_mask, hidden[:, -1], cache
 
 
 def _to_samples(
     slots: Slots, outputs: Outputs, eos_ids: jax.Array, prompts: jax.Array, prompt_mask: jax.Array
 ) -> "Samples":
     """Appends the completions to the prompts [B, P] of their rows, and blanks the columns after their ends."""
-    completion_mask = jnp.arange(slots.max_new_tokens) < outputs.lengths[:, None]
-    fill = eos_ids[0] if len(eos_ids) else 0
+    draws, lengths = outputs.draws, outputs.lengths
+    completion_mask = jnp.arange(slots.max_new_tokens) < lengths[:, None]
 
     def concatenate(left: jax.Array, right: jax.Array) -> jax.Array:
         return jnp.concatenate([left, right.astype(left.dtype)], axis=1)
 
-    no_log_probs = jnp.zeros(prompt_mask.shape, outputs.log_probs.dtype)
+    def on_completions(x: jax.Array | None, fill: int) -> jax.Array | None:
+        """Extends a record of the draws to [B, P + C, ...], with `fill` outside completions."""
+        if x is None:
+            return None
+        mask = completion_mask.reshape(*completion_mask.shape, *[1] * (x.ndim - 2))
+        on_prompts = jnp.full((*prompt_mask.shape, *x.shape[2:]), fill, x.dtype)
+        return concatenate(on_prompts, jnp.where(mask, x, fill))
+
+    eos_id = eos_ids[0] if len(eos_ids) else 0
     return Samples(
-        tokens=concatenate(prompts, jnp.where(completion_mask, outputs.tokens, fill)),
+        tokens=concatenate(prompts, jnp.where(completion_mask, draws.tokens, eos_id)),
         token_mask=concatenate(prompt_mask, completion_mask),
         completion_mask=concatenate(jnp.zeros_like(prompt_mask), completion_mask),
-        log_probs=concatenate(no_log_probs, jnp.where(completion_mask, outputs.log_probs, 0)),
+        log_probs=cast(jax.Array, on_completions(draws.log_probs, 0)),
         finished=outputs.finished,
-        steps=slots.draws - 1,
-        occupancy=jnp.sum(outputs.lengths, dtype=jnp.float32) / (slots.draws * len(slots.row)),
+        kept_ids=on_completions(draws.kept_ids, -1),
+        log_kept_mass=on_completions(draws.log_kept_mass, 0),
+        steps=slots.step - 1,
+        occupancy=jnp.sum(lengths, dtype=jnp.float32) / (slots.step * len(slots.row)),
     )
 
 
@@ -187,6 +198,10 @@ class Samples:
       completion_mask: [B, P + C] bool, the completions, each with the EOS or the stop string that ended it.
       log_probs: [B, P + C] float32 at least, under the full softmax at the temperature; 0 outside completions.
       finished: [B] bool, the rows that EOS or a stop string ended.
+      kept_ids: [B, P + C, K] int32, the tokens that the filters kept for each sampled token, the most probable first;
+        -1 pads the lists, and fills them outside completions. None unless `sampling` records them.
+      log_kept_mass: [B, P + C], the log of the probability of the kept tokens; 0 outside completions. None unless
+        `sampling` records them.
       steps: [] int32, the number of decode steps; each advances all slots.
       occupancy: [] float32, the mean share of slots that drew a token.
     """
@@ -196,6 +211,8 @@ class Samples:
     completion_mask: jax.Array
     log_probs: jax.Array
     finished: jax.Array
+    kept_ids: jax.Array | None = None
+    log_kept_mass: jax.Array | None = None
     steps: jax.Array | int = 0
     occupancy: jax.Array | float = 1.0
 
@@ -237,21 +254,20 @@ class Engine:
         slots = lax.while_loop(is_running, advance, self.draw_tokens(self.refill(slots)))
         if slots.outputs is not None:
             return slots, slots.write_outputs()
-        # Every row has its slot and started with the first draw, so no completion wraps around.
-        completions = slots.tokens[:, slots.prompt_length :]
-        return slots, Outputs(completions, slots.log_probs, slots.length, slots.finished)
+        # Every row has its slot and started in the first step, so no completion wraps around.
+        return slots, Outputs(slots.draws, slots.length, slots.finished)
 
     def decode(self, slots: Slots) -> Slots:
         """Runs the model on the latest token of every slot; updates `hidden` and `cache`."""
-        column = slots.last_column()
+        last = slots.last_draw()
         prompt_lengths = self.queue.lengths[slots.row]
         positions = prompt_lengths + slots.length - 1
         hidden, cache = self.transformer.decode(
-            lax.dynamic_index_in_dim(slots.tokens, column, axis=1, keepdims=False),
+            lax.dynamic_index_in_dim(slots.draws.tokens, last, axis=1, keepdims=False),
             positions,
             slots.cache,
             slots.token_mask,
-            column,
+            slots.prompt_length + last,
             key_positions=slots.key_positions(prompt_lengths),
             rope=jax.tree.map(lambda x: jnp.take(x[0], positions, axis=0, mode="clip")[:, None], self.rope),
         )
@@ -259,18 +275,18 @@ class Engine:
 
     def draw_tokens(self, slots: Slots) -> Slots:
         """Draws the next token of every active slot from its hidden state."""
-        dtype, softcap = slots.log_probs.dtype, self.transformer.config.final_softcap
+        dtype, softcap = slots.draws.log_probs.dtype, self.transformer.config.final_softcap
         logits = jnp.dot(slots.hidden, self.lm_head, preferred_element_type=dtype).astype(dtype)
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
         uniforms = self.queue.uniforms[slots.row, slots.length]
-        tokens, log_probs = draw(logits / self.sampling.temperature, uniforms, self.sampling)
-        ended = jnp.any(tokens[:, None] == self.eos_ids, axis=1)
+        draws = draw(logits / self.sampling.temperature, uniforms, self.sampling)
+        ended = jnp.any(draws.tokens[:, None] == self.eos_ids, axis=1)
         stop_state = slots.stop_state
         if self.stop is not None:
-            stop_state = self.stop.advance(stop_state, tokens)
+            stop_state = self.stop.advance(stop_state, draws.tokens)
             ended |= stop_state == self.stop.matched
-        slots = slots.append(tokens, log_probs, stop_state, ended=ended)
+        slots = slots.append(draws, stop_state, ended=ended)
         return dataclasses.replace(slots, active=slots.active & (slots.length < self.queue.limits[slots.row]))
 
     def refill(self, slots: Slots) -> Slots:

@@ -10,19 +10,23 @@ from jax import lax
 
 from train.models import GroupCache, KeyValues, SlotCache
 from train.models.sharding import axis_size, constrain
+from train.rollouts.sampler.draw import Draws
 
 KVCache: TypeAlias = KeyValues | list[SlotCache] | list[GroupCache]
 # Maps an array and its axis of N prompts to the same array with B rows, each with a copy of its prompt's entry.
 PromptsToRows: TypeAlias = Callable[[jax.Array, int], jax.Array]
 
 
-def fill_slots(queue: "PromptQueue", to_rows: PromptsToRows, group: int, *, unroll: bool) -> "Slots":
+def fill_slots(
+    queue: "PromptQueue", to_rows: PromptsToRows, group: int, *, kept_tokens: int | None, unroll: bool
+) -> "Slots":
     """Makes a slot for every row, before its first draw.
 
     Args:
       queue: the prompts and rows.
       to_rows: copies prompts to their rows.
       group: the number of rows of each prompt; 1 with any other assignment.
+      kept_tokens: the length of the recorded lists of kept tokens; None: not recorded.
       unroll: whether the cache is a list of layers instead of one stack.
     """
     # On a mesh a prompt may be on another device than its rows.
@@ -31,11 +35,13 @@ def fill_slots(queue: "PromptQueue", to_rows: PromptsToRows, group: int, *, unro
         cache = _extend_cache(prompts, queue.max_new_tokens, unroll=unroll)
     else:
         cache = [GroupCache.of(layer, group, queue.max_new_tokens) for layer in _layers(queue.cache)]
-    return _make_slots(queue, jnp.arange(len(queue.order)), queue.limits > 0, to_rows, cache)
+    rows = len(queue.order)
+    draws = queue.empty_draws(rows, kept_tokens)
+    return _make_slots(queue, jnp.arange(rows), queue.limits > 0, to_rows, draws=draws, cache=cache)
 
 
-def empty_slots(queue: "PromptQueue", count: int, *, unroll: bool) -> "Slots":
-    """Makes `count` slots without rows, which `PromptQueue` fills, and empty outputs."""
+def empty_slots(queue: "PromptQueue", count: int, *, kept_tokens: int | None, unroll: bool) -> "Slots":
+    """Makes `count` slots without rows, to be filled from the queue, and empty outputs."""
 
     def zeros(x: jax.Array, axis: int) -> jax.Array:
         return jnp.zeros((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
@@ -43,10 +49,10 @@ def empty_slots(queue: "PromptQueue", count: int, *, unroll: bool) -> "Slots":
     rows = len(queue.order)
     prompts = jax.tree.map(lambda x: zeros(x, 1), queue.cache)
     cache = _extend_cache(prompts, queue.max_new_tokens, unroll=unroll)
-    slots = _make_slots(queue, jnp.full(count, rows), jnp.zeros(count, bool), zeros, cache)
+    draws = queue.empty_draws(count, kept_tokens)
+    slots = _make_slots(queue, jnp.full(count, rows), jnp.zeros(count, bool), zeros, draws=draws, cache=cache)
     outputs = Outputs(
-        tokens=jnp.zeros((rows, queue.max_new_tokens), jnp.int32),
-        log_probs=jnp.zeros((rows, queue.max_new_tokens), slots.log_probs.dtype),
+        draws=queue.empty_draws(rows, kept_tokens),
         lengths=jnp.zeros(rows, jnp.int32),
         finished=jnp.zeros(rows, bool),
     )
@@ -54,7 +60,13 @@ def empty_slots(queue: "PromptQueue", count: int, *, unroll: bool) -> "Slots":
 
 
 def _make_slots(
-    queue: "PromptQueue", row: jax.Array, active: jax.Array, to_slots: PromptsToRows, cache: KVCache
+    queue: "PromptQueue",
+    row: jax.Array,
+    active: jax.Array,
+    to_slots: PromptsToRows,
+    *,
+    draws: Draws,
+    cache: KVCache,
 ) -> "Slots":
     """Makes slots before their first draw.
 
@@ -63,21 +75,20 @@ def _make_slots(
       row: [S] int32, the row in each slot.
       active: [S] bool.
       to_slots: copies prompts to slots.
+      draws: empty draws of all slots.
       cache: the KV cache, with columns for the completions.
     """
     zero = jnp.zeros(len(row), jnp.int32)
-    columns = ((0, 0), (0, queue.max_new_tokens))
     return Slots(
-        draws=jnp.int32(0),
+        step=jnp.int32(0),
         row=row.astype(jnp.int32),
-        first_draw=zero,
+        first_step=zero,
         length=zero,
         active=active,
         finished=zero > 0,
         stop_state=zero,
-        tokens=jnp.pad(to_slots(queue.prompts, 0), columns),
-        token_mask=jnp.pad(to_slots(queue.prompt_mask, 0), columns),
-        log_probs=jnp.zeros((len(row), queue.max_new_tokens), queue.uniforms.dtype),
+        draws=draws,
+        token_mask=jnp.pad(to_slots(queue.prompt_mask, 0), ((0, 0), (0, queue.max_new_tokens))),
         hidden=constrain(to_slots(queue.hidden, 0), "rows", None),
         cache=cache,
     )
@@ -124,7 +135,6 @@ class PromptQueue:
       lengths: [B] int32, the prompt length of each row.
       limits: [B] int32, the max new tokens of each row; 0 without a prompt.
       uniforms: [B, C, 2], the random numbers of each token.
-      prompts: [N, P] int32.
       prompt_mask: [N, P] bool.
       hidden: [N, D], the hidden states of the prompts' last tokens.
       cache: the keys and values of the prompts, [L, N, P, K, H].
@@ -136,7 +146,6 @@ class PromptQueue:
     lengths: jax.Array
     limits: jax.Array
     uniforms: jax.Array
-    prompts: jax.Array
     prompt_mask: jax.Array
     hidden: jax.Array
     cache: KeyValues
@@ -146,6 +155,10 @@ class PromptQueue:
         """C."""
         return self.uniforms.shape[1]
 
+    def empty_draws(self, rows: int, kept_tokens: int | None) -> Draws:
+        """Makes empty draws [rows, C]."""
+        return Draws.zeros((rows, self.max_new_tokens), self.uniforms.dtype, kept_tokens)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -153,14 +166,12 @@ class Outputs:
     """Completions in the order of the rows.
 
     Attributes:
-      tokens: [B, C] int32; arbitrary after the end of a completion.
-      log_probs: [B, C]; arbitrary after the end of a completion.
+      draws: [B, C], arbitrary after the end of a completion.
       lengths: [B] int32, the number of tokens of each completion.
       finished: [B] bool, the rows that EOS or a stop string ended.
     """
 
-    tokens: jax.Array
-    log_probs: jax.Array
+    draws: Draws
     lengths: jax.Array
     finished: jax.Array
 
@@ -174,37 +185,35 @@ class Outputs:
 class Slots:
     """S rows that are decoded at once, with their KV cache; P columns of prompt and C of completion.
 
-    All slots write the same column in a step, `P + draws % C`. A row whose first draw has number b has its completion
-    from column `P + b % C` on, and wraps around at the end. Attention takes the mask and the position of each column,
-    so the order of columns does not matter.
+    All slots write the same column in a step, `P + step % C`. A row that starts in step b has its completion from
+    column `P + b % C` on, and wraps around at the end. Attention takes the mask and the position of each column, so the
+    order of columns does not matter.
 
     Attributes:
-      draws: [] int32, the number of draws so far.
+      step: [] int32, the number of draws so far.
       row: [S] int32, the row of the queue in each slot; B in a slot that has had none.
-      first_draw: [S] int32, `draws` at the first token of the row.
+      first_step: [S] int32, `step` at the first token of the row.
       length: [S] int32, the number of tokens of the completion so far.
       active: [S] bool, the slots that draw another token.
       finished: [S] bool, the rows that EOS or a stop string ended.
       stop_state: [S] int32, the states of the search for stop strings.
-      tokens: [S, P + C] int32.
-      token_mask: [S, P + C] bool.
-      log_probs: [S, C].
+      draws: [S, C], the columns of completions.
+      token_mask: [S, P + C] bool, the columns that are attended.
       hidden: [S, D], the hidden states that predict the next token.
       cache: keys and values.
       outputs: the completions that have left their slots; None with a slot for every row.
       taken: [] int32, the number of rows taken from the queue; None with a slot for every row.
     """
 
-    draws: jax.Array
+    step: jax.Array
     row: jax.Array
-    first_draw: jax.Array
+    first_step: jax.Array
     length: jax.Array
     active: jax.Array
     finished: jax.Array
     stop_state: jax.Array
-    tokens: jax.Array
+    draws: Draws
     token_mask: jax.Array
-    log_probs: jax.Array
     hidden: jax.Array
     cache: KVCache
     outputs: Outputs | None = None
@@ -213,16 +222,16 @@ class Slots:
     @property
     def max_new_tokens(self) -> int:
         """C."""
-        return self.log_probs.shape[1]
+        return self.draws.tokens.shape[1]
 
     @property
     def prompt_length(self) -> int:
         """P."""
-        return self.tokens.shape[1] - self.max_new_tokens
+        return self.token_mask.shape[1] - self.max_new_tokens
 
-    def last_column(self) -> jax.Array:
-        """Returns the column of the latest draw."""
-        return self.prompt_length + (self.draws - 1) % self.max_new_tokens
+    def last_draw(self) -> jax.Array:
+        """Returns the index of the latest draw in `draws`."""
+        return (self.step - 1) % self.max_new_tokens
 
     def key_positions(self, prompt_lengths: jax.Array) -> jax.Array:
         """Computes the position of every column in its row, [S, P + C]; arbitrary where masked.
@@ -232,45 +241,46 @@ class Slots:
         """
         column = jnp.arange(self.prompt_length + self.max_new_tokens)
         in_prompt = column - self.prompt_length + prompt_lengths[:, None]
-        draw = (column - self.prompt_length - self.first_draw[:, None]) % self.max_new_tokens
+        draw = (column - self.prompt_length - self.first_step[:, None]) % self.max_new_tokens
         return jnp.where(column < self.prompt_length, in_prompt, prompt_lengths[:, None] + draw)
 
-    def append(self, tokens: jax.Array, log_probs: jax.Array, stop_state: jax.Array, *, ended: jax.Array) -> "Slots":
+    def append(self, new: Draws, stop_state: jax.Array, *, ended: jax.Array) -> "Slots":
         """Appends one token to every active slot; other slots stay unchanged.
 
         Args:
-          tokens: [S] int32.
-          log_probs: [S].
+          new: [S], one draw for each slot.
           stop_state: [S] int32, the search for stop strings after the token.
           ended: [S] bool, the slots whose token is EOS or completes a stop string.
         """
-        index, active = self.draws % self.max_new_tokens, self.active
+        index, active = self.step % self.max_new_tokens, self.active
 
         def write(array: jax.Array, values: jax.Array, column: jax.Array) -> jax.Array:
             # An inactive slot may still contain a completion: none of its columns is overwritten.
             old = lax.dynamic_slice_in_dim(array, column, 1, axis=1)
-            new = jnp.where(active[:, None], values[:, None].astype(array.dtype), old)
+            is_active = active.reshape(-1, *[1] * (old.ndim - 1))
+            new = jnp.where(is_active, values[:, None].astype(array.dtype), old)
             return lax.dynamic_update_slice_in_dim(array, new, column, axis=1)
 
         return dataclasses.replace(
             self,
-            draws=self.draws + 1,
+            step=self.step + 1,
             length=self.length + active,
             active=active & ~ended,
             finished=self.finished | (active & ended),
             stop_state=stop_state,
-            tokens=write(self.tokens, tokens, self.prompt_length + index),
+            draws=jax.tree.map(lambda array, values: write(array, values, index), self.draws, new),
             token_mask=write(self.token_mask, active, self.prompt_length + index),
-            log_probs=write(self.log_probs, log_probs, index),
         )
 
     def write_outputs(self) -> Outputs:
         """Writes the completions of all slots to `outputs`."""
         assert self.outputs is not None
-        column = (self.first_draw[:, None] + jnp.arange(self.max_new_tokens)) % self.max_new_tokens
-        completions = self.tokens[:, self.prompt_length :]
-        tokens, log_probs = (jnp.take_along_axis(x, column, axis=1) for x in (completions, self.log_probs))
-        return self.outputs.write(self.row, Outputs(tokens, log_probs, self.length, self.finished))
+        column = (self.first_step[:, None] + jnp.arange(self.max_new_tokens)) % self.max_new_tokens
+
+        def unwrap(x: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(x, column.reshape(*column.shape, *[1] * (x.ndim - 2)), axis=1)
+
+        return self.outputs.write(self.row, Outputs(jax.tree.map(unwrap, self.draws), self.length, self.finished))
 
     def evict(self, slot: jax.Array) -> Outputs:
         """Writes the completion of one slot to `outputs`."""
@@ -283,11 +293,10 @@ class Slots:
             return jnp.sum(jnp.where(mask, x, 0), axis=0, dtype=x.dtype)
 
         def unwrap(x: jax.Array) -> jax.Array:
-            return jnp.roll(select(x), -select(self.first_draw) % self.max_new_tokens)
+            return jnp.roll(select(x), -select(self.first_step) % self.max_new_tokens, axis=0)
 
         completion = Outputs(
-            tokens=unwrap(self.tokens[:, self.prompt_length :]),
-            log_probs=unwrap(self.log_probs),
+            draws=jax.tree.map(unwrap, self.draws),
             lengths=select(self.length),
             finished=jnp.any(selected & self.finished),
         )
@@ -298,12 +307,11 @@ class Slots:
         prompt = queue.prompt_ids[row]
         changes = {
             "row": row,
-            "first_draw": self.draws,
+            "first_step": self.step,
             "length": 0,
             "active": True,
             "finished": False,
             "stop_state": 0,
-            "tokens": jnp.pad(queue.prompts[prompt], (0, self.max_new_tokens)),
             "token_mask": jnp.pad(queue.prompt_mask[prompt], (0, self.max_new_tokens)),
             "hidden": queue.hidden[prompt],
         }

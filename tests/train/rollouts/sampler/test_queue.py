@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 import kljax
 from train.models import Decoder, DecoderConfig
 from train.models.sharding import make_mesh, shard_rows
-from train.rl.policy import init_params, token_stats
+from train.rl.policy import hidden_states, init_params, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample, stop_table
 
 # A window shorter than the completions, two ropes and soft caps: columns out of order would show.
@@ -144,6 +144,69 @@ def test_stop_strings_end_rows_and_belong_to_them(queued):
         assert got == (word[: min(ends)] if ends else word)
         assert samples.finished[row] == (bool(ends) or queued.finished[row])
     assert (samples.completion_mask.sum(-1) < queued.completion_mask.sum(-1)).any()
+
+
+KEPT = Sampling(0.7, top_k=6, top_p=0.9, min_p=0.02, record_kept_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Samples:
+    return run(sampling=KEPT)
+
+
+def check_same_kept(got: Samples, expected: Samples) -> None:
+    check_same(got, expected)
+    np.testing.assert_array_equal(got.kept_ids, expected.kept_ids)
+    np.testing.assert_allclose(got.log_kept_mass, expected.log_kept_mass, atol=3e-6)
+
+
+def kept_by_sorting(logits: np.ndarray) -> set[int]:
+    """The tokens that the filters of `KEPT` keep, from logits [V] in float64 that are divided by the temperature."""
+    order = np.argsort(-logits)[: KEPT.top_k]
+    weights = np.exp(logits - logits.max())[order]
+    before = np.cumsum(weights) - weights
+    return set(order[(before < KEPT.top_p * weights.sum()) & (weights >= KEPT.min_p)].tolist())
+
+
+def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
+    policy, own = policy_of(), recorded.completion_mask
+    assert recorded.kept_ids.shape == (*own.shape, KEPT.top_k)
+    assert (recorded.kept_ids[~own] == -1).all()
+    assert not recorded.log_kept_mass[~own].any()
+    hidden = jax.jit(hidden_states, static_argnums=0)(MODEL, policy, recorded.tokens, recorded.token_mask)
+    table = np.asarray(policy.params["embed_tokens"]["embedding"], np.float64)
+    cap = MODEL.config.final_softcap
+    logits = cap * np.tanh(np.asarray(hidden, np.float64) @ table.T / cap) / KEPT.temperature
+    sizes = set()
+    for row, column in zip(*np.nonzero(own), strict=True):
+        ids, before = recorded.kept_ids[row, column], logits[row, column - 1]
+        kept = kept_by_sorting(before)
+        assert set(ids[ids >= 0].tolist()) == kept
+        assert recorded.tokens[row, column] in kept
+        mass = np.logaddexp.reduce(before[sorted(kept)]) - np.logaddexp.reduce(before)
+        np.testing.assert_allclose(recorded.log_kept_mass[row, column], mass, atol=1e-5)
+        sizes.add(len(kept))
+    assert len(sizes) > 3, "lists of many lengths"
+    stats, _ = jax.jit(token_stats, static_argnums=0)(
+        MODEL, policy, recorded.tokens, recorded.token_mask, temperature=0.7, mask=own, kept_ids=recorded.kept_ids
+    )
+    # The ratio of the first update is 1: both are log-probs of the distribution that was drawn from.
+    np.testing.assert_allclose(recorded.log_probs - recorded.log_kept_mass, stats.log_prob, atol=2e-5)
+
+
+def test_kept_tokens_are_the_same_without_a_queue_and_on_a_mesh(recorded):
+    check_same_kept(run(sampling=KEPT, slots=None, prompt_ids=None, group=GROUP), recorded)
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        check_same_kept(run(policy_of(mesh), sampling=KEPT, slots=4), recorded)
+
+
+def test_recording_changes_no_token_and_nothing_is_recorded_unless_asked_for(recorded, queued):
+    plain = run(sampling=Sampling(0.7, top_k=6, top_p=0.9, min_p=0.02))
+    check_same(plain, recorded)
+    assert plain.kept_ids is None
+    assert plain.log_kept_mass is None
+    assert queued.kept_ids is None
 
 
 def sent(text: str) -> list[int]:
