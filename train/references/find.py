@@ -7,7 +7,6 @@ from typing import Literal
 
 from train.config.errors import warn
 from train.config.load import parse
-from train.config.plan import Plan
 from train.config.schema import Config
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import load_tokenizer
@@ -135,7 +134,7 @@ def teacher_model(form: Format, path: Path, policy: Decoder) -> Decoder:
 
 
 def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decoder) -> None:
-    """Raises ValueError unless both decoders give probabilities of the same tokens and cap their logits alike."""
+    """Raises ValueError unless both decoders give probabilities of the same tokens."""
     got, expected = teacher.config.vocab_size, policy.config.vocab_size
     if got != expected:
         raise ValueError(
@@ -148,13 +147,6 @@ def check_vocabulary(config: Config, path: Path, teacher: Decoder, policy: Decod
         raise ValueError(
             f"{theirs} differs from {ours}: the tokens of this reference are not those of the policy; expected the "
             "same file (if only its formatting differs, copy one over the other)"
-        )
-    cap, own = teacher.config.final_softcap, policy.config.final_softcap
-    plan = Plan.of(config)
-    if cap != own and (plan.exact_loss or plan.exact_reward):
-        raise ValueError(
-            f"{path} caps its logits at {cap}, the policy at {own}; the exact KL has one cap for both (estimators from "
-            "sampled tokens, such as k3, have not)"
         )
 
 

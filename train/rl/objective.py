@@ -28,7 +28,7 @@ Tree = Any
 Coefficients = dict[str, Array]
 Controllers = dict[str, kljax.ControllerState]
 Preparation = Callable[[Batch, Controllers], tuple[Batch, Controllers, Metrics]]
-Objective = Callable[[dict[str, Tree], Tree, Batch, Coefficients, Array | None], tuple[Array, "LossMetrics"]]
+Objective = Callable[[dict[str, Tree], Tree, Batch, Coefficients, kljax.Head | None], tuple[Array, "LossMetrics"]]
 
 
 class LossMetrics(NamedTuple):
@@ -170,7 +170,7 @@ def make_objective(config: Config, model: Decoder) -> Objective:
     layout, plan = Layout.of(config), Plan.of(config)
 
     def objective(
-        trainable: dict[str, Tree], base: Tree, batch: Batch, coefs: Coefficients, ref_head: Array | None = None
+        trainable: dict[str, Tree], base: Tree, batch: Batch, coefs: Coefficients, ref_head: kljax.Head | None = None
     ) -> tuple[Array, LossMetrics]:
         mask, weights = batch.completion_mask, required(batch.token_weights)
         stats, hidden = token_stats(
@@ -228,7 +228,7 @@ def _with_old_log_probs(batch: Batch, stats: kljax.TokenStats) -> Batch:
     return dataclasses.replace(batch, old_log_probs=jax.lax.stop_gradient(stats.log_prob))
 
 
-def _exact_reference(config: Config, batch: Batch, ref_head: Array | None) -> kljax.ReferenceStates | None:
+def _exact_reference(config: Config, batch: Batch, ref_head: kljax.Head | None) -> kljax.ReferenceStates | None:
     """Returns the reference of the loss's exact KL, or None without one."""
     plan = Plan.of(config)
     if not plan.exact_loss:

@@ -55,13 +55,17 @@ def restore_shared_base(reference: Reference, base: Tree) -> Reference:
     return dataclasses.replace(reference, policy=kljax.Policy(base, reference.policy.adapter))
 
 
-def reference_head(config: Config, model: Decoder, reference: Reference | None) -> jax.Array | None:
-    """Returns the reference's LM head for the exact KL, in the layout of the policy's decoder `model`.
+def reference_head(config: Config, reference: Reference | None) -> kljax.Head | None:
+    """Returns the reference's LM head for the exact KL, with its own layout and softcap.
 
     None if no term needs it, or if it is the policy's own head, which is then frozen.
     """
     plan = Plan.of(config)
     if reference is None or plan.shares_head or not (plan.exact_loss or plan.exact_reward):
         return None
-    stored = stored_head(reference.model, reference.policy.params)
-    return stored if reference.model.config.tie_embeddings == model.config.tie_embeddings else stored.T
+    decoder = reference.model.config
+    return kljax.Head(
+        stored_head(reference.model, reference.policy.params),
+        softcap=decoder.final_softcap,
+        layout="vd" if decoder.tie_embeddings else "dv",
+    )

@@ -87,7 +87,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
                 if plan.ref_log_probs:
                     per_token["ref_log_probs"] = ref_stats.log_prob
                 if plan.exact_reward:
-                    exact = kljax.ReferenceStates(ref_hidden, reference_head(config, model, reference))
+                    exact = kljax.ReferenceStates(ref_hidden, reference_head(config, reference))
                 if plan.exact_loss:
                     states["ref_hidden"] = ref_hidden
             if plan.scores_policy:
@@ -148,7 +148,7 @@ def make_update(
         rows: jax.Array,
         coefs: objectives.Coefficients,
         *,
-        ref_head: jax.Array | None = None,
+        ref_head: kljax.Head | None = None,
     ) -> tuple[TrainState, Metrics]:
         # An update on all rows ignores their order, so that no row moves between devices.
         chosen = batch if len(rows) == row_count(batch) else take_rows(batch, rows)

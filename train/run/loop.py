@@ -71,7 +71,7 @@ def rl_step(
     require(rollout.batch, recorded, "the objective of this config")
     batch = programs.score(state.trainable, base, drop_shared_base(reference, base), rollout.batch)
     batch, controllers, totals = programs.prepare(batch, state.controllers)
-    coefs, ref_head = coefficients(config, controllers), reference_head(config, context.model, reference)
+    coefs, ref_head = coefficients(config, controllers), reference_head(config, reference)
     for number, rows in enumerate(update_rows(config, purpose_key(config.seed, "rows", step))):
         if plan.key:
             coefs["key"] = jax.random.fold_in(purpose_key(config.seed, "loss", step), number)

@@ -1,7 +1,6 @@
 """No compiled program of the trainer holds logits of all its tokens, on one device or on a mesh."""
 
 import dataclasses
-import functools
 import math
 import re
 
@@ -16,7 +15,7 @@ from train.config.schema import Config
 from train.data.prompts import SupervisedBatch
 from train.models import Decoder
 from train.models.sharding import batch_sharding
-from train.rl import step
+from train.rl import policy, step
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.objective import coefficients
@@ -103,7 +102,7 @@ def rl_programs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, jax.stages.Comp
         dataclasses.replace(scored, advantages=whole),
         jnp.arange(ROWS),
         coefficients(config),
-        ref_head=reference_head(config, model, reference),
+        ref_head=reference_head(config, reference),
     )
     return {"score": compiled(score), "update": compiled(update)}
 
@@ -119,7 +118,9 @@ def test_scoring_and_updates_hold_no_logits(kind, shape):
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_the_check_finds_logits_where_there_are_some(shape, monkeypatch):
-    monkeypatch.setattr(kljax, "Head", functools.partial(kljax.Head, implementation="reference"))
+    lm_head = policy._lm_head
+    building = lambda *arguments: dataclasses.replace(lm_head(*arguments), implementation="reference")  # noqa: E731
+    monkeypatch.setattr(policy, "_lm_head", building)
     mesh = tiny.mesh_of(*shape)
     with jax.set_mesh(mesh):
         sizes = {name: largest(program) for name, program in rl_programs("exact", mesh).items()}

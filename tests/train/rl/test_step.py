@@ -175,7 +175,7 @@ def exact_update(config, shape, reference):
         batch = make_score(config, model, mesh)(state.trainable, None, reference, batch)
         prepared, _, _ = make_prepare(config, mesh)(batch, state.controllers)
         update = make_update(config, model, keep_gradient(), state, mesh)
-        ref_head = reference_head(config, model, reference)
+        ref_head = reference_head(config, reference)
         after, metrics = update(state, None, prepared, ALL_ROWS, coefficients(config), ref_head=ref_head)
     return jax.device_get((batch, after.opt_state, {name: m.value() for name, m in metrics.items()}))
 
