@@ -240,7 +240,7 @@ def token_stats(
       [B, T, D].
 
     Raises:
-      ValueError: a prompt length outside 1 to T.
+      ValueError: a prompt length outside 1 to T; both `kept_ids` and `sum_squared_probs`.
     """
     first = layout.prompt_length
     if not 1 <= first <= tokens.shape[1]:
@@ -253,8 +253,12 @@ def token_stats(
     before = slice(first - 1, tokens.shape[1] - 1)
     if reference is not None:
         reference = dataclasses.replace(reference, hidden=jnp.asarray(reference.hidden)[:, before])
-    score: Callable[..., kljax.TokenStats] = kljax.log_probs_from_hidden
-    if kept_ids is not None:
+    score: Callable[..., kljax.TokenStats]
+    if kept_ids is None:
+        score = functools.partial(kljax.log_probs_from_hidden, sum_squared_probs=sum_squared_probs)
+    elif sum_squared_probs:
+        raise ValueError("sum_squared_probs: got True and kept_ids, expected one of them")
+    else:
         score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids[:, first:])
     stats = score(
         hidden[:, before],
@@ -263,7 +267,6 @@ def token_stats(
         mask=(token_mask if mask is None else mask)[:, first:],
         temperature=temperature,
         entropy=entropy,
-        sum_squared_probs=sum_squared_probs,
         reference=reference,
     )
     return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (first, 0))), stats), hidden

@@ -277,6 +277,10 @@ FILE = "rollout.source={type: file, path: tests}"
             "rollout.record_kept_tokens: got true, but rollout.top_k is 0, and it bounds the number of recorded "
             "tokens; set rollout.top_k",
         ),
+        (
+            ("rollout.record_kept_tokens=true", "rollout.top_k=5", "advantage.type=otb"),
+            "rollout.record_kept_tokens: got true, but the advantage estimator reads the squared probabilities",
+        ),
         (("rollout.slots=3", "mesh.data=2"), "rollout.slots: got 3, expected a multiple of mesh.data x mesh.fsdp = 2"),
         ((OPENAI, "rollout.source.sync=lora"), "rollout.source.sync: got lora, but there is no lora section"),
         (

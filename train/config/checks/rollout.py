@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config.checks.problem import Problem, problem
+from train.config.plan import Plan
 from train.config.rollout import Rollout
 from train.config.schema import Config
 
@@ -98,6 +99,13 @@ def _kept_tokens(config: Config) -> Iterator[Problem]:
             "got true, but rollout.top_k is 0, and it bounds the number of recorded tokens; set rollout.top_k",
             "rollout.record_kept_tokens",
             "rollout.top_k",
+        )
+    if section.record_kept_tokens and Plan.of(config).sum_squared_probs:
+        yield problem(
+            "got true, but the advantage estimator reads the squared probabilities of the whole vocabulary; set it to "
+            "false, or choose another advantage.type",
+            "rollout.record_kept_tokens",
+            "advantage.type",
         )
 
 
