@@ -401,7 +401,7 @@ def test_kept_tokens_renormalise_the_log_probs_of_every_policy():
         before, ids = logits[row, column - 1], np.asarray(batch.kept_ids[row, column])
         expected = before[batch.tokens[row, column]] - np.logaddexp.reduce(before[ids[ids >= 0]])
         np.testing.assert_allclose(scored.ref_log_probs[row, column], expected, atol=2e-5)
-    prepared, _, _ = make_prepare(config, tiny.mesh_of())(scored, state.controller)
+    prepared, _, _ = make_prepare(config, tiny.mesh_of())(scored, state.controllers)
     update = make_update(config, MODEL, optimizer, state, tiny.mesh_of())
     _, metrics = update(state, None, prepared, ALL_ROWS[: tiny.ROWS // 2], coefficients(config))
     assert float(metrics["rollout_log_prob_error"].value()) < 2e-5
