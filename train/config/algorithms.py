@@ -51,6 +51,16 @@ ADVANTAGES: Mapping[str, str] = {
     "jsd": "kljax:jsd_advantages",
 }
 """Advantage estimators."""
+CORRECTIONS: Mapping[str, str] = {
+    "importance_weights": "kljax:importance_weights",
+    "truncated_importance_weights": "kljax:truncated_importance_weights",
+    "rejection_mask": "kljax:rejection_mask",
+    "kl_rejection_mask": "kljax:kl_rejection_mask",
+    "divergence_mask": "kljax:divergence_mask",
+    "veto_mask": "kljax:veto_mask",
+    "off_policy_sequence_mask": "kljax:off_policy_sequence_mask",
+}
+"""Weights and masks that correct for another sampler."""
 CONTROLLERS: Mapping[str, str] = {
     "fixed": "kljax:fixed_kl",
     "adaptive": "kljax:adaptive_kl",
@@ -107,6 +117,15 @@ NOT_ESTIMATORS: Mapping[str, str] = {
     "remax_advantages": "needs the reward of a greedy completion of each prompt",
 }
 """Functions of `kljax.advantages` that `ADVANTAGES` leaves out, and why."""
+NOT_CORRECTIONS: Mapping[str, str] = {
+    "RolloutCorrection": "the result of a correction",
+    "correct_rollout": "applies the list of corrections",
+    "geometric_ratios": "importance_weights with level geometric",
+    "log_ratios": "differences of log-probs, which nothing is multiplied by",
+    "sequence_ratios": "importance_weights with level sequence",
+    "token_ratios": "importance_weights with level token",
+}
+"""Functions of `kljax.ratios` that `CORRECTIONS` leaves out, and why."""
 
 
 class Algorithm(Section):
@@ -162,15 +181,20 @@ def make_variant(base: type[Any], name: str, target: str, *, hidden: tuple[str, 
     return create_model(f"{title}{base.__name__}", __base__=base, __module__=__name__, **fields)
 
 
-def make_union(variants: list[type[Any]], default: str) -> Any:
-    """Makes the union of the sections of a family: `{type: name, ...}`, or the name alone; `default` without one."""
+def make_union(variants: list[type[Any]], default: str | None = None) -> Any:
+    """Makes the union of the sections of a family: `{type: name, ...}`, or the name alone.
+
+    Args:
+      variants: the sections.
+      default: the name that a mapping without one has; None makes the name required.
+    """
 
     def expand(value: Any) -> Any:
         value = {"type": value} if isinstance(value, str) else value
         if not isinstance(value, dict):
             return value
-        value = {"type": default, **value}
-        return _user_function(value, variants) if ":" in str(value["type"]) else value
+        value = value if default is None else {"type": default, **value}
+        return _user_function(value, variants) if ":" in str(value.get("type")) else value
 
     return Annotated[Union[tuple(variants)], Field(discriminator="type"), BeforeValidator(expand)]  # noqa: UP007
 

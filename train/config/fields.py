@@ -29,6 +29,8 @@ class Known:
     tag: str | None  # the field that tells the variants of a union apart
     section: bool
     variants: tuple[str, ...] = ()  # the variants that have the field, where not all of the union do
+    entries: bool = False  # whether it is a list of sections, whose fields are those of one entry
+    list_path: str = ""  # the list that the field belongs to, if any
 
 
 @cache
@@ -38,7 +40,7 @@ def known_fields() -> Mapping[str, Known]:
     for _, known in _walk(Config, ""):
         table[known.path] = _merged(table[known.path], known) if known.path in table else known
     for known in list(table.values()):
-        if known.tag is not None:
+        if known.tag is not None and not known.entries:
             path, default = f"{known.path}.{known.tag}", known.default
             table[path] = replace(table[path], required=False, default=getattr(default, known.tag, table[path].default))
     return table
@@ -77,12 +79,14 @@ def _bounds(metadata: tuple[Any, ...]) -> Iterator[str]:
                 yield template.format(getattr(item, name))
 
 
-def _walk(model: type[BaseModel], prefix: str, variant: str = "") -> Iterator[tuple[str, Known]]:
+def _walk(model: type[BaseModel], prefix: str, variant: str = "", list_path: str = "") -> Iterator[tuple[str, Known]]:
     """Yields each field below a model, with the variant of a union that it belongs to."""
     for name, info in model.model_fields.items():
         path = prefix + name
-        models = _models(info.annotation)
-        tag = info.discriminator if isinstance(info.discriminator, str) else None
+        entry = _entry(info.annotation)
+        annotation, found = (info.annotation, info) if entry is None else entry
+        models = _models(annotation)
+        tag = found.discriminator if isinstance(found.discriminator, str) else None
         yield (
             variant,
             Known(
@@ -95,17 +99,28 @@ def _walk(model: type[BaseModel], prefix: str, variant: str = "") -> Iterator[tu
                 tag=tag,
                 section=bool(models),
                 variants=(variant,) if variant else (),
+                entries=entry is not None,
+                list_path=list_path,
             ),
         )
         for inner in models:
             chosen = str(get_args(inner.model_fields[tag].annotation)[0]) if tag else variant
-            yield from _walk(inner, f"{path}.", chosen)
+            yield from _walk(inner, f"{path}.", chosen, path if entry is not None else list_path)
 
 
 def _inherited_doc(model: type[BaseModel], name: str) -> str:
     """Returns the meaning that the family of a variant gives a field, such as the name that tells variants apart."""
     families = [base for base in model.__mro__[1:] if issubclass(base, BaseModel) and name in base.model_fields]
     return next((doc for base in families if (doc := base.model_fields[name].description)), "")
+
+
+def _entry(annotation: Any) -> tuple[Any, FieldInfo] | None:
+    """Returns the annotation of an entry of a list of sections, and how its variants are told apart."""
+    if get_origin(annotation) is not tuple or get_origin(get_args(annotation)[0]) is not Annotated:
+        return None
+    union, *metadata = get_args(get_args(annotation)[0])
+    found = next((item for item in metadata if isinstance(item, FieldInfo) and item.discriminator), None)
+    return None if found is None else (union, found)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -86,6 +86,9 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             problems.append(f"{override!r}: got no '=', expected an override of the form key=value")
         elif path not in known_fields():
             problems.append(unknown_field(path))
+        elif inside := known_fields()[path].list_path:
+            name = path.removeprefix(f"{inside}.")
+            problems.append(f"{path}: a field of the entries of a list; set {inside}=[{{type: ..., {name}: ...}}]")
         else:
             try:
                 value, repeated = parse_yaml(text)
@@ -163,6 +166,9 @@ def _overlap(first: str, second: str) -> bool:
 
 def _drop(raw: Any, location: Location) -> None:
     for key in location[:-1]:
+        if isinstance(raw, dict) and isinstance(raw.get(key), list):  # all of the list goes
+            location = (key,)
+            break
         raw = raw.get(key) if isinstance(raw, dict) else None
     if isinstance(raw, dict):
         raw.pop(location[-1], None)

@@ -10,7 +10,9 @@ from train.config.types import (
     EmptyRows,
     FunctionName,
     NonNegative,
+    OldLogProbs,
     Positive,
+    RejectedTokens,
     Table,
 )
 
@@ -26,6 +28,10 @@ class Loss(Algorithm):
     """seq_mean_token_sum_norm: the constant length that divides each sum."""
     empty_rows: EmptyRows = "drop"
     """Whether a row without tokens counts in a mean over sequences."""
+    old_log_probs: OldLogProbs = "trainer"
+    """The policy of the ratio's denominator: `trainer`: before the first update; `sampler`: the recorded log-probs."""
+    rejected_tokens: RejectedTokens = "drop"
+    """Whether tokens that a correction rejects still count in the denominators."""
     entropy_coef: NonNegative = 0.0
     """Coefficient of the entropy bonus."""
     value_coef: NonNegative = 0.0

@@ -75,15 +75,14 @@ def _problem(item: dict[str, Any]) -> tuple[Location, str]:
     if item["type"] == "invalid_key":
         return location, f"{path}: got the key {show(item['input'])}, expected text"
     if known is None:
-        return location, unknown_field(path)
+        return location, unknown_field(joined).replace(joined, path, 1)
     if item["type"] == "extra_forbidden":
-        return location, _wrong_variant(path, known_fields()[dotted(location[:-1])], variant)
+        return location, _wrong_variant(path, known_fields()[_field_path(location[:-1])], variant)
     if item["type"] == "missing":
         return location[:-1] or location, f"{path}: missing, expected {known.expected}"
-    if known.tag and item["type"] == "union_tag_invalid":
-        tag = known_fields()[f"{path}.{known.tag}"]
-        return location, _wrong_value(tag.path, item["input"][known.tag], tag, item)
-    return names, _wrong_value(path, item["input"], known, item)
+    if known.tag and item["type"].startswith("union_tag"):
+        return location, _wrong_tag(path, item, known_fields()[f"{joined}.{known.tag}"])
+    return location if known.list_path else names, _wrong_value(path, item["input"], known, item)
 
 
 def _wrong_value(path: str, value: Any, known: Known, item: dict[str, Any]) -> str:
@@ -98,26 +97,41 @@ def _wrong_value(path: str, value: Any, known: Known, item: dict[str, Any]) -> s
     return f"{path}: got {show(value)}{reason}, expected {expected}{hint}"
 
 
+def _wrong_tag(path: str, item: dict[str, Any], tag: Known) -> str:
+    name = tag.path.rpartition(".")[2]
+    if item["type"] == "union_tag_not_found":
+        return f"{path}.{name}: missing, expected {tag.expected}"
+    return _wrong_value(f"{path}.{name}", item["input"][name], tag, item)
+
+
 def _wrong_variant(path: str, parent: Known, variant: str) -> str:
-    tag = known_fields()[f"{parent.path}.{parent.tag}"]
-    having = known_fields()[path].variants
-    return (
-        f"{path}: not a field when {tag.path} is {variant}; change {tag.path} ({', '.join(having)}), "
-        f"or replace the section with {parent.path}={{{parent.tag}: {variant}}}"
-    )
+    field, section = path.rpartition(".")[2], path.rpartition(".")[0]
+    tag, having = f"{section}.{parent.tag}", known_fields()[f"{parent.path}.{field}"].variants
+    line = f"{path}: not a field when {tag} is {variant}; change {tag} ({', '.join(having)}), or "
+    if parent.entries:
+        return f"{line}remove the field"
+    return f"{line}replace the section with {parent.path}={{{parent.tag}: {variant}}}"
 
 
 def _without_variants(location: Location) -> tuple[Location, str]:
-    """Removes the chosen variant of a union, which pydantic puts into the location, from the path."""
+    """Removes the chosen variant of a union, which pydantic puts into the location, from the path.
+
+    The variant of an entry of a list comes after its number.
+    """
     cleaned: list[str | int] = []
     variant = ""
     parts = list(location)
     while parts:
         cleaned.append(parts.pop(0))
-        known = known_fields().get(dotted(cleaned))
-        if known and known.tag and parts:
+        known = known_fields().get(_field_path(cleaned))
+        if known and known.tag and parts and not isinstance(parts[0], int):
             variant = str(parts.pop(0))
     return tuple(cleaned), variant
+
+
+def _field_path(location: Iterable[str | int]) -> str:
+    """Returns the path in the schema: `("correction", 1, "upper")` as `correction.upper`."""
+    return dotted(part for part in location if isinstance(part, str))
 
 
 def _by_last_name(path: str) -> str:

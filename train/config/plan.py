@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from train.config.algorithms import ADVANTAGES, LOSSES
+from train.config.algorithms import ADVANTAGES, CORRECTIONS, LOSSES
+from train.config.correction import UserCorrection
 from train.config.kl import DEFAULT_CONTROLLER, AdvantageKL, LossKL, RewardKL
 from train.config.loss import UserAdvantage, UserLoss
 from train.config.schema import Config
@@ -26,6 +27,13 @@ LOSS_ARRAYS: Mapping[str, str] = {
     "teacher_log_probs": "ref_log_probs",
 }
 """The arrays that a policy loss can name, and the field of the batch that each comes from."""
+CORRECTION_ARRAYS: Mapping[str, str] = {
+    "log_probs": "old_log_probs",
+    "sampling_log_probs": "rollout_log_probs",
+    "mask": COMPUTED,
+    "advantages": COMPUTED,
+}
+"""The arrays that a correction can name, and the field of the batch that each comes from."""
 ADVANTAGE_ARRAYS: Mapping[str, str] = {
     "mask": COMPUTED,
     "rewards": "rewards",
@@ -51,6 +59,7 @@ class Plan:
     Attributes:
       loss: the signature of the policy loss; None without one.
       advantage: the signature of the estimator; None where the loss reads no advantages.
+      corrections: the signatures of the corrections, in their order.
       controllers: the placements of the KL whose coefficient is in use: "reward", "loss", "advantage".
       moving: the placements whose coefficient changes during the run.
       reference: whether a term or a metric reads the reference.
@@ -61,6 +70,7 @@ class Plan:
       old_log_probs: whether old log-probs take a pass. With one update per batch they are those of that update, unless
         an earlier step reads them.
       rollout_log_probs: whether one reads the log-probs of the sampler.
+      mismatch: whether the mismatch of trainer and sampler is measured.
       value_head: whether a value head is trained.
       sum_squared_probs: whether the sums of the squared probabilities are read.
       entropies: whether the loss differentiates entropies.
@@ -70,6 +80,7 @@ class Plan:
 
     loss: Signature | None
     advantage: Signature | None
+    corrections: tuple[Signature, ...]
     controllers: tuple[str, ...]
     moving: tuple[str, ...]
     reference: bool
@@ -79,6 +90,7 @@ class Plan:
     shares_head: bool
     old_log_probs: bool
     rollout_log_probs: bool
+    mismatch: bool
     value_head: bool
     sum_squared_probs: bool
     entropies: bool
@@ -149,6 +161,14 @@ def advantage_signature(config: Config) -> Signature:
     return read_signature(section.function if isinstance(section, UserAdvantage) else ADVANTAGES[section.type])
 
 
+def correction_signatures(config: Config) -> tuple[Signature, ...]:
+    """Returns the signatures of the corrections, in their order."""
+    return tuple(
+        read_signature(entry.function if isinstance(entry, UserCorrection) else CORRECTIONS[entry.type])
+        for entry in config.correction
+    )
+
+
 def is_on(term: RewardKL | LossKL | AdvantageKL) -> bool:
     """Whether a term of the KL is part of the objective: its coefficient is above 0, or can come there."""
     return term.coef > 0 or term.controller.type in FROM_ZERO
@@ -169,11 +189,14 @@ def _plan(config: Config) -> Plan:
     if advantage is not None:
         fields |= {ADVANTAGE_ARRAYS[name] for name in arrays_of(advantage, ADVANTAGE_ARRAYS).values()}
     sampled = {name for name, estimator in on.items() if estimator != "exact"}
+    sampler = config.loss.old_log_probs == "sampler"
+    mismatch = bool(config.correction) or config.rollout.mismatch_by_position > 0
     several = config.optim.updates_per_batch * config.optim.epochs > 1
     ref_log_probs = config.reference.monitor or bool(sampled) or "ref_log_probs" in fields
     return Plan(
         loss=loss,
         advantage=advantage,
+        corrections=correction_signatures(config),
         controllers=tuple(on),
         moving=tuple(name for name in on if terms[name].controller.type != DEFAULT_CONTROLLER.type),
         reference=ref_log_probs or bool(on),
@@ -181,8 +204,12 @@ def _plan(config: Config) -> Plan:
         exact_loss=on.get("loss") == "exact",
         exact_reward=on.get("reward") == "exact",
         shares_head=config.lora is not None and config.reference.source != "checkpoint",
-        old_log_probs=several or bool(sampled & {"reward", "advantage"}) or "old_log_probs" in fields,
-        rollout_log_probs=config.kl.rollout.coef > 0 or "rollout_log_probs" in fields,
+        old_log_probs=(several and not sampler)
+        or bool(sampled & {"reward", "advantage"})
+        or "old_log_probs" in fields
+        or mismatch,
+        rollout_log_probs=config.kl.rollout.coef > 0 or "rollout_log_probs" in fields or sampler or mismatch,
+        mismatch=mismatch,
         value_head="values" in fields,
         sum_squared_probs="sum_squared_probs" in fields,
         entropies=config.loss.entropy_coef > 0 or "entropies" in read,

@@ -70,6 +70,8 @@ class Rollout(Section):
     """Record the sampler's log-probs (rollout_log_probs)."""
     record_kept_tokens: bool = False
     """jax: record the tokens that top_k, top_p and min_p keep, and renormalise all log-probs over them; needs top_k."""
+    mismatch_by_position: CountOrZero = 0
+    """Report the mismatch of trainer and sampler in this many equal ranges of positions; 0: over all of them."""
     policy_lag: CountOrZero = 0
     """Sample with the policy of this many steps ago; the state holds that many copies of the trained weights."""
     record: Text | None = None

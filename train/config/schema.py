@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import model_validator
 
+from train.config.correction import CorrectionSection, default_correction
 from train.config.data import Data, Rewards, task_lengths
 from train.config.kl import KL
 from train.config.loss import DEFAULT_ADVANTAGE, DEFAULT_LOSS, AdvantageSection, LossSection
@@ -97,6 +98,8 @@ class Config(Section):
     """Supervised steps before RL."""
     rollout: Rollout = Rollout()
     """Sampling of completions."""
+    correction: CorrectionSection = ()
+    """Weights and masks for the mismatch of trainer and sampler, in this order; on by default with a server."""
     advantage: AdvantageSection = DEFAULT_ADVANTAGE
     """The advantage estimator."""
     loss: LossSection = DEFAULT_LOSS
@@ -117,6 +120,8 @@ class Config(Section):
     def _defaults_that_depend(cls, raw: Any) -> Any:
         """Fills in defaults that depend on other fields, so that `task=gsm8k` or `model.path` alone is enough."""
         raw = without_warm_start(raw) if isinstance(raw, dict) else raw
+        if isinstance(raw, dict):
+            raw = {"correction": default_correction(raw), **raw}
         data = raw.get("data", {}) if isinstance(raw, dict) else None
         if not isinstance(data, dict):
             return raw

@@ -56,11 +56,13 @@ class Signature:
       target: `module:function`, or `path/to/file.py:function`.
       doc: the first line of its docstring.
       parameters: positional parameters first, as declared.
+      returns: the kind of array that it returns, "Float" or "Bool"; "" if the annotation does not say so.
     """
 
     target: str
     doc: str
     parameters: tuple[Parameter, ...]
+    returns: str = ""
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a parameter of this name."""
@@ -105,7 +107,7 @@ def read_signature(target: str) -> Signature:
         )
         for argument, keyword, default in _arguments(node.args)
     )
-    return Signature(target, doc.partition("\n")[0].strip(), parameters)
+    return Signature(target, doc.partition("\n")[0].strip(), parameters, _kind(node.returns))
 
 
 def _arguments(arguments: ast.arguments) -> Iterator[tuple[ast.arg, bool, Any]]:
@@ -140,6 +142,11 @@ def _shape(annotation: ast.expr | None) -> str:
         last = annotation.slice.elts[-1]
         return last.value.strip() if isinstance(last, ast.Constant) and isinstance(last.value, str) else ""
     return ""
+
+
+def _kind(annotation: ast.expr | None) -> str:
+    """Returns the kind of array in `Float[Array, "*b T"]`."""
+    return _last_name(annotation.value) if isinstance(annotation, ast.Subscript) else ""
 
 
 def _resolve(node: ast.AST | None, module: Module) -> Any:

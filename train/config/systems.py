@@ -4,18 +4,23 @@ The library is imported where a name is looked up: a config without one is check
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from train.config.algorithms import ADVANTAGES, LOSSES
+from train.config.algorithms import ADVANTAGES, CORRECTIONS, LOSSES
 from train.config.kl import AdvantageKL, LossKL, RewardKL
 from train.config.types import Section
 
 # In the reward and the advantages the KL is treated as a constant: gradient and correction have no effect.
 ONLY_IN_THE_LOSS = ("gradient", "importance_corrected", "max_ratio")
 TERMS: Mapping[str, type[Section]] = {"reward": RewardKL, "loss": LossKL, "advantage": AdvantageKL}
+RECORDED = ("rollout_log", "inference_log")
+"""How the systems call the log-probs that the sampler recorded."""
 Fields = dict[str, Any]
+PLACEHOLDER: Fields = {"type": "veto_mask"}
+"""Replaces an entry of a list whose name has no meaning, so that the others keep their numbers."""
 
 
 def with_meanings(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]:
@@ -32,6 +37,9 @@ def with_meanings(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]
             fields = meaning(*name.split("/", 1))
         except ValueError as error:
             problems.append(f"{path}.{field}: got {name!r}; {error}")
+            if path.startswith("correction["):
+                section.clear()
+                section.update(PLACEHOLDER)
             continue
         problems += [
             f"{path}.{key}: got {section[key]}, but {path}.{field} {name} means {_shown(value)}; set only one of them"
@@ -58,10 +66,41 @@ def _named(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str, str],
             yield f"kl.{term}", section, "estimator", partial(_kl_fields, model)
     if isinstance(loss, dict) and _is_name(loss.get("aggregation")):
         yield "loss", loss, "aggregation", _reduction_fields
+    yield from _named_corrections(raw)
+
+
+def _named_corrections(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str, str], Fields]]]:
+    """Yields each entry of the list of corrections that holds a name."""
+    listed = raw.get("correction")
+    if isinstance(listed, str | dict):
+        listed = [listed]
+    if not isinstance(listed, list):
+        return
+    listed = [{"type": entry} if _is_name(entry) else entry for entry in listed]
+    raw["correction"] = listed = [part for entry in listed for part in (entry, *_weights_after(entry))]
+    for number, entry in enumerate(listed):
+        if isinstance(entry, dict) and _is_name(entry.get("type")):
+            yield f"correction[{number}]", entry, "type", partial(_correction_fields, entry)
+
+
+def _weights_after(entry: Any) -> list[Fields]:
+    """Returns a second entry for a name that means a mask times the ratios of the tokens."""
+    if not (isinstance(entry, dict) and _is_name(entry.get("type"))):
+        return []
+    from kljax import systems
+
+    found = systems.entries(kind="correction")
+    call = next((item.call for item in found if item.key == entry["type"]), None)
+    return [{"type": "importance_weights"}] if call is not None and _times_ratios(call) else []
+
+
+def _times_ratios(call: Any) -> bool:
+    return [factor.function for factor in call.times] == ["token_ratios"]
 
 
 def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and "/" in value and ":" not in value
+    """Whether a value is a name such as `slime/mis:token+mask`, and not a function, `path/mine.py:function`."""
+    return isinstance(value, str) and "/" in value and ".py:" not in value
 
 
 def _shown(value: Any) -> str:
@@ -88,9 +127,21 @@ def _loss_fields(section: Fields, system: str, name: str) -> Fields:
     call = systems.policy_loss(system, name)
     (entry,) = systems.entries(system=system, kind="policy_loss", name=name)
     denominator = entry.sources.get("old_log_probs", "old")
-    if not denominator.startswith("old"):
+    sampler = denominator.startswith(RECORDED)
+    if not (sampler or denominator.startswith("old")):
         raise ValueError(f"its ratio is to {denominator}, where loss.type compares with the old policy")
-    return _without_options(_function_fields(call, LOSSES), section, entry)
+    fields = _without_options(_function_fields(call, LOSSES), section, entry)
+    return fields | {"old_log_probs": "sampler"} if sampler else fields
+
+
+def _correction_fields(section: Fields, system: str, name: str) -> Fields:
+    """Returns the fields of one correction that a name implies; options of the system as for the loss."""
+    from kljax import systems
+
+    call = systems.correction(system, name)
+    (entry,) = systems.entries(system=system, kind="correction", name=name)
+    mask = dataclasses.replace(call, times=()) if _times_ratios(call) else call
+    return _without_options(_function_fields(mask, CORRECTIONS), section, entry)
 
 
 def _advantage_fields(section: Fields, system: str, name: str) -> Fields:

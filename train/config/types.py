@@ -14,6 +14,8 @@ Aggregation = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm", "prompt_mean"
 ]
 EmptyRows = Literal["drop", "count"]
+RejectedTokens = Literal["drop", "count"]
+OldLogProbs = Literal["trainer", "sampler"]
 Direction = Literal["reverse", "forward"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Operations = Literal["+", "+-"]
@@ -143,12 +145,16 @@ RANGES: Mapping[str, Any] = {
     "mask_high": NonNegative,
     "mask_low": NonNegative,
     "max_coef": NonNegative,
+    "max_divergence": NonNegative,
     "max_error": Positive,
+    "max_kl": NonNegative,
     "max_log_ratio": Positive,
     "max_probability": Probability,
     "max_ratio": Positive,
+    "max_weight": Positive,
     "min_coef": NonNegative,
     "min_dim_size_to_factor": Count,
+    "min_ratio": NonNegative,
     "momentum": Decay,
     "ns_steps": Count,
     "power": Positive,
@@ -175,6 +181,11 @@ RANGES_OF: Mapping[tuple[str, str], Any] = {
     ("cispo_loss", "clip_high"): AboveMinusOne,
     # The coefficient is the whole of the loss's bound.
     ("dro_loss", "coef"): Positive,
+    # Bounds of a ratio; elsewhere they are bounds of a number of any sign.
+    ("importance_weights", "lower"): NonNegative,
+    ("importance_weights", "upper"): Positive,
+    ("rejection_mask", "lower"): NonNegative,
+    ("rejection_mask", "upper"): NonNegative,
     ("muon", "beta"): Decay,
 }
 """Exceptions from `RANGES`, by function and parameter."""

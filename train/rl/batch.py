@@ -49,6 +49,8 @@ class Batch:
       values: [B, T] value of the state before each token, before the first update.
       advantages: [B, T].
       returns: [B, T] targets of the value head.
+      correction_weights: [B, T] importance weights of the policy term; 0 where a token is rejected.
+      kept_mask: [B, T] bool, the tokens of the completion mask that no correction rejected; None if none can.
       token_weights: [B, T] weight of each token in the loss of its optimizer batch.
     """
 
@@ -67,6 +69,8 @@ class Batch:
     values: Array | None = None
     advantages: Array | None = None
     returns: Array | None = None
+    correction_weights: Array | None = None
+    kept_mask: Array | None = None
     token_weights: Array | None = None
 
 

@@ -18,6 +18,7 @@ from train.config.schema import Config
 from train.models import Decoder
 from train.rl import algorithms
 from train.rl.batch import Batch, required
+from train.rl.correction import correct, loss_mask
 from train.rl.layout import Layout
 from train.rl.metrics import Metrics
 from train.rl.policy import token_stats, token_values
@@ -82,7 +83,7 @@ def token_weights(config: Config, batch: Batch) -> Array:
     """Computes the token weights of one optimizer batch, before it is split into micro-batches."""
     prompts = config.loss.aggregation == "prompt_mean"
     return kljax.token_weights(
-        batch.completion_mask,
+        loss_mask(config, batch),
         mode=config.loss.aggregation,
         max_length=config.loss.max_length,
         group_ids=batch.group_ids if prompts else None,
@@ -92,14 +93,16 @@ def token_weights(config: Config, batch: Batch) -> Array:
 
 
 def make_preparation(config: Config) -> Preparation:
-    """Makes `(batch, controller states) -> (batch, controller states, metrics)`, which adds advantages and returns.
+    """Makes `(batch, controller states) -> (batch, controller states, metrics)`, which adds constants to the batch.
 
-    Every mean is over the whole rollout batch. The logged reference KL is never scaled or shifted. A loss that reads no
-    advantages has none. The controller of the loss is updated after the updates, by `make_control`.
+    They are advantages, returns and corrections; a loss that reads no advantages has none. Every mean is over the whole
+    rollout batch. The logged reference KL is never scaled or shifted. The controller of the loss is updated after the
+    updates, by `make_control`. Corrections see the trainer's log-probs, also where the loss takes those of the sampler
+    for the old ones.
     """
     plan, controllers, section = Plan.of(config), algorithms.make_controllers(config), config.kl
 
-    def prepare(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
+    def with_advantages(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
         metrics: Metrics = {}
         mask, following = batch.completion_mask, dict(states)
 
@@ -130,6 +133,13 @@ def make_preparation(config: Config) -> Preparation:
             metrics["kl_advantage"] = kljax.WeightedSum(mean_kl, jnp.ones_like(mean_kl))
             steer("advantage", mean_kl)
         return dataclasses.replace(batch, advantages=advantages, returns=returns), following, metrics
+
+    def prepare(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
+        batch, following, metrics = with_advantages(batch, states)
+        batch, measured = correct(config, batch)
+        if config.loss.old_log_probs == "sampler":
+            batch = dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs)
+        return batch, following, metrics | measured
 
     return prepare
 
@@ -162,7 +172,9 @@ def _kl_shaped(config: Config, batch: Batch, coef: Array) -> tuple[Array, Array]
 
 
 def make_objective(config: Config, model: Decoder) -> Objective:
-    """Makes the loss of one micro-batch, `sum_t weight_t * (policy + sum_k coef_k * term_k)_t`, with its metrics.
+    """Makes the loss of one micro-batch, `sum_t weight_t * (w_t * policy + sum_k coef_k * term_k)_t`, with its metrics.
+
+    The sum is over the tokens that no correction rejects, and `w_t` are the weights of the corrections.
 
     The signature is `objective(trainable, base, batch, coefficients, ref_head)`; `ref_head` comes from
     `reference_head`, for the exact KL. Gradient: to `trainable` only. Metrics are treated as constants.
@@ -172,25 +184,29 @@ def make_objective(config: Config, model: Decoder) -> Objective:
     def objective(
         trainable: dict[str, Tree], base: Tree, batch: Batch, coefs: Coefficients, ref_head: kljax.Head | None = None
     ) -> tuple[Array, LossMetrics]:
-        mask, weights = batch.completion_mask, required(batch.token_weights)
+        sampled, weights = batch.completion_mask, required(batch.token_weights)
         stats, hidden = token_stats(
             model,
             policy_of(trainable, base),
             batch.tokens,
             batch.token_mask,
             temperature=config.temperature,
-            mask=mask,
+            mask=sampled,
             entropy=True if plan.entropies else "constant",
             reference=_exact_reference(config, batch, ref_head),
             tile=tile(config),
             layout=layout,
             kept_ids=batch.kept_ids,
         )
-        batch = _with_old_log_probs(batch, stats)
+        scored = _with_old_log_probs(batch, stats)
+        mask, kept = loss_mask(config, batch), sampled if batch.kept_mask is None else batch.kept_mask
+        batch = dataclasses.replace(scored, completion_mask=mask)
         terms: dict[str, Array] = {}
         scale: dict[str, Array] = {}
         if plan.loss is not None:
             terms["policy"] = algorithms.policy_loss(config, plan.loss, stats, batch, coefs.get("key"))
+            if batch.correction_weights is not None:
+                terms["policy"] *= batch.correction_weights
             scale["policy"] = jnp.float32(1)
         if "loss" in plan.controllers:
             terms["kl"], scale["kl"] = _reference_kl(config, stats, batch), coefs["kl_loss"]
@@ -210,11 +226,13 @@ def make_objective(config: Config, model: Decoder) -> Objective:
                 values, required(batch.values), required(batch.returns), mask, clip=config.loss.value_clip
             )
             scale["value"] = coefs["value"]
-        reduced = {name: (kljax.masked(term, mask) * weights).sum() for name, term in terms.items()}
+        reduced = {name: (kljax.masked(term, kept) * weights).sum() for name, term in terms.items()}
         loss = sum((scale[name] * value for name, value in reduced.items()), jnp.float32(0))
-        metrics = _token_metrics(config, stats, batch)
+        metrics = _token_metrics(config, stats, scored)
+        if plan.loss is not None:
+            metrics |= algorithms.clip_metric(config, plan.loss, stats, batch)
         if plan.steers_loss:
-            metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(terms["kl"]), mask)
+            metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(terms["kl"]), kept)
         parts = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}
         return loss, LossMetrics(jax.lax.stop_gradient(parts), metrics)
 
@@ -261,9 +279,6 @@ def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Met
         "entropy": kljax.WeightedSum.of(required(stats.entropy), mask),
         "ppo_kl": kljax.ppo_kl(stats.log_prob, required(batch.old_log_probs), mask),
     }
-    loss = Plan.of(config).loss
-    if loss is not None:
-        metrics |= algorithms.clip_metric(config, loss, stats, batch)
     if batch.ref_log_probs is not None:
         metrics["kl_reference"] = kljax.reference_kl(stats.log_prob, required(batch.ref_log_probs), mask)
     if stats.kl is not None:
@@ -271,7 +286,8 @@ def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Met
         metrics["kl_reference_forward" if forward else "kl_reference_exact"] = kljax.WeightedSum.of(stats.kl, mask)
     if batch.rollout_log_probs is not None:
         metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, required(batch.rollout_log_probs), mask)
-        # The completions are of this policy, so the error shows how sampler and trainer differ: rounding, or a bug.
-        error = jnp.abs(required(batch.old_log_probs) - batch.rollout_log_probs)
-        metrics["rollout_log_prob_error"] = kljax.Extremes.of(error, mask)
+        if config.loss.old_log_probs == "trainer":
+            # The completions are of this policy, so the error shows how sampler and trainer differ: rounding, or a bug.
+            error = jnp.abs(required(batch.old_log_probs) - batch.rollout_log_probs)
+            metrics["rollout_log_prob_error"] = kljax.Extremes.of(error, mask)
     return metrics

@@ -6,7 +6,14 @@ import pytest
 
 import kljax
 from train.config import algorithms
-from train.config.algorithms import ADVANTAGES, LOSSES, NOT_ESTIMATORS, NOT_POLICY_LOSSES
+from train.config.algorithms import (
+    ADVANTAGES,
+    CORRECTIONS,
+    LOSSES,
+    NOT_CORRECTIONS,
+    NOT_ESTIMATORS,
+    NOT_POLICY_LOSSES,
+)
 from train.config.errors import ConfigError
 from train.config.fields import known_fields, variant_fields
 from train.config.load import apply_overrides, dump_yaml, parse
@@ -30,7 +37,12 @@ def problems(*overrides: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("module", "table", "others"), [("losses", LOSSES, NOT_POLICY_LOSSES), ("advantages", ADVANTAGES, NOT_ESTIMATORS)]
+    ("module", "table", "others"),
+    [
+        ("losses", LOSSES, NOT_POLICY_LOSSES),
+        ("advantages", ADVANTAGES, NOT_ESTIMATORS),
+        ("ratios", CORRECTIONS, NOT_CORRECTIONS),
+    ],
 )
 def test_every_function_of_the_library_is_in_the_table_or_left_out_for_a_reason(module, table, others) -> None:
     chosen = {target.rpartition(":")[2] for target in table.values()}
@@ -44,6 +56,7 @@ def test_what_the_systems_call_a_policy_loss_is_a_policy_loss() -> None:
     for kind, table, others in (
         ("policy_loss", LOSSES, NOT_POLICY_LOSSES),
         ("advantage", ADVANTAGES, {**NOT_ESTIMATORS, "masked_whiten": "advantage.whiten"}),
+        ("correction", CORRECTIONS, {**NOT_CORRECTIONS, **NOT_ESTIMATORS}),
     ):
         chosen = {target.rpartition(":")[2] for target in table.values()}
         for entry in kljax.systems.entries(kind=kind):
@@ -51,7 +64,7 @@ def test_what_the_systems_call_a_policy_loss_is_a_policy_loss() -> None:
 
 
 def test_every_number_of_a_table_has_its_range_and_every_range_is_used() -> None:
-    tables = (LOSSES, ADVANTAGES, algorithms.CONTROLLERS, algorithms.KL_SCHEDULES, algorithms.OPTIMIZERS)
+    tables = (LOSSES, ADVANTAGES, CORRECTIONS, algorithms.CONTROLLERS, algorithms.KL_SCHEDULES, algorithms.OPTIMIZERS)
     names, pairs = set(), set()
     for table in tables:
         for target in table.values():
@@ -148,8 +161,10 @@ def test_a_name_of_another_system_is_its_meaning() -> None:
     assert config.loss.options()["clip_high"] == 0.28
     (line,) = problems("loss={type: verl/vanilla, log_ratio_clip: 10}")
     assert line.startswith("loss.log_ratio_clip: got 10, but loss.type verl/vanilla means 20.0; set only one of them")
-    (line,) = problems("loss=verl/bypass_mode")
-    assert "its ratio is to rollout_log_probs" in line
+    (line,) = problems("loss=trinity/ppo+fallback_to_policy_gradient")
+    assert "its ratio is to stop_gradient(log_probs)" in line
+    # In bypass mode the recorded log-probs are the old ones.
+    assert build("loss=verl/bypass_mode")[0].loss.old_log_probs == "sampler"
     (line,) = problems("advantage=verl/remax")
     assert "it is kljax.remax_advantages(), which one choice of type does not express" in line
 
@@ -221,6 +236,6 @@ def test_what_a_function_of_the_user_lacks_is_named(mine) -> None:
 
 
 def test_every_field_of_an_algorithm_has_a_meaning() -> None:
-    sections = ("loss.", "advantage.", "optim.optimizer.", "optim.schedule.", "kl.loss.controller.")
+    sections = ("loss.", "advantage.", "correction.", "optim.optimizer.", "optim.schedule.", "kl.loss.controller.")
     for (path, variant), known in variant_fields().items():
         assert known.doc or not path.startswith(sections) or known_fields()[path].doc, (path, variant)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from train.config.checks import data, kl, layout, loss, reference, rollout
+from train.config.checks import correction, data, kl, layout, loss, reference, rollout
 from train.config.checks.problem import Problem
 from train.config.plan import Plan
 from train.config.schema import Config
@@ -10,6 +10,7 @@ from train.config.schema import Config
 CHECKS: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     *kl.CHECKS,
     *loss.CHECKS,
+    *correction.CHECKS,
     *data.CHECKS,
     *reference.CHECKS,
     *rollout.CHECKS,
@@ -46,4 +47,4 @@ def cross_field_warnings(config: Config) -> list[str]:
         )
     if config.kl.loss.coef > 0 and config.kl.loss.gradient == "none":
         found.append("kl.loss.gradient: none makes the KL part of the reported loss, but it trains nothing")
-    return [*found, *data.warnings(config)]
+    return [*found, *data.warnings(config), *correction.warnings(config)]

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Mapping
 
 from train.config.checks.problem import Problem, problem
+from train.config.correction import UserCorrection
 from train.config.loss import UserAdvantage, UserLoss
 from train.config.messages import did_you_mean
-from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, advantage_signature, array_name
+from train.config.plan import ADVANTAGE_ARRAYS, CORRECTION_ARRAYS, LOSS_ARRAYS, Plan, advantage_signature, array_name
 from train.config.schema import Config
 from train.config.signatures import read_signature
 from train.config.types import Table
@@ -17,6 +18,9 @@ def user_functions(config: Config) -> Iterator[Problem]:
         yield from _user_function("loss", config.loss.function, config.loss.arguments, LOSS_ARRAYS)
     if isinstance(config.advantage, UserAdvantage):
         yield from _user_function("advantage", config.advantage.function, config.advantage.arguments, ADVANTAGE_ARRAYS)
+    for number, entry in enumerate(config.correction):
+        if isinstance(entry, UserCorrection):
+            yield from _user_function(f"correction[{number}]", entry.function, entry.arguments, CORRECTION_ARRAYS)
 
 
 def _user_function(

@@ -174,6 +174,6 @@ class FileSource:
             _LOG.warning("%d of %d groups are longer than %s and are left out", scan.too_long, total, limits)
         if not scan.log_probs and Plan.of(self._context.config).rollout_log_probs:
             raise UserError(
-                f"rollout.source.path: {self._path} has no log_probs, which this config needs (kl.rollout, or a ratio "
-                "to the policy that sampled)"
+                f"rollout.source.path: {self._path} has no log_probs, which this config needs (kl.rollout, "
+                "correction, or a ratio to the policy that sampled)"
             )

@@ -1,0 +1,240 @@
+"""Corrections of a rollout batch against loops in float64, and their effect on the loss and its gradient."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests import oracles, tiny
+from tests.train.rl.test_objective import controllers_of, measured, numbers, ppo
+from tests.train.rl.test_step import keep_gradient
+from train.rl.batch import Batch
+from train.rl.layout import Layout
+from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
+from train.rl.policy import token_stats
+from train.rl.step import make_update
+
+MODEL = tiny.model_of(tiny.config_of())
+TRUNCATED = "{type: truncated_importance_weights, max_weight: 1.1}"
+REJECTING = "{type: rejection_mask, lower: 0.75, upper: 1.25}"
+# No type below may be at its bounds everywhere or nowhere: the ratios of the batch are exp of about 0.3 N(0, 1).
+ENTRIES = {
+    "token": "{type: importance_weights, upper: 1.1}",
+    "sequence": "{type: importance_weights, level: sequence, mode: clip, lower: 0.9, upper: 1.2}",
+    "geometric": "{type: importance_weights, level: geometric, mode: mask, lower: 0.85, upper: 1.1}",
+    "icepop": "{type: importance_weights, mode: mask, lower: 0.8, upper: 1.2}",
+    "normalized": "{type: importance_weights, upper: 1.1, normalize: tokens}",
+    "truncated": TRUNCATED,
+    "rejected": REJECTING,
+    "rejected_rows": "{type: rejection_mask, level: sequence, lower: 0.9}",
+    "kl": "{type: kl_rejection_mask, estimator: k3, reduction: mean, upper: 0.03}",
+    "kl_sum": "{type: kl_rejection_mask, reduction: sum, lower: -0.1, upper: 0.3}",
+    "kl_max": "{type: kl_rejection_mask, estimator: k2, reduction: max, upper: 0.1}",
+    "divergence": "{type: divergence_mask, max_divergence: 0.0005}",
+    "veto": "{type: veto_mask, min_ratio: 0.75}",
+    "off_policy": "{type: off_policy_sequence_mask, max_kl: 0.01}",
+}
+
+
+@functools.cache
+def batch_of() -> Batch:
+    return tiny.full_batch(measured()["log_prob"])
+
+
+def ratios(difference: np.ndarray, mask: np.ndarray, level: str) -> np.ndarray:
+    """The ratio [B, T] of a level, by a loop over rows."""
+    out = np.zeros(mask.shape)
+    for row in np.flatnonzero(mask.any(1)):
+        d = difference[row, mask[row]]
+        out[row, mask[row]] = np.exp({"token": d, "sequence": d.sum(), "geometric": d.mean()}[level])
+    return out
+
+
+def by_row(values: np.ndarray, mask: np.ndarray, function) -> np.ndarray:
+    """One value of each row with a token, in all columns."""
+    out = np.full(mask.shape, np.inf)
+    for row in np.flatnonzero(mask.any(1)):
+        out[row] = function(values[row, mask[row]])
+    return out
+
+
+def expected_of(name: str, mask: np.ndarray) -> np.ndarray:
+    """The weights, or the tokens kept, of an entry under a mask."""
+    x = numbers(batch_of())
+    difference = x["old_log_probs"] - x["rollout_log_probs"]
+    token, row = ratios(difference, mask, "token"), ratios(difference, mask, "sequence")
+    mean = ratios(difference, mask, "geometric")
+    capped = np.minimum(token, 1.1)
+    k3 = np.expm1(difference) - difference
+    probabilities = np.exp(x["old_log_probs"]), np.exp(x["rollout_log_probs"])
+    drifted = by_row(-difference, mask, np.mean) > 0.01
+    weights_or_mask = {
+        "token": capped,
+        "sequence": np.clip(row, 0.9, 1.2),
+        "geometric": np.where((mean >= 0.85) & (mean <= 1.1), mean, 0),
+        "icepop": np.where((token >= 0.8) & (token <= 1.2), token, 0),
+        "normalized": capped / capped[mask].mean(),
+        "truncated": capped,
+        "rejected": (token >= 0.75) & (token <= 1.25),
+        "rejected_rows": row >= 0.9,
+        "kl": by_row(k3, mask, np.mean) <= 0.03,
+        "kl_sum": np.abs(by_row(-difference, mask, np.sum) - 0.1) <= 0.2,
+        "kl_max": by_row(difference**2 / 2, mask, np.max) <= 0.1,
+        "divergence": np.abs(probabilities[0] - probabilities[1]) <= 0.0005,
+        "veto": ~(by_row(token, mask, np.min) < 0.75),
+        "off_policy": ~(drifted & (x["advantages"] < 0)),
+    }[name]
+    return np.where(mask, weights_or_mask, 0).astype(weights_or_mask.dtype)
+
+
+def corrected(*entries: str, options: tuple[str, ...] = ()):
+    """The batch and the metrics of a preparation with these entries; the advantages are those of the batch."""
+    config = tiny.config_of(f"correction=[{', '.join(entries)}]", *options)
+    batch = dataclasses.replace(batch_of(), returns=None)
+    function = jax.jit(make_preparation(config))
+    prepared, _, metrics = function(batch, controllers_of(config))
+    return config, prepared, {name: float(metric.value()) for name, metric in metrics.items()}
+
+
+@pytest.fixture
+def _recorded_advantages(monkeypatch):
+    """Advantages of both signs in one row, which no estimator of the config makes."""
+    estimate = "train.rl.algorithms.estimate_advantages"
+    monkeypatch.setattr(estimate, lambda config, signature, rewards, batch: (batch_of().advantages, None))
+
+
+@pytest.mark.usefixtures("_recorded_advantages")
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_type(name):
+    mask = np.asarray(batch_of().completion_mask)
+    expected = expected_of(name, mask)
+    _, batch, metrics = corrected(ENTRIES[name])
+    if expected.dtype == bool:
+        assert 0 < expected.sum() < mask.sum()
+        np.testing.assert_array_equal(batch.kept_mask, expected)
+        np.testing.assert_array_equal(batch.correction_weights, expected)
+        np.testing.assert_allclose(metrics["correction_rejected"], 1 - expected.sum() / mask.sum(), rtol=1e-6)
+        assert metrics["correction_clipped"] == 0
+    else:
+        assert batch.kept_mask is None
+        np.testing.assert_allclose(batch.correction_weights, expected, rtol=2e-5)
+        assert metrics["correction_rejected"] == 0
+        assert 0 < metrics["correction_clipped"] < 1
+    kept = expected[mask].astype(float)
+    np.testing.assert_allclose(metrics["correction_sample_size"], kept.mean() ** 2 / (kept**2).mean(), rtol=2e-5)
+
+
+def test_the_metrics_of_the_mismatch():
+    _, batch, metrics = corrected(TRUNCATED, options=("rollout.mismatch_by_position=2",))
+    x, mask = numbers(batch_of()), np.asarray(batch.completion_mask)
+    difference = x["old_log_probs"] - x["rollout_log_probs"]
+    d, k3 = difference[mask], np.expm1(difference) - difference
+    lengths = mask.sum(1)
+    means = by_row(difference, mask, np.mean)[lengths > 0, 0]
+    column = np.arange(tiny.LENGTH) - tiny.PROMPT
+    expected = {
+        "mismatch_k1": -d.mean(),
+        "mismatch_k3": k3[mask].mean(),
+        "mismatch_chi_squared": np.expm1(2 * d).mean(),
+        "mismatch_perplexity_ratio": np.exp(-means).mean(),
+        "mismatch_k3_part_1_of_2": k3[mask & (column < 2)].mean(),
+        "mismatch_k3_part_2_of_2": k3[mask & (column >= 2)].mean(),
+        "correction_clipped": (np.exp(d) > 1.1).mean(),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
+    assert set(metrics) - set(expected) == {"correction_sample_size", "correction_rejected"}
+    _, plain, alone = corrected(options=("rollout.mismatch_by_position=1",))
+    assert (plain.correction_weights, plain.kept_mask) == (None, None)
+    whole = {name for name in expected if name.startswith("mismatch_") and "part" not in name}
+    assert set(alone) == {*whole, "mismatch_k3_part_1_of_1"}
+
+
+def test_an_entry_sees_the_mask_that_the_entries_before_it_left():
+    mask = np.asarray(batch_of().completion_mask)
+    kept = expected_of("rejected", mask)
+    _, first, _ = corrected(REJECTING, ENTRIES["sequence"])
+    _, last, _ = corrected(ENTRIES["sequence"], REJECTING)
+    np.testing.assert_allclose(first.correction_weights, expected_of("sequence", kept), rtol=2e-5)
+    np.testing.assert_allclose(last.correction_weights, expected_of("sequence", mask) * kept, rtol=2e-5)
+    np.testing.assert_array_equal(first.kept_mask, last.kept_mask)
+    assert np.abs(first.correction_weights - last.correction_weights).max() > 0.1
+
+
+@functools.cache
+def objective_of(rejected_tokens: str):
+    """The loss and gradient with corrections and a KL; which corrections is in the batch."""
+    config = tiny.config_of(f"correction=[{REJECTING}]", f"loss.rejected_tokens={rejected_tokens}", "kl.loss.coef=0.3")
+    return config, jax.jit(jax.value_and_grad(make_objective(config, MODEL), has_aux=True))
+
+
+def pulled(batch: Batch, slope: np.ndarray):
+    """The gradient of the parameters by the slopes of the log-probs."""
+
+    def log_probs(params):
+        policy = kljax.Policy(params)
+        return token_stats(MODEL, policy, batch.tokens, batch.token_mask, temperature=1.0, layout=Layout(5))[0].log_prob
+
+    return jax.jit(lambda params, cotangent: jax.vjp(log_probs, params)[1](cotangent)[0])(
+        tiny.host_params(), slope.astype(np.float32)
+    )
+
+
+@pytest.mark.parametrize("rejected_tokens", ["drop", "count"])
+@pytest.mark.parametrize("entries", [(TRUNCATED,), (REJECTING, ENTRIES["token"])], ids=["weights", "mask_and_weights"])
+def test_a_weight_scales_the_policy_term_and_a_rejected_token_has_no_term(entries, rejected_tokens):
+    config, objective = objective_of(rejected_tokens)
+    batch = corrected(*entries)[1]
+    batch = dataclasses.replace(batch, advantages=batch_of().advantages)
+    batch = dataclasses.replace(batch, token_weights=token_weights(config, batch))
+    x, log_prob, mask = numbers(batch), measured()["log_prob"], np.asarray(batch.completion_mask)
+    kept = mask if batch.kept_mask is None else np.asarray(batch.kept_mask)
+    weights, count = x["correction_weights"], (kept if rejected_tokens == "drop" else mask).sum()
+    assert (kept.sum() < mask.sum()) == (len(entries) > 1)
+    assert len(np.unique(weights[kept])) > 3
+    policy = np.where(kept, weights * ppo(x, log_prob), 0).sum() / count
+    kl = np.where(kept, oracles.k3(log_prob - x["ref_log_probs"]), 0).sum() / count
+    (loss, metrics), gradient = objective({"params": tiny.host_params()}, None, batch, coefficients(config))
+    metrics = metrics.of_update()
+    np.testing.assert_allclose(metrics["policy_loss"].value(), policy, rtol=5e-6)
+    np.testing.assert_allclose(metrics["kl_loss"].value(), kl, rtol=5e-6)
+    np.testing.assert_allclose(loss, policy + 0.3 * kl, rtol=5e-6)
+    ratio = np.exp(log_prob - x["old_log_probs"])
+    active = np.where(x["advantages"] > 0, ratio <= 1.2, ratio >= 0.8)
+    slope = weights * -x["advantages"] * ratio * active + 0.3 * (log_prob - x["ref_log_probs"])
+    expected = pulled(batch, np.where(kept, slope, 0) / count)
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    assert largest > 1e-2
+    chex.assert_trees_all_close(gradient["params"], expected, rtol=1e-5, atol=2e-6 * largest)
+
+
+def test_micro_batches_do_not_change_the_correction():
+    results = []
+    prepared = corrected(REJECTING, ENTRIES["sequence"])[1]
+    prepared = dataclasses.replace(prepared, advantages=batch_of().advantages)
+    for parts in (1, 4):
+        config, _ = objective_of("drop")
+        config = config.model_copy(update={"optim": config.optim.model_copy(update={"micro_batches": parts})})
+        state = tiny.state_of(config, keep_gradient())
+        update = make_update(config, MODEL, keep_gradient(), state, tiny.mesh_of())
+        after, metrics = update(state, None, prepared, jnp.arange(tiny.ROWS), coefficients(config))
+        results.append((after.opt_state, {name: metric.value() for name, metric in metrics.items()}))
+    atol = 1e-6 * float(results[0][1]["grad_norm"])
+    chex.assert_trees_all_close(results[1], results[0], rtol=2e-6, atol=atol)
+
+
+def test_the_recorded_log_probs_can_be_those_of_the_old_policy():
+    config = tiny.config_of("loss.old_log_probs=sampler", "optim.updates_per_batch=2")
+    batch = dataclasses.replace(batch_of(), old_log_probs=None)
+    prepared, _, metrics = jax.jit(make_preparation(config))(batch, controllers_of(config))
+    assert metrics == {}
+    np.testing.assert_array_equal(prepared.old_log_probs, batch.rollout_log_probs)
+    # A mask still compares the trainer's policy with the sampler's.
+    masked = corrected(REJECTING, options=("loss.old_log_probs=sampler",))[1]
+    np.testing.assert_array_equal(masked.kept_mask, expected_of("rejected", np.asarray(batch.completion_mask)))
+    np.testing.assert_array_equal(masked.old_log_probs, batch.rollout_log_probs)

@@ -1,0 +1,120 @@
+"""The correction for a sampler that is not the trainer's policy, once per rollout batch, and metrics of the mismatch.
+
+Everything here is treated as a constant by the updates.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kljax
+from train.config.correction import Correction
+from train.config.plan import Plan
+from train.config.schema import Config
+from train.config.signatures import Signature
+from train.rl import algorithms
+from train.rl.batch import Batch, required
+from train.rl.metrics import Metric, Metrics
+
+Array = jax.Array
+
+
+def correct(config: Config, batch: Batch) -> tuple[Batch, Metrics]:
+    """Adds the weights and the mask of the corrections to a rollout batch, and measures the mismatch.
+
+    Args:
+      config: the config; without corrections the batch stays as it is.
+      batch: a scored rollout batch, with advantages if there are any.
+
+    Returns:
+      The batch with `correction_weights` and `kept_mask`, and the metrics.
+    """
+    plan = Plan.of(config)
+    if not plan.mismatch:
+        return batch, {}
+    metrics = measure_mismatch(config, batch)
+    if not plan.corrections:
+        return batch, metrics
+    old, recorded, mask = _policies(batch)
+    entries = list(zip(plan.corrections, config.correction, strict=True))
+    steps = [_step(signature, entry, batch) for signature, entry in entries]
+    corrected = kljax.correct_rollout(old, recorded, mask, steps=steps)
+    rejects = any(signature.returns != "Float" for signature, _ in entries)
+    weights = corrected.weights
+    metrics |= {
+        "correction_sample_size": _mean(kljax.effective_sample_size(weights, mask)),
+        "correction_clipped": kljax.masked_fraction(_within_bounds(config, batch), mask),
+        "correction_rejected": kljax.masked_fraction(corrected.kept, mask),
+    }
+    kept = corrected.kept if rejects else None
+    return dataclasses.replace(batch, correction_weights=weights, kept_mask=kept), metrics
+
+
+def measure_mismatch(config: Config, batch: Batch) -> Metrics:
+    """Measures how far the trainer's policy is from the sampler's on the sampled tokens, before the first update."""
+    old, recorded, mask = _policies(batch)
+    metrics: Metrics = {
+        "mismatch_k1": kljax.rollout_kl(old, recorded, mask, estimator="k1"),
+        "mismatch_k3": kljax.rollout_kl(old, recorded, mask, estimator="k3"),
+        "mismatch_chi_squared": kljax.chi_squared(old, recorded, mask),
+        "mismatch_perplexity_ratio": kljax.perplexity_ratio(old, recorded, mask),
+    }
+    buckets = config.rollout.mismatch_by_position
+    if buckets:
+        longest = config.data.max_completion_length
+        places = kljax.kl_by_position(recorded, old, mask, num_buckets=buckets, max_length=longest)
+        for bucket in range(buckets):
+            part = jax.tree.map(lambda x, bucket=bucket: x[bucket], places)
+            metrics[f"mismatch_k3_part_{bucket + 1}_of_{buckets}"] = part
+    return metrics
+
+
+def loss_mask(config: Config, batch: Batch) -> Array:
+    """Returns the mask [B, T] that the loss divides by: without rejected tokens, unless they are to count."""
+    if batch.kept_mask is None or config.loss.rejected_tokens == "count":
+        return batch.completion_mask
+    return batch.kept_mask
+
+
+def _policies(batch: Batch) -> tuple[Array, Array, Array]:
+    return required(batch.old_log_probs), required(batch.rollout_log_probs), batch.completion_mask
+
+
+def _step(signature: Signature, entry: Correction, batch: Batch) -> Callable[[Array, Array, Array], Array]:
+    """Makes one step of `correct_rollout`: it sees the mask that the steps before it left."""
+
+    def step(log_probs: Array, recorded: Array, mask: Array) -> Array:
+        arrays = {
+            "log_probs": lambda: log_probs,
+            "sampling_log_probs": lambda: recorded,
+            "mask": lambda: mask,
+            "advantages": lambda: required(batch.advantages),
+        }
+        return algorithms.call_by_name(signature, entry, arrays)
+
+    return step
+
+
+def _within_bounds(config: Config, batch: Batch) -> Array:
+    """Returns where [B, T] no weight is at a bound: the ratio that it comes from lies within them."""
+    inside = jnp.ones_like(batch.completion_mask)
+    for level, low, high in _weight_bounds(config):
+        ratios = kljax.importance_weights(*_policies(batch), level=level)
+        inside &= ratios >= (0 if low is None else low)
+        inside &= ratios <= (jnp.inf if high is None else high)
+    return inside
+
+
+def _weight_bounds(config: Config) -> Iterator[tuple[Any, float | None, float | None]]:
+    """Yields level, lower and upper bound of each entry that gives weights."""
+    for signature, entry in zip(Plan.of(config).corrections, config.correction, strict=True):
+        options = entry.options()
+        if signature.returns == "Float" and "level" in options:
+            yield options["level"], options.get("lower"), options.get("upper", options.get("max_weight"))
+
+
+def _mean(value: Array) -> Metric:
+    return kljax.WeightedSum(value, jnp.ones_like(value))
