@@ -24,7 +24,7 @@ EXAMPLES = """\
 sources, one of them:
   --logits POLICY.npy --ref-logits REF.npy [--rollout-logits ROLL.npy]   arrays [N, T, V]
   --batch BATCH.npz      arrays [B, T]: log_probs, ref_log_probs, mask and, if recorded, rollout_log_probs or
-                         old_log_probs (who drew the tokens) and kl (the exact KL per token)
+                         old_log_probs (who drew the tokens) and kl, with --kl-is: exact or estimate
   --checkpoints POLICY REF --apply module:function --tokens TOKENS.npy   function(params, tokens) -> logits [N, T, V],
                          or hidden states [N, T, D] with --head module:function   function(params) -> head [D, V]
   --example              synthetic policies, see --kl, --staleness, --vocabulary, --rows, --length
@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rollout-logits", metavar="NPY", help="logits of the policy that draws the tokens, same shape")
     add("--mask", metavar="NPY", help="booleans [N, T], the positions to audit; for logits and checkpoints")
     add("--batch", metavar="NPZ", help="a recorded batch")
+    add(
+        "--kl-is",
+        choices=("exact", "estimate"),
+        help="the meaning of the batch's kl: the exact KL over the vocabulary per token, then the yardstick; or an "
+        "estimate from the sampled token, then left out",
+    )
     add("--checkpoints", metavar=("POLICY", "REF"), nargs=2, help="two orbax checkpoints of weights")
     add("--rollout-checkpoint", metavar="PATH", help="checkpoint of the policy that draws the tokens")
     add("--item", metavar="NAME", help="dotted path of the weights inside the checkpoints")
@@ -149,6 +155,15 @@ def _from_batch(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
             names = ", ".join(file.files) or "nothing"
             raise UserError(f"--batch: {args.batch} has no {' and no '.join(missing)}; it has {names}")
         batch = {name: file[name] for name in file.files if name in (*BATCH_NEEDED, *BATCH_BEHAVIOUR, "kl")}
+    if "kl" in batch and args.kl_is is None:
+        raise UserError(
+            f"--batch: {args.batch} has kl, expected --kl-is with it; pass --kl-is exact if it is the exact KL over "
+            "the vocabulary per token, --kl-is estimate if it is an estimate, as in a dump of the parity command"
+        )
+    if "kl" not in batch and args.kl_is is not None:
+        raise UserError(f"--kl-is: {args.batch} has no kl; leave the option out")
+    if args.kl_is == "estimate":
+        del batch["kl"]
     behaviour = next((batch[name] for name in BATCH_BEHAVIOUR if name in batch), None)
     mask = batch["mask"].astype(bool)
     return audit_batch(batch["log_probs"], batch["ref_log_probs"], mask, batch.get("kl"), behaviour, **options)

@@ -17,8 +17,6 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     keywords = {} if "num_groups" in call.arguments else {"num_groups": count}
     value = step.sign * np.asarray(run_call(call, arrays, **keywords), np.float64)
     bound = _bound(rewards, ids, value, unit)
-    if recipe.kl is not None and recipe.kl.place == "advantage":
-        value, bound = _centered(replay, recipe, value, bound)
     shape = replay.arrays["advantages"].shape if "advantages" in replay.arrays else replay.shape
     if value.ndim < len(shape):
         value, bound = (np.broadcast_to(array[:, None], shape) for array in (value, bound))
@@ -27,10 +25,12 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the advantages of tokens, recorded or recomputed, and their bounds."""
+    """Returns the advantages of tokens, recorded or recomputed, with a KL in the advantage, and their bounds."""
     value, bound = replay.input("advantages", recipe)
     if value.ndim == 1:
         value, bound = (np.broadcast_to(array[:, None], replay.shape) for array in (value, bound))
+    if recipe.kl is not None and recipe.kl.place == "advantage":
+        return _centered(replay, recipe, value, bound)
     return value, bound
 
 
@@ -43,17 +43,16 @@ def _shaped_rewards(replay: Replay, recipe: Recipe) -> np.ndarray:
 
 
 def _centered(replay: Replay, recipe: Recipe, value: np.ndarray, bound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Adds the KL of the batch less that of each token."""
+    """Adds the mean KL of the batch less the KL of each token."""
     kl, used = recipe.kl or Kl(), replay.used_mask(recipe)
     values, errors = replay.input("kl", recipe)
-    values = np.where(used, values, 0)
-    per_token, per_token_bound = (a[:, None] if a.ndim == 1 else a for a in (value, bound))
+    values, errors = np.where(used, values, 0), np.where(used, errors, 0)
     mean = values.sum() / (used.sum() + recipe.reduction.eps_batch)
-    unit = replay.unit("advantages", recipe)
-    result = per_token + np.where(used, kl.coef * (mean - values), 0)
+    unit = replay.unit("token_loss", recipe)
+    result = value + np.where(used, kl.coef * (mean - values), 0)
     height = accumulator(unit) * tree_height(int(used.sum())) + PRODUCTS * unit
     extra = abs(kl.coef) * (errors + errors.max() + height * np.abs(values).max())
-    return result, per_token_bound + extra + unit * np.abs(result)
+    return result, bound + extra + unit * np.abs(result)
 
 
 def _groups(group_ids: np.ndarray, which: str) -> tuple[np.ndarray, int]:

@@ -33,6 +33,7 @@ class Cause:
       text: one sentence for the report.
       settings: settings of the stage.
       also: stages that share the fault, each with its settings.
+      alone: whether it is too rare to be tried together with others.
     """
 
     stage: str
@@ -40,6 +41,7 @@ class Cause:
     text: str
     settings: tuple[tuple[str, Any], ...]
     also: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+    alone: bool = False
 
     @property
     def key(self) -> str:
@@ -281,18 +283,30 @@ def _loss_causes(replay: Replay) -> Iterator[Cause]:
 
 
 def _reduction_causes(replay: Replay) -> Iterator[Cause]:
-    base, mask = replay.plan.recipe.reduction, replay.arrays["mask"]
-    options = _reductions(replay, base, mask)
-    shared = replay.plan.recipe.kl_reduction is None
-    for stage, reduction in (("reduction", base), ("kl_reduction", replay.plan.recipe.kl_reduction)):
-        if reduction is None:
+    """Yields other reductions: of the whole loss, then of the policy loss or the KL term alone."""
+    recipe = replay.plan.recipe
+    base, mask = recipe.reduction, replay.arrays["mask"]
+    options = [(name, f"is {text}", settings) for name, text, settings in _reductions(replay, base, mask)]
+    for eps in (1e-8, 1e-6, 1e-5, 1e-4, 1e-3):
+        options.append((f"eps {eps:g}", f"adds {eps:g} to the number of tokens", _eps(base, eps)))
+    options.append(("no eps", "adds no epsilon to the number of tokens", {"eps_batch": 0.0, "eps_row": 0.0}))
+    shared = recipe.kl_reduction == base
+    for name, text, settings in options:
+        also = (("kl_reduction", tuple(settings.items())),) if shared else ()
+        title = "the reduction" if shared or recipe.kl_reduction is None else "the reduction of the policy loss"
+        yield Cause("reduction", name, f"{title} {text}", tuple(settings.items()), also)
+    if recipe.kl_reduction is None:
+        return
+    for name, text, settings in options:
+        if "eps" in name:
             continue
-        title = "" if shared else "of the policy loss " if stage == "reduction" else "of the KL "
-        for name, text, settings in options:
-            yield make(stage, name, f"the reduction {title}{text}", **settings)
-        for eps in (1e-8, 1e-6, 1e-5, 1e-4, 1e-3):
-            yield make(stage, f"eps {eps:g}", f"the divisor {title}adds {eps:g} to the tokens", **_eps(reduction, eps))
-        yield make(stage, "no eps", f"the divisor {title}has no epsilon", eps_batch=0.0, eps_row=0.0)
+        if shared:
+            title = "the reduction of the policy loss alone"
+            yield Cause(
+                "reduction", f"{name}, policy loss alone", f"{title} {text}", tuple(settings.items()), alone=True
+            )
+        title = "the reduction of the KL term alone"
+        yield Cause("kl_reduction", name, f"{title} {text}", tuple(settings.items()), alone=True)
 
 
 def _eps(reduction: Reduction, eps: float) -> dict[str, float]:
@@ -312,22 +326,26 @@ def _reductions(replay: Replay, base: Reduction, mask: np.ndarray) -> Iterator[t
         ("sequence mean of token sums, empty rows dropped", "seq_mean_token_sum", {"empty_rows": "drop"}),
     ):
         same = {"max_length": None, **plain, **settings}
-        yield name, f"is the {name}", {"mode": mode, **same}
+        yield name, f"the {name}", {"mode": mode, **same}
     norm = {**plain, "mode": "seq_mean_token_sum_norm", "empty_rows": base.empty_rows}
     lengths = {"the padded length": length, "the longest row": longest}
     if replay.plan.recipe.reduction.max_length:
         lengths["the constant length"] = int(replay.plan.recipe.reduction.max_length)
     for title, size in lengths.items():
-        yield f"Dr. GRPO over {title}", f"is Dr. GRPO's, over {title} {size}", {**norm, "max_length": size}
+        yield f"Dr. GRPO over {title}", f"Dr. GRPO's, over {title} {size}", {**norm, "max_length": size}
         total = {**norm, "max_length": size, "denominator": 1.0}
-        yield f"sum over {title}", f"is a sum over {title} {size}, without a mean over rows", total
+        yield f"sum over {title}", f"a sum over {title} {size}, without a mean over rows", total
     if "group_ids" in replay.arrays:
-        yield "mean per prompt", "is a mean over prompts", {**plain, "mode": "prompt_mean", "groups": "group_ids"}
+        yield "mean per prompt", "a mean over prompts", {**plain, "mode": "prompt_mean", "groups": "group_ids"}
     rows = len(mask)
     for parts in (part for part in range(2, min(rows, 16) + 1) if rows % part == 0):
-        yield f"mean of {parts} micro-batches", f"averages the means of {parts} micro-batches", {"micro_batches": parts}
+        yield (
+            f"mean of {parts} micro-batches",
+            f"the mean of the means of {parts} micro-batches",
+            {"micro_batches": parts},
+        )
     if "micro_batch_ids" in replay.arrays:
-        yield "mean of micro-batches", "averages the means of the recorded micro-batches", {"micro_batches": 0}
+        yield "mean of micro-batches", "the mean of the means of the recorded micro-batches", {"micro_batches": 0}
 
 
 def _gradient_causes(replay: Replay) -> Iterator[Cause]:

@@ -48,7 +48,7 @@ FIELDS: dict[str, Field] = {
     "ratio": Field("BT", RESULT, "importance ratio of policy and old policy, before any clip"),
     "weights": Field("BT", RESULT, "weights or mask of the rollout correction"),
     "kl": Field("BT", RESULT, "KL estimate per token, without its coefficient"),
-    "advantages": Field("BT", RESULT, "advantages, per row or per token", per_row=True),
+    "advantages": Field("BT", RESULT, "advantages, per row or per token, before a KL in the advantage", per_row=True),
     "token_loss": Field("BT", RESULT, "policy loss per token with the correction's weights, without the KL term"),
     "loss": Field("", RESULT, "the loss that is differentiated, KL term included"),
     "grad_log_probs": Field("BT", RESULT, "derivative of loss by log_probs"),

@@ -14,7 +14,7 @@ from kljax.parity.fields import METRIC, ORDER
 from kljax.parity.policies import kl_at, kl_cancellation, kl_move, kl_policy, policy_pair
 from kljax.parity.positions import value_and_change
 from kljax.parity.recipe import Kl, Recipe, Reduction, Step
-from kljax.parity.replay import Prediction, Replay, per_token, run_call
+from kljax.parity.replay import Prediction, Replay, compiled, per_token, run_call
 from kljax.parity.rounding import EXP, PRODUCTS, accumulator, tree_height
 
 BY_ROW = ("gspo_loss", "gmpo_loss", "vespo_loss")
@@ -29,16 +29,8 @@ def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
     arrays = {name: replay.arrays[field] for name, field in fields.items() if field in replay.arrays}
     arrays["old_log_probs"] = policy_pair(replay, recipe)[1]
     arrays |= {"advantages": token_advantages(replay, recipe)[0], "mask": used}
-    call = replay.call("loss", step)
-
-    def make() -> Callable[..., Any]:
-        def loss(log_probs: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
-            result = run_call(call, {**arrays, "log_probs": log_probs, "key": jax.random.key(0)})
-            return jnp.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)
-
-        return jax.jit(loss)
-
-    result = replay.remember(("compiled", "loss", step.arguments), make)(policy, arrays)
+    result = run_call(replay.call("loss", step), {**arrays, "log_probs": policy, "key": jax.random.key(0)})
+    result = jnp.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)
     if recipe.correction is not None and step.weights:
         result = result * np.where(used, replay.input("weights", recipe)[0], 0) ** step.weights
     return step.sign * result
@@ -117,13 +109,13 @@ def _move(replay: Replay, recipe: Recipe, unit: float) -> np.ndarray:
 
 
 def _inherited(replay: Replay, recipe: Recipe, value: np.ndarray) -> np.ndarray:
-    """Returns the errors of advantages and weights that are not recorded: the loss is proportional to both."""
+    """Returns the errors of recomputed advantages and weights: the loss is proportional to both."""
     relative = np.zeros(replay.shape)
-    for name in ("advantages", "weights"):
-        if name in replay.arrays or (name == "weights" and recipe.correction is None):
-            continue
-        inputs, bound = token_advantages(replay, recipe) if name == "advantages" else replay.input(name, recipe)
-        relative = relative + bound / np.maximum(np.abs(inputs), 1e-30)
+    inputs = [token_advantages(replay, recipe)]
+    if recipe.correction is not None:
+        inputs.append(replay.input("weights", recipe))
+    for array, bound in inputs:
+        relative = relative + bound / np.maximum(np.abs(array), 1e-30)
     return np.abs(value) * relative
 
 
@@ -134,7 +126,7 @@ def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.nd
 
     def compute(log_probs: np.ndarray) -> np.ndarray:
         _, pull = jax.vjp(lambda lp: policy_loss_at(replay, lp, recipe), jnp.asarray(log_probs))
-        return sign * np.asarray(pull(jnp.asarray(weights))[0])
+        return np.asarray(sign * pull(jnp.asarray(weights))[0])
 
     key = ("policy_gradient", unit, *(getattr(recipe, stage) for stage in ORDER["loss"] if stage != "kl_reduction"))
     value, change = replay.remember(key, lambda: value_and_change(compute, policy, _move(replay, recipe, unit)))
@@ -172,16 +164,21 @@ def _weights_of_rows(
     """Returns the weights of some rows as a batch of their own, 0 elsewhere."""
     part = mask[rows]
     keywords: dict[str, Any] = {"mode": reduction.mode, "empty_rows": reduction.empty_rows}
+    ids: np.ndarray | None = None
     if reduction.mode == "seq_mean_token_sum_norm":
         keywords["max_length"] = mask.shape[1] if reduction.max_length is None else reduction.max_length
     if reduction.mode == "prompt_mean":
         if reduction.groups not in arrays:
             return np.full(mask.shape, np.nan)
         _, ids = np.unique(arrays[reduction.groups][rows], return_inverse=True)
-        keywords |= {"group_ids": jnp.asarray(ids), "num_groups": int(ids.max()) + 1}
+        keywords["num_groups"] = int(ids.max()) + 1
     if reduction.denominator is not None and reduction.mode != "token_sum":
         keywords["denominator"] = reduction.denominator
-    weights = np.asarray(kljax.token_weights(jnp.asarray(part), **keywords), np.float64)
+
+    def compute(mask: Any, ids: Any) -> jax.Array:
+        return kljax.token_weights(mask, group_ids=ids, **keywords)
+
+    weights = np.asarray(compiled(f"token_weights {keywords!r}", compute)(part, ids), np.float64)
     count, per_row = part.sum(), part.sum(1, keepdims=True)
     weights = weights * count / (count + reduction.eps_batch) if count else weights
     weights = weights * per_row / np.maximum(per_row + reduction.eps_row, 1e-300)

@@ -1,6 +1,5 @@
 """Stages per token: mask, log-probs, ratios, the rollout correction, the KL."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import kljax
 from kljax.parity import scoring
 from kljax.parity.positions import apply_rule, shift_rows, value_and_change
 from kljax.parity.recipe import Kl, Recipe, Step
-from kljax.parity.replay import Prediction, Replay, per_token, run_call
+from kljax.parity.replay import Prediction, Replay, compiled, per_token, run_call
 from kljax.parity.rounding import EXP, PRODUCTS, tree_height
 
 
@@ -96,14 +95,10 @@ def kl_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> Any:
         "value_clip": kl.value_clip,
     }
 
-    def make() -> Callable[..., Any]:
-        def estimate(first: Any, second: Any, used: Any, sampling: Any) -> jax.Array:
-            return kljax.estimate_kl(first, second, used, sampling_log_probs=sampling, **settings)
+    def estimate(first: Any, second: Any, used: Any, sampling: Any) -> jax.Array:
+        return kljax.estimate_kl(first, second, used, sampling_log_probs=sampling, **settings)
 
-        return jax.jit(estimate)
-
-    estimate = replay.remember(("compiled", "kl", *settings.items()), make)
-    return kl.scale * estimate(first, second, used, sampling)
+    return kl.scale * compiled(f"kl {settings!r}", estimate)(first, second, used, sampling)
 
 
 def kl_policy(replay: Replay, kl: Kl) -> np.ndarray:

@@ -102,7 +102,7 @@ class Kl:
       corrected: whether it is multiplied by the importance ratio.
       scale: a constant factor of the estimate.
       coef: the coefficient.
-      place: "loss", "reward" or "advantage".
+      place: "loss", "reward" (summed over the row) or "advantage" (less than the mean of the batch, as in ART).
       policy: the array of the policy.
       reference: the array of the reference.
       shift: how many positions to the right the reference is moved.
@@ -248,16 +248,18 @@ def make_plan(dump: Dump, system: str | None = None) -> Plan:
                 entries[name] = entry
     log_probs = _settings(LogProbs, "log_probs", sections["log_probs"])
     reference = _settings(LogProbs, "reference", {**sections["log_probs"], **sections["reference"]})
+    kl = _kl(system, sections["kl"])
+    reduction = _reduction(system, "reduction", sections["reduction"])
     recipe = Recipe(
         log_probs=log_probs,
         reference=reference,
         ratio=Ratio(old=arrays.get("old_log_probs", "old_log_probs")),
         correction=steps["correction"],
-        kl=_kl(system, sections["kl"]),
+        kl=kl,
         advantage=steps["advantage"],
         loss=steps["loss"],
-        reduction=_reduction(system, "reduction", sections["reduction"]),
-        kl_reduction=_kl_reduction(system, sections["kl"]),
+        reduction=reduction,
+        kl_reduction=_kl_reduction(system, sections["kl"], reduction) if kl and kl.place == "loss" else None,
         gradient=_settings(Gradient, "gradient", sections["gradient"]),
     )
     return Plan(system, recipe, calls, entries, arrays)
@@ -361,8 +363,9 @@ def _reduction(system: str | None, section: str, values: Mapping[str, Any]) -> R
     return _settings(Reduction, section, {**found, **given})
 
 
-def _kl_reduction(system: str | None, values: Mapping[str, Any]) -> Reduction | None:
+def _kl_reduction(system: str | None, values: Mapping[str, Any], shared: Reduction) -> Reduction:
+    """Returns the reduction of the KL term: that of the policy loss, unless the header or the system has another."""
     given = values.get("reduction")
-    if given is None and values and system in KL_REDUCTIONS and values.get("place", "loss") == "loss":
+    if given is None and system in KL_REDUCTIONS:
         given = {"name": KL_REDUCTIONS[system]}
-    return None if given is None else _reduction(system, "kl.reduction", given)
+    return shared if given is None else _reduction(system, "kl.reduction", given)

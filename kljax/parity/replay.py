@@ -1,10 +1,11 @@
 """The state of a replay: the recorded arrays, the calls of the header, and every result computed so far."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from kljax.parity.dump import Dump, DumpError
@@ -14,6 +15,9 @@ from kljax.parity.recipe import Plan, Recipe, Step
 from kljax.parity.rounding import UNITS, narrowest_dtype
 from kljax.systems import Call
 from kljax.systems._run import run
+
+# Numbers that are remembered; beyond them results are computed again.
+MEMORY = 1 << 27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Replay:
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
         """Returns the result of an earlier call with the key, or makes it."""
         if key not in self._memo:
+            if len(self._memo) * math.prod(self.shape) > MEMORY:
+                self._memo.clear()
             self._memo[key] = make()
         return self._memo[key]
 
@@ -119,10 +125,24 @@ class Replay:
 Stage = Callable[[Replay, Recipe], Prediction]
 
 
+def compiled(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the compiled function of an earlier call with the key, or compiles this one."""
+    if key not in _COMPILED:
+        _COMPILED[key] = jax.jit(function)
+    return _COMPILED[key]
+
+
+_COMPILED: dict[str, Callable[..., Any]] = {}
+
+
 def run_call(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
-    """Runs a call on arrays; returns the first of several results."""
-    result = run(call, {name: jnp.asarray(array) for name, array in arrays.items()}, **keywords)
-    return result[0] if isinstance(result, tuple) else result
+    """Runs a call on arrays, compiled; returns the first of several results."""
+
+    def compute(arrays: Mapping[str, Any]) -> Any:
+        result = run(call, arrays, **keywords)
+        return result[0] if isinstance(result, tuple) else result
+
+    return compiled(f"{call!r} {keywords!r}", compute)(dict(arrays))
 
 
 def per_token(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,21 +3,32 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from kljax.parity.causes import Cause, causes_of, rounding_causes
-from kljax.parity.fields import METRIC, ORDER
+from kljax.parity.fields import ORDER
 from kljax.parity.recipe import Recipe
 from kljax.parity.replay import Replay
 from kljax.parity.rounding import narrowest_dtype
 from kljax.parity.stages import comparable, reason_not_compared, recorded
 
-# Explanations that are followed at each field, the most likely first.
-BRANCHES = 12
-MAX_CAUSES = 4
+# Causes of one report, groups of equally good candidates that are followed at a field, ties that are kept.
+MAX_CAUSES, GROUPS, TIES = 4, 3, 12
+# The fields that would decide where a cause is unknown or tied.
+DECIDING = {
+    "mask": ("tokens",),
+    "log_probs": ("hidden and head of one row",),
+    "ref_log_probs": ("ref_hidden and ref_head of one row",),
+    "advantages": ("kl", "rewards"),
+    "token_loss": ("ratio", "weights", "advantages"),
+    "loss": ("token_loss", "kl", "weights", "grad_log_probs"),
+    "grad_log_probs": ("token_loss", "kl", "loss"),
+    "kl": ("ref_logits or ref_hidden and ref_head of one row",),
+}
+Causes = tuple[Cause, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +140,7 @@ class Search:
         self.causes = causes_of(replay)
         self.deadline = time.monotonic() + seconds
         self.stopped = False
-        self._excess: dict[Any, bool] = {}
+        self._found_pairs: dict[Any, list[Causes]] = {}
 
     def run(self) -> Report:
         """Compares every field and explains those that differ."""
@@ -145,95 +156,114 @@ class Search:
         """Whether a field agrees under a recipe; False for settings that a function of the library refuses."""
         try:
             return compare_field(self.replay, name, recipe).agrees
-        except ValueError:
+        except (ValueError, TypeError):
             if recipe == self.replay.plan.recipe:
                 raise
             return False
 
     def _explain(self, recipe: Recipe) -> list[Finding]:
+        """Returns the smallest explanation of everything, or else of each field in turn as far as it goes."""
+        complete = self._solve(recipe, MAX_CAUSES)
+        if complete is not None:
+            return complete
         findings: list[Finding] = []
         skipped: set[str] = set()
-        unknown: list[str] = []
-        while True:
-            first = next((name for name in self._open(skipped) if not self.agrees(name, recipe)), None)
-            if first is None:
-                return findings
+        while (first := self._first(recipe, skipped)) is not None:
             difference = compare_field(self.replay, first, recipe)
-            source = next((name for name in unknown if self._depends(first, name)), "")
-            explanations = [] if source else self._explanations(first, recipe, skipped)
-            if explanations:
-                advice = self._advice(first, tied=True) if len(explanations) > 1 else ""
-                findings.append(Finding(difference, tuple(explanations), advice))
-                for cause in explanations[0]:
-                    recipe = cause.apply(recipe)
+            source = next((name for name in skipped if _follows(first, name)), "")
+            candidates = [] if source else self._candidates(first, recipe, skipped)
+            if candidates:
+                ties = self._ranked(candidates, recipe, skipped)[0]
+                advice = self._advice(first, tied=True) if len(ties) > 1 else ""
+                findings.append(Finding(difference, tuple(ties), advice))
+                recipe = _applied(ties[0], recipe)
                 continue
             skipped.add(first)
             findings.append(Finding(difference, advice="" if source else self._advice(first), follows=source))
-            if not source:
-                unknown.append(first)
             if first == "ratio":
                 recipe = recipe.changed("ratio", recorded=True)
+        return findings
+
+    def _solve(self, recipe: Recipe, budget: int) -> list[Finding] | None:
+        """Returns findings under which every field agrees, of at most so many causes, or None."""
+        first = self._first(recipe, set())
+        if first is None:
+            return []
+        difference = compare_field(self.replay, first, recipe)
+        singles = self._singles(first, recipe, set()) + self._roundings(first, recipe, exact=True)
+        for ties in self._ranked(singles, recipe, set())[:GROUPS] if budget >= 1 else []:
+            rest = self._solve(_applied(ties[0], recipe), budget - 1)
+            if rest is not None:
+                advice = self._advice(first, tied=True) if len(ties) > 1 else ""
+                return [Finding(difference, tuple(ties), advice), *rest]
+        # One number may be mended by chance; an array is not, so that what mends it holds.
+        if budget < 2 or (singles and self.replay.arrays[first].size > 1):
+            return None
+        for ties in self._ranked(self._pairs(first, recipe, set()), recipe, set())[:GROUPS]:
+            rest = self._solve(_applied(ties[0], recipe), budget - 2)
+            if rest is not None:
+                advice = self._advice(first, tied=True) if len(ties) > 1 else ""
+                return [Finding(difference, tuple(ties), advice), *rest]
+        return None
+
+    def _first(self, recipe: Recipe, skipped: set[str]) -> str | None:
+        """Returns the first field that does not agree."""
+        return next((name for name in self._open(skipped) if not self.agrees(name, recipe)), None)
 
     def _open(self, skipped: set[str]) -> list[str]:
         return [name for name in self.fields if name not in skipped]
 
-    def _depends(self, name: str, earlier: str) -> bool:
-        """Whether a field is recomputed from functions whose own result differs for an unknown reason."""
-        if name != "grad_log_probs" and not name.startswith(METRIC):
-            return False
-        return earlier in ("kl", "token_loss", "loss") and not name.startswith(METRIC)
+    def _candidates(self, name: str, recipe: Recipe, skipped: set[str]) -> list[Causes]:
+        """Returns the sets of causes that mend a field: of one, or else of two, or else a coarser dtype."""
+        return (
+            self._singles(name, recipe, skipped)
+            or self._roundings(name, recipe, exact=True)
+            or self._pairs(name, recipe, skipped)
+            or self._roundings(name, recipe, exact=False)
+        )
 
-    def _explanations(self, name: str, recipe: Recipe, skipped: set[str]) -> list[tuple[Cause, ...]]:
-        """Returns the smallest sets of causes that mend a field, those that mend most of the later ones first."""
-        groups = (self._singles(name, recipe, skipped), self._roundings(name, recipe, exact=True))
-        for candidates in groups:
-            if candidates:
-                best = self._best(candidates, recipe, skipped)
-                if best[0] or not self._later(name):
-                    return best[1]
-                # A later field still differs: two causes may mend it and this one, where one mends this one alone.
-                pairs = self._pairs(name, recipe, skipped)
-                joint = self._best(pairs, recipe, skipped) if pairs else (False, [])
-                return joint[1] if joint[0] and not self._completes(best[1], recipe, skipped) else best[1]
-        pairs = self._pairs(name, recipe, skipped)
-        if pairs:
-            return self._best(pairs, recipe, skipped)[1]
-        rounding = self._roundings(name, recipe, exact=False)
-        return self._best(rounding, recipe, skipped)[1] if rounding else []
+    def _ranked(self, candidates: Sequence[Causes], recipe: Recipe, skipped: set[str]) -> list[list[Causes]]:
+        """Groups candidates by how many fields agree with them, the most first."""
+        groups: dict[int, list[Causes]] = {}
+        for candidate in candidates:
+            changed = _applied(candidate, recipe)
+            score = sum(self.agrees(name, changed) for name in self._open(skipped))
+            groups.setdefault(score, []).append(candidate)
+        return [groups[score][:TIES] for score in sorted(groups, reverse=True)]
 
-    def _later(self, name: str) -> list[str]:
-        return self.fields[self.fields.index(name) + 1 :]
-
-    def _mends(self, causes: Iterable[Cause], name: str, recipe: Recipe, skipped: set[str]) -> bool:
+    def _mends(self, causes: Causes, name: str, recipe: Recipe, skipped: set[str]) -> bool:
         """Whether a field and all before it agree once the causes are applied."""
-        changed = recipe
-        for cause in causes:
-            changed = cause.apply(changed)
+        changed = _applied(causes, recipe)
         if changed == recipe or not self.agrees(name, changed):
             return False
         before = self.fields[: self.fields.index(name)]
         return all(self.agrees(field, changed) for field in before if field not in skipped)
 
-    def _singles(self, name: str, recipe: Recipe, skipped: set[str]) -> list[tuple[Cause, ...]]:
+    def _singles(self, name: str, recipe: Recipe, skipped: set[str]) -> list[Causes]:
         return [(cause,) for cause in self._relevant(name) if self._mends((cause,), name, recipe, skipped)]
 
-    def _pairs(self, name: str, recipe: Recipe, skipped: set[str]) -> list[tuple[Cause, ...]]:
-        found: list[tuple[Cause, ...]] = []
-        for pair in itertools.combinations(self._relevant(name), 2):
+    def _pairs(self, name: str, recipe: Recipe, skipped: set[str]) -> list[Causes]:
+        key = (name, recipe, frozenset(skipped))
+        if key not in self._found_pairs:
+            self._found_pairs[key] = list(self._search_pairs(name, recipe, skipped))
+        return self._found_pairs[key]
+
+    def _search_pairs(self, name: str, recipe: Recipe, skipped: set[str]) -> Iterator[Causes]:
+        causes = [cause for cause in self._relevant(name) if not cause.alone]
+        for pair in itertools.combinations(causes, 2):
             if time.monotonic() > self.deadline:
                 self.stopped = True
-                break
+                return
             if not pair[0].conflicts(pair[1]) and self._mends(pair, name, recipe, skipped):
-                found.append(pair)
-        return found
+                yield pair
 
-    def _roundings(self, name: str, recipe: Recipe, *, exact: bool) -> list[tuple[Cause, ...]]:
-        """Returns coarser dtypes that explain a field; exact ones have numbers that the dtype holds exactly."""
+    def _roundings(self, name: str, recipe: Recipe, *, exact: bool) -> list[Causes]:
+        """Returns the finest coarser dtype that explains a field; exact if it holds all its numbers."""
         causes = rounding_causes(self.replay, name)
         if exact:
             kind = narrowest_dtype(self.replay.arrays[name]) if self.replay.arrays[name].size > 1 else ""
             causes = [cause for cause in causes if cause.name == kind]
-        found: list[tuple[Cause, ...]] = [(cause,) for cause in causes if self.agrees(name, cause.apply(recipe))]
+        found: list[Causes] = [(cause,) for cause in causes if self.agrees(name, cause.apply(recipe))]
         return found[:1]
 
     def _relevant(self, name: str) -> list[Cause]:
@@ -241,44 +271,20 @@ class Search:
         stages = ORDER.get(name, ORDER["loss"])
         return [cause for cause in self.causes if cause.stage in stages]
 
-    def _best(
-        self, candidates: Sequence[tuple[Cause, ...]], recipe: Recipe, skipped: set[str]
-    ) -> tuple[bool, list[tuple[Cause, ...]]]:
-        """Returns whether the best candidates mend every field, and those that mend the most."""
-        scores = []
-        for candidate in candidates:
-            changed = recipe
-            for cause in candidate:
-                changed = cause.apply(changed)
-            scores.append(sum(self.agrees(name, changed) for name in self._open(skipped)))
-        best = max(scores)
-        chosen = [candidate for candidate, score in zip(candidates, scores, strict=True) if score == best]
-        return best == len(self._open(skipped)), chosen[:BRANCHES]
-
-    def _completes(self, candidates: Sequence[tuple[Cause, ...]], recipe: Recipe, skipped: set[str]) -> bool:
-        """Whether a candidate and one cause of a later field mend everything."""
-        for candidate in candidates:
-            changed = recipe
-            for cause in candidate:
-                changed = cause.apply(changed)
-            first = next((name for name in self._open(skipped) if not self.agrees(name, changed)), None)
-            if first is None or self._singles(first, changed, skipped):
-                return True
-        return False
-
     def _advice(self, name: str, *, tied: bool = False) -> str:
         """Names the field that would decide."""
-        wanted = {
-            "mask": ["tokens"],
-            "log_probs": ["hidden and head of one row"],
-            "ref_log_probs": ["ref_hidden and ref_head of one row"],
-            "advantages": ["kl", "rewards"],
-            "token_loss": ["ratio", "weights", "advantages"],
-            "loss": ["token_loss", "kl", "weights", "grad_log_probs"],
-            "grad_log_probs": ["token_loss", "kl", "loss"],
-            "kl": ["ref_logits or ref_hidden and ref_head of one row"],
-        }.get(name, ["token_loss", "kl"])
-        missing = [field for field in wanted if field not in self.replay.arrays]
+        missing = [field for field in DECIDING.get(name, ("token_loss", "kl")) if field not in self.replay.arrays]
         if not missing:
             return "" if tied else "record logits, or hidden and head, of the row where it is largest"
         return f"record {', '.join(missing)}"
+
+
+def _applied(causes: Causes, recipe: Recipe) -> Recipe:
+    for cause in causes:
+        recipe = cause.apply(recipe)
+    return recipe
+
+
+def _follows(name: str, earlier: str) -> bool:
+    """Whether a field is recomputed from functions whose own result differs for an unknown reason."""
+    return name == "grad_log_probs" and earlier in ("kl", "token_loss", "loss")

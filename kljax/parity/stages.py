@@ -70,7 +70,7 @@ def _needs(replay: Replay, name: str) -> list[str]:
         has_logits = f"{side}logits" in replay.dump or f"{side}hidden" in replay.dump
         return ["tokens", "rows"] if has_logits else [f"{side}logits or {side}hidden"]
     if name in needs:
-        before = ["kl"] if name == "advantages" and recipe.kl is not None and kl.place != "loss" else []
+        before = ["kl"] if name == "advantages" and kl.place == "reward" else []
         return needs[name] + _needs_of_absent(replay, before)
     if name.startswith(METRIC):
         return _needs_of_absent(replay, [name.removeprefix(METRIC)])
@@ -84,6 +84,7 @@ def _needs_of_loss(replay: Replay, name: str) -> list[str]:
     if name != "loss" or "token_loss" not in replay.arrays:
         needs += _policy_arrays(replay) + _needs_of_absent(replay, ["advantages"])
         needs += _needs_of_absent(replay, ["weights"]) if recipe.correction is not None else []
+        needs += _needs_of_absent(replay, ["kl"]) if recipe.kl is not None and recipe.kl.place == "advantage" else []
     if name != "token_loss" and recipe.kl is not None and recipe.kl.place == "loss":
         needs += _needs(replay, "kl") if name == "grad_log_probs" else _needs_of_absent(replay, ["kl"])
     return needs

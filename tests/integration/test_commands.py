@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kljax.__main__ import main as kljax_main
+from tests import parity
 from train.__main__ import parser as train_parser
 from train.config.errors import ConfigError
 from train.config.load import load
@@ -54,13 +55,14 @@ def of_module(*names: str) -> list[str]:
 
 @pytest.fixture
 def files(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory holds the arrays that the commands of the audit name."""
+    """The working directory holds the arrays that the commands of the audit name, and a dump that agrees."""
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     for name in ("policy", "ref", "rollout"):
         np.save(f"{name}.npy", rng.normal(size=(2, 3, 5)))
     arrays = {name: -1 + 0.1 * rng.normal(size=(3, 5)) for name in ("log_probs", "ref_log_probs", "rollout_log_probs")}
     np.savez("batch.npz", mask=np.ones((3, 5)), **arrays)
+    parity.write(next(dump for dump in parity.dumps() if not dump["planted"]), pathlib.Path("dump.npz"))
 
 
 @pytest.mark.usefixtures("files")

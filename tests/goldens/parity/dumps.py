@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.goldens.parity import batch, faults, verl_update
+from tests.goldens.parity import batch, faults, other_updates, recorders, verl_update
 from tests.goldens.systems import release, verl
 
 Index = list[dict[str, Any]]
@@ -52,6 +52,11 @@ def record(releases: pathlib.Path, *, pairs: int, seed: int) -> tuple[Index, dic
             if all(differ(result, singles[fault.name]) for fault in pair):
                 recording.add(f"verl-pair-{chosen:02d}", declared, {**shared, **result}, pair)
                 chosen += 1
+    for case, fields in other_updates.record(releases, modules[2]):
+        planted = () if case.fault is None else (case.fault,)
+        recording.add(slug(case.name), {"dtype": "float32", **case.header}, fields, planted)
+    for name, header, fields in recorders.record(releases, modules[2]):
+        recording.add(name, header, fields)
     return recording.index, recording.arrays
 
 

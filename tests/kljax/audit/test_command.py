@@ -25,6 +25,7 @@ def files(tmp_path: pathlib.Path) -> pathlib.Path:
     batch = {name: -1 + 0.1 * rng.normal(size=(3, 5)) for name in ("log_probs", "ref_log_probs", "rollout_log_probs")}
     np.savez(tmp_path / "batch.npz", mask=np.ones((3, 5)), **batch)
     np.savez(tmp_path / "no_mask.npz", **batch)
+    np.savez(tmp_path / "with_kl.npz", mask=np.ones((3, 5)), kl=0.1 * rng.random((3, 5)), **batch)
     np.save(tmp_path / "other.npy", rng.normal(size=(3, 2, 5)))
     np.save(tmp_path / "tokens.npy", rng.integers(0, 4, size=(3, 2)))
     (tmp_path / "text.npy").write_text("no array")
@@ -67,6 +68,21 @@ def test_batch_and_example(
     printed = capsys.readouterr().out
     assert "Which estimator in which place" in printed
     assert "(sampled)" in printed
+
+
+def test_the_meaning_of_a_recorded_kl_is_asked(
+    files: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "have_matplotlib", lambda: False)
+    assert audit("--batch", files / "with_kl.npz", "--out", files / "no") == 2
+    assert "has kl, expected --kl-is with it; pass --kl-is exact if" in capsys.readouterr().err
+    assert not (files / "no").exists()
+    yardsticks = {"exact": "the exact KL(policy || reference)", "estimate": "no exact KL is recorded"}
+    for meaning, yardstick in yardsticks.items():
+        assert audit("--batch", files / "with_kl.npz", "--kl-is", meaning, "--out", files / meaning) == 0
+        assert yardstick in json.loads((files / meaning / "audit.json").read_text())["yardstick"]
+    assert audit("--batch", files / "batch.npz", "--kl-is", "exact", "--out", files / "no") == 2
+    assert "has no kl; leave the option out" in capsys.readouterr().err
 
 
 def test_checkpoints(files: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
