@@ -1,4 +1,4 @@
-"""What a config needs, derived once from its coefficients and from the signatures of the functions that it chooses."""
+"""The needs of a config, derived once from its coefficients and the signatures of the functions that it chooses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
