@@ -1,0 +1,159 @@
+"""verl: advantages by its trainer, then `forward_backward_batch` of its FSDP engine with `ppo_loss`, on one process.
+
+Needs tensordict, omegaconf, hydra-core, codetiming, peft, cachetools, orjson, pillow, torchdata, uvicorn and fastapi;
+ray is replaced. The engine has a plain module in place of a sharded one, and neither optimizer nor autocast.
+"""
+
+import contextlib
+import pathlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from tests.goldens.presets import batch, model, record, stubs
+from tests.goldens.systems import release
+
+ABOUT = {"version": "verl 0.9.1", "dtype": "float64"}
+KL_LOSS: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl"}
+# Settings of `actor_rollout_ref.actor`, `.policy_loss` and `algorithm`.
+ALGORITHMS: dict[str, dict[str, dict[str, Any]]] = {
+    "grpo": {"actor": KL_LOSS, "algorithm": {"adv_estimator": "grpo"}},
+    "dr_grpo": {
+        "actor": {"loss_agg_mode": "seq-mean-token-sum-norm"},
+        "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False},
+    },
+    "dapo": {
+        "actor": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0},
+        "algorithm": {"adv_estimator": "grpo"},
+    },
+    "gspo": {
+        "actor": {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean"},
+        "policy_loss": {"loss_mode": "gspo"},
+        "algorithm": {"adv_estimator": "grpo"},
+    },
+    "cispo": {
+        "actor": {"clip_ratio_low": 10.0, "clip_ratio_high": 0.2},
+        "policy_loss": {"loss_mode": "cispo"},
+        "algorithm": {"adv_estimator": "grpo"},
+    },
+    "reinforce++": {
+        "actor": {**KL_LOSS, "kl_loss_type": "mse"},
+        "algorithm": {"adv_estimator": "reinforce_plus_plus"},
+    },
+    "rloo": {"actor": {}, "algorithm": {"adv_estimator": "rloo", "use_kl_in_reward": True, "kl_penalty": "kl"}},
+    "ppo": {"actor": {}, "algorithm": {"adv_estimator": "gae"}},
+}
+
+
+def prepared(recorded: batch.Recorded, settings: dict[str, Any]) -> Any:
+    """The batch with the advantages of verl's trainer."""
+    from verl import DataProto
+    from verl.trainer.config.algorithm import AlgoConfig
+    from verl.trainer.ppo import core_algos, ray_trainer
+
+    mask = torch.from_numpy(recorded.mask)
+    scores = torch.zeros(mask.shape)
+    last = (recorded.mask.sum(1) - 1).clip(min=0)
+    scores[torch.arange(batch.ROWS), torch.from_numpy(last)] = torch.from_numpy(recorded.rewards)
+    attended = torch.from_numpy(recorded.token_mask).long()
+    data = DataProto.from_dict(
+        tensors={
+            "input_ids": torch.from_numpy(recorded.tokens),
+            "prompts": torch.from_numpy(recorded.prompts),
+            "responses": torch.from_numpy(recorded.completions),
+            "attention_mask": attended,
+            "position_ids": model.positions(attended),
+            "response_mask": mask.long(),
+            "token_level_scores": scores,
+            "token_level_rewards": scores,
+            "old_log_probs": torch.from_numpy(recorded.old_log_probs),
+            "ref_log_prob": torch.from_numpy(recorded.ref_log_probs),
+            "values": torch.from_numpy(recorded.old_values),
+        },
+        non_tensors={"uid": recorded.groups.astype(object)},
+    )
+    config = AlgoConfig(**settings)
+    if config.use_kl_in_reward:
+        data, _ = ray_trainer.apply_kl_penalty(data, core_algos.FixedKLController(0.001), config.kl_penalty)
+    return ray_trainer.compute_advantage(
+        data,
+        config.adv_estimator,
+        gamma=config.gamma,
+        lam=config.lam,
+        norm_adv_by_std_in_grpo=config.norm_adv_by_std_in_grpo,
+        config=config,
+    )
+
+
+def make_engine(trained: torch.nn.Module) -> Any:
+    """An engine of one process around a plain module."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    engine = object.__new__(FSDPEngineWithLMHead)
+    engine.module, engine.pad_to_length, engine.scaler = trained, 0, None
+    engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size = False, 1
+    engine._autocast_dtype = torch.float32
+    engine.get_data_parallel_group = lambda: None
+    engine.get_data_parallel_size = lambda: 1
+    engine._gradient_sync_context = lambda **_: contextlib.nullcontext()
+    return engine
+
+
+def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.Step:
+    """One optimizer step of an actor."""
+    import functools
+
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    settings = ALGORITHMS[algorithm]
+    rows = batch.ROWS // accumulation
+    actor = FSDPActorConfig(
+        rollout_n=batch.SAMPLES,
+        ppo_mini_batch_size=batch.ROWS,
+        ppo_micro_batch_size_per_gpu=rows,
+        policy_loss=PolicyLossConfig(**settings.get("policy_loss", {})),
+        **settings["actor"],
+    )
+    data = left_right_2_no_padding(prepared(recorded, settings["algorithm"]).to_tensordict())
+    tu.assign_non_tensor(
+        data,
+        calculate_entropy=False,
+        global_batch_size=batch.ROWS,
+        temperature=batch.TEMPERATURE,
+        use_remove_padding=False,
+        use_dynamic_bsz=False,
+        use_fused_kernels=False,
+        micro_batch_size_per_gpu=rows,
+    )
+    trained = model.load()
+    engine = "verl.workers.engine.fsdp.transformer_impl"
+    with mock.patch(f"{engine}.get_device_id", lambda: "cpu"), mock.patch(f"{engine}.get_device_name", lambda: "cpu"):
+        found = make_engine(trained).forward_backward_batch(data, functools.partial(ppo_loss, actor))
+    return record.Step(
+        algorithm, accumulation, settings, float(np.sum(found["loss"])), record.gradients_of(trained)
+    )
+
+
+def steps(root: pathlib.Path) -> Iterator[record.Step]:
+    """Every algorithm with one and with two micro-batches."""
+    sys.path.insert(0, str(root))
+    stubs.replace("ray")
+    import verl.trainer.ppo.ray_trainer
+    import verl.workers.engine.fsdp.transformer_impl  # noqa: F401
+
+    model.preload()
+    recorded = batch.load()
+    with tempfile.TemporaryDirectory() as directory, release.widened():
+        torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+        for algorithm in ALGORITHMS:
+            for accumulation in (1, 2):
+                yield run(algorithm, accumulation, recorded)
+        torch.distributed.destroy_process_group()
