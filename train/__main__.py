@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from train.config.explain import explain
 from train.config.fields import known_fields
 from train.config.messages import show
 from train.run.console import ShowVersion, load_config, run_command
@@ -13,6 +14,7 @@ examples:
   python -m train configs/quickstart.yaml
   python -m train configs/quickstart.yaml name=weaker kl.loss.coef=1e-3 seed=1
   python -m train configs/quickstart.yaml lora.rank=8 'reference={source: step, step: 0}'
+  python -m train configs/quickstart.yaml preset=trl/grpo --explain
   python -m train configs/quickstart.yaml --resume
 """
 
@@ -38,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
+    command.add_argument("--explain", action="store_true", help="print the algorithm and the origin of its fields")
     command.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint of the run")
     command.add_argument("--version", action=ShowVersion)
     return command
@@ -49,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         loaded = load_config(options.config, options.overrides)
+        if options.explain:
+            print(explain(loaded))
+            return 0
         # Imported late, so that an error in the config shows before JAX starts.
         from train.run.run import run
 

@@ -6,7 +6,9 @@ from pydantic import model_validator
 
 from train.config.algorithms import CONTROLLERS, KL_SCHEDULES, Algorithm, make_union, make_variant
 from train.config.types import (
+    Aggregation,
     Direction,
+    EmptyRows,
     Estimator,
     EstimatorOrExact,
     KLGradient,
@@ -87,6 +89,10 @@ class LossKL(Section):
     """Clip of the log-ratio before the estimate, in nats; null: none."""
     value_clip: Positive | None = None
     """Clip of each token's estimate, in nats; null: none."""
+    aggregation: Aggregation | None = None
+    """Reduction of this term; null: that of the loss."""
+    empty_rows: EmptyRows = "drop"
+    """Whether a row without tokens counts in a mean over sequences, if the term has its own reduction."""
     controller: ControllerSection = DEFAULT_CONTROLLER
     """Controller of the coefficient; it steers the mean of the estimates over the tokens."""
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from train.config.fields import known_fields
 from train.config.messages import Location, dotted, field_problems, show, unknown_field
 from train.config.model import expand_preset
 from train.config.plan import Plan
+from train.config.presets import leaves, preset_fields, with_preset
 from train.config.schema import Config
 from train.config.systems import with_meanings
 from train.config.yaml_text import format_yaml, parse_yaml
@@ -22,11 +23,16 @@ from train.config.yaml_text import format_yaml, parse_yaml
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config that passed every check, and what the user should be told about it."""
+    """A config that passed every check, and what the user should be told about it.
+
+    Attributes:
+      origins: where each field that is not a default comes from: a preset, the file or the command line.
+    """
 
     config: Config
     warnings: tuple[str, ...]
     source: Path
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -41,6 +47,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """
     source = Path(path)
     raw, problems = _read(source)
+    written = set(_paths(raw))
     problems += apply_overrides(raw, overrides)
     try:
         config, more = parse(raw)
@@ -48,7 +55,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
         raise ConfigError(str(source), [*problems, *error.problems]) from None
     if problems:
         raise ConfigError(str(source), problems)
-    return LoadedConfig(config, more, source)
+    return LoadedConfig(config, more, source, _origins(raw, written, overrides))
 
 
 def parse(raw: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
@@ -57,7 +64,9 @@ def parse(raw: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     Raises:
       ConfigError: everything that is wrong with it.
     """
+    raw, replaced, unknown = with_preset(raw)
     raw, notes, misnamed = with_meanings(raw)
+    notes, misnamed = [*replaced, *notes], [*unknown, *misnamed]
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
@@ -133,6 +142,21 @@ def _read(source: Path) -> tuple[dict[str, Any], list[str]]:
         got = "nothing" if raw is None else show(raw)
         raise ConfigError(str(source), [f"got {got}, expected a mapping of fields such as `steps: 100`"])
     return copy.deepcopy(raw), repeated
+
+
+def _paths(raw: Mapping[str, Any]) -> list[str]:
+    return [path for path, _ in leaves(raw)]
+
+
+def _origins(raw: Mapping[str, Any], written: set[str], overrides: Sequence[str]) -> dict[str, str]:
+    """Tells the origin of every field that is not a default; `written` are those of the file."""
+    commanded = [override.partition("=")[0] for override in overrides]
+    origins = dict.fromkeys(preset_fields(raw), f"preset {raw.get('preset')}")
+    for path in _paths(raw):
+        by_command = any(f"{path}.".startswith(f"{key}.") for key in commanded)
+        if by_command or path in written:
+            origins[path] = "command line" if by_command else "file"
+    return origins
 
 
 def _where(error: yaml.YAMLError) -> str:

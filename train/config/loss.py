@@ -7,6 +7,7 @@ from train.config.types import (
     Aggregation,
     Arguments,
     Count,
+    DegreesOfFreedom,
     EmptyRows,
     FunctionName,
     NonNegative,
@@ -51,6 +52,10 @@ class Advantage(Algorithm):
     """Advantage estimator; `module:function`: yours; `system/name`, as `verl/grpo`: what the name means there."""
     whiten: bool = False
     """Whiten the advantages over the whole batch."""
+    whiten_ddof: DegreesOfFreedom = 1
+    """Degrees of freedom that the variance of the whitening subtracts."""
+    whiten_eps: NonNegative = 1e-8
+    """Added to the variance of the whitening."""
 
 
 class UserLoss(Loss):

@@ -76,6 +76,8 @@ class Config(Section):
     """Seed of data, initialisation and sampling."""
     steps: Count
     """RL steps."""
+    preset: Text | None = None
+    """Algorithm of another system, as `trl/grpo`; the other fields go before its own. configs/presets has them."""
     output: Text = "runs"
     """Directory of all runs."""
     temperature: Positive = 1.0

@@ -158,22 +158,22 @@ def attend(
         return jnp.where(mask.segments[:, -query.shape[1] :, None, None] > 0, output, 0)
     if kernel == "cudnn":
         output = cudnn_attention(query, key, value, seen, scale=scale)
-    elif options.softcap is None:
+    elif options.softcap is None and query.dtype != jnp.float64:  # its softmax is in float32 whatever the type
         output = jax.nn.dot_product_attention(query, key, value, mask=seen, scale=scale)
     else:
-        output = _softcapped(query, key, value, seen, scale=scale, softcap=options.softcap)
+        output = _attend(query, key, value, seen, scale=scale, softcap=options.softcap)
     # Softmax over no key is uniform over the padding; the where keeps padding out of value and gradient.
     return jnp.where(jnp.any(seen, axis=-1)[:, 0, :, None, None], output, 0)
 
 
-def _softcapped(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, scale: float, softcap: float
+def _attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, scale: float, softcap: float | None
 ) -> jax.Array:
     rows, length, heads, head_dim = query.shape
     grouped = query.reshape(rows, length, key.shape[2], -1, head_dim)
     wide = jnp.promote_types(query.dtype, jnp.float32)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, key, preferred_element_type=wide) * scale
-    capped = softcap * jnp.tanh(scores / softcap)
+    capped = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     lowest = jnp.finfo(wide).min / 2
     weights = jax.nn.softmax(jnp.where(mask[:, :, None], capped, lowest), axis=-1).astype(query.dtype)
     return jnp.einsum("BKGTS,BSKH->BTKGH", weights, value).reshape(rows, length, heads, head_dim)

@@ -52,6 +52,7 @@ class Batch:
       correction_weights: [B, T] importance weights of the policy term; 0 where a token is rejected.
       kept_mask: [B, T] bool, the tokens of the completion mask that no correction rejected; None if none can.
       token_weights: [B, T] weight of each token in the loss of its optimizer batch.
+      kl_token_weights: [B, T] the same for the KL of the loss; None if it is reduced as the loss.
     """
 
     tokens: Array
@@ -72,6 +73,7 @@ class Batch:
     correction_weights: Array | None = None
     kept_mask: Array | None = None
     token_weights: Array | None = None
+    kl_token_weights: Array | None = None
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)

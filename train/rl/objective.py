@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 import kljax
 from kljax.typing import Estimator
+from train.config.kl import LossKL
+from train.config.loss import Loss
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
@@ -79,16 +81,32 @@ def coefficients(config: Config, controllers: Controllers | None = None) -> Coef
     return {name: jnp.float32(value) for name, value in values.items()} | steered
 
 
-def token_weights(config: Config, batch: Batch) -> Array:
-    """Computes the token weights of one optimizer batch, before it is split into micro-batches."""
-    prompts = config.loss.aggregation == "prompt_mean"
+def token_weights(config: Config, batch: Batch, section: Loss | LossKL | None = None) -> Array:
+    """Computes the token weights of one optimizer batch, before it is split into micro-batches.
+
+    Args:
+      section: the section of the config that says how to reduce; None takes that of the loss.
+    """
+    section = config.loss if section is None else section
+    prompts = section.aggregation == "prompt_mean"
     return kljax.token_weights(
         loss_mask(config, batch),
-        mode=config.loss.aggregation,
+        mode=section.aggregation or config.loss.aggregation,
         max_length=config.loss.max_length,
         group_ids=batch.group_ids if prompts else None,
         num_groups=config.rollout.prompts_per_step if prompts else None,
-        empty_rows=config.loss.empty_rows,
+        empty_rows=section.empty_rows,
+    )
+
+
+def with_token_weights(config: Config, batch: Batch) -> Batch:
+    """Adds the token weights of the loss, and those of its KL if that has a reduction of its own."""
+    term = config.kl.loss
+    own = "loss" in Plan.of(config).controllers and term.aggregation is not None
+    return dataclasses.replace(
+        batch,
+        token_weights=token_weights(config, batch),
+        kl_token_weights=token_weights(config, batch, term) if own else None,
     )
 
 
@@ -120,7 +138,8 @@ def make_preparation(config: Config) -> Preparation:
             return batch, following, metrics
         advantages, returns = algorithms.estimate_advantages(config, plan.advantage, token_rewards, batch)
         if config.advantage.whiten:
-            advantages = kljax.masked_whiten(advantages, mask)
+            options = config.advantage
+            advantages = kljax.masked_whiten(advantages, mask, ddof=options.whiten_ddof, eps=options.whiten_eps)
         if "advantage" in controllers:
             advantages, mean_kl = kljax.centered_kl_advantages(
                 advantages,
@@ -226,7 +245,8 @@ def make_objective(config: Config, model: Decoder) -> Objective:
                 values, required(batch.values), required(batch.returns), mask, clip=config.loss.value_clip
             )
             scale["value"] = coefs["value"]
-        reduced = {name: (kljax.masked(term, kept) * weights).sum() for name, term in terms.items()}
+        own = {"kl": weights if batch.kl_token_weights is None else batch.kl_token_weights}
+        reduced = {name: (kljax.masked(term, kept) * own.get(name, weights)).sum() for name, term in terms.items()}
         loss = sum((scale[name] * value for name, value in reduced.items()), jnp.float32(0))
         metrics = _token_metrics(config, stats, scored)
         if plan.loss is not None:

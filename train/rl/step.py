@@ -152,7 +152,7 @@ def make_update(
     ) -> tuple[TrainState, Metrics]:
         # An update on all rows ignores their order, so that no row moves between devices.
         chosen = batch if len(rows) == row_count(batch) else take_rows(batch, rows)
-        weighted = dataclasses.replace(chosen, token_weights=objectives.token_weights(config, chosen))
+        weighted = objectives.with_token_weights(config, chosen)
         parts = jax.lax.with_sharding_constraint(
             micro_batches(weighted, config.optim.micro_batches, group=layout.group), _micro_sharding(mesh)
         )

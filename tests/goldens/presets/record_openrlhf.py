@@ -1,7 +1,7 @@
 """OpenRLHF: advantages by `RemoteExperienceMaker`, then `ActorPPOTrainer.training_step` on each micro-batch.
 
-Needs peft; ray, deepspeed, vllm, flash_attn and what else is not installed are replaced. The engine of DeepSpeed is one line here: it divides the loss of a
-micro-batch by their number and calls `backward`.
+Needs peft; ray, deepspeed, vllm, flash_attn and what else is not installed are replaced. The engine of DeepSpeed is one
+line here: it divides the loss of a micro-batch by their number and calls `backward`.
 """
 
 import pathlib
@@ -161,6 +161,7 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
     trained = model.load()
     engine = Engine(trained, accumulation)
     actor = Actor(engine, temperature=batch.TEMPERATURE)
+    actor.packing_samples = False
     strategy = object.__new__(DeepspeedStrategy)
     strategy.args = args
     for name in ("optimizer_step", "get_grad_norm"):
@@ -182,15 +183,15 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
         iter_grad_accum_global_norm(parts, strategy, accumulation, lambda part: part.action_mask)
     ):
         trainer.training_step(part, args.algo.kl.init_coef, step, info)
-    return record.Step(
-        algorithm, accumulation, ALGORITHMS[algorithm], engine.loss, record.gradients_of(trained)
-    )
+    return record.Step(algorithm, accumulation, ALGORITHMS[algorithm], engine.loss, record.gradients_of(trained))
 
 
 def steps(root: pathlib.Path) -> Iterator[record.Step]:
     """Every algorithm with one and with two micro-batches."""
     sys.path.insert(0, str(next(root.glob("openrlhf-*.data/purelib"), root)))
     stubs.replace("ray", "deepspeed", "vllm", "flash_attn")
+    # Without this kernel it takes the log-probs in PyTorch.
+    sys.modules["flash_attn.ops.triton.cross_entropy"] = None  # type: ignore[assignment]
     with stubs.missing_replaced(root):
         import openrlhf.trainer.ppo_utils.experience_maker
         import openrlhf.trainer.ray.ppo_actor  # noqa: F401

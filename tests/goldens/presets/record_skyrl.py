@@ -123,12 +123,10 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
     worker.strategy = types.SimpleNamespace(backward=lambda loss, *_: loss.backward())
     with (
         mock.patch.object(workers, "all_reduce_metrics", lambda metrics, *_, **__: metrics),
-        mock.patch("torch.cuda.current_device", lambda: "cpu"),
+        mock.patch("torch.cuda.current_device", return_value="cpu"),
     ):
         found = worker.forward_backward(prepared(recorded, config, rows))
-    return record.Step(
-        algorithm, accumulation, settings, found.metrics["final_loss"], record.gradients_of(trained)
-    )
+    return record.Step(algorithm, accumulation, settings, found.metrics["final_loss"], record.gradients_of(trained))
 
 
 def steps(root: pathlib.Path) -> Iterator[record.Step]:
@@ -138,8 +136,10 @@ def steps(root: pathlib.Path) -> Iterator[record.Step]:
     # pydantic refuses the one of Python 3.11.
     typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
     with stubs.missing_replaced(root):
+        import skyrl.backends.skyrl_train.utils.torch_utils as log_probs
         import skyrl.backends.skyrl_train.workers.worker
         import skyrl.train.trainer  # noqa: F401
+    log_probs.FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE = False
     model.preload()
     recorded = batch.load()
     with release.widened():

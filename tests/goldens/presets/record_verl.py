@@ -135,11 +135,10 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
     )
     trained = model.load()
     engine = "verl.workers.engine.fsdp.transformer_impl"
-    with mock.patch(f"{engine}.get_device_id", lambda: "cpu"), mock.patch(f"{engine}.get_device_name", lambda: "cpu"):
+    on_cpu = {name: mock.Mock(return_value="cpu") for name in ("get_device_id", "get_device_name")}
+    with mock.patch.multiple(engine, **on_cpu):
         found = make_engine(trained).forward_backward_batch(data, functools.partial(ppo_loss, actor))
-    return record.Step(
-        algorithm, accumulation, settings, float(np.sum(found["loss"])), record.gradients_of(trained)
-    )
+    return record.Step(algorithm, accumulation, settings, float(np.sum(found["loss"])), record.gradients_of(trained))
 
 
 def steps(root: pathlib.Path) -> Iterator[record.Step]:

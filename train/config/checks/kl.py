@@ -61,6 +61,24 @@ def _direction(config: Config) -> Iterator[Problem]:
         )
 
 
+def _own_reduction(config: Config) -> Iterator[Problem]:
+    term = config.kl.loss
+    if term.aggregation is None and term.empty_rows != "drop":
+        yield problem(
+            f"got {term.empty_rows}, but kl.loss.aggregation null takes the reduction of the loss; set loss.empty_rows "
+            "or kl.loss.aggregation",
+            "kl.loss.empty_rows",
+            "kl.loss.aggregation",
+        )
+    if term.aggregation == "seq_mean_token_sum_norm" and config.loss.max_length is None:
+        yield problem(
+            "got seq_mean_token_sum_norm, which divides by loss.max_length, and that is null; set loss.aggregation to "
+            "the same, or another one here",
+            "kl.loss.aggregation",
+            "loss.max_length",
+        )
+
+
 def _controller(config: Config) -> Iterator[Problem]:
     for name in ("reward", "loss", "advantage"):
         term = getattr(config.kl, name)
@@ -86,4 +104,4 @@ def _controller_bounds(config: Config) -> Iterator[Problem]:
             )
 
 
-CHECKS = (_kl_loss, _exact, _direction, _controller, _controller_bounds)
+CHECKS = (_kl_loss, _exact, _direction, _own_reduction, _controller, _controller_bounds)

@@ -1,0 +1,111 @@
+"""Presets: what lies over what, what is said about it, and the errors."""
+
+from pathlib import Path
+
+import pytest
+
+from train.__main__ import main
+from train.config.errors import ConfigError
+from train.config.explain import ESTIMATORS, GRADIENTS, REDUCTIONS, explain
+from train.config.load import dump_yaml, load, parse
+from train.config.presets import DIRECTORY, leaves, preset_names, read_preset
+from train.config.types import AGGREGATIONS, KL_GRADIENTS
+from train.config.types import ESTIMATORS as ESTIMATOR_NAMES
+from train.config.yaml_text import parse_yaml
+
+DOCS = Path(__file__).parents[3] / "docs" / "presets.md"
+
+
+def write(folder, text):
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads_alone_and_sets_what_it_says(name):
+    config, warnings = parse({"steps": 1, "preset": name})
+    assert not warnings
+    for path, value in leaves(read_preset(name)):
+        found = config
+        for part in path.split("."):
+            found = getattr(found, part)
+        assert found == (config.data.max_completion_length if path == "loss.max_length" else value), path
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_config_with_a_preset_is_written_and_read_back(name):
+    config, _ = parse({"steps": 1, "preset": name})
+    raw, _ = parse_yaml(dump_yaml(config))
+    assert parse(raw)[0] == config
+
+
+def test_defaults_lie_below_the_preset_and_that_below_file_and_command_line(tmp_path):
+    path = write(tmp_path, "steps: 1\npreset: verl/grpo\nloss:\n  clip_high: 0.3\n")
+    loaded = load(path, ["loss.clip_low=0.1"])
+    loss = loaded.config.loss
+    assert (loss.clip_high, loss.clip_low, loss.dual_clip, loss.max_ratio) == (0.3, 0.1, 3.0, None)
+    assert loaded.origins["loss.clip_high"] == "file"
+    assert loaded.origins["loss.clip_low"] == "command line"
+    assert loaded.origins["loss.dual_clip"] == "preset verl/grpo"
+    assert "loss.max_ratio" not in loaded.origins
+
+
+def test_fields_that_replace_those_of_the_preset_are_named():
+    _, warnings = parse({"steps": 1, "preset": "trl/dapo", "loss": {"clip_high": 0.3}})
+    assert warnings == ("preset: trl/dapo has other values of fields that are set; used: loss.clip_high 0.3",)
+
+
+def test_another_loss_keeps_the_reduction_of_the_preset_and_drops_its_clips():
+    loss = parse({"steps": 1, "preset": "trl/grpo", "loss": "sapo"})[0].loss
+    assert (loss.type, loss.aggregation, loss.empty_rows) == ("sapo", "seq_mean_token_mean", "count")
+
+
+def test_the_length_of_a_preset_is_that_of_the_config():
+    raw = {"steps": 1, "preset": "trl/dr_grpo", "data": {"max_completion_length": 12}}
+    assert parse(raw)[0].loss.max_length == 12
+    assert parse({**raw, "loss": {"max_length": 9}})[0].loss.max_length == 9
+
+
+def test_an_unknown_preset_is_named_with_those_that_exist():
+    with pytest.raises(ConfigError) as raised:
+        parse({"steps": 1, "preset": "trl/gpro"})
+    (line,) = raised.value.problems
+    assert line.startswith("preset: got 'trl/gpro', expected one of ")
+    assert all(name in line for name in preset_names())
+    assert line.endswith("; did you mean 'trl/grpo'?") or "did you mean 'trl/" in line
+
+
+def test_the_algorithm_is_explained_with_the_origin_of_each_field(tmp_path, capsys):
+    path = write(tmp_path, "steps: 1\npreset: trl/grpo\nkl:\n  loss:\n    coef: 0.04\n")
+    assert main([str(path), "loss.clip_high=0.3", "--explain"]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "advantages: grpo",
+        "  loss.clip_high = 0.3 (command line)",
+        "  loss.clip_low = 0.2 (preset trl/grpo)",
+        "  kl.loss.coef = 0.04 (file)",
+        "  loss.dual_clip = null (default)",
+        "reduction: mean over the rows of the mean of their tokens",
+    ):
+        assert line in text.splitlines()
+    assert "`L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`" in text
+    assert "+ coef * importance ratio * k3 = exp(-x) - 1 + x, differentiated itself" in text
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_explained(name, tmp_path):
+    path = write(tmp_path, f"steps: 1\npreset: {name}\n")
+    assert f"(preset {name})" in explain(load(path))
+
+
+def test_every_name_has_an_explanation():
+    assert set(REDUCTIONS) == set(AGGREGATIONS)
+    assert set(ESTIMATORS) == {*ESTIMATOR_NAMES, "exact"}
+    assert set(GRADIENTS) == set(KL_GRADIENTS)
+
+
+def test_the_page_lists_every_preset():
+    text = DOCS.read_text()
+    assert [name for name in preset_names() if f"| `{name}` |" not in text] == []
+    assert sorted(path.stem for path in DIRECTORY.rglob("*.yaml")) == sorted(n.split("/")[1] for n in preset_names())

@@ -1,0 +1,270 @@
+"""Runs the update of a preset on the recorded batch and measures how far it is from what the system computed."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import kljax
+from tests.goldens.presets import batch as recordings
+from train.config.load import parse
+from train.config.presets import preset_names
+from train.config.schema import Config
+from train.models import Decoder
+from train.models.rope import frequencies
+from train.models.sharding import make_mesh
+from train.rl import objective as objectives
+from train.rl.algorithms import make_controllers
+from train.rl.batch import Batch, take_rows
+from train.rl.policy import token_stats
+from train.rl.state import initial_state
+from train.rl.step import make_prepare, make_update
+from train.weights.huggingface import load_params
+from train.weights.huggingface.config import decoder_config
+from train.weights.huggingface.names import PREFIXES, full_name, leaf_mappings
+
+Tree = Any
+# Half the time to compile, for a program that runs once.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """How far kljax's update is from that of a system.
+
+    Attributes:
+      dtype: the type that the system computed in.
+      loss: difference of the losses, relative to theirs.
+      gradient: norm of the difference of the weight gradients, relative to theirs.
+      accumulation: the same distance between the system's own gradients with two micro-batches and with one.
+    """
+
+    dtype: str
+    loss: float
+    gradient: float
+    accumulation: float
+
+
+@functools.cache
+def recording(system: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Loads the index and the arrays of a system."""
+    index = json.loads((recordings.DIRECTORY / f"{system}.json").read_text())
+    with np.load(recordings.DIRECTORY / f"{system}.npz") as arrays:
+        return index, dict(arrays)
+
+
+def recorded_presets() -> list[str]:
+    """Lists the presets that have a recording."""
+    systems = sorted(path.stem for path in recordings.DIRECTORY.glob("*.json"))
+    return [f"{system}/{name}" for system in systems for name in recording(system)[0]["algorithms"]]
+
+
+def proven_presets() -> list[str]:
+    """Lists the presets that are compared with a recording."""
+    return [name for name in preset_names() if name in recorded_presets()]
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    """Enables float64 in JAX."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+def config_of(name: str, micro_batches: int = 1) -> Config:
+    """The config of a preset on the recorded batch."""
+    raw: dict[str, Any] = {
+        "preset": name,
+        "steps": 1,
+        "temperature": recordings.TEMPERATURE,
+        "data": {
+            "max_prompt_length": recordings.PROMPT_LENGTH,
+            "max_completion_length": recordings.COMPLETION_LENGTH,
+        },
+        "model": {"path": str(recordings.MODEL)},
+        "rollout": {"prompts_per_step": recordings.PROMPTS, "samples_per_prompt": recordings.SAMPLES},
+        "optim": {"micro_batches": micro_batches},
+    }
+    for path, value in CHANGES.get(name, {}).items():
+        *sections, last = path.split(".")
+        section = raw
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return parse(raw)[0]
+
+
+def full_batch() -> Batch:
+    """The recorded batch in float64."""
+    recorded = recordings.load()
+
+    def per_token(values: np.ndarray) -> jax.Array:
+        return jnp.asarray(np.pad(values, ((0, 0), (recordings.PROMPT_LENGTH, 0))))
+
+    return Batch(
+        tokens=jnp.asarray(recorded.tokens, jnp.int32),
+        token_mask=jnp.asarray(recorded.token_mask),
+        completion_mask=per_token(recorded.mask),
+        rewards=jnp.asarray(recorded.rewards),
+        group_ids=jnp.asarray(recorded.groups, jnp.int32),
+        rollout_log_probs=per_token(recorded.rollout_log_probs),
+        old_log_probs=per_token(recorded.old_log_probs),
+        ref_log_probs=per_token(recorded.ref_log_probs),
+        values=per_token(recorded.old_values),
+    )
+
+
+def keep_gradient() -> optax.GradientTransformation:
+    """An optimizer that changes nothing and whose state is the last gradient."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda gradient, state, params: (jax.tree.map(jnp.zeros_like, gradient), gradient),
+    )
+
+
+@functools.cache
+def loaded() -> tuple[Decoder, Tree]:
+    """The model of the recordings and its weights in float64."""
+    model = Decoder(decoder_config(recordings.MODEL))
+    params = load_params(recordings.MODEL, model, make_mesh())
+    return model, jax.tree.map(lambda x: x.astype(jnp.float64), params)
+
+
+@functools.cache
+def scored() -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
+    """The log-probs [B, P + T] of the model, and the function from their cotangent to that of the weights."""
+    (model, params), batch = loaded(), full_batch()
+
+    def log_probs(params: Tree) -> jax.Array:
+        policy, temperature = kljax.Policy(params), recordings.TEMPERATURE
+        mask = batch.completion_mask
+        stats, _ = token_stats(model, policy, batch.tokens, batch.token_mask, temperature=temperature, mask=mask)
+        return stats.log_prob
+
+    def value_and_pull(params: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:
+        value, pull = jax.vjp(log_probs, params)
+        return value, pull(cotangent)[0]
+
+    zeros = jnp.zeros(batch.tokens.shape)
+    # transformers keeps the frequencies of the rotary embedding in float32, whatever the type of the model.
+    rounded = mock.patch("train.models.rope.frequencies", lambda *of: np.float64(np.float32(frequencies(*of))))
+    with rounded:
+        compiled = jax.jit(value_and_pull).lower(params, zeros).compile(compiler_options=QUICK)
+    return compiled(params, zeros)[0], lambda cotangent: compiled(params, cotangent)[1]
+
+
+def prepared_batch(config: Config, batch: Batch) -> Batch:
+    """The batch with advantages and token weights."""
+    states = {name: controller.init() for name, controller in make_controllers(config).items()}
+    return objectives.with_token_weights(config, objectives.make_preparation(config)(batch, states)[0])
+
+
+def update(config: Config, micro: int = 1) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss and the weight gradients of one update, by the names of transformers.
+
+    The decoder is run and differentiated once for all presets: the objective sees its log-probs as the parameters, and
+    the gradient with respect to them goes on through the decoder.
+    """
+    model, _ = loaded()
+    log_probs, pull = scored()
+
+    def stats_of(_: Decoder, policy: kljax.Policy, *__: object, **___: object) -> tuple[kljax.TokenStats, jax.Array]:
+        zeros = jnp.zeros_like(policy.params)
+        return kljax.TokenStats(policy.params, zeros), jnp.zeros((*zeros.shape, model.config.width))
+
+    head = {"kernel": jnp.zeros(model.config.width), "bias": jnp.zeros(())}
+    objective = objectives.make_objective(config, model)
+
+    def loss_of(log_probs: jax.Array, batch: Batch) -> jax.Array:
+        return objective({"params": log_probs, "value_head": head}, None, batch, objectives.coefficients(config))[0]
+
+    def whole(log_probs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        parts = zip(jnp.split(log_probs, micro), _split(prepared_batch(config, batch), micro), strict=True)
+        losses, gradients = zip(*(jax.value_and_grad(loss_of)(*part) for part in parts), strict=True)
+        return sum(losses, jnp.zeros(())), jnp.concatenate(gradients)
+
+    with mock.patch.object(objectives, "token_stats", stats_of):
+        arguments = log_probs, full_batch()
+        loss, cotangent = jax.jit(whole).lower(*arguments).compile(compiler_options=QUICK)(*arguments)
+    return float(loss), dict(_named(model, jax.device_get(pull(cotangent))))
+
+
+def compiled_update(config: Config) -> tuple[float, dict[str, np.ndarray]]:
+    """The same from the trainer's own compiled functions, decoder included, with its micro-batches."""
+    (model, params), mesh = loaded(), make_mesh()
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    copied = jax.tree.map(jnp.copy, params)
+    state = initial_state({"params": copied}, keep_gradient(), make_controllers(config), replicated)
+    prepared, _, _ = make_prepare(config, mesh)(full_batch(), state.controllers)
+    step = make_update(config, model, keep_gradient(), state, mesh)
+    after, metrics = step(state, None, prepared, jnp.arange(recordings.ROWS), objectives.coefficients(config))
+    return float(metrics["loss"].value()), dict(_named(model, jax.device_get(after.opt_state["params"])))
+
+
+def _split(batch: Batch, count: int) -> Iterator[Batch]:
+    """Yields micro-batches of consecutive rows."""
+    rows = recordings.ROWS // count
+    return (take_rows(batch, slice(start, start + rows)) for start in range(0, recordings.ROWS, rows))
+
+
+def _named(model: Decoder, gradients: Tree) -> Iterator[tuple[str, np.ndarray]]:
+    for mapping in leaf_mappings(model):
+        leaf = gradients
+        for key in mapping.path:
+            leaf = leaf[key]
+        for name, array in zip(mapping.names, leaf if mapping.stacked else (leaf,), strict=True):
+            yield full_name(name, PREFIXES[0]), array.T if mapping.transposed else array
+
+
+def prove(name: str, run: Callable[[Config], tuple[float, dict[str, np.ndarray]]] = update, micro: int = 1) -> Proof:
+    """Runs a preset and compares it with its recording of one micro-batch."""
+    system, _, algorithm = name.partition("/")
+    index, arrays = recording(system)
+    entry = index["algorithms"][algorithm]["accumulation"]
+    with float64():
+        loss, gradients = run(config_of(name, micro))
+    theirs = {key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith(f"{algorithm}/1/")}
+    assert theirs.keys() == gradients.keys()
+    expected = entry["1"]["loss"] - (empty_row_of_rloo() if name == "trl/rloo" else 0.0)
+    return Proof(
+        dtype=index["dtype"],
+        loss=abs(loss - expected) / abs(expected),
+        gradient=_distance(gradients, theirs),
+        accumulation=entry["2"]["distance"],
+    )
+
+
+def empty_row_of_rloo() -> float:
+    """The loss that TRL's RLOO has for the row without a token, `-A / B`: its ratio is 1, whatever the policy."""
+    recorded, row = recordings.load(), recordings.EMPTY_ROW
+    log_ratios = np.where(recorded.mask, recorded.old_log_probs - recorded.ref_log_probs, 0.0)
+    rewards = recorded.rewards - 0.05 * log_ratios.sum(1)
+    others = (recorded.groups == recorded.groups[row]) & (np.arange(recordings.ROWS) != row)
+    return -float(rewards[row] - rewards[others].mean()) / recordings.ROWS
+
+
+def _distance(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> float:
+    difference = sum(np.sum((ours[name] - theirs[name]) ** 2) for name in theirs)
+    return float(np.sqrt(difference / sum(np.sum(array**2) for array in theirs.values())))
+
+
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    # The recordings of TRL have the KL on, which is off by default there.
+    "trl/grpo": {"kl.loss.coef": 0.04},
+    "trl/dr_grpo": {"kl.loss.coef": 0.04},
+    # The critics of the systems are models of their own.
+    "verl/ppo": {"loss.value_coef": 1e-12},
+}
+"""What a recording has besides its preset, beyond lengths and temperature."""

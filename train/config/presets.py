@@ -1,0 +1,139 @@
+"""Presets: configs of the algorithms of other systems, below the config of a run (`preset: trl/grpo`)."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from train.config.fields import known_fields
+from train.config.messages import did_you_mean, show
+from train.config.schema import Config
+from train.config.yaml_text import parse_yaml
+
+DIRECTORY = Path(__file__).resolve().parents[2] / "configs" / "presets"
+Fields = dict[str, Any]
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """Lists the presets, `system/algorithm`."""
+    found = (path.relative_to(DIRECTORY).with_suffix("") for path in DIRECTORY.glob("*/*.yaml"))
+    return tuple(sorted(name.as_posix() for name in found))
+
+
+def read_preset(name: str) -> Fields:
+    """Reads the fields of a preset.
+
+    Raises:
+      LookupError: there is none of this name, with the names that exist.
+    """
+    if name not in preset_names():
+        hint = did_you_mean(name, preset_names())
+        raise LookupError(f"preset: got {show(name)}, expected one of {', '.join(preset_names())}{hint}")
+    fields, _ = parse_yaml((DIRECTORY / f"{name}.yaml").read_text(encoding="utf-8"))
+    return dict(fields)
+
+
+def with_preset(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]:
+    """Puts the preset of a raw config below its fields; returns the whole, notes of what it replaces, and problems.
+
+    Where the config chooses another variant, the fields common to all stay: `loss=cispo` over a preset with
+    `loss.type: ppo` keeps its aggregation and drops its clips.
+    """
+    name = raw.get("preset")
+    if not isinstance(name, str):
+        return dict(raw), [], []
+    try:
+        below = read_preset(name)
+    except LookupError as error:
+        return {key: value for key, value in raw.items() if key != "preset"}, [], [str(error)]
+    whole = _merge(below, dict(raw), "")
+    now = dict(leaves(whole))
+    replaced = [f"{path} {show(now.get(path))}" for path, value in leaves(below) if now.get(path) != value]
+    notes = [f"preset: {name} has other values of fields that are set; used: {', '.join(replaced)}"] if replaced else []
+    return _with_references(whole, below), notes, []
+
+
+def preset_fields(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Lists the dotted paths of the fields that the preset of a raw config leaves in it."""
+    whole, _, problems = with_preset(raw)
+    if problems or not isinstance(raw.get("preset"), str):
+        return ()
+    kept = {path for path, _ in leaves(whole)}
+    return tuple(path for path, _ in leaves(read_preset(raw["preset"])) if path in kept)
+
+
+def leaves(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted path and the value of every field in a nested mapping; the tag stands for a union's text."""
+    for key, value in fields.items():
+        path = f"{prefix}{key}"
+        known = known_fields().get(path)
+        if known is not None and known.tag is not None and isinstance(value, str):
+            yield f"{path}.{known.tag}", value
+        elif known is not None and known.section and isinstance(value, dict):
+            yield from leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _merge(below: Fields, above: Fields, prefix: str) -> Fields:
+    merged = copy.deepcopy(below)
+    for key, value in above.items():
+        path = f"{prefix}{key}"
+        known, under = known_fields().get(path), merged.get(key)
+        if known is None or not known.section or not isinstance(under, dict):
+            merged[key] = value
+            continue
+        upper = {known.tag: value} if known.tag is not None and isinstance(value, str) else value
+        if not isinstance(upper, dict):
+            merged[key] = value
+            continue
+        chosen = upper.get(known.tag) if known.tag is not None else None
+        if chosen is not None and chosen != under.get(known.tag or ""):
+            under = {name: item for name, item in under.items() if _common(f"{path}.{name}")}
+        merged[key] = _merge(under, upper, f"{path}.")
+    return merged
+
+
+def _common(path: str) -> bool:
+    """Whether all variants of a union have a field."""
+    known, parent = known_fields().get(path), known_fields()[path.rpartition(".")[0]]
+    tag = known_fields()[f"{parent.path}.{parent.tag}"]
+    return known is not None and set(known.variants) >= set(tag.variants)
+
+
+def _with_references(raw: Fields, below: Fields) -> Fields:
+    """Fills in the fields for which the preset names another field, such as `data.max_completion_length`."""
+    named = {path: value for path, value in leaves(below) if isinstance(value, str) and value in known_fields()}
+    named = {path: value for path, value in named.items() if _get(raw, path) == value}
+    if not named:
+        return raw
+    result = copy.deepcopy(raw)
+    for path in named:
+        _set(result, path, 1)
+    try:
+        config: Any = Config.model_validate({"steps": 1, **result})
+    except ValidationError:
+        return result
+    for path, source in named.items():
+        value = config
+        for part in source.split("."):
+            value = getattr(value, part)
+        _set(result, path, value)
+    return result
+
+
+def _get(raw: Any, path: str) -> Any:
+    for part in path.split("."):
+        raw = raw.get(part) if isinstance(raw, dict) else None
+    return raw
+
+
+def _set(raw: Fields, path: str, value: Any) -> None:
+    *sections, last = path.split(".")
+    for part in sections:
+        raw = raw[part]
+    raw[last] = value
