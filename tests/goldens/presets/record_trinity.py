@@ -74,7 +74,7 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
         kl_loss_fn=settings.get("kl_loss_fn", "none"),
         kl_loss_fn_args=settings.get("kl_loss_fn_args", {}),
         entropy_loss_fn="none",
-        entropy_loss_fn_args={},
+        entropy_loss_fn_args={"entropy_coef": 0.0},
         loss_agg_mode="token-mean",
     )
     data = record_verl.prepared(recorded, {"adv_estimator": "grpo"})
@@ -102,10 +102,11 @@ def steps(root: pathlib.Path) -> Iterator[record.Step]:
     sys.path.insert(0, str(root))
     stubs.replace("ray")
     sys.modules["torch.utils.tensorboard"] = stubs.Anything("torch.utils.tensorboard")
-    with stubs.missing_replaced(root):
+    import verl.trainer.ppo.ray_trainer
+    import verl.workers.engine.fsdp.transformer_impl  # noqa: F401
+
+    with stubs.missing_replaced(root / "trinity"):
         import trinity.trainer.verl.losses  # noqa: F401
-        import verl.trainer.ppo.ray_trainer
-        import verl.workers.engine.fsdp.transformer_impl  # noqa: F401
 
     model.preload()
     recorded = batch.load()

@@ -16,7 +16,6 @@ import optax
 import kljax
 from tests.goldens.presets import batch as recordings
 from train.config.load import parse
-from train.config.presets import preset_names
 from train.config.schema import Config
 from train.models import Decoder
 from train.models.rope import frequencies
@@ -65,11 +64,6 @@ def recorded_presets() -> list[str]:
     """Lists the presets that have a recording."""
     systems = sorted(path.stem for path in recordings.DIRECTORY.glob("*.json"))
     return [f"{system}/{name}" for system in systems for name in recording(system)[0]["algorithms"]]
-
-
-def proven_presets() -> list[str]:
-    """Lists the presets that are compared with a recording."""
-    return [name for name in preset_names() if name in recorded_presets()]
 
 
 @contextlib.contextmanager
@@ -171,7 +165,7 @@ def prepared_batch(config: Config, batch: Batch) -> Batch:
     return objectives.with_token_weights(config, objectives.make_preparation(config)(batch, states)[0])
 
 
-def update(config: Config, micro: int = 1) -> tuple[float, dict[str, np.ndarray]]:
+def update(config: Config) -> tuple[float, dict[str, np.ndarray]]:
     """The loss and the weight gradients of one update, by the names of transformers.
 
     The decoder is run and differentiated once for all presets: the objective sees its log-probs as the parameters, and
@@ -184,6 +178,7 @@ def update(config: Config, micro: int = 1) -> tuple[float, dict[str, np.ndarray]
         zeros = jnp.zeros_like(policy.params)
         return kljax.TokenStats(policy.params, zeros), jnp.zeros((*zeros.shape, model.config.width))
 
+    micro = config.optim.micro_batches
     head = {"kernel": jnp.zeros(model.config.width), "bias": jnp.zeros(())}
     objective = objectives.make_objective(config, model)
 
@@ -228,13 +223,15 @@ def _named(model: Decoder, gradients: Tree) -> Iterator[tuple[str, np.ndarray]]:
             yield full_name(name, PREFIXES[0]), array.T if mapping.transposed else array
 
 
-def prove(name: str, run: Callable[[Config], tuple[float, dict[str, np.ndarray]]] = update, micro: int = 1) -> Proof:
+def prove(
+    name: str, run: Callable[[Config], tuple[float, dict[str, np.ndarray]]] = update, micro_batches: int = 1
+) -> Proof:
     """Runs a preset and compares it with its recording of one micro-batch."""
     system, _, algorithm = name.partition("/")
     index, arrays = recording(system)
     entry = index["algorithms"][algorithm]["accumulation"]
     with float64():
-        loss, gradients = run(config_of(name, micro))
+        loss, gradients = run(config_of(name, micro_batches))
     theirs = {key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith(f"{algorithm}/1/")}
     assert theirs.keys() == gradients.keys()
     expected = entry["1"]["loss"] - (empty_row_of_rloo() if name == "trl/rloo" else 0.0)
@@ -260,11 +257,11 @@ def _distance(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) 
     return float(np.sqrt(difference / sum(np.sum(array**2) for array in theirs.values())))
 
 
-CHANGES: Mapping[str, Mapping[str, Any]] = {
+CHANGES: dict[str, Mapping[str, Any]] = {
     # The recordings of TRL have the KL on, which is off by default there.
     "trl/grpo": {"kl.loss.coef": 0.04},
     "trl/dr_grpo": {"kl.loss.coef": 0.04},
     # The critics of the systems are models of their own.
-    "verl/ppo": {"loss.value_coef": 1e-12},
+    **{f"{system}/ppo": {"loss.value_coef": 1e-12} for system in ("openrlhf", "skyrl", "verl")},
 }
 """What a recording has besides its preset, beyond lengths and temperature."""
