@@ -56,6 +56,10 @@ def explain(loaded: LoadedConfig) -> str:
     if config.kl.rollout.coef > 0:
         lines += ["", f"KL to the sampler, in the loss: + coef * {ESTIMATORS[config.kl.rollout.estimator]}"]
         lines += _fields(loaded, "kl.rollout", config.kl.rollout, type(config.kl.rollout).model_fields)
+    for entry, signature in zip(config.correction, plan.corrections, strict=True):
+        options = ", ".join(f"{name} {show(value)}" for name, value in entry.options().items())
+        origin = next((of for path, of in loaded.origins.items() if path.startswith("correction")), "default")
+        lines += ["", f"correction for the sampler: {entry.type} ({origin})", f"  {signature.doc}", f"  {options}"]
     for name, text in (("entropy_coef", "- entropy_coef * entropy"), ("value_coef", "+ value_coef * value loss")):
         if getattr(config.loss, name) > 0:
             lines += ["", f"in the loss: {text}", *_fields(loaded, "loss", config.loss, [name])]

@@ -93,6 +93,13 @@ def test_the_algorithm_is_explained_with_the_origin_of_each_field(tmp_path, caps
     assert "+ coef * importance ratio * k3 = exp(-x) - 1 + x, differentiated itself" in text
 
 
+def test_corrections_are_explained(tmp_path):
+    path = write(tmp_path, "steps: 1\npreset: verl/grpo\ncorrection:\n  type: truncated_importance_weights\n")
+    lines = explain(load(path)).splitlines()
+    assert "correction for the sampler: truncated_importance_weights (file)" in lines
+    assert "  level token, max_weight 2.0" in [line.replace("'", "") for line in lines]
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_explained(name, tmp_path):
     path = write(tmp_path, f"steps: 1\npreset: {name}\n")
