@@ -1,0 +1,91 @@
+"""Steps with corrections: a lagged sampler, continued from a checkpoint; and completions that a real vLLM drew."""
+
+import jax
+import numpy as np
+
+from tests import tiny
+from tests.goldens.vllm import record
+from tests.train.rollouts.fake_server import serving
+from tests.train.rollouts.test_vllm import EXCHANGES, Replay
+from train.config.schema import Checkpoint
+from train.rl.objective import make_preparation
+from train.rl.reference import FrozenWeights
+from train.rl.step import make_score
+from train.rollouts import JaxSource
+from train.rollouts.collect import make_rollout
+from train.rollouts.server import Client
+from train.run.loop import Programs, rl_step
+from train.weights.orbax import Checkpoints
+
+LAGGED = tiny.config_of(
+    "rollout.policy_lag=1",
+    "correction=[{type: rejection_mask, upper: 1.02}, {type: importance_weights, upper: 1.01}]",
+    "rollout.mismatch_by_position=2",
+    "optim.learning_rate=3e-2",
+    "loss.entropy_coef=0.1",  # moves the policy also where all rewards are equal
+)
+
+
+def test_corrected_steps_compile_once_and_continue_as_they_would_have(tmp_path):
+    context = tiny.context_of(LAGGED)
+    with jax.set_mesh(context.mesh):
+        state = tiny.state_of(LAGGED, context.optimizer)
+        programs, source = Programs.of(context, state), JaxSource(context)
+        compilations: list[str] = []
+        jax.monitoring.register_event_duration_secs_listener(lambda event, _, **__: compilations.append(event))
+
+        def steps(state, number):
+            metrics = []
+            for step in range(int(state.step), int(state.step) + number):
+                state, values, _ = rl_step(context, programs, source, FrozenWeights(None, None), state, step=step)
+                metrics.append(values)
+            return state, metrics
+
+        state, first = steps(state, 2)
+        checkpoints = Checkpoints(tmp_path, Checkpoint())
+        checkpoints.save(state, 2)
+        checkpoints.wait()
+        restored = checkpoints.restore_last(state)
+        checkpoints.close()
+        compilations.clear()
+        whole, metrics = steps(state, 1)
+        assert not [event for event in compilations if "compile" in event]
+        continued, again = steps(restored, 1)
+    assert again == metrics
+    jax.tree.map(np.testing.assert_array_equal, continued.trainable, whole.trainable)
+    # At the first step nothing has moved; then the trainer is one update ahead of the sampler.
+    assert first[0]["mismatch_k3"] < 1e-9
+    assert (first[0]["correction_rejected"], first[0]["correction_clipped"]) == (0, 0)
+    assert 0 < first[1]["correction_rejected"] < 1
+    assert 0 < first[1]["correction_clipped"] < 1
+    assert first[1]["mismatch_k3"] > 1e-6
+    parts = {"mismatch_k3_part_1_of_2", "mismatch_k3_part_2_of_2"}
+    assert parts < first[1].keys()
+
+
+def test_completions_of_vllm_are_weighted_by_default():
+    replay = Replay(EXCHANGES["lora"])
+    with serving(replay) as url:
+        client = Client(url, timeout=20, retries=0)
+        (context, own, completions), (_, other, _) = record.play("lora", client, url)
+        client.close()
+    (entry,) = context.config.correction
+    assert (entry.type, entry.max_weight) == ("truncated_importance_weights", 2.0)
+    rollout = make_rollout(context, completions)
+    score = make_score(context.config, context.model, context.mesh)
+    prepare, mask = jax.jit(make_preparation(context.config)), np.asarray(rollout.batch.completion_mask)
+    found = {}
+    with jax.set_mesh(context.mesh):
+        for name, policy in (("own", own), ("other", other)):
+            batch = score({"adapter": policy.adapter}, policy.params, None, rollout.batch)
+            batch, _, metrics = prepare(batch, {})
+            ratio = np.exp(np.asarray(batch.old_log_probs, float) - np.asarray(batch.rollout_log_probs, float))
+            expected = np.where(mask, np.minimum(ratio, 2.0), 0)
+            np.testing.assert_allclose(batch.correction_weights, expected, rtol=2e-5)
+            found[name] = {key: float(metric.value()) for key, metric in metrics.items()}
+    # The trainer computes the log-probs of vLLM; with other weights it does not.
+    assert found["own"]["correction_clipped"] == 0
+    assert abs(found["own"]["mismatch_k1"]) < record.ALLOWED
+    assert found["own"]["correction_sample_size"] > 1 - 1e-6
+    assert found["other"]["correction_clipped"] > 0
+    assert found["other"]["correction_sample_size"] < 0.9
