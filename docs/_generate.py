@@ -145,8 +145,9 @@ def counts() -> str:
 
 
 def _here(row: Any) -> str:
-    """The call of a row and the arguments that the user supplies, or why it has none."""
-    return "<br>".join([_call(row), *(f"{_code(name)}: {source}" for name, source in row.sources.items())])
+    """The call of a row, its part and the arguments that the user supplies, or why it has none."""
+    part = [f"computes {row.part}"] if row.part else []
+    return "<br>".join([_call(row), *part, *(f"{_code(name)}: {source}" for name, source in row.sources.items())])
 
 
 def _call(row: Any) -> str:

@@ -13,8 +13,10 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     rewards, used = _shaped_rewards(replay, recipe), replay.used_mask(recipe)
     ids, count = _groups(replay.arrays["group_ids"], step.groups)
     call = replay.call("advantage", step)
-    arrays = {"rewards": rewards, "group_ids": ids, "mask": used}
-    keywords = {} if "num_groups" in call.arguments else {"num_groups": count}
+    arrays = {"rewards": rewards, "group_ids": ids, "mask": used, "kl": np.zeros(used.shape)}
+    # The KL is in the rewards already, so that the steps that subtract it subtract nothing.
+    keywords = {"coef": 0.0} if any(then.function == "subtract_kl" for then in call.then) else {}
+    keywords |= {} if "num_groups" in call.arguments else {"num_groups": count}
     value = step.sign * np.asarray(run_call(call, arrays, **keywords), np.float64)
     bound = _bound(rewards, ids, value, unit)
     shape = replay.arrays["advantages"].shape if "advantages" in replay.arrays else replay.shape

@@ -14,7 +14,7 @@ from kljax.parity.positions import apply_rule
 from kljax.parity.recipe import Plan, Recipe, Step
 from kljax.parity.rounding import UNITS, narrowest_dtype
 from kljax.systems import Call
-from kljax.systems._run import run
+from kljax.systems._call import run
 
 # Numbers that are remembered; beyond them results are computed again.
 MEMORY = 1 << 27

@@ -3,15 +3,19 @@
 The table has an entry for every KL estimator, reduction, advantage estimator, policy loss, correction and controller
 that one of the systems accepts by name. An entry holds the call of this library that computes the same numbers, and
 describes the formula, clamps, divisors and gradient of the system. The recorded results of the systems' own code check
-an entry, or its `reason` says why they do not.
+an entry, or its `reason` says why they do not. `get` returns the call of a name, which runs on arrays by name; `find`
+searches the names, the options and the functions of the systems.
 
     python -m kljax systems                  # all systems
     python -m kljax systems verl/low_var_kl  # one name
+    python -m kljax systems kl_penalty       # the names of a function
     python -m kljax systems --compare k3     # one name across the systems
 """
 
-from kljax.systems._entry import Call, Entry, Golden, System
-from kljax.systems._lookup import advantage, controller, correction, entries, kl, policy_loss, reduction
+from kljax.systems._call import Call
+from kljax.systems._entry import Entry, Golden, System
+from kljax.systems._lookup import advantage, controller, correction, entries, get, kl, policy_loss, reduction
+from kljax.systems._search import find
 
 __all__ = [
     "Call",
@@ -22,6 +26,8 @@ __all__ = [
     "controller",
     "correction",
     "entries",
+    "find",
+    "get",
     "kl",
     "policy_loss",
     "reduction",

@@ -1,13 +1,15 @@
-"""The types of the table: a system, an entry for one of its names, and the call that an entry stands for."""
+"""The types of the table: a system, an entry for one of its names, and the recorded cases that check it."""
 
 import dataclasses
 import types
 from collections.abc import Mapping
 from typing import Any
 
+from kljax.systems._call import Call
+
 KINDS = {
     "kl": "KL estimators: arguments of estimate_kl",
-    "reduction": "reductions of a loss: arguments of token_weights",
+    "reduction": "reductions of a loss, as the weight of each token: arguments of token_weights",
     "advantage": "advantage estimators",
     "policy_loss": "policy losses",
     "value_loss": "losses of a value function",
@@ -19,7 +21,7 @@ KINDS = {
 }
 
 
-def call(function: str, /, **arguments: Any) -> "Call":
+def call(function: str, /, **arguments: Any) -> Call:
     """Makes a `Call` from keyword arguments, for calls without a factor and without further steps."""
     return Call(function, types.MappingProxyType(arguments))
 
@@ -44,43 +46,6 @@ class System:
     title: str
     version: str
     default_kl: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call of this library as data: `scale * kljax.<function>(arrays, **arguments)`, and the calls combined with it.
-
-    Attributes:
-      function: the name of the function in `kljax`.
-      arguments: its keyword arguments. Arguments that only the user can know (a length, a schedule) are left out and
-        named in the `sources` of the entry.
-      scale: a constant factor of the result.
-      times: calls whose results multiply it as constants: importance weights, or a mask.
-      then: calls applied to the result, one after the other.
-      plus: calls whose results are added to it.
-
-    Example:
-      >>> import kljax
-      >>> kljax.systems.Call("ppo_clip_loss", {"clip_high": 0.28})
-      kljax.ppo_clip_loss(clip_high=0.28)
-    """
-
-    function: str
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
-    scale: float = 1.0
-    times: tuple["Call", ...] = ()
-    then: tuple["Call", ...] = ()
-    plus: tuple["Call", ...] = ()
-
-    def __repr__(self) -> str:
-        factor = "" if self.scale == 1 else f"{self.scale:g} * "
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items())
-        combined = [
-            f"{sign} {inner!r}"
-            for sign, calls in (("*", self.times), ("+", self.plus), ("->", self.then))
-            for inner in calls
-        ]
-        return " ".join([f"{factor}kljax.{self.function}({arguments})", *combined])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +82,7 @@ class Entry:
       note: where the code differs from the documentation, from the paper or from other systems.
       goldens: the recorded cases that check the entry.
       reason: why there is no call, or no recorded case.
+      part: the part of the system's computation that the call covers; empty where it covers all of it.
       version: the version read, where it is not that of the system.
     """
 
@@ -135,6 +101,7 @@ class Entry:
     note: str = ""
     goldens: tuple[Golden, ...] = ()
     reason: str = ""
+    part: str = ""
     version: str = ""
 
     @property

@@ -1,12 +1,15 @@
 """Looks a name up: its entry, its call, or the arguments of its call."""
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
 
 from kljax._checks import check_choice
-from kljax.systems._entry import KINDS, Call, Entry
+from kljax.systems._call import Call
+from kljax.systems._entry import KINDS, Entry
+from kljax.systems._search import did_you_mean
 from kljax.systems._table import ENTRIES, SYSTEMS
 
 
@@ -46,6 +49,36 @@ def entries(*, system: str | None = None, kind: str | None = None, name: str | N
     criteria = {"system": system, "kind": kind, "name": name}
     criteria = {field: value for field, value in criteria.items() if value is not None}
     return tuple(entry for entry in ENTRIES if all(getattr(entry, field) == value for field, value in criteria.items()))
+
+
+def get(name: str, *, kind: str | None = None) -> Call:
+    """Returns the call of any name of the table, whatever its kind; the call runs on arrays by name.
+
+    Args:
+      name: `system/name`, such as "verl/low_var_kl". Flags follow a plus, as in "k3+use_unbiased_kl".
+      kind: the kind of the name, as in `entries`; needed only where the system uses the name in several kinds.
+
+    Returns:
+      A `Call`: `get(name)(arrays, **arguments)`. Its `required` and `optional` list the names of the arrays, and the
+      `sources` of the entry say where the system takes them from.
+
+    Gradient:
+      That of the function called; the `gradient` of the entry describes it.
+
+    Raises:
+      ValueError: for an unknown name, with the names that have it, a part of it, or a function of that name in the
+        system; for a name of several kinds without `kind`; for a name without a call, with the reason.
+
+    Example:
+      >>> import jax.numpy as jnp, kljax
+      >>> low_var_kl = kljax.systems.get("verl/low_var_kl")
+      >>> arrays = {"log_probs": jnp.array([-1.0]), "ref_log_probs": jnp.array([-2.0])}
+      >>> print(low_var_kl(arrays))
+      [0.36787945]
+      >>> kljax.systems.get("trl/grpo", kind="reduction")
+      kljax.token_weights(mode='seq_mean_token_mean', empty_rows='count')
+    """
+    return require_call(get_entry(name, kind))
 
 
 def kl(system: str, name: str) -> dict[str, Any]:
@@ -212,11 +245,26 @@ def find(kind: str, system: str, name: str) -> Entry:
     return _index()[kind, system, name]
 
 
+def get_entry(name: str, kind: str | None = None) -> Entry:
+    """Returns the entry of `system/name`; raises `ValueError` unless exactly one kind has it."""
+    named = [entry for entry in entries(kind=kind) if entry.key == name]
+    if len(named) > 1:
+        kinds = ", ".join(entry.kind for entry in named)
+        raise ValueError(f"kind: got None, expected one of {kinds}, which all have the name {name!r}; pass kind")
+    if not named:
+        known = [entry.key for entry in entries(kind=kind)]
+        raise ValueError(f"name: got {name!r}, expected system/name{did_you_mean(name, known, kind)}")
+    return named[0]
+
+
 def require_call(entry: Entry) -> Call:
-    """Returns the call of an entry; raises `ValueError` with its reason if there is none."""
+    """Returns the call of an entry, which takes the entry's sources by name; raises `ValueError` if there is none."""
     if entry.call is None:
         raise ValueError(f"{entry.key} has no call here: {entry.reason}")
-    return entry.call
+    # An estimator whose name implies an importance ratio computes another number without it.
+    corrected = entry.kind == "kl" and "sampling_log_probs" in entry.sources
+    needs = ("sampling_log_probs",) if corrected else ()
+    return dataclasses.replace(entry.call, needs=needs, takes=tuple(entry.sources))
 
 
 @functools.cache

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kljax.systems._entry import Call, Entry
-from kljax.systems._run import missing_arguments, run
+from kljax.systems._call import Call, run
+from kljax.systems._entry import Entry
 
 LOG_RATIOS = (-30.0, -2.7, -1.0, -0.1, 0.0, 1.0, 12.0)
 POLICY_LOG_RATIOS = (-1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0)
@@ -16,7 +16,9 @@ MASK, PROMPTS, MAX_LENGTH = ((1, 1, 1), (1, 0, 0), (0, 0, 0)), (0, 0, 1), 4.0
 # The library's names for the log-probs of the policy that drew the tokens.
 SAMPLER_LOG_PROBS = ("old_log_probs", "rollout_log_probs", "sampling_log_probs", "ref_log_probs")
 POLICY_LOSS_ARRAYS = (*SAMPLER_LOG_PROBS, "log_probs", "advantages", "mask", "key")
-ADVANTAGE_ARRAYS = ("rewards", "group_ids", "mask", "num_groups")
+ADVANTAGE_ARRAYS = ("rewards", "group_ids", "mask", "num_groups", "kl", "coef")
+# Without a KL, every token of a row has the advantage of the row after these.
+STEPS_TO_TOKENS = ("broadcast_to_tokens", "subtract_kl", "reinforce_plus_plus_returns")
 REWARDS, GROUPS = (1.0, 0.0, 0.0, 0.5, 2.0), (0, 0, 0, 0, 1)
 
 HEADINGS = {
@@ -43,7 +45,7 @@ def numbers(entry: Entry) -> list[Point]:
         return []
     if entry.kind == "kl" and entry.call.function == "estimate_kl":
         return _kl(entry, entry.call)
-    if entry.kind == "policy_loss" and not missing_arguments(entry.call, POLICY_LOSS_ARRAYS):
+    if entry.kind == "policy_loss" and set(entry.call.required) <= set(POLICY_LOSS_ARRAYS):
         return _policy_loss(entry.call)
     if entry.kind == "reduction":
         return _reduction(entry.call)
@@ -54,7 +56,8 @@ def numbers(entry: Entry) -> list[Point]:
 
 def _takes_one_reward(call: Call) -> bool:
     several_rewards = call.function == "gdpo_advantages"
-    return not several_rewards and not call.then and not missing_arguments(call, ADVANTAGE_ARRAYS)
+    per_token = all(step.function in STEPS_TO_TOKENS for step in call.then)
+    return not several_rewards and per_token and set(call.required) <= set(ADVANTAGE_ARRAYS)
 
 
 def _kl(entry: Entry, call: Call) -> list[Point]:
@@ -93,9 +96,13 @@ def _reduction(call: Call) -> list[Point]:
 
 
 def _advantage(call: Call) -> list[Point]:
-    ids = jnp.array(GROUPS)
-    arrays = {"rewards": jnp.array(REWARDS), "group_ids": ids, "mask": jnp.tril(jnp.ones((len(REWARDS),) * 2, bool))}
-    values = run(call, arrays, num_groups=2)
+    whole_batch = call.arguments.get("num_groups") == 1
+    ids = jnp.array(GROUPS) * (not whole_batch)
+    mask = jnp.tril(jnp.ones((len(REWARDS),) * 2, bool))
+    arrays = {"rewards": jnp.array(REWARDS), "group_ids": ids, "mask": mask, "kl": jnp.zeros(mask.shape)}
+    coef = {"coef": 0.0} if "kl" in call.required else {}
+    values = run(call, arrays, num_groups=1 if whole_batch else 2, **coef)
+    values = values[:, 0] if values.ndim == 2 else values
     labels = [f"reward {reward:g}" + (" alone" if group else "") for reward, group in zip(REWARDS, GROUPS, strict=True)]
     return [Point(label, float(value)) for label, value in zip(labels, values, strict=True)]
 

@@ -4,10 +4,12 @@ import dataclasses
 import inspect
 import itertools
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import kljax
+from kljax.systems._call import Call
 from kljax.systems._entry import KINDS, Entry, Golden
+from kljax.systems._lookup import require_call
 from kljax.systems._table import SYSTEMS
 
 WIDTH = 100
@@ -69,13 +71,26 @@ def call_text(entry: Entry) -> str:
     """Writes the call of an entry, with the user's arguments in angle brackets; or the reason why there is none."""
     if entry.call is None:
         return f"none: {entry.reason}"
-    parameters = inspect.signature(getattr(kljax, entry.call.function)).parameters
-    missing = [name for name in entry.sources if name not in entry.call.arguments]
-    keywords = [
-        name for name in missing if name in parameters and parameters[name].kind is parameters[name].KEYWORD_ONLY
-    ]
-    placeholders = {name: _Placeholder(entry.sources[name]) for name in keywords}
-    return repr(dataclasses.replace(entry.call, arguments={**entry.call.arguments, **placeholders}))
+    return repr(_with_placeholders(entry.call, entry.sources))
+
+
+def _with_placeholders(call: Call, sources: Mapping[str, str]) -> Call:
+    """Fills in the sources of the keyword arguments that the call leaves to the user, in all of its steps."""
+    parameters = inspect.signature(getattr(kljax, call.function)).parameters.values()
+    placeholders = {
+        parameter.name: _Placeholder(sources[parameter.name])
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and parameter.name in sources
+        and not {parameter.name} & {*call.arguments, *call.renamed}
+    }
+    return dataclasses.replace(
+        call,
+        arguments={**call.arguments, **placeholders},
+        times=tuple(_with_placeholders(inner, sources) for inner in call.times),
+        plus=tuple(_with_placeholders(inner, sources) for inner in call.plus),
+        then=tuple(_with_placeholders(inner, sources) for inner in call.then),
+    )
 
 
 class _Placeholder(str):
@@ -93,6 +108,8 @@ def details(entry: Entry) -> Iterator[str]:
     yield f"{entry.key} ({entry.kind.replace('_', ' ')}), {system.title} {entry.version or system.version}"
     yield from field("call", call_text(entry))
     for label, text in (
+        ("part", entry.part),
+        ("arrays", arrays_text(entry)),
         ("meaning", entry.meaning),
         ("option", entry.option),
         ("sources", "; ".join(f"{argument}: {source}" for argument, source in entry.sources.items())),
@@ -106,6 +123,15 @@ def details(entry: Entry) -> Iterator[str]:
     ):
         if text:
             yield from field(label, text)
+
+
+def arrays_text(entry: Entry) -> str:
+    """Writes the names of the arrays and arguments that the call takes."""
+    if entry.call is None:
+        return ""
+    call = require_call(entry)
+    optional = f"; optional: {', '.join(call.optional)}" if call.optional else ""
+    return f"{', '.join(call.required) or 'none'}{optional}"
 
 
 def golden_text(golden: Golden) -> str:

@@ -1,16 +1,17 @@
 """`python -m kljax systems`: looks up and compares the names of the PyTorch systems."""
 
 import argparse
-import difflib
 import json
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kljax.systems import _text
+from kljax.systems._call import Call
 from kljax.systems._compare import compare, comparison_as_json, find_by_name
-from kljax.systems._entry import Call, Entry
+from kljax.systems._entry import Entry
 from kljax.systems._lookup import entries
+from kljax.systems._search import did_you_mean, find_by_function
 from kljax.systems._table import SYSTEMS
 
 
@@ -21,7 +22,10 @@ class UsageError(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the subcommand."""
     parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="a system, system/name, or a name; omit for all systems"
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="a system, system/name, a name, or a function of a system such as kl_penalty; omit for all systems",
     )
     parser.add_argument("--compare", metavar="NAME", help="compare the meanings of this name, with numbers")
     parser.add_argument("--json", action="store_true", help="print entries as JSON")
@@ -60,28 +64,23 @@ def _entry_lines(args: argparse.Namespace) -> Iterable[str]:
 
 
 def select(name: str | None) -> list[Entry]:
-    """Selects the entries of a system, of `system/name`, of a name with its flags, or all of them."""
+    """Selects the entries of a system, of `system/name`, of a name with its flags, of a function, or all of them."""
     if name is None or name in SYSTEMS:
         return list(entries(system=name))
     exact = [entry for entry in entries() if entry.key == name]
-    return exact or find_by_name(name)
+    return exact or find_by_name(name) or find_by_function(name)
 
 
 def unknown(name: str) -> str:
-    """Writes the error for a name without an entry, with the closest known names."""
-    system = name.partition("/")[0]
-    if "/" in name and system in SYSTEMS:
-        known = [entry.key for entry in entries(system=system)]
-    else:
-        known = [*SYSTEMS, *(entry.name for entry in entries()), *(entry.key for entry in entries())]
-    close = list(dict.fromkeys(difflib.get_close_matches(name, known, n=6, cutoff=0.5)))
-    hint = f"; did you mean {', '.join(map(repr, close[:3]))}?" if close else ""
-    return f"NAME: got {name!r}, expected a system ({', '.join(SYSTEMS)}), system/name, or a name{hint}"
+    """Writes the error for a name without an entry, with the names that contain it or are spelled almost like it."""
+    known = [*SYSTEMS, *(entry.name for entry in entries()), *(entry.key for entry in entries())]
+    hint = did_you_mean(name, known)
+    return f"NAME: got {name!r}, expected a system ({', '.join(SYSTEMS)}), system/name, a name, or a function{hint}"
 
 
 def entry_as_json(entry: Entry) -> dict[str, Any]:
     """Returns an entry as plain data."""
-    texts = ("meaning", "option", "clamps", "divisors", "gradient", "defaults", "note", "reason")
+    texts = ("meaning", "option", "clamps", "divisors", "gradient", "defaults", "note", "reason", "part")
     return {
         "system": entry.system,
         "version": entry.version or SYSTEMS[entry.system].version,
@@ -96,7 +95,8 @@ def entry_as_json(entry: Entry) -> dict[str, Any]:
 
 def _call_as_json(call: Call) -> dict[str, Any]:
     steps = {name: [_call_as_json(step) for step in getattr(call, name)] for name in ("times", "plus", "then")}
-    return {"function": call.function, "arguments": dict(call.arguments), "scale": call.scale, **steps}
+    call_itself = {"function": call.function, "arguments": dict(call.arguments), "scale": call.scale}
+    return {**call_itself, "renamed": dict(call.renamed), **steps}
 
 
 def _details_of_each(selected: Iterable[Entry]) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """The inputs of the generated cases: a few batches, drawn in float64 from a fixed seed.
 
 Each has `[6, 12]` arrays under this project's names. They differ in the mask (`base`: padding on the right; `holes`:
-holes too; `empty_row`: a row without a token; `huge`: log-ratios far outside every clip) and in how far the policies
-are apart. Rewards are multiples of 1/64, exact in float32, so that a cast of the rewards alone changes nothing.
+holes too; `empty_row`: a row without a token) and in how far the policies are apart (`huge`: log-ratios of tokens far
+outside every clip; `far_rows`: mean log-ratios of rows). Rewards are multiples of 1/64, exact in float32, so that a
+cast of the rewards alone changes nothing.
 """
 
 import dataclasses
@@ -28,7 +29,10 @@ BATCHES = {
     "holes": Kind(12, (12, 8, 11, 6, 9, 4), 0.3, 0.6, (0, 0, 0, 1, 1, 2)),
     "empty_row": Kind(13, (10, 7, 0, 12, 3, 6), 0.0, 0.3, (0, 0, 1, 1, 2, 2)),
     "huge": Kind(14, (12, 9, 12, 10, 11, 12), 0.0, 0.4, (0, 0, 1, 1, 2, 2)),
+    "far_rows": Kind(15, (12, 9, 12, 10, 11, 12), 0.0, 0.4, (0, 0, 1, 1, 2, 2)),
 }
+# Distance of the other policies in the rows of "far_rows"; 12 is beyond the cap at 10 of a row's mean log-ratio.
+FAR_ROWS = (12.0, -12.0, 0.0, 0.0, 0.0, 0.0)
 # Log-ratios of a few tokens of "huge"; the k3 of the first overflows a clip at 10, the last those at 20.
 FAR = (-3.0, -12.0, -25.0, 4.0, 14.0, 30.0)
 
@@ -98,6 +102,11 @@ def draw(name: str) -> dict[str, np.ndarray]:
         arrays["log_probs"].flat[where] = np.minimum(far, 0) - 0.5
         for key in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
             arrays[key].flat[where] = -np.maximum(far, 0) - 0.5
+    if name == "far_rows":
+        shift = np.array(FAR_ROWS)[:, None]
+        arrays["log_probs"] = arrays["log_probs"] + np.minimum(shift, 0)
+        for key in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
+            arrays[key] = arrays[key] - np.maximum(shift, 0)
     arrays["kl"] = arrays["old_log_probs"] - arrays["ref_log_probs"]
     return arrays
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.goldens.plan import REACHES_BOUND, RELEASE_DEFAULTS
+
 DIRECTORY = pathlib.Path(__file__).parent
 SHARED, GENERATED = "torch_goldens", "generated"
 
@@ -45,6 +47,7 @@ class Case:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     gradient_of: str | None
+    note: str | None
     file: str
 
     def given(self, name: str) -> jax.Array:
@@ -95,6 +98,7 @@ def all_cases() -> tuple[Case, ...]:
             tuple(c["inputs"]),
             tuple(c["outputs"]),
             c["gradient_of"],
+            c["note"],
             file,
         )
         for file in (SHARED, GENERATED)
@@ -102,9 +106,18 @@ def all_cases() -> tuple[Case, ...]:
     )
 
 
-def parametrize(*functions: tuple[str, str], file: str = SHARED) -> pytest.MarkDecorator:
-    """Parametrizes a test over a file's cases of the given (system, function) pairs and claims them as covered."""
-    chosen = [case for case in all_cases() if case.file == file and (case.system, case.function) in functions]
+def parametrize(*functions: tuple[str, str], file: str = SHARED, notes: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """Parametrizes a test over a file's cases of the given (system, function) pairs and claims them as covered.
+
+    Cases of bounds and of defaults are chosen only where `notes` names theirs, and then they alone.
+    """
+    chosen = [
+        case
+        for case in all_cases()
+        if case.file == file
+        and (case.system, case.function) in functions
+        and (case.note in notes if notes else case.note not in (REACHES_BOUND, RELEASE_DEFAULTS))
+    ]
     missing = set(functions) - {(case.system, case.function) for case in chosen}
     assert not missing, f"no recorded case of {missing}"
     CLAIMED.update(case.id for case in chosen)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 BOTH = ("base", "holes")
+# Notes of cases whose numbers a clamp of the release decides, and of cases without an option of the release.
+REACHES_BOUND, RELEASE_DEFAULTS = "reaches a bound of the release", "the defaults of the release"
 
 
 @dataclasses.dataclass(frozen=True)

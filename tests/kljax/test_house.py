@@ -155,6 +155,7 @@ POSITIONAL = {
     "length",
     "fill",
     "system",  # the lookups of the table of names
+    "text",
     "name",
 }
 

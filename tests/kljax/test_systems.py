@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
+import chex
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -68,7 +70,8 @@ def test_entry_says_what_it_is(entry: Entry) -> None:
             for call in calls_in(entry.call)
             for name in inspect.signature(getattr(kljax, call.function)).parameters
         }
-        assert set(entry.sources) <= known | BESIDE
+        renamed = {name for call in calls_in(entry.call) for name in call.renamed.values()}
+        assert set(entry.sources) <= known | renamed | BESIDE
 
 
 def test_each_name_has_one_entry() -> None:
@@ -135,6 +138,126 @@ def test_errors_name_what_is_there() -> None:
         kljax.systems.kl("verl", "full")
 
 
+def test_one_lookup_for_all_kinds_runs_on_arrays_by_name() -> None:
+    arrays = {"log_probs": jnp.array([[-1.0, -60.0]]), "ref_log_probs": jnp.array([[-2.0, -1.0]])}
+    arrays["advantages"] = jnp.ones((1, 2))  # an array of other names: one batch serves all of them
+    expected = kljax.estimate_kl(arrays["log_probs"], arrays["ref_log_probs"], estimator="low_var_kl")
+    chex.assert_trees_all_equal(kljax.systems.get("verl/low_var_kl")(arrays), expected)
+    weights = kljax.systems.get("trl/dapo", kind="reduction")({"mask": jnp.array([[True, False, True]])})
+    chex.assert_trees_all_close(weights, jnp.array([[0.5, 0.0, 0.5]]))
+    assert kljax.systems.get("verl/fixed")(coef=0.5).init().coef == 0.5
+    shaped = kljax.systems.get("verl/vanilla")
+    assert shaped.required == ("log_probs", "old_log_probs", "advantages", "mask")
+    assert set(shaped.optional) == {"clip_low", "clip_high", "dual_clip"}
+
+
+def test_an_importance_ratio_that_the_name_implies_is_required() -> None:
+    arrays = {"log_probs": jnp.array([-1.0]), "ref_log_probs": jnp.array([-2.0])}
+    call = kljax.systems.get("slime/k3+use_unbiased_kl")
+    with pytest.raises(ValueError, match=r"arrays: got log_probs, ref_log_probs, expected .* add sampling_log_probs"):
+        call(arrays)
+    sampling = jnp.array([-1.5])
+    expected = kljax.estimate_kl(arrays["log_probs"], arrays["ref_log_probs"], sampling_log_probs=sampling)
+    chex.assert_trees_all_close(call({**arrays, "sampling_log_probs": sampling}), expected)
+    # The same batch gives a name without a ratio the estimate without one.
+    plain = kljax.systems.get("slime/k3")({**arrays, "sampling_log_probs": sampling})
+    chex.assert_trees_all_close(plain, kljax.estimate_kl(arrays["log_probs"], arrays["ref_log_probs"]))
+
+
+def test_mistakes_in_a_call_name_the_argument() -> None:
+    call, arrays = kljax.systems.get("verl/low_var_kl"), {"log_probs": jnp.zeros(1), "ref_log_probs": jnp.zeros(1)}
+    with pytest.raises(ValueError, match=r"arrays: got nothing, expected log_probs, ref_log_probs \(optional: mask\)"):
+        call({})
+    with pytest.raises(ValueError, match=r"arrays: got 'log_prob', expected .* did you mean 'log_probs'"):
+        call({**arrays, "log_prob": 1})
+    with pytest.raises(ValueError, match=r"arguments of estimate_kl: got 'estimate', .* did you mean 'estimator'"):
+        call(arrays, estimate="k1")
+    with pytest.raises(ValueError, match="arrays: got log_probs as an argument as well; pass it once"):
+        call(arrays, log_probs=arrays["log_probs"])
+
+
+def test_a_name_of_several_kinds_needs_the_kind() -> None:
+    with pytest.raises(ValueError, match="kind: got None, expected one of reduction, policy_loss, which all have"):
+        kljax.systems.get("trl/grpo")
+    assert kljax.systems.get("trl/grpo", kind="policy_loss").function == "ppo_clip_loss"
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("kl_penalty", r"did you mean 'verl/kl', 'verl/k1'.* more: kljax.systems.find\('kl_penalty'\)"),
+        ("compute_policy_loss_vanilla", "did you mean 'verl/vanilla'"),
+        ("verl/compute_policy_loss_vanila", "did you mean 'verl/vanilla'"),
+        ("verl/low_var", "did you mean 'verl/low_var_kl'"),
+        ("k3", "did you mean 'trinity/k3'"),
+        ("nothing like it", r"search with kljax.systems.find\(text\)"),
+    ],
+)
+def test_an_unknown_name_is_searched_for(name: str, suggestion: str) -> None:
+    with pytest.raises(ValueError, match=f"name: got '{name}', expected system/name; {suggestion}"):
+        kljax.systems.get(name)
+
+
+def test_names_are_found_by_the_functions_of_the_systems() -> None:
+    assert kljax.systems.find("compute_policy_loss_vanilla")[0].key == "verl/vanilla"
+    assert [entry.key for entry in kljax.systems.find("kl-penalty")][:3] == ["verl/kl", "verl/k1", "verl/abs"]
+    assert kljax.systems.find("verl/low_var_kl")[0].key == "verl/low_var_kl"
+    assert "slime/gspo" in {entry.key for entry in kljax.systems.find("gspo_loss")}
+    assert kljax.systems.find("nothing like it") == ()
+
+
+# Arrays that the names of the table ask for, of two rows of four tokens; numbers that only the user can know.
+TOKENS = jnp.linspace(-2.0, -0.1, 8).reshape(2, 4)
+VOCABULARY = jax.nn.log_softmax(jnp.sin(jnp.arange(40.0)).reshape(2, 4, 5))
+ROWS = {name: jnp.array([1.0, 0.25]) for name in ("rewards", "baselines")}
+GIVEN = {
+    **{name: TOKENS * factor for factor, name in enumerate(("log_probs", "old_log_probs", "sampling_log_probs"), 2)},
+    **dict.fromkeys(("ref_log_probs", "rollout_log_probs", "teacher_log_probs", "kl", "values"), TOKENS * 1.5),
+    **dict.fromkeys(("advantages", "token_rewards", "returns", "old_values", "weights"), TOKENS + 1),
+    **dict.fromkeys(("entropies", "expected_scores", "sum_squared_probs"), TOKENS**2),
+    **dict.fromkeys(("vocab_log_probs", "teacher_vocab_log_probs"), VOCABULARY),
+    **{name: jnp.sort(VOCABULARY)[..., -2:] for name in ("top_log_probs", "teacher_top_log_probs")},
+    **dict.fromkeys(("rejected_log_probs", "rejected_ref_log_probs", "scores"), TOKENS),
+    **{name: jnp.ones((2, 4), bool) for name in ("mask", "rejected_mask")},
+    **{name: jnp.array([0, 0]) for name in ("group_ids", "run_ids")},
+    **ROWS,
+    "scores": ROWS["rewards"],
+    "key": jax.random.key(0),
+    "steps": (),
+    "reference": ROWS,
+    "params": ROWS,
+    "step": jnp.array(1),
+    "num_groups": 1,
+    "num_runs": 1,
+    **dict.fromkeys(("coef", "target", "max_divergence", "max_kl", "tau", "beta"), 0.1),
+    **dict.fromkeys(("horizon", "every", "max_length", "shift"), 10),
+}
+UNBOUNDED = {"lower": 0.5, "upper": 2.0, "max_length": 4.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_call_runs_on_the_arrays_that_it_lists(kind: str) -> None:
+    calls = {}
+    for entry in ENTRIES:
+        if entry.kind == kind and entry.call:
+            call = kljax.systems.get(entry.key, kind=kind)
+            calls[repr(call), call.required, call.optional] = entry, call
+    for entry, call in calls.values():
+        arrays = {name: GIVEN[name] for name in call.required}
+        bounds = [name for name in UNBOUNDED if name in call.optional and name not in call.arguments]
+        groups = [n for n in ("group_ids", "num_groups") if n in call.optional]
+        arguments = {**{n: UNBOUNDED[n] for n in bounds}, **{n: GIVEN[n] for n in groups}}
+        if entry.key == "trl/normalize_then_sum" or call.function == "gdpo_advantages":
+            arrays["rewards"] = jnp.ones((2, 2))
+        if call.function == "broadcast_to_tokens":
+            arrays["advantages"] = ROWS["rewards"]
+        if call.function == "gae":
+            arrays["rewards"] = TOKENS
+        if call.function == "reference_kl_loss":  # k1, a default of the systems, has no gradient without a ratio
+            arguments["sampling_log_probs"] = TOKENS
+        assert call(arrays, **arguments) is not None, entry.key
+
+
 def test_counts() -> None:
     # The numbers of the documentation; an entry that comes or goes changes them.
     names = Counter(entry.system for entry in ENTRIES)
@@ -173,10 +296,17 @@ def test_details_and_comparison_of_every_name(name: str, capsys: pytest.CaptureF
     assert all(f"{system}/{name}" in output(capsys, "--compare", name) for system in systems)
 
 
+def test_a_function_of_a_system_finds_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, "compute_policy_loss_vanilla")
+    assert text.startswith("verl/vanilla (policy loss)")
+    assert "verl/low_var_kl (kl)" in output(capsys, "kl_penalty")
+
+
 def test_details_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "verl/low_var_kl")
     assert "kljax.estimate_kl(estimator='low_var_kl')" in text
     assert "x to [-20, 20], then the value to [-10, 10]" in text
+    assert "log_probs, ref_log_probs; optional: mask" in text
     assert "trinity" not in text
 
 
@@ -198,6 +328,9 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     (entry,) = json.loads(output(capsys, "openrlhf/k3", "--json"))
     assert entry["call"]["arguments"] == {"estimator": "k3", "value_clip": 10.0}
     assert entry["version"] == "0.11.2"
+    (part,) = json.loads(output(capsys, "openrlhf/rloo", "--json"))
+    assert [step["function"] for step in part["call"]["then"]] == ["subtract_kl", "reinforce_plus_plus_returns"]
+    assert "--reward.clip_range" in part["part"]
     compared = json.loads(output(capsys, "--compare", "token-mean", "--json"))
     assert {"kind", "names", "also", "call", "points"} == set(compared[0])
 

@@ -15,6 +15,8 @@ from train.config.types import Section
 
 # In the reward and the advantages the KL is treated as a constant: gradient and correction have no effect.
 ONLY_IN_THE_LOSS = ("gradient", "importance_corrected", "max_ratio")
+# Steps after an estimator that the trainer takes itself: `kl.reward` has the KL, and every token its row's advantage.
+KL_AND_TOKENS = ("broadcast_to_tokens", "subtract_kl", "reinforce_plus_plus_returns")
 TERMS: Mapping[str, type[Section]] = {"reward": RewardKL, "loss": LossKL, "advantage": AdvantageKL}
 RECORDED = ("rollout_log", "inference_log")
 """How the systems call the log-probs that the sampler recorded."""
@@ -164,7 +166,7 @@ def _function_fields(call: Any, table: Mapping[str, str]) -> Fields:
       ValueError: the call has parts that a section has no fields for.
     """
     names = {target.rpartition(":")[2]: name for name, target in table.items()}
-    then = [step for step in call.then if step.function != "broadcast_to_tokens"]
+    then = [step for step in call.then if step.function not in KL_AND_TOKENS]
     whitens = [step.function == "masked_whiten" and not step.arguments for step in then] == [True]
     plain = call.scale == 1 and not call.times and not call.plus and (whitens or not then)
     if call.function not in names or not plain or "num_groups" in call.arguments:

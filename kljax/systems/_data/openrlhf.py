@@ -2,13 +2,22 @@
 
 from functools import partial
 
-from kljax.systems._entry import Call, Entry, System, call, recorded
+from kljax.systems._call import Call
+from kljax.systems._entry import Entry, System, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off
 SYSTEM = System("openrlhf", "OpenRLHF", "0.11.2", "k1 in the reward, coefficient 0.01")
 
-GROUP_REWARDS = {"rewards": "reward model score", "group_ids": "i // n_samples_per_prompt"}
+GROUP_REWARDS = {
+    "rewards": "reward model score", "group_ids": "i // n_samples_per_prompt",
+    "kl": "the KL per token that experience_maker adds", "coef": "the controller's value, at least 0"
+}
+TO_RETURNS = (call("subtract_kl"), call("reinforce_plus_plus_returns", gamma=1.0, masked_tokens="zero"))
+WHITEN = call("masked_whiten", ddof=0, eps=0.0)
+WITHOUT_CLIP = (
+    "all but --reward.clip_range, which bounds the rewards by -10 and 10 after the baseline and before the KL"
+)
 GATE = {
     "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs",
     "max_divergence": "is_correction_threshold, one number"
@@ -23,6 +32,7 @@ UNBIASED_GRADIENT = "min(w, 10) x for every x: that of KL(pi || ref), off-policy
 RATIO_IN_GRADIENT = "the ratio enters the gradient only; in slime, TRL and Trinity it multiplies the value as well"
 WHITENED = "(v - mean) / sqrt(max(var, 1e-8)) over the tokens of the rollout batch, var with n"
 SURVIVORS = "survivors keep their unclamped r; rejected tokens count as zero loss. GSPO ignores it"
+RATIOS = Call("token_ratios", renamed={"old_log_probs": "sampling_log_probs"})
 PROBABILITY_CLAMP = "probabilities to [1e-6, 1 - 1e-6]"
 
 kl = partial(Entry, "openrlhf", "kl", defaults="k1; init_coef 0.01, in the reward unless --algo.kl.use_loss")
@@ -73,40 +83,41 @@ ENTRIES = (
         note="always used by the GSPO loss", goldens=recorded("aggregate_loss", token_level_loss=False)),
     # Advantages. r is the reward of a row, mean and std are of its group.
     advantage("gae",
-        Call("gae", {"gamma": 1.0, "lam": 1.0, "masked_tokens": "zero"}, then=(call("masked_whiten", ddof=0,
-            eps=0.0),)),
+        Call("gae", {"gamma": 1.0, "lam": 1.0, "masked_tokens": "zero"}, then=(WHITEN,)),
         "GAE with rewards and values 0 under the mask, then whitened",
         sources={"rewards": "see the placement compute_reward", "gamma": "gamma", "lam": "lambd"}, divisors=WHITENED,
         defaults="the default; gamma 1, lambd 1",
         goldens=recorded("compute_advantages_and_returns", name="gae",
             no_std_norm=None) + recorded("get_advantages_and_returns")),
     advantage("reinforce",
-        Call("reinforce_plus_plus_returns", {"gamma": 1.0, "masked_tokens": "zero"}, then=(call("masked_whiten", ddof=0,
-            eps=0.0),)),
+        Call("reinforce_plus_plus_returns", {"gamma": 1.0, "masked_tokens": "zero"}, then=(WHITEN,)),
         "discounted returns, then whitened: REINFORCE++",
         sources={"token_rewards": "see the placement compute_reward", "gamma": "gamma"}, divisors=WHITENED,
         goldens=recorded("compute_advantages_and_returns", name="reinforce",
             no_std_norm=None) + recorded("get_cumulative_returns")),
-    advantage("rloo", call("rloo_advantages"),
+    advantage("rloo", Call("rloo_advantages", then=TO_RETURNS),
         "r - mean of the others; then the KL is subtracted per token and the rewards are summed to returns: gamma 1",
-        sources=GROUP_REWARDS, divisors="n - 1", note="a group of one is refused",
+        sources=GROUP_REWARDS, part=WITHOUT_CLIP, divisors="n - 1", note="a group of one is refused",
         goldens=recorded("compute_advantages_and_returns", name="rloo")),
-    advantage("reinforce_baseline", call("reinforce_plus_plus_baseline_advantages"),
+    advantage("reinforce_baseline",
+        Call("reinforce_plus_plus_baseline_advantages", then=(*TO_RETURNS, WHITEN)),
         "r - mean; then the KL is subtracted per token and the rewards are summed to returns: gamma 1; then whitened",
-        sources=GROUP_REWARDS, divisors=WHITENED,
+        sources=GROUP_REWARDS, part=WITHOUT_CLIP, divisors=WHITENED,
         note="a group of one is refused; --algo.advantage.no_std_norm centres only",
         goldens=recorded("compute_advantages_and_returns", name="reinforce_baseline", no_std_norm=None)),
-    advantage("group_norm", call("grpo_advantages", scale="std", ddof=1, eps=1e-09),
+    advantage("group_norm",
+        Call("grpo_advantages", {"scale": "std", "ddof": 1, "eps": 1e-9}, then=TO_RETURNS),
         "(r - mean) / std: GRPO; then the KL is subtracted per token and the rewards are summed to returns: gamma 1",
-        sources=GROUP_REWARDS, divisors="std (n - 1) + 1e-9", note="a group of one is refused",
+        sources=GROUP_REWARDS, part=WITHOUT_CLIP, divisors="std (n - 1) + 1e-9", note="a group of one is refused",
         goldens=recorded("compute_advantages_and_returns", name="group_norm")),
-    advantage("dr_grpo", call("grpo_advantages", scale="none"),
+    advantage("dr_grpo", Call("grpo_advantages", {"scale": "none"}, then=TO_RETURNS),
         "r - mean; then the KL is subtracted per token and the rewards are summed to returns: gamma 1",
-        sources=GROUP_REWARDS, note="a group of one is refused",
+        sources=GROUP_REWARDS, part=WITHOUT_CLIP, note="a group of one is refused",
         goldens=recorded("compute_advantages_and_returns", name="dr_grpo")),
-    advantage("flash_reinforce", call("grpo_advantages", scale="none", num_groups=1),
+    advantage("flash_reinforce",
+        Call("grpo_advantages", {"scale": "none", "num_groups": 1}, then=TO_RETURNS),
         "r - mean of the batch; then the KL is subtracted per token and the rewards are summed to returns: gamma 1",
-        sources={"rewards": "reward model score", "group_ids": "0 for every row: the batch is one group"},
+        sources=GROUP_REWARDS | {"group_ids": "0 for every row: the batch is one group"}, part=WITHOUT_CLIP,
         goldens=recorded("compute_advantages_and_returns", name="flash_reinforce")),
     # Policy losses. d = log pi - log old, r = exp(d), A is the advantage, sg() a constant.
     policy_loss("ppo", call("ppo_clip_loss", clip_low=0.2, clip_high=0.2, log_ratio_clip=20.0),
@@ -140,27 +151,27 @@ ENTRIES = (
         goldens=recorded("PolicyLoss", is_correction_level="token", is_correction_mode="mask",
             is_correction_gating="ratio")),
     correction("seq+mask+ratio",
-        Call("rejection_mask", {"level": "geometric", "lower": 0.5, "upper": 5.0}, times=(call("token_ratios"),)),
+        Call("rejection_mask", {"level": "geometric", "lower": 0.5, "upper": 5.0}, times=(RATIOS,)),
         "weights: r of each token, 0 in rows whose geometric mean of r is outside the bounds: seq-mask-tis",
         option="--algo.advantage.is_correction_level seq", sources=BOUNDS, defaults="off; 0.5, 5.0", note=SURVIVORS,
         goldens=recorded("PolicyLoss", is_correction_level="seq", is_correction_mode="mask",
             is_correction_gating="ratio")),
     correction("token+mask+binary_kl",
-        Call("divergence_mask", {"divergence": "kl", "level": "token"}, times=(call("token_ratios"),)),
+        Call("divergence_mask", {"divergence": "kl", "level": "token"}, times=(RATIOS,)),
         "weights: r of each token, 0 where the binary_kl of the sampled token, of each token, exceeds the threshold",
         option="--algo.advantage.is_correction_level token, is_correction_mode mask, is_correction_gating binary_kl",
         sources=GATE, clamps=PROBABILITY_CLAMP, note=SURVIVORS,
         goldens=recorded("PolicyLoss", is_correction_level="token", is_correction_mode="mask",
             is_correction_gating="binary_kl")),
     correction("token+mask+tv",
-        Call("divergence_mask", {"divergence": "tv", "level": "token"}, times=(call("token_ratios"),)),
+        Call("divergence_mask", {"divergence": "tv", "level": "token"}, times=(RATIOS,)),
         "weights: r of each token, 0 where the tv of the sampled token, of each token, exceeds the threshold",
         option="--algo.advantage.is_correction_level token, is_correction_mode mask, is_correction_gating tv",
         sources=GATE, clamps=PROBABILITY_CLAMP, note=SURVIVORS,
         goldens=recorded("PolicyLoss", is_correction_level="token", is_correction_mode="mask",
             is_correction_gating="tv")),
     correction("seq+mask+binary_kl",
-        Call("divergence_mask", {"divergence": "kl", "level": "sequence"}, times=(call("token_ratios"),)),
+        Call("divergence_mask", {"divergence": "kl", "level": "sequence"}, times=(RATIOS,)),
         "weights: r of each token, 0 where the binary_kl of the sampled token, averaged over the row, exceeds the "
         "threshold",
         option="--algo.advantage.is_correction_level seq, is_correction_mode mask, is_correction_gating binary_kl",
@@ -168,7 +179,7 @@ ENTRIES = (
         goldens=recorded("PolicyLoss", is_correction_level="seq", is_correction_mode="mask",
             is_correction_gating="binary_kl")),
     correction("seq+mask+tv",
-        Call("divergence_mask", {"divergence": "tv", "level": "sequence"}, times=(call("token_ratios"),)),
+        Call("divergence_mask", {"divergence": "tv", "level": "sequence"}, times=(RATIOS,)),
         "weights: r of each token, 0 where the tv of the sampled token, averaged over the row, exceeds the threshold",
         option="--algo.advantage.is_correction_level seq, is_correction_mode mask, is_correction_gating tv",
         sources=GATE, clamps=PROBABILITY_CLAMP, note=SURVIVORS,

@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from kljax.systems._entry import Call, Entry, System, call, recorded
+from kljax.systems._call import Call
+from kljax.systems._entry import Entry, System, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off

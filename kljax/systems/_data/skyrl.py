@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from kljax.systems._entry import Call, Entry, Golden, System, call, recorded
+from kljax.systems._call import Call
+from kljax.systems._entry import Entry, Golden, System, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off
@@ -20,6 +21,8 @@ WHITENED = "(v - mean) / sqrt(var + 1e-8) over the unmasked tokens of the batch,
 D_CLAMP = "d to [-20, 20]; r is computed in float32"
 LOG_RATIO_CLAMP = "log-ratios to [-20, 20]"
 WHITEN = call("masked_whiten")
+
+WEIGHTS_UNDER_THE_MASK = "the weights keep values under the mask, 0 here"
 
 kl = partial(Entry, "skyrl", "kl", option="trainer.algorithm.kl_estimator_type",
     defaults="k3; kl_loss_coef 0.001, in the loss (use_kl_loss true)")
@@ -87,7 +90,8 @@ ENTRIES = (
         "GAE over all tokens, then whitened",
         sources={"rewards": "token_level_rewards", "gamma": "trainer.algorithm.gamma",
             "lam": "trainer.algorithm.lambd"}, divisors=WHITENED,
-        note="values and rewards under the mask enter the recursion as they are",
+        note="values and rewards under the mask enter the recursion as they are; advantages and returns keep values "
+        "under the mask, 0 here",
         goldens=recorded("compute_gae_advantage_return")),
     advantage("grpo", call("grpo_advantages", scale="std", ddof=1, eps=1e-6, singleton="reward"),
         "(r - mean) / std", sources=ROW_REWARDS, divisors="std (n - 1) + 1e-6",
@@ -105,7 +109,8 @@ ENTRIES = (
         Call("reinforce_plus_plus_returns", {"gamma": 1.0, "masked_tokens": "reset"}, then=(WHITEN,)),
         "discounted returns, then whitened",
         sources={"token_rewards": "token_level_rewards", "gamma": "trainer.algorithm.gamma"}, divisors=WHITENED,
-        note="a masked token cuts the row: credit from behind a tool's output does not reach the tokens before it",
+        note="a masked token cuts the row: credit from behind a tool's output does not reach the tokens before it; "
+        "the returns keep values under the mask, 0 here",
         goldens=recorded("compute_reinforce_plus_plus_outcome_advantage")),
     advantage("maxrl", call("grpo_advantages", scale="mean", eps=1e-6, singleton="reward"),
         "(r - mean) / mean", sources=ROW_REWARDS, divisors="mean + 1e-6",
@@ -187,12 +192,12 @@ ENTRIES = (
         call("importance_weights", level="token", mode="truncate", upper=2.0, log_ratio_clip=20.0),
         "weights: r of each token, at most the threshold", option="off_policy_correction.tis_ratio_type",
         sources=ARRAYS | {"upper": "token_tis_ratio_clip_high"}, clamps=LOG_RATIO_CLAMP, defaults="off; 2.0",
-        goldens=alone(tis_ratio_type="token")),
+        note=WEIGHTS_UNDER_THE_MASK, goldens=alone(tis_ratio_type="token")),
     correction("tis_ratio_type=sequence",
         call("importance_weights", level="sequence", mode="truncate", upper=5.0, log_ratio_clip=20.0),
         "weights: product of r over the row, at most the threshold", option="off_policy_correction.tis_ratio_type",
         sources=ARRAYS | {"upper": "sequence_tis_ratio_clip_high"}, clamps="log-ratios to [-20, 20], of the sum",
-        defaults="off; 5.0", goldens=alone(tis_ratio_type="sequence")),
+        defaults="off; 5.0", note=WEIGHTS_UNDER_THE_MASK, goldens=alone(tis_ratio_type="sequence")),
     correction("sequence_mask_metric=geometric", call("rejection_mask", level="geometric", lower=0.99, upper=1.01),
         "keeps rows whose geometric mean of r is within bounds", option="off_policy_correction.sequence_mask_metric",
         sources=ARRAYS | {"lower": "geo_mask_low", "upper": "geo_mask_high"}, clamps=LOG_RATIO_CLAMP,

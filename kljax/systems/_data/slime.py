@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from kljax.systems._entry import Call, Entry, System, call, recorded
+from kljax.systems._call import Call
+from kljax.systems._entry import Entry, System, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off
@@ -33,6 +34,7 @@ NUMERATOR_ONLY_TRAINER = (
     "of verl"
 )
 WHITEN = call("masked_whiten")
+BEFORE_WHITENING = "the advantages before --normalize-advantages, the name normalize_advantages"
 
 kl = partial(Entry, "slime", "kl", defaults="k1; kl_coef 0 and kl_loss_coef 0, and not both above 0")
 reduction = partial(Entry, "slime", "reduction", gradient="the token weights")
@@ -116,12 +118,13 @@ ENTRIES = (
         goldens=recorded("ppo_kl_shaped_gae")),
     advantage("reinforce_plus_plus", call("reinforce_plus_plus_returns", gamma=1.0, masked_tokens="zero"),
         "discounted returns of rewards with the KL subtracted",
-        sources={"token_rewards": "see the placement kl_coef", "gamma": "--gamma"},
+        sources={"token_rewards": "see the placement kl_coef", "gamma": "--gamma"}, part=BEFORE_WHITENING,
         divisors="none; --normalize-advantages is required with it", note="a row without a token raises there",
         goldens=recorded("get_reinforce_plus_plus_returns")),
     advantage("reinforce_plus_plus_baseline",
-        Call("reinforce_plus_plus_baseline_advantages", then=(call("broadcast_to_tokens"),)),
-        "r - mean, then - kl_coef * KL per token", sources=GROUP_REWARDS,
+        Call("reinforce_plus_plus_baseline_advantages", then=(call("broadcast_to_tokens"), call("subtract_kl"))),
+        "r - mean, then - kl_coef * KL per token",
+        sources=GROUP_REWARDS | {"kl": "compute_approx_kl of old and ref", "coef": "--kl-coef"}, part=BEFORE_WHITENING,
         divisors="none; --normalize-advantages is required with it",
         note="the KL is subtracted at masked positions as well",
         goldens=recorded("get_reinforce_plus_plus_baseline_advantages")),

@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from kljax.systems._entry import Call, Entry, System, call, recorded
+from kljax.systems._call import Call
+from kljax.systems._entry import Entry, System, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off
@@ -86,7 +87,8 @@ ENTRIES = (
     advantage("ppo", Call("gae", {"gamma": 1.0, "lam": 1.0, "masked_tokens": "none"}, then=(WHITEN,)),
         "GAE over all tokens, then whitened",
         sources={"rewards": "token_level_rewards", "gamma": "gamma", "lam": "lam"}, divisors=WHITENED,
-        note="values and rewards under the mask enter the recursion as they are", goldens=recorded("PPOAdvantageFn")),
+        note="values and rewards under the mask enter the recursion as they are; advantages and returns keep values "
+        "under the mask, 0 here", goldens=recorded("PPOAdvantageFn")),
     advantage("grpo", call("grpo_advantages", scale="std", ddof=1, eps=1e-6, singleton="reward"),
         "(r - mean) / std", sources=EXPERIENCES | {"eps": "epsilon"}, divisors="std (n - 1) + 1e-6",
         note="a row alone in its group keeps its reward / (1 + 1e-6)",
@@ -108,10 +110,11 @@ ENTRIES = (
         note="deprecated there", goldens=recorded("GRPOAdvantageFn")),
     advantage("step_wise_grpo",
         Call("grpo_advantages", {"scale": "std", "ddof": 1, "eps": 1e-6, "singleton": "reward"},
-            then=(call("broadcast_to_steps"),)),
+            then=(Call("broadcast_to_steps",
+                renamed={"group_ids": "run_ids", "num_groups": "num_runs", "valid": "valid_steps"}),)),
         "GRPO over the last steps of trajectories, given to all their steps",
         sources={"rewards": "exp.reward", "valid": "the last step of each trajectory",
-            "group_ids": "the task; for broadcast_to_steps the run", "divide_by_steps": "enable_step_norm"},
+            "group_ids": "the task", "run_ids": "the run", "divide_by_steps": "enable_step_norm"},
         divisors="std (n - 1) + 1e-6", goldens=recorded("StepWiseGRPOAdvantageFn", std_cal_level="group")),
     advantage("gigpo", None,
         "episode advantage + omega * step advantage among steps that began in the same state",
@@ -158,13 +161,13 @@ ENTRIES = (
     advantage("clipb", call("grpo_advantages", scale="std", ddof=1, eps=1e-6, singleton="reward"),
         "GRPO; then tokens of negative advantage whose p (entropy + log p) lies mu std below its mean leave the mask",
         sources=ROW_REWARDS | {"eps": "epsilon"}, divisors="std (n - 1) + 1e-6", defaults="mu 2.5",
-        note="the call is the advantages; the filter of tokens is the correction of the same name",
+        part="the advantages; the filter of tokens is the correction of the same name",
         goldens=recorded("ClipBAdvantageFn")),
     advantage("clipv", call("grpo_advantages", scale="std", ddof=1, eps=1e-6, singleton="reward"),
         "GRPO; then tokens of negative advantage whose necs - p (entropy + log p) exceeds mu std leave the mask",
         sources=ROW_REWARDS | {"eps": "epsilon"}, divisors="std (n - 1) + 1e-6",
         defaults="mu 8.5 (2.0 in the constructor), max_frac 1e-4",
-        note="the call is the advantages; the filter of tokens is the correction of the same name",
+        part="the advantages; the filter of tokens is the correction of the same name",
         goldens=recorded("ClipVAdvantageFn")),
     # Policy losses. d = log pi - log old, r = exp(d), A is the advantage, sg() a constant.
     policy_loss("ppo", call("ppo_clip_loss", clip_low=0.2, clip_high=0.2, dual_clip=3.0, log_ratio_clip=20.0),
@@ -282,7 +285,8 @@ ENTRIES = (
         option="policy_loss_fn_args.enable_sequence_masking",
         sources={"sampling_log_probs": "old_logprob", "max_kl": "delta_sequence_masking"},
         clamps="log-ratios to [-20, 20]", divisors="n_i + 1e-10", defaults="off; 0.1",
-        note="the numerator only: denominators stay; 1e-4 in slime",
+        note="the numerator only: denominators stay; 1e-4 in slime. The metric seq_mask/masked_tokens counts dropped "
+        "positions under the response mask too; masked_fraction counts tokens",
         goldens=recorded("PPOPolicyLossFn", enable_sequence_masking=True)),
     correction("clipb", call("clip_b_mask", mu=2.5),
         "drops tokens of A < 0 whose S = p (entropy + log p) lies mu std below the mean of S",

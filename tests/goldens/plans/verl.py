@@ -1,6 +1,6 @@
 """verl 0.9.1: the policy losses, advantages, corrections and controllers that the shared cases lack."""
 
-from tests.goldens.plan import BOTH, Plan, grid
+from tests.goldens.plan import BOTH, REACHES_BOUND, RELEASE_DEFAULTS, Plan, grid
 
 EDGES = ("base", "holes", "empty_row")
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
@@ -171,10 +171,40 @@ DISTILLATION = [
         for bound in (None, -2.0)
     ],
 ]
+# A dual clip or a threshold far away leaves the clamps at 20 and at 10 to decide.
+FAR_AWAY = 1e12
+TOKEN_MEAN = {"loss_agg_mode": "token-mean"}
+BOUNDS = [
+    *[
+        Plan(f"compute_policy_loss_{name}", {**TOKEN_MEAN, "name": name}, ("base",), note=RELEASE_DEFAULTS)
+        for name in ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "geo_mean", "cispo")
+    ],
+    *[
+        Plan(
+            f"compute_policy_loss_{name}",
+            {**TOKEN_MEAN, "clip_ratio_c": FAR_AWAY, "name": name},
+            ("huge",),
+            note=REACHES_BOUND,
+        )
+        for name in ("vanilla", "dppo_tv", "dppo_kl", "sapo")
+    ],
+    Plan("compute_policy_loss_gspo", {**TOKEN_MEAN, "name": "gspo"}, ("far_rows",), note=REACHES_BOUND),
+    *[
+        Plan(
+            "compute_rollout_correction_weights",
+            {"rollout_is": level, "rollout_is_threshold": FAR_AWAY, "rollout_is_batch_normalize": False},
+            (batch,),
+            None,
+            REACHES_BOUND,
+        )
+        for level, batch in (("token", "huge"), ("sequence", "far_rows"))
+    ],
+    Plan("compute_offpolicy_metrics", {}, ("huge", "far_rows"), None, REACHES_BOUND),
+]
 LEFT_OUT = {
     "compute_policy_loss": "deprecated, the same as compute_policy_loss_vanilla",
     "compute_entropy_loss": "entropy of logits, no KL",
     "compute_pf_ppo_reweight_data": "draws rows at random",
     "kl_penalty full": "NotImplementedError in verl",
 }
-PLANS = (*LOSSES, *REDUCTIONS, *ADVANTAGES, *CORRECTIONS, *REWARDS, *CONTROLLERS, *DISTILLATION)
+PLANS = (*LOSSES, *REDUCTIONS, *ADVANTAGES, *CORRECTIONS, *REWARDS, *CONTROLLERS, *DISTILLATION, *BOUNDS)

@@ -1,5 +1,6 @@
 """verl 0.9.1: its functions, called with this project's names."""
 
+import ast
 import functools
 import pathlib
 import types
@@ -15,7 +16,6 @@ from tests.goldens.systems.record import Call, Given
 
 Params = Mapping[str, Any]
 Outputs = Mapping[str, Any]
-DEFAULTS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
 POLICY_LOSSES = (
     "vanilla",
     "dppo_tv",
@@ -67,11 +67,20 @@ def scalars(metrics: Mapping[str, float], *names: str) -> Outputs:
     return {f"metric_{name}": short[name] for name in (names or short) if name in short}
 
 
-def policy_loss(core: types.ModuleType, name: str, given: Given, params: Params) -> Outputs:
+def actor_defaults(root: pathlib.Path) -> dict[str, Any]:
+    """The numbers that the release's `ActorConfig` has by default, from its source."""
+    tree = ast.parse((root / "verl/workers/config/actor.py").read_text())
+    (actor,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ActorConfig"]
+    fields = [node for node in actor.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    values = {ast.unparse(field.target): field.value for field in fields if field.value is not None}
+    return {k: ast.literal_eval(value) for k, value in values.items() if k.startswith(("clip_ratio", "tau_"))}
+
+
+def policy_loss(core: types.ModuleType, defaults: Params, name: str, given: Given, params: Params) -> Outputs:
     """A policy loss of verl's registry and its metrics."""
     rollout_correction = Config(**params)
     policy = Config(**{"rollout_correction": rollout_correction, "kl_cov_ratio": None, **params})
-    config = Config(**{**DEFAULTS, **params}, policy_loss=policy, global_batch_info={})
+    config = Config(**{**defaults, **params}, policy_loss=policy, global_batch_info={})
     function = getattr(core, f"compute_policy_loss_{name}")
     behaviour = given.rollout_log_probs if name in ("reinforce", "bypass_mode") else given.old_log_probs
     # Candidates in order in place of a random permutation.
@@ -206,6 +215,7 @@ def kl_penalty(penalty: Any, core: types.ModuleType, given: Given, params: Param
 def calls(root: pathlib.Path) -> dict[str, Call]:
     """Every function that a case of verl names."""
     core, corr, functional = load(root)
+    policy = functools.partial(policy_loss, core, actor_defaults(root))
     names = {"torch": torch, "core_algos": core, "masked_mean": functional.masked_mean}
     penalty = release.function_from(root / "verl/trainer/ppo/ray_trainer.py", "apply_kl_penalty", names)
     outcomes = (
@@ -223,14 +233,14 @@ def calls(root: pathlib.Path) -> dict[str, Call]:
     functions += [f"compute_{turns}optimal_token_baseline_advantage" for turns in ("", "multi_turn_")]
     return {
         **verl_distillation.calls(root, core),
-        **{f"compute_policy_loss_{name}": functools.partial(policy_loss, core, name) for name in POLICY_LOSSES},
+        **{f"compute_policy_loss_{name}": functools.partial(policy, name) for name in POLICY_LOSSES},
         **{name: functools.partial(outcome, core, name) for name in functions},
         **{
             name: functools.partial(statistic, functional, name)
             for name in ("masked_mean", "masked_var", "masked_whiten")
         },
-        "compute_policy_loss_bypass_mode": functools.partial(policy_loss, core, "bypass_mode"),
-        "compute_policy_loss_reinforce": functools.partial(policy_loss, core, "reinforce"),
+        "compute_policy_loss_bypass_mode": functools.partial(policy, "bypass_mode"),
+        "compute_policy_loss_reinforce": functools.partial(policy, "reinforce"),
         "compute_value_loss": functools.partial(value_loss, core),
         "kl_penalty": lambda given, params: {
             "value": core.kl_penalty(given.log_probs, given.ref_log_probs, params["kl_penalty"])

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 import kljax
+from kljax import systems
 from kljax.systems import Call, Entry
-from kljax.systems._run import run
+from kljax.systems._call import run
 from tests.goldens import compare, epsilon
 from tests.goldens.cases import Case
 from tests.kljax.systems.exercises import call_of, exercise, options, part
@@ -105,37 +106,49 @@ def keywords(entry: Entry, case: Case) -> dict[str, Any]:
 
 @exercise(("slime", "get_reinforce_plus_plus_baseline_advantages"))
 def slime_baseline(entry: Entry, case: Case) -> None:
-    # The recorded function gets rewards that are centred already, and subtracts the KL from the advantages.
-    mask, kl = case.given("mask"), case.given("kl")
-    (to_tokens,) = call_of(entry).then
-    penalty = case.params["kl_coef"] * kljax.estimate_kl(kl, jnp.zeros_like(kl), mask, estimator="k1")
-    arrays = {"advantages": case.given("rewards"), "mask": mask}
-    case.assert_matches(run(to_tokens, arrays) - penalty, jnp.where(mask, case.result("advantages"), 0))
+    # The recorded function gets rewards that are centred already. Each row and its negative are a group here, whose
+    # mean is 0, so that the centring of the whole call leaves the rewards as they are.
+    arrays = {name: case.given(name) for name in ("rewards", "kl", "mask")}
+    both = {name: jnp.concatenate([value, value]) for name, value in arrays.items()}
+    both["rewards"] = jnp.concatenate([arrays["rewards"], -arrays["rewards"]])
+    both["group_ids"] = jnp.tile(jnp.arange(len(arrays["rewards"])), 2)
+    call = systems.get(entry.key)
+    result = call(both, num_groups=len(arrays["rewards"]), coef=case.params["kl_coef"])[: len(arrays["rewards"])]
+    case.assert_matches(result, jnp.where(arrays["mask"], case.result("advantages"), 0))
 
 
 @exercise(("openrlhf", "compute_advantages_and_returns"))
 def openrlhf(entry: Entry, case: Case) -> None:
-    """Baseline, clip of the reward, KL in the reward, returns, whitening: OpenRLHF's steps around the entry."""
-    call, mask, params, kl = call_of(entry), case.given("mask"), case.params, case.given("kl")
-    per_row = call.function not in ("gae", "reinforce_plus_plus_returns")
-    rewards = case.given("rewards")
-    if per_row:
-        one = {"group_ids": jnp.zeros(6, int)} if call.arguments.get("num_groups") == 1 else {}
-        number = {} if one else {"num_groups": PAIRS["num_groups"]}
-        rewards = run(call, {**PAIRS, **one, "rewards": rewards}, **number)
-    clipped = jnp.clip(rewards, *params["reward_clip_range"])
-    shaped = kljax.subtract_kl(clipped, kl, mask, coef=params["kl_coef"])
-    if per_row:
-        advantages = returns = kljax.reinforce_plus_plus_returns(shaped, mask, masked_tokens="zero")
+    """The clip of the rewards, which the entries leave out, and the KL in the rewards of GAE and REINFORCE."""
+    call, mask, params = call_of(entry), case.given("mask"), case.params
+    low, high = params["reward_clip_range"]
+    arrays = {name: case.given(name) for name in case.inputs} | {"group_ids": PAIRS["group_ids"]}
+    more = options(entry, case) | {"coef": params["kl_coef"], "num_groups": PAIRS["num_groups"]}
+    if call.function in ("gae", "reinforce_plus_plus_returns"):
+        shaped = kljax.subtract_kl(jnp.clip(arrays["rewards"], low, high), arrays["kl"], mask, coef=params["kl_coef"])
+        arrays |= {"rewards": shaped, "token_rewards": shaped}
     else:
-        arrays = {"rewards": shaped, "token_rewards": shaped, "mask": mask}
-        arrays |= {"values": case.given("values")} if "values" in case.inputs else {}
-        result = run(dataclasses.replace(call, then=()), arrays, **options(entry, case))
-        advantages, returns = result if isinstance(result, tuple) else (result, result)
-    if call.then or params["name"] == "reinforce_baseline":
-        advantages = kljax.masked_whiten(advantages, mask, ddof=0, eps=0.0)
+        if call.arguments.get("num_groups") == 1:
+            arrays["group_ids"], more["num_groups"] = jnp.zeros(len(mask), int), 1
+        assert "--reward.clip_range" in entry.part
+        baselined = run(dataclasses.replace(call, then=()), arrays, **more)
+        if jnp.any(jnp.abs(baselined) > high):  # the part that the call leaves out, between its first two steps
+            first = call.then[0]
+            clipped = {**arrays, "rewards": jnp.clip(baselined, low, high)}
+            call = dataclasses.replace(call, function=first.function, arguments=first.arguments, then=call.then[1:])
+            arrays = clipped
+    result = run(call, arrays, **more)
+    advantages = result[0] if isinstance(result, tuple) else result
+    returns = _before_whitening(call, arrays, more)
     case.assert_matches(advantages, jnp.where(mask, case.result("advantages"), 0))
     case.assert_matches(returns, jnp.where(mask, case.result("returns"), 0))
+
+
+def _before_whitening(call: Call, arrays: dict[str, Any], more: dict[str, Any]) -> jax.Array:
+    """The returns: what the call computes before its whitening."""
+    steps = tuple(step for step in call.then if step.function != "masked_whiten")
+    result = run(dataclasses.replace(call, then=steps), arrays, **more)
+    return result[1] if isinstance(result, tuple) else result
 
 
 @exercise(("trl", "advantages"))
@@ -172,10 +185,8 @@ def trl_rloo(entry: Entry, case: Case) -> None:
 @exercise(("trinity", "StepWiseGRPOAdvantageFn"))
 def step_wise(entry: Entry, case: Case) -> None:
     # Trajectories of two steps; the last one has the reward, and the advantage is given to both.
-    call, mask, runs = call_of(entry), case.given("mask"), case.given("run_ids")
-    last = jnp.arange(len(mask)) % 2 == 1
-    arrays = {"rewards": case.given("rewards"), "group_ids": case.given("prompt_ids")}
-    at_last = run(dataclasses.replace(call, then=()), arrays, num_groups=2, valid=last)
-    (to_steps,) = call.then
-    steps = run(to_steps, {"advantages": at_last, "group_ids": runs}, num_groups=3, **options(entry, case))
+    mask = case.given("mask")
+    arrays = {"rewards": case.given("rewards"), "group_ids": case.given("prompt_ids"), "num_groups": 2}
+    arrays |= {"run_ids": case.given("run_ids"), "num_runs": 3, "valid": jnp.arange(len(mask)) % 2 == 1}
+    steps = systems.get(entry.key)(arrays, **options(entry, case))
     case.assert_matches(kljax.broadcast_to_tokens(steps, mask), case.result("advantages"))

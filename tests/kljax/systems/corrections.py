@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import kljax
 from kljax.systems import Entry
-from kljax.systems._run import run
+from kljax.systems._call import run
 from tests.goldens import epsilon
 from tests.goldens.cases import Case
 from tests.kljax.systems.exercises import call_of, exercise, options

@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from kljax.systems._entry import Call, Entry, call, recorded
+from kljax.systems._call import Call
+from kljax.systems._entry import Entry, call, recorded
 
 # Each entry is a paragraph: its name and call, its meaning, then the details; the formatter would make it a column.
 # fmt: off
@@ -103,32 +104,33 @@ ENTRIES = (
         gradient="V - R, 0 where the clipped error is larger", defaults="0.5", note="Trinity trains its critic with it",
         goldens=recorded("compute_value_loss")),
     # Distillation. x = log pi - log teacher at a sampled token.
-    distillation("kl", call("distillation_rewards", estimator="k1", value_clip=10.0),
+    distillation("kl+use_policy_gradient", call("distillation_rewards", estimator="k1", value_clip=10.0),
         "x: -estimate as the advantage of the policy loss vanilla, each token charged with its own alone",
         sources=LOSS_CLAMP, clamps=ESTIMATE_CLAMP, gradient=POLICY_GRADIENT, defaults=POLICY_GRADIENT_DEFAULTS,
         reason=SEE_KL_PENALTY),
-    distillation("k1", call("distillation_rewards", estimator="k1", value_clip=10.0),
+    distillation("k1+use_policy_gradient", call("distillation_rewards", estimator="k1", value_clip=10.0),
         "x: -estimate as the advantage of the policy loss vanilla, each token charged with its own alone",
         sources=LOSS_CLAMP, clamps=ESTIMATE_CLAMP, gradient=POLICY_GRADIENT, defaults=POLICY_GRADIENT_DEFAULTS,
         note="the docs recommend k1 for it, the default is k3",
         goldens=recorded("distillation_loss", loss_mode="k1", use_policy_gradient=True)),
-    distillation("abs", call("distillation_rewards", estimator="abs", value_clip=10.0),
+    distillation("abs+use_policy_gradient", call("distillation_rewards", estimator="abs", value_clip=10.0),
         "|x|: -estimate as the advantage of the policy loss vanilla, each token charged with its own alone",
         sources=LOSS_CLAMP, clamps=ESTIMATE_CLAMP, gradient=POLICY_GRADIENT, defaults=POLICY_GRADIENT_DEFAULTS,
         reason=SEE_KL_PENALTY),
-    distillation("mse", call("distillation_rewards", estimator="k2", value_clip=10.0),
+    distillation("mse+use_policy_gradient", call("distillation_rewards", estimator="k2", value_clip=10.0),
         "x^2 / 2: -estimate as the advantage of the policy loss vanilla, each token charged with its own alone",
         sources=LOSS_CLAMP, clamps=ESTIMATE_CLAMP, gradient=POLICY_GRADIENT, defaults=POLICY_GRADIENT_DEFAULTS,
         reason=SEE_KL_PENALTY),
-    distillation("k2", call("distillation_rewards", estimator="k2", value_clip=10.0),
+    distillation("k2+use_policy_gradient", call("distillation_rewards", estimator="k2", value_clip=10.0),
         "x^2 / 2: -estimate as the advantage of the policy loss vanilla, each token charged with its own alone",
         sources=LOSS_CLAMP, clamps=ESTIMATE_CLAMP, gradient=POLICY_GRADIENT, defaults=POLICY_GRADIENT_DEFAULTS,
         reason=SEE_KL_PENALTY),
-    distillation("low_var_kl", call("distillation_rewards", estimator="low_var_kl", value_clip=10.0),
+    distillation("low_var_kl+use_policy_gradient",
+        call("distillation_rewards", estimator="low_var_kl", value_clip=10.0),
         "exp(-x) - 1 + x, clamped twice: -estimate as the advantage of the policy loss vanilla, each token charged "
         "with its own alone", sources=LOSS_CLAMP, clamps=ESTIMATE_CLAMP, gradient=POLICY_GRADIENT,
         defaults=POLICY_GRADIENT_DEFAULTS, reason=SEE_KL_PENALTY),
-    distillation("k3", call("distillation_rewards", estimator="low_var_kl", value_clip=10.0),
+    distillation("k3+use_policy_gradient", call("distillation_rewards", estimator="low_var_kl", value_clip=10.0),
         "exp(-x) - 1 + x, clamped twice: -estimate as the advantage of the policy loss vanilla, each token charged "
         "with its own alone", sources=LOSS_CLAMP, clamps=ESTIMATE_CLAMP, gradient=POLICY_GRADIENT,
         defaults="the default; use_policy_gradient true, loss_max_clamp 10",

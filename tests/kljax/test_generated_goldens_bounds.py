@@ -1,0 +1,97 @@
+"""Numbers that a clamp of verl decides, and those of its defaults: calls of `kljax.systems` as they stand."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kljax
+from tests.goldens import cases, compare
+from tests.goldens.cases import GENERATED
+from tests.goldens.plan import REACHES_BOUND, RELEASE_DEFAULTS
+
+LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo")
+ROW_MEAN, TOKEN_MEAN = compare.VERL["seq-mean-token-mean"], compare.VERL["token-mean"]
+# The argument of each row that the cases of its bound reach.
+CLAMP = {"gspo": "max_log_ratio", **dict.fromkeys(("vanilla", "dppo_tv", "dppo_kl", "sapo"), "log_ratio_clip")}
+
+
+def arrays_of(case: cases.Case) -> dict[str, jax.Array]:
+    names = ("log_probs", "old_log_probs", "advantages", "mask")
+    return dict(zip(names, compare.policy(case), strict=True))
+
+
+@cases.parametrize(
+    *(("verl", f"compute_policy_loss_{name}") for name in (*LOSSES, "geo_mean", "cispo")),
+    file=GENERATED,
+    notes=(RELEASE_DEFAULTS,),
+)
+def test_defaults_of_the_release(case: cases.Case) -> None:
+    # Nothing is overridden: every number of the call is the table's.
+    name, arrays = case.params["name"], arrays_of(case)
+    loss, mask = kljax.systems.get(f"verl/{name}"), arrays["mask"]
+
+    def per_token(log_probs: jax.Array) -> jax.Array:
+        return loss({**arrays, "log_probs": log_probs})
+
+    if name == "geo_mean":  # verl's epsilon in the mean of a row's advantages too
+        lengths = mask.sum(-1, keepdims=True).astype(jnp.float64)
+        case.assert_value_and_grad(
+            lambda lp: compare.reduced(per_token(lp) * lengths / (lengths + 1e-8), mask, compare.ROW_MEAN), "log_probs"
+        )
+        return
+    compare.assert_loss(case, per_token, ROW_MEAN if name == "sapo" else TOKEN_MEAN)
+
+
+@cases.parametrize(
+    *(("verl", f"compute_policy_loss_{name}") for name in LOSSES), file=GENERATED, notes=(REACHES_BOUND,)
+)
+def test_clamps_of_the_policy_losses(case: cases.Case) -> None:
+    name, arrays = case.params["name"], arrays_of(case)
+    far = case.params.get("clip_ratio_c")
+    options = {"vanilla": {"dual_clip": far}, "dppo_tv": {"max_ratio": far}, "dppo_kl": {"max_ratio": far}}
+    loss, mask, arguments = kljax.systems.get(f"verl/{name}"), arrays["mask"], options.get(name, {})
+
+    def per_token(log_probs: jax.Array, **changed: float | None) -> jax.Array:
+        return loss({**arrays, "log_probs": log_probs}, **arguments, **changed)
+
+    compare.assert_loss(case, per_token, ROW_MEAN if name == "sapo" else TOKEN_MEAN)
+    # Without the clamp it is another number: the case does reach it. SAPO's gate is 1 long before.
+    unclamped = per_token(arrays["log_probs"], **{CLAMP[name]: None})
+    if name != "sapo":
+        assert jnp.abs(unclamped - per_token(arrays["log_probs"])).max() > 1
+    if name != "gspo":
+        clamp = loss.arguments["log_ratio_clip"]
+        kl = kljax.ppo_kl(arrays["log_probs"], arrays["old_log_probs"], mask, log_ratio_clip=clamp)
+        case.assert_matches(compare.mean(kl, mask), case.result("metric_ppo_kl"))
+
+
+@cases.parametrize(("verl", "compute_rollout_correction_weights"), file=GENERATED, notes=(REACHES_BOUND,))
+def test_clamps_of_the_importance_weights(case: cases.Case) -> None:
+    arrays = {"sampling_log_probs": case.given("rollout_log_probs")}
+    arrays |= {name: case.given(name) for name in ("log_probs", "mask")}
+    weights = kljax.systems.get(f"verl/rollout_is={case.params['rollout_is']}")
+    result = weights(arrays, upper=case.params["rollout_is_threshold"])
+    case.assert_matches(result, case.result("weights"))
+    assert result.max() == pytest.approx(jnp.exp(20.0))
+
+
+@cases.parametrize(("verl", "compute_offpolicy_metrics"), file=GENERATED, notes=(REACHES_BOUND,))
+def test_clamps_of_the_chi_squared_metrics(case: cases.Case) -> None:
+    arrays = {"sampling_log_probs": case.given("rollout_log_probs")}
+    arrays |= {name: case.given(name) for name in ("log_probs", "mask")}
+    number = arrays["mask"].sum().astype(jnp.float64)
+    token = kljax.systems.get("verl/rollout_corr/chi2_token")(arrays).value()
+    case.assert_matches((token + 1) * number / (number + 1e-8) - 1, case.result("chi2_token"))
+    sequence = kljax.systems.get("verl/rollout_corr/chi2_seq")
+    case.assert_matches(sequence(arrays).value(), case.result("chi2_seq"))
+    assert sequence(arrays, log_ratio_clip=None).value() > 1.01 * sequence(arrays).value()
+
+
+def test_the_cap_of_gspo_ends_its_gradient() -> None:
+    # Beyond exp(10) verl's value stays and its gradient is 0, for a row whose advantage is negative.
+    loss = kljax.systems.get("verl/gspo")
+    arrays = {"old_log_probs": jnp.full((1, 2), -13.0), "advantages": -jnp.ones((1, 2)), "mask": jnp.ones((1, 2), bool)}
+    value, gradient = jax.value_and_grad(lambda lp: loss({**arrays, "log_probs": lp}).sum())(jnp.full((1, 2), -1.0))
+    chex.assert_trees_all_close(value, 2 * jnp.exp(10.0), rtol=1e-5)
+    chex.assert_trees_all_equal(gradient, jnp.zeros((1, 2)))
