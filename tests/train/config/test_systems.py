@@ -88,6 +88,8 @@ def test_what_is_saved_is_the_meaning() -> None:
         "coef": 0.1,
         "estimator": "k3",
         "direction": "reverse",
+        "aggregation": None,
+        "empty_rows": "drop",
         "gradient": "value",
         "importance_corrected": False,
         "max_ratio": None,

@@ -1,4 +1,4 @@
-"""`python -m tests.train.presets [PRESET ...] [--write]`: proves presets, and writes the table of docs/presets.md."""
+"""`python -m tests.train.presets.table [PRESET ...] [--write]`: proves presets; writes the table of docs/presets.md."""
 
 import argparse
 import sys
@@ -29,7 +29,7 @@ def rows(names: list[str]) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table, and writes it into the page if asked."""
-    parser = argparse.ArgumentParser(prog="python -m tests.train.presets", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.train.presets.table", description=__doc__)
     parser.add_argument("presets", nargs="*", metavar="PRESET")
     parser.add_argument("--write", action="store_true", help="write the table into docs/presets.md; all presets")
     options = parser.parse_args(arguments)
