@@ -1,4 +1,4 @@
-"""Numbers that a clamp of verl decides, and those of its defaults: calls of `kljax.systems` as they stand."""
+"""Numbers that a clamp of verl decides, and defaults of verl and Trinity: calls of `kljax.systems` as they stand."""
 
 import chex
 import jax
@@ -41,6 +41,24 @@ def test_defaults_of_the_release(case: cases.Case) -> None:
         )
         return
     compare.assert_loss(case, per_token, ROW_MEAN if name == "sapo" else TOKEN_MEAN)
+
+
+TRINITY = {"PPOPolicy": "ppo", "CISPOPolicy": "cispo", "SAPOPolicy": "sapo", "TOPRPolicy": "topr"}
+TRINITY |= {"OPMDPolicy": "opmd", "sPPOPolicy": "sppo", "GSPO": "gspo"}
+
+
+@cases.parametrize(
+    *(("trinity", f"{name}LossFn") for name in TRINITY),
+    file=GENERATED,
+    notes=(RELEASE_DEFAULTS,),
+)
+def test_default_args_of_trinity(case: cases.Case) -> None:
+    names = ("log_probs", "old_log_probs", "advantages", "mask")
+    arrays = {name: case.given(name) for name in names if name in case.inputs}
+    name = TRINITY[case.function.removesuffix("LossFn")]
+    loss = kljax.systems.get(f"trinity/{name}", kind="policy_loss")
+    reduction = compare.TRINITY[case.params["loss_agg_mode"]]
+    compare.assert_loss(case, lambda lp: loss({**arrays, "log_probs": lp}), reduction)
 
 
 @cases.parametrize(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.goldens.plan import BOTH, Plan, grid
+from tests.goldens.plan import BOTH, RELEASE_DEFAULTS, Plan, grid
 
 # Where the registry's names lead: module and class.
 LOSS_CLASSES = {
@@ -145,6 +145,10 @@ ON_ADVANTAGES = [
     for name, choices in ADVANTAGES.items()
     for params in choices
 ]
+DEFAULTS = [
+    Plan(f"{name}LossFn", {"loss_agg_mode": "token-mean"}, ("base",), note=RELEASE_DEFAULTS)
+    for name in ("PPOPolicy", "CISPOPolicy", "SAPOPolicy", "TOPRPolicy", "OPMDPolicy", "sPPOPolicy", "GSPO")
+]
 LEFT_OUT = {
     "grpo with rank_penalty": "centres rewards by the mean of the penalised ones, but does not penalise the rewards",
     "grpo with std_threshold": "drops experiences, which is the caller's choice of rows",
@@ -152,4 +156,4 @@ LEFT_OUT = {
     "jsd with chunk_size": "the same numbers in pieces",
     "rec with weight gspo_importance_sampling, other clip_mode": "fails: UnboundLocalError",
 }
-PLANS = (*ON_TWO, *FAR, *ON_ADVANTAGES)
+PLANS = (*ON_TWO, *FAR, *ON_ADVANTAGES, *DEFAULTS)

@@ -51,9 +51,12 @@ def arguments(params: Params) -> dict[str, Any]:
 
 
 def instance(package: str, path: str, params: Params) -> Any:
-    """An instance of `module.Class` of a package."""
+    """An instance of `module.Class` of a package; without options of its own, that of the release's `default_args`."""
     module, class_name = path.split(".")
-    return getattr(release.load(f"trinity.algorithm.{package}.{module}"), class_name)(**arguments(params))
+    kind = getattr(release.load(f"trinity.algorithm.{package}.{module}"), class_name)
+    options = arguments(params)
+    defaults = kind.default_args() if set(options) <= {"loss_agg_mode"} and package == "policy_loss_fn" else {}
+    return kind(**{**defaults, **options})
 
 
 def some(metrics: Mapping[str, float]) -> Outputs:
