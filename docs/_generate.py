@@ -18,6 +18,8 @@ import numpy as np
 import kljax
 from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
+from train.config import help as train_help
+from train.config.messages import show
 
 NAMESPACES = ("systems", "audit")
 
@@ -226,6 +228,45 @@ def _entry(name: str) -> str:
     return f".. {'autofunction' if callable(thing) else 'autodata'}:: kljax.{name}\n"
 
 
+def algorithms(section: str) -> str:
+    """The algorithms that a section of a config can choose: name, function, fields with their defaults."""
+    lines = ["| name | function | fields |", "|---|---|---|"]
+    for entry in train_help.algorithms(section):
+        names = {known.path.rpartition(".")[2]: known for known in entry.fields}
+        fields = ", ".join(
+            _code(name if known.required else f"{name}: {show(known.default)}") for name, known in names.items()
+        )
+        ours = entry.function.startswith("kljax.")
+        function = f"{{py:func}}`{entry.function}`" if ours else _code(entry.function)
+        lines.append(f"| `{entry.name}` | {function}: {_escaped(entry.doc)} | {fields} |")
+    return "\n".join(lines)
+
+
+def left_out(section: str) -> str:
+    """The functions of the library that a section has no name for, and why."""
+    lines = ["| function | why |", "|---|---|"]
+    for name, reason in train_help.LEFT_OUT[section].items():
+        lines.append(f"| {{py:func}}`kljax.{name}` | {_escaped(reason)} |")
+    return "\n".join(lines)
+
+
+def arrays(section: str) -> str:
+    """The arrays that a function of the user may read."""
+    return ", ".join(_code(name) for name in train_help.ARRAYS[section]) + "."
+
+
 GENERATORS: dict[str, Callable[..., str]] = {
-    function.__name__: function for function in (api, summary, float32, versions, system, names, counts)
+    function.__name__: function
+    for function in (
+        api,
+        summary,
+        float32,
+        versions,
+        system,
+        names,
+        counts,
+        algorithms,
+        left_out,
+        arrays,
+    )
 }

@@ -5,28 +5,18 @@ import sys
 from collections.abc import Sequence
 
 from train.config.explain import explain
-from train.config.fields import known_fields
-from train.config.messages import show
+from train.config.help import algorithm_help, field_help
 from train.run.console import ShowVersion, load_config, run_command
 
 EXAMPLES = """\
 examples:
   python -m train configs/quickstart.yaml
   python -m train configs/quickstart.yaml name=weaker kl.loss.coef=1e-3 seed=1
+  python -m train configs/quickstart.yaml 'loss={type: cispo, clip_high: 4.0}' advantage=rloo
   python -m train configs/quickstart.yaml lora.rank=8 'reference={source: step, step: 0}'
   python -m train configs/quickstart.yaml preset=trl/grpo --explain
   python -m train configs/quickstart.yaml --resume
 """
-
-
-def field_help() -> str:
-    """Lists every field: name, default, meaning, allowed values."""
-    lines = ["fields (key: default):"]
-    for path, known in known_fields().items():
-        if not known.section:
-            default = "required" if known.required else show(known.default)
-            lines += [f"  {path}: {default}", f"      {known.doc} Expected: {known.expected}."]
-    return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="python -m train",
         description="Train a policy with KL regularisation by a YAML config.",
-        epilog=f"{EXAMPLES}\n{field_help()}".replace("%", "%%"),
+        epilog=f"{EXAMPLES}\n{field_help()}\n\n{algorithm_help()}".replace("%", "%%"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

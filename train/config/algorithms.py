@@ -87,8 +87,8 @@ OPTIMIZERS: Mapping[str, str] = {
 """Optimizers."""
 DEFAULTS: Mapping[tuple[str, str], Any] = {("adamw", "b2"): 0.95, ("adamw", "weight_decay"): 0.0}
 """Defaults that differ from those of the function, by name and parameter."""
-SET_BY_TRAINER = ("num_groups", "learning_rate", "init_value", "schedule")
-"""Parameters that the trainer sets, from other fields; arrays are supplied by name as well."""
+SET_BY_TRAINER = ("num_groups", "learning_rate", "init_value", "schedule", "decay_offset")
+"""Parameters that the trainer sets, from other fields, or leaves at 0; arrays are supplied by name as well."""
 NOT_POLICY_LOSSES: Mapping[str, str] = {
     "append_tail": "a part of distillation from the logits of a teacher",
     "distillation_loss": "kl.loss with a teacher as the reference, and loss.type none",

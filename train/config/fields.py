@@ -42,7 +42,9 @@ def known_fields() -> Mapping[str, Known]:
     for known in list(table.values()):
         if known.tag is not None and not known.entries:
             path, default = f"{known.path}.{known.tag}", known.default
-            table[path] = replace(table[path], required=False, default=getattr(default, known.tag, table[path].default))
+            table[path] = replace(
+                table[path], required=False, default=getattr(default, known.tag, table[path].choices[0])
+            )
     return table
 
 

@@ -121,7 +121,6 @@ RANGES: Mapping[str, Any] = {
     "consistent_rms": Positive,
     "ddof": DegreesOfFreedom,
     "decay": Decay,
-    "decay_offset": CountOrZero,
     "decay_rate": Positive,
     "decay_steps": Count,
     "dual_clip": AboveOne,
@@ -187,6 +186,8 @@ RANGES_OF: Mapping[tuple[str, str], Any] = {
     ("rejection_mask", "lower"): NonNegative,
     ("rejection_mask", "upper"): NonNegative,
     ("muon", "beta"): Decay,
+    ("opmd_loss", "tau"): NonNegative,
+    ("iw_opd_advantages", "gamma"): NonNegative,
 }
 """Exceptions from `RANGES`, by function and parameter."""
 

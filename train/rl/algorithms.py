@@ -106,7 +106,7 @@ def policy_loss(
         for name, field in LOSS_ARRAYS.items()
         if name not in computed
     }
-    return call_by_name(signature, config.loss, arrays)
+    return call_by_name(signature, config.loss, arrays, num_groups=config.rollout.prompts_per_step)
 
 
 def _field(batch: Batch, name: str) -> Array:

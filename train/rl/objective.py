@@ -150,6 +150,9 @@ def make_preparation(config: Config) -> Preparation:
                 estimator=section.advantage.estimator,
             )
             metrics["kl_advantage"] = kljax.WeightedSum(mean_kl, jnp.ones_like(mean_kl))
+            if "advantage" in plan.moving:
+                coef = states["advantage"].coef
+                metrics["kl_advantage_coef"] = kljax.WeightedSum(coef, jnp.ones_like(coef))
             steer("advantage", mean_kl)
         return dataclasses.replace(batch, advantages=advantages, returns=returns), following, metrics
 

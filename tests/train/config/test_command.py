@@ -11,6 +11,7 @@ import pytest
 import kljax
 from train.__main__ import main
 from train.config.errors import UserError
+from train.config.help import FAMILIES
 
 ROOT = Path(__file__).parents[3]
 
@@ -143,6 +144,20 @@ def test_help_lists_the_fields(capsys):
     assert "  kl.loss.estimator: 'k3'\n" in text
     assert "  steps: required\n" in text
     assert "--resume" in text
+
+
+def test_help_lists_every_algorithm_with_its_fields(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    fields, _, listed = text.partition("\nalgorithms (")
+    assert "  loss.type: 'ppo'\n" in fields
+    assert "  kl.loss.controller.schedule.type: 'linear'\n" in fields
+    assert "loss.clip_high" not in fields  # it has a default of its own in every loss
+    for table in FAMILIES.values():
+        for name, target in table.items():
+            assert f"\n  {name}: {target.replace(':', '.')}. " in listed
+    assert "\n      clip_high: 4.0. The upper bound of the weight is `1 + clip_high`, at least 0. Exp" in listed
 
 
 @pytest.mark.parametrize("command", ["train", "train.eval", "train.export"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from train.config.algorithms import SET_BY_TRAINER
 from train.config.checks.problem import Problem, problem
 from train.config.correction import UserCorrection
 from train.config.loss import UserAdvantage, UserLoss
@@ -31,14 +32,15 @@ def _user_function(
     except LookupError as error:
         yield problem(f"got {target!r}, but {error.args[0]}", f"{section}.function")
         return
-    options = {p.name for p in signature.parameters if array_name(p) not in available}
+    options = {p.name for p in signature.parameters if array_name(p) not in available} - {*SET_BY_TRAINER}
     for name in arguments:
         if name not in options:
             expected = f"expected some of {', '.join(sorted(options))}" if options else "it takes no arguments"
             hint = did_you_mean(name, options)
             yield problem(f"{target} has no argument {name!r}, {expected}{hint}", f"{section}.arguments")
     for parameter in signature.parameters:
-        if not parameter.required or parameter.name in arguments or array_name(parameter) in available:
+        known = parameter.name in arguments or parameter.name in SET_BY_TRAINER or array_name(parameter) in available
+        if known or not parameter.required:
             continue
         if parameter.keyword or parameter.type is not None:
             text = f"{target} needs the argument {parameter.name!r}; set {section}.arguments={{{parameter.name}: ...}}"

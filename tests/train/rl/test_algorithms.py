@@ -1,0 +1,218 @@
+"""The functions that a config selects: what they are given, what they measure, and how coefficients and rates move."""
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kljax
+from tests import tiny
+from train.config.algorithms import ADVANTAGES, LOSSES, OPTIMIZERS
+from train.config.plan import Plan
+from train.rl.algorithms import (
+    clip_metric,
+    estimate_advantages,
+    learning_rate,
+    make_controllers,
+    make_optimizer,
+    policy_loss,
+)
+from train.rl.batch import Batch
+from train.rl.objective import coefficients, make_control, make_preparation
+
+LOG_PROBS = np.random.default_rng(3).uniform(-3, -0.1, (tiny.ROWS, tiny.LENGTH)).astype(np.float32)
+REQUIRED = {"dro": ["loss.coef=0.5"]}
+KEY = jax.random.key(7)
+
+
+def batch_of() -> Batch:
+    return dataclasses.replace(tiny.full_batch(LOG_PROBS), sum_squared_probs=jnp.full(LOG_PROBS.shape, 0.3))
+
+
+def stats_of() -> kljax.TokenStats:
+    return SimpleNamespace(log_prob=jnp.asarray(LOG_PROBS), entropy=jnp.ones(LOG_PROBS.shape))
+
+
+def loss_of(config, batch: Batch) -> jax.Array:
+    return policy_loss(config, Plan.of(config).loss, stats_of(), batch, KEY)
+
+
+def assert_same(ours: Callable[[], Any], expected: Callable[[], Any]) -> None:
+    """Compares two computations in one program."""
+    chex.assert_trees_all_equal(*jax.jit(lambda: (ours(), expected()))())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_policy_loss_gets_the_arrays_that_it_names(name: str) -> None:
+    config, batch = tiny.config_of(f"loss={name}", *REQUIRED.get(name, [])), batch_of()
+    function = getattr(kljax, LOSSES[name].rpartition(":")[2])
+    arrays = {
+        "gpg": (LOG_PROBS, batch.advantages, batch.completion_mask),
+        "reinforce": (LOG_PROBS, batch.advantages, batch.completion_mask),
+        "opmd": (LOG_PROBS, batch.advantages, batch.completion_mask),
+        "cross_entropy": (LOG_PROBS, batch.completion_mask),
+        "clip_cov": (LOG_PROBS, batch.old_log_probs, batch.advantages, batch.completion_mask, KEY),
+    }.get(name, (LOG_PROBS, batch.old_log_probs, batch.advantages, batch.completion_mask))
+    options = {"coef": 0.5} if name == "dro" else {}
+    assert_same(lambda: loss_of(config, batch), lambda: function(*arrays, **options))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_estimator_gets_the_arrays_that_it_names(name: str) -> None:
+    config = tiny.config_of(f"advantage={name}", *(["loss.value_coef=0.5"] if name == "gae" else []))
+    batch = batch_of()
+    mask, groups = batch.completion_mask, batch.group_ids
+    token_rewards = jnp.where(mask, batch.advantages, 0)
+
+    def rows() -> jax.Array:
+        return kljax.masked_sum(token_rewards, mask, axis=-1)
+
+    function, count = getattr(kljax, ADVANTAGES[name].rpartition(":")[2]), {"num_groups": 4}
+    expected = {
+        "gae": lambda: function(token_rewards, batch.values, mask)[0],
+        "reinforce_plus_plus": lambda: function(token_rewards, mask),
+        "opo": lambda: kljax.broadcast_to_tokens(function(rows(), groups, mask, **count), mask),
+        "otb": lambda: function(token_rewards, batch.old_log_probs, batch.sum_squared_probs, mask, groups, **count)[0],
+        "iw_opd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
+        "jsd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
+    }.get(name, lambda: kljax.broadcast_to_tokens(function(rows(), groups, **count), mask))
+    signature = Plan.of(config).advantage
+    assert_same(lambda: estimate_advantages(config, signature, token_rewards, batch)[0], expected)
+    returns = jax.eval_shape(lambda: estimate_advantages(config, signature, token_rewards, batch)[1])
+    assert (returns is not None) == (name == "gae")
+
+
+def test_functions_of_the_user_are_called_by_the_names_of_their_parameters(tmp_path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import jax.numpy as jnp\n"
+        "def loss(mask, log_probs, rollout_log_probs, *, power: float, entropies):\n"
+        "    return jnp.where(mask, power * (log_probs - rollout_log_probs) - entropies, 0)\n"
+        "def estimate(rewards, token_rewards, *, num_groups, scale: float = 3.0):\n"
+        "    return scale * rewards + num_groups + 0 * token_rewards.sum(-1)\n"
+    )
+    own = f"{{type: '{path}:loss', power: 2}}", f"{{type: '{path}:estimate'}}"
+    config, batch = tiny.config_of(f"loss={own[0]}", f"advantage={own[1]}"), batch_of()
+    expected = np.where(batch.completion_mask, 2 * (LOG_PROBS - batch.rollout_log_probs) - 1, 0)
+    np.testing.assert_allclose(jax.jit(lambda: loss_of(config, batch))(), expected, rtol=1e-6)
+    plan = Plan.of(config)
+    assert (plan.rollout_log_probs, plan.entropies, plan.advantage) == (True, True, None)
+    config = tiny.config_of(f"advantage={own[1]}")
+    token_rewards = jnp.where(batch.completion_mask, batch.advantages, 0)
+    signature, mask = Plan.of(config).advantage, batch.completion_mask
+    advantages = jax.jit(lambda: estimate_advantages(config, signature, token_rewards, batch)[0])()
+    rows = 3 * np.asarray(token_rewards).sum(-1) + 4
+    np.testing.assert_allclose(advantages, np.where(mask, rows[:, None], 0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "level"),
+    [
+        ("ppo", "token"),
+        ("{type: ppo, level: sequence}", "sequence"),
+        ("{type: ppo, level: average}", None),
+        ("{type: cispo, clip_low: 0.2, clip_high: 0.2}", "token"),
+        ("trl/cispo", None),
+        ("{type: gspo, clip_low: 0.2, clip_high: 0.2}", "geometric"),
+        ("clip_cov", "token"),
+        ("gmpo", None),
+        ("dppo", None),
+        ("rec", None),
+        ("sapo", None),
+        ("reinforce", None),
+    ],
+)
+def test_the_clip_fraction_is_that_of_the_ratio_that_is_clipped(loss: str, level: str | None) -> None:
+    config, batch = tiny.config_of(f"loss={loss}"), batch_of()
+    signature = Plan.of(config).loss
+    if level is None:
+        assert clip_metric(config, signature, stats_of(), batch) == {}
+        return
+    arrays = (LOG_PROBS, batch.old_log_probs, batch.advantages, batch.completion_mask)
+    assert_same(
+        lambda: clip_metric(config, signature, stats_of(), batch)["clip_fraction"],
+        lambda: kljax.clip_fraction(*arrays, level=level),
+    )
+
+
+PI = "{type: pi, target: 0.1, kp: 0.2, ki: 0.1}"
+
+
+def test_a_controller_steers_the_kl_of_its_placement() -> None:
+    options = [f"kl.{name}={{coef: 0.3, controller: {PI}}}" for name in ("reward", "loss", "advantage")]
+    config, batch = tiny.config_of(*options), batch_of()
+    controllers = make_controllers(config)
+    assert list(controllers) == ["reward", "loss", "advantage"]
+    states = {name: controller.init() for name, controller in controllers.items()}
+    _, after, metrics = jax.jit(make_preparation(config))(batch, states)
+    for name in ("reward", "advantage"):
+        error = np.clip(float(metrics[f"kl_{name}"].value()) / 0.1 - 1, -1, 1)
+        np.testing.assert_allclose(after[name].coef, max(0.3 + 0.3 * error, 0), rtol=1e-5)
+        assert abs(error) > 0.01
+    assert float(metrics["kl_advantage_coef"].value()) == np.float32(0.3)
+    assert float(after["loss"].coef) == np.float32(0.3), "the loss is measured in the updates"
+    kl = kljax.WeightedSum(jnp.float32(3.0), jnp.float32(10.0))
+    after = jax.jit(make_control(config))(after, kl, batch.completion_mask)
+    np.testing.assert_allclose(after["loss"].coef, 0.3 + 0.2 * 1 + 0.1 * 1, rtol=1e-6)
+    assert coefficients(config, after)["kl_loss"] is after["loss"].coef
+    assert float(coefficients(config)["kl_loss"]) == np.float32(0.3)
+
+
+def test_a_scheduled_coefficient_follows_its_schedule() -> None:
+    schedule = "{type: linear, end_value: 0.5, transition_steps: 4}"
+    config = tiny.config_of(f"kl.loss={{controller: {{type: scheduled, schedule: {schedule}}}}}")
+    (controller,) = make_controllers(config).values()
+    state, coefs = controller.init(), []
+    for _ in range(6):
+        coefs.append(float(state.coef))
+        state = controller.update(state, 1.0, 8)
+    np.testing.assert_allclose(coefs, [0, 0.125, 0.25, 0.375, 0.5, 0.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
+        ("{type: linear, decay_steps: 4, end: 0.0}", [0.5, 1, 0.75, 0.5, 0.25, 0, 0]),
+        ("{type: cosine, decay_steps: 2, end: 0.2}", [0.5, 1, 0.6, 0.2, 0.2, 0.2, 0.2]),
+        ("{type: wsd, stable_steps: 2, decay_steps: 2, end: 0.1}", [0.5, 1, 1, 1, 0.55, 0.1, 0.1]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(schedule: str, expected: list[float]) -> None:
+    config = tiny.config_of("optim.learning_rate=1.0", "optim.warmup_steps=1", f"optim.schedule={schedule}")
+    rate = learning_rate(config.optim)
+    np.testing.assert_allclose([float(rate(count)) for count in range(7)], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_is_that_of_optax_behind_the_clip_of_the_norm(name: str) -> None:
+    section = tiny.config_of(f"optim.optimizer={name}", "optim.learning_rate=0.1", "optim.max_grad_norm=0.5").optim
+    weights = {"layers": jnp.ones((2, 3, 4)), "norm": jnp.ones((2, 3)), "embedding": jnp.ones((5, 3))}
+    rng = np.random.default_rng(0)
+    gradient = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), weights)
+    options = section.optimizer.options()
+    matrices = {"layers": optax.contrib.MuonDimensionNumbers(1, 2), "norm": None, "embedding": None}
+    named = {"muon": lambda rate, **more: optax.contrib.muon(rate, muon_weight_dimension_numbers=matrices, **more)}
+    plain = named.get(name, getattr(optax, name, None))(0.1, **options)
+
+    @jax.jit
+    def both() -> tuple:
+        optimizer = make_optimizer(section)
+        clipped, _ = optax.clip_by_global_norm(0.5).update(gradient, optax.EmptyState())
+        ours, _ = optimizer.update(gradient, optimizer.init(weights), weights)
+        return ours, plain.update(clipped, plain.init(weights), weights)[0]
+
+    change, expected = both()
+    for leaf in weights:
+        np.testing.assert_allclose(change[leaf], expected[leaf], rtol=1e-6, err_msg=leaf)
+    if name == "muon":  # orthogonal layer by layer; Adam's steps elsewhere are of one size
+        sizes = np.linalg.svd(change["layers"], compute_uv=False)
+        assert sizes.min() > 0.5 * sizes.max()
+        assert np.ptp(np.abs(change["norm"])) < 1e-3

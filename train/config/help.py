@@ -1,0 +1,91 @@
+"""The fields and the algorithms of a config as text, for `--help` and for the documentation."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from train.config.algorithms import (
+    ADVANTAGES,
+    CONTROLLERS,
+    KL_SCHEDULES,
+    LOSSES,
+    NOT_ESTIMATORS,
+    NOT_POLICY_LOSSES,
+    OPTIMIZERS,
+)
+from train.config.fields import Known, known_fields, variant_fields
+from train.config.messages import show
+from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS
+from train.config.signatures import read_signature
+
+FAMILIES: Mapping[str, Mapping[str, str]] = {
+    "loss": LOSSES,
+    "advantage": ADVANTAGES,
+    "kl.loss.controller": CONTROLLERS,
+    "kl.loss.controller.schedule": KL_SCHEDULES,
+    "optim.optimizer": OPTIMIZERS,
+}
+"""The sections that choose an algorithm, with the table of their functions; `kl.reward`, `kl.advantage` have it too."""
+LEFT_OUT: Mapping[str, Mapping[str, str]] = {"loss": NOT_POLICY_LOSSES, "advantage": NOT_ESTIMATORS}
+"""Functions of the library that a section has no name for, and why."""
+ARRAYS: Mapping[str, tuple[str, ...]] = {"loss": (*LOSS_ARRAYS,), "advantage": (*ADVANTAGE_ARRAYS,)}
+"""The arrays that a function of the user may read."""
+ALIASES = tuple(f"kl.{name}.controller" for name in ("reward", "advantage"))
+"""Sections with the same choices as one of the families."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One algorithm: its name, its function, the first line of the function's docstring, the fields of its own."""
+
+    name: str
+    function: str
+    doc: str
+    fields: tuple[Known, ...]
+
+
+def algorithms(section: str) -> Iterator[Entry]:
+    """Yields the algorithms of a section of `FAMILIES`, in the order of its table."""
+    fields = variant_fields()
+    for name, target in FAMILIES[section].items():
+        start = f"{section}."
+        own = [
+            known
+            for (path, variant), known in fields.items()
+            if variant == name and path.startswith(start) and "." not in path.removeprefix(start) and _is_own(path)
+        ]
+        yield Entry(name, target.replace(":", "."), read_signature(target).doc, tuple(own))
+
+
+def field_help() -> str:
+    """Lists every field that does not depend on an algorithm: name, default, meaning, allowed values."""
+    lines = ["fields (key: default):"]
+    for path, known in known_fields().items():
+        if not known.section and not _is_own(path):
+            default = "required" if known.required else show(known.default)
+            lines += [f"  {path}: {default}", f"      {known.doc} Expected: {known.expected}."]
+    return "\n".join(lines)
+
+
+def algorithm_help() -> str:
+    """Lists every algorithm with its fields."""
+    lines = ["algorithms (section={type: name, field: value}; a name alone has the defaults):"]
+    for section in FAMILIES:
+        also = f", {', '.join(ALIASES)}" if section == "kl.loss.controller" else ""
+        lines += ["", f"{section}{also}:"]
+        for entry in algorithms(section):
+            lines.append(f"  {entry.name}: {entry.function}. {entry.doc}")
+            for known in entry.fields:
+                default = "required" if known.required else show(known.default)
+                name = known.path.rpartition(".")[2]
+                lines.append(f"      {name}: {default}. {known.doc} Expected: {known.expected}.")
+    return "\n".join(lines)
+
+
+def _is_own(path: str) -> bool:
+    """Whether a field belongs to some algorithms of a family, or to a section with the choices of one."""
+    section, _, name = path.rpartition(".")
+    if section in ALIASES or any(section.startswith(f"{alias}.") for alias in ALIASES):
+        return name != "type" or section not in ALIASES
+    if section not in FAMILIES or name == "type":
+        return False
+    return set(known_fields()[path].variants) != set(known_fields()[f"{section}.type"].variants)
