@@ -25,13 +25,13 @@ NAMESPACES = ("systems", "audit")
 
 
 def fill(text: str) -> str:
-    """The text of a page with each `<!-- KIND ARGUMENTS -->` replaced by what it names."""
+    """The text of a page with each `<!-- KIND ARGUMENTS -->` replaced by what it names; a colon makes a comment."""
 
     def replace(match: re.Match[str]) -> str:
         kind, *arguments = match.group(1).split()
         return GENERATORS[kind](*arguments)
 
-    return re.sub(r"^<!-- (.+) -->$", replace, text, flags=re.MULTILINE)
+    return re.sub(r"^<!-- ([^:\n]+) -->$", replace, text, flags=re.MULTILINE)
 
 
 def topics() -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ from train.config.algorithms import (
     NOT_POLICY_LOSSES,
     OPTIMIZERS,
 )
+from train.config.correction import CORRECTIONS
 from train.config.fields import Known, known_fields, variant_fields
 from train.config.messages import show
 from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS
@@ -20,6 +21,7 @@ from train.config.signatures import read_signature
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "loss": LOSSES,
     "advantage": ADVANTAGES,
+    "correction": CORRECTIONS,
     "kl.loss.controller": CONTROLLERS,
     "kl.loss.controller.schedule": KL_SCHEDULES,
     "optim.optimizer": OPTIMIZERS,
