@@ -44,30 +44,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
     Not computed: the reference if no term needs it; its log-probs if only the exact KL is used, which reads its hidden
     states; the policy if a batch gets one update, whose log-probs are the old ones, and nothing reads them before.
     """
-    layout, plan = Layout.of(config), Plan.of(config)
-
-    def stats_of(
-        scored: Reference,
-        part: Batch,
-        hidden: jax.Array | None,
-        reference: kljax.ReferenceStates | None = None,
-        *,
-        sum_squared_probs: bool = False,
-    ) -> tuple[kljax.TokenStats, jax.Array]:
-        return token_stats(
-            scored.model,
-            scored.policy,
-            part.tokens,
-            part.token_mask,
-            temperature=config.temperature,
-            mask=part.completion_mask,
-            sum_squared_probs=sum_squared_probs,
-            reference=reference,
-            tile=objectives.tile(config),
-            layout=layout,
-            hidden=hidden,
-            kept_ids=part.kept_ids,
-        )
+    layout, plan, stats_of = Layout.of(config), Plan.of(config), _make_stats(config)
 
     def score(trainable: dict[str, Tree], base: Tree, reference: Reference | None, batch: Batch) -> Batch:
         policy = Reference(model, policy_of(trainable, base))
@@ -105,6 +82,36 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
         return map_micro_batches(score_rows, batch, _score_parts(config), group=layout.group)
 
     return jax.jit(traced_once(score), out_shardings=batch_sharding(mesh))
+
+
+def _make_stats(config: Config) -> Callable[..., tuple[kljax.TokenStats, jax.Array]]:
+    """Makes the function that scores rows with a policy; it returns the statistics and the hidden states."""
+    layout, tile = Layout.of(config), objectives.tile(config)
+
+    def stats_of(
+        scored: Reference,
+        part: Batch,
+        hidden: jax.Array | None,
+        reference: kljax.ReferenceStates | None = None,
+        *,
+        sum_squared_probs: bool = False,
+    ) -> tuple[kljax.TokenStats, jax.Array]:
+        return token_stats(
+            scored.model,
+            scored.policy,
+            part.tokens,
+            part.token_mask,
+            temperature=config.temperature,
+            mask=part.completion_mask,
+            sum_squared_probs=sum_squared_probs,
+            reference=reference,
+            tile=tile,
+            layout=layout,
+            hidden=hidden,
+            kept_ids=part.kept_ids,
+        )
+
+    return stats_of
 
 
 def _one_pass(mesh: Mesh, policy: Reference, reference: Reference | None) -> bool:
