@@ -5,7 +5,7 @@ import pytest
 
 from tests.integration.command import TINY, records, state_arrays
 
-STEPS = 5
+STEPS = 6
 TOLERANCE = 2e-6  # relative, float32
 RECIPE = (
     "configs/quickstart.yaml",
@@ -17,11 +17,11 @@ RECIPE = (
     "rollout.samples_per_prompt=4",
     # Returns of one sign: the loss of a group estimator is a sum of terms of both signs that cancel to almost 0, and a
     # relative error of that says nothing.
-    "advantage.type=reinforce_plus_plus",
+    "advantage={type: reinforce_plus_plus}",
     # AdamW divides a gradient by its own size: one that is zero up to rounding becomes a step of full size, in a
     # direction that rounding decides. An eps above the rounding of these gradients (1e-8 to 1e-7) keeps this out of the
     # comparison; at the default of 1e-8 the losses of some meshes agree to no better than 1.9e-6.
-    "optim={learning_rate: 1e-3, eps: 1e-5, updates_per_batch: 2, micro_batches: 2}",
+    "optim={learning_rate: 1e-3, optimizer: {type: adamw, eps: 1e-5}, updates_per_batch: 2, micro_batches: 2}",
 )
 MESHES = ((2, 2, 2), *(pytest.param(mesh, marks=pytest.mark.thorough) for mesh in ((8, 1, 1), (1, 4, 2))))
 
@@ -68,7 +68,7 @@ def test_a_mesh_changes_nothing(shared, one_device, mesh):
 
 
 def test_the_comparison_is_of_a_policy_that_learns(one_device):
-    """Five steps move every leaf by far more than the tolerance, on rewards that are not all the same."""
+    """The steps move every leaf by far more than the tolerance, on rewards that are not all the same."""
     before, after = (state_arrays(one_device, step) for step in (0, STEPS))
     moved = {name: relative(after[name], before[name]) for name in before if name.startswith("trainable.")}
     assert min(moved.values()) > 1000 * TOLERANCE
