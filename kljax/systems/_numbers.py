@@ -97,7 +97,7 @@ def _reduction(call: Call) -> list[Point]:
 
 def _advantage(call: Call) -> list[Point]:
     whole_batch = call.arguments.get("num_groups") == 1
-    ids = jnp.array(GROUPS) * (not whole_batch)
+    ids = jnp.array([0] * len(GROUPS) if whole_batch else GROUPS)
     mask = jnp.tril(jnp.ones((len(REWARDS),) * 2, bool))
     arrays = {"rewards": jnp.array(REWARDS), "group_ids": ids, "mask": mask, "kl": jnp.zeros(mask.shape)}
     coef = {"coef": 0.0} if "kl" in call.required else {}

@@ -29,7 +29,7 @@ def config_of(*overrides: str) -> Config:
 
 def state_of(part: str, value: float, dtype=jnp.float32) -> TrainState:
     trainable = {part: {"w": jnp.full(3, value, dtype)}, "value_head": {"kernel": jnp.ones(2)}}
-    state = initial_state(trainable, optax.identity(), kljax.fixed_kl(0.0), replicated(tiny.mesh_of()))
+    state = initial_state(trainable, optax.identity(), {}, replicated(tiny.mesh_of()))
     return jax.device_put(state, replicated(tiny.mesh_of()))
 
 
