@@ -29,7 +29,7 @@ LONG = "How many apples are in the basket if somebody asks about them at great l
 
 
 def test_every_config_is_run_here_or_in_the_smoke_run():
-    assert {f"configs/{path.name}" for path in (ROOT / "configs").iterdir()} == {
+    assert {f"configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")} == {
         *(f"configs/{name}.yaml" for name in PRETRAINED),
         *(recipe[0] for recipe, _ in RECIPES),
         "configs/gsm8k.yaml",

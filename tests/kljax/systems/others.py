@@ -174,7 +174,9 @@ def _art_kl_policy_ref(entry: Entry, case: Case) -> None:
 def _verl_clip_fraction(entry: Entry, case: Case) -> None:
     log_probs, old, advantages, mask = compare.policy(case)
     arrays = {"log_probs": log_probs, "old_log_probs": old, "advantages": advantages, "mask": mask}
-    metric = run(call_of(entry), arrays, **options(entry, case))
+    # The case that reaches the clip at 20 has a dual clip above it.
+    dual_clip = {"dual_clip": case.params["clip_ratio_c"]} if "dual_clip" in entry.call.arguments else {}
+    metric = run(call_of(entry), arrays, **{**options(entry, case), **dual_clip})
     case.assert_matches(compare.mean(metric, mask), case.result(f"metric_{entry.name.rpartition('/')[2]}"))
 
 
