@@ -175,7 +175,10 @@ def _verl_clip_fraction(entry: Entry, case: Case) -> None:
     log_probs, old, advantages, mask = compare.policy(case)
     arrays = {"log_probs": log_probs, "old_log_probs": old, "advantages": advantages, "mask": mask}
     # The case that reaches the clip at 20 has a dual clip above it.
-    dual_clip = {"dual_clip": case.params["clip_ratio_c"]} if "dual_clip" in entry.call.arguments else {}
+    arguments = entry.call.arguments
+    dual_clip = (
+        {"dual_clip": case.params.get("clip_ratio_c", arguments["dual_clip"])} if "dual_clip" in arguments else {}
+    )
     metric = run(call_of(entry), arrays, **{**options(entry, case), **dual_clip})
     case.assert_matches(compare.mean(metric, mask), case.result(f"metric_{entry.name.rpartition('/')[2]}"))
 
