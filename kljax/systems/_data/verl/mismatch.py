@@ -172,6 +172,7 @@ ENTRIES = (
     statistic("actor/pg_clipfrac_lower", call("dual_clip_fraction", dual_clip=3.0),
         "share of the tokens that the dual clip bounds", option="a metric of vanilla",
         sources={"dual_clip": "actor.clip_ratio_c"}, divisors="n + 1e-8", defaults="3.0",
+        clamps="d to [-20, 20], seen only with a dual clip above exp(20)",
         goldens=recorded("compute_policy_loss_vanilla")),
     statistic("critic/vf_clipfrac", call("value_clip_fraction", clip=0.5),
         "share of the values whose clip is active", option="a metric of compute_value_loss",
