@@ -14,9 +14,13 @@ def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
     choices = list(allowed)
     if value in choices:
         return
-    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(choices)}{hint}")
+    raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(choices)}{closest(value, choices)}")
+
+
+def closest(value: object, allowed: Iterable[str]) -> str:
+    """Returns the end of a message, "; did you mean 'x'?", with the allowed name nearest to `value`, or nothing."""
+    close = difflib.get_close_matches(str(value), list(allowed), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_same_shape(**arrays: ArrayLike | None) -> tuple[int, ...]:

@@ -1,17 +1,17 @@
 """Opens a dump: named arrays and a JSON header, from `.npz` or safetensors, without pickle and without loading it."""
 
 import dataclasses
-import difflib
 import json
 import math
 import pathlib
 import struct
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from kljax._checks import closest
 from kljax.parity.fields import FIELDS, FORMAT, HEADER, METRIC, field_of
 
 MAX_HEADER = 100_000_000
@@ -92,7 +92,7 @@ class Dump:
             raise DumpError(f"header.kljax_parity: got {version!r}, expected {FORMAT}, the version of the schema")
         for key in self.header:
             if key not in HEADER:
-                raise DumpError(f"header.{key}: no such key; expected {', '.join(HEADER)}{_hint(key, HEADER)}")
+                raise DumpError(f"header.{key}: no such key; expected {', '.join(HEADER)}{closest(key, HEADER)}")
 
     def _check_shapes(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -100,7 +100,7 @@ class Dump:
         for name, array in self._stored.items():
             if name not in FIELDS and not name.startswith(METRIC):
                 known = (*FIELDS, f"{METRIC}NAME")
-                raise DumpError(f"{name}: no such field; expected {', '.join(known)}{_hint(name, FIELDS)}")
+                raise DumpError(f"{name}: no such field; expected {', '.join(known)}{closest(name, FIELDS)}")
             field = field_of(name)
             axes = "B" if field.per_row and len(array.shape) == 1 else field.axes
             if len(array.shape) != len(axes):
@@ -244,8 +244,3 @@ def _parse_header(text: str) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise DumpError(f"header: got {type(header).__name__}, expected a JSON object")
     return header
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
