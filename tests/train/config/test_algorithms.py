@@ -5,6 +5,7 @@ import importlib
 import pytest
 
 import kljax
+from tests.train.config.built import build, problems
 from train.config import algorithms
 from train.config.algorithms import (
     ADVANTAGES,
@@ -22,18 +23,6 @@ from train.config.plan import Plan
 from train.config.signatures import read_signature
 from train.config.types import RANGES, RANGES_OF
 from train.config.yaml_text import parse_yaml
-
-
-def build(*overrides: str):
-    raw = {"steps": 5}
-    assert apply_overrides(raw, overrides) == []
-    return parse(raw)
-
-
-def problems(*overrides: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        build(*overrides)
-    return tuple(caught.value.problems)
 
 
 @pytest.mark.parametrize(

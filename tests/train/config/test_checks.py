@@ -5,22 +5,9 @@ from typing import get_args
 import pytest
 import yaml
 
-from train.config.errors import ConfigError
-from train.config.load import apply_overrides, dump_yaml, parse
+from tests.train.config.built import build, problems
+from train.config.load import dump_yaml, parse
 from train.config.plan import Plan
-
-
-def build(*overrides):
-    raw = {"steps": 5}
-    assert apply_overrides(raw, overrides) == []
-    return parse(raw)
-
-
-def problems(*overrides):
-    with pytest.raises(ConfigError) as caught:
-        build(*overrides)
-    return caught.value.problems
-
 
 K1 = ("kl.loss.coef=0.1", "kl.loss.estimator=k1", "kl.loss.gradient=value")
 GAE = ("advantage.type=gae", "loss.value_coef=0.5")

@@ -3,9 +3,9 @@
 import pytest
 
 import kljax
+from tests.train.config.built import build, problems
 from train.config.algorithms import CORRECTIONS
 from train.config.correction import CORRECTION_VARIANTS
-from train.config.errors import ConfigError
 from train.config.fields import known_fields
 from train.config.load import apply_overrides, dump_yaml, parse
 from train.config.plan import Plan
@@ -17,18 +17,6 @@ FILE = "rollout.source={type: file, path: tests}"
 WEIGHTS = "correction=[{type: truncated_importance_weights}]"
 REQUIRED = {"divergence_mask": {"max_divergence": 0.1}, "off_policy_sequence_mask": {"max_kl": 0.1}}
 BOUNDED = {"rejection_mask": {"upper": 2.0}, "kl_rejection_mask": {"upper": 2.0}}
-
-
-def build(*overrides: str):
-    raw = {"steps": 5}
-    assert apply_overrides(raw, overrides) == []
-    return parse(raw)
-
-
-def problems(*overrides: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        build(*overrides)
-    return tuple(caught.value.problems)
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)

@@ -5,8 +5,9 @@ import json
 import pytest
 import yaml
 
-from train.config.errors import ConfigError, UserError
-from train.config.load import apply_overrides, dump_yaml, parse
+from tests.train.config.built import build, problems
+from train.config.errors import UserError
+from train.config.load import dump_yaml, parse
 from train.data.tokenizers import ByteTokenizer
 from train.weights.model import make_model
 
@@ -22,18 +23,6 @@ FOLDER = {
 }
 
 
-def build(*overrides, **raw):
-    raw = {"steps": 5, **raw}
-    assert apply_overrides(raw, overrides) == []
-    return parse(raw)[0]
-
-
-def problems(*overrides):
-    with pytest.raises(ConfigError) as caught:
-        build(*overrides)
-    return list(caught.value.problems)
-
-
 @pytest.fixture
 def folder(tmp_path):
     """A folder with nothing but its `config.json`."""
@@ -46,11 +35,11 @@ def folder(tmp_path):
 
 
 def test_tiny_replaces_the_section_and_brings_no_warm_start():
-    config = build("model=tiny", model={"path": "/nowhere"})
+    config, _ = build("model=tiny", model={"path": "/nowhere"})
     assert config.model.path is None
     assert config.warm_start.steps == 0
-    assert build("model=tiny", "model.dtype=bfloat16").warm_start.steps == 0
-    assert build("model=tiny", "warm_start.steps=7").warm_start.steps == 7
+    assert build("model=tiny", "model.dtype=bfloat16")[0].warm_start.steps == 0
+    assert build("model=tiny", "warm_start.steps=7")[0].warm_start.steps == 7
     model = make_model(config, ByteTokenizer())
     assert (model.config.qk_norm, model.config.layers, model.config.vocab_size) == (True, 2, 264)
     assert model.config.rope.theta == 1e6
@@ -58,7 +47,7 @@ def test_tiny_replaces_the_section_and_brings_no_warm_start():
 
 
 def test_a_folder_decides_the_shape(folder):
-    config = build(f"model.path={folder()}", "model.dtype=bfloat16", "lora={rank: 2}", "model.attention=xla")
+    config, _ = build(f"model.path={folder()}", "model.dtype=bfloat16", "lora={rank: 2}", "model.attention=xla")
     assert config.warm_start.steps == 0
     assert set(config.model.model_dump()) == {"path", "dtype", "param_dtype", "quantization", "attention", "remat"}
     assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
@@ -88,14 +77,14 @@ def test_a_folder_decides_the_shape(folder):
 )
 def test_a_folder_that_does_not_fit_is_named(folder, change, overrides, message):
     overrides = (*overrides, "rollout.prompts_per_step=3") if "mesh.fsdp=3" in overrides else overrides
-    config = build(f"model.path={folder(**change)}", *overrides)
+    config, _ = build(f"model.path={folder(**change)}", *overrides)
     with pytest.raises(UserError, match=message):
         make_model(config, ByteTokenizer())
 
 
 def test_a_missing_folder_is_named():
     with pytest.raises(UserError, match=r"model\.path /nowhere"):
-        make_model(build("model.path=/nowhere"), ByteTokenizer())
+        make_model(build("model.path=/nowhere")[0], ByteTokenizer())
 
 
 def test_sizes_that_the_mesh_does_not_divide_are_named():
@@ -110,7 +99,7 @@ def test_trained_weights_are_not_held_in_bfloat16():
     assert problem.startswith("model.param_dtype: got bfloat16, but the weights are trained")
     (problem,) = problems("model.param_dtype=bfloat16", "lora={}")
     assert "warm_start.steps = 300 trains the weights" in problem
-    assert build("model=tiny", "model.param_dtype=bfloat16", "lora={}").model.param_dtype == "bfloat16"
+    assert build("model=tiny", "model.param_dtype=bfloat16", "lora={}")[0].model.param_dtype == "bfloat16"
 
 
 def test_an_unknown_preset_lists_those_there_are():
@@ -125,12 +114,12 @@ def test_only_a_base_under_an_adapter_is_quantised(folder):
         "model.quantization: got int8, but there is no lora section, so the weights are trained, and int8 "
         "weights cannot be; set it to null, or add a lora section"
     )
-    config = build("model.quantization=int8", "lora={}")
+    config, _ = build("model.quantization=int8", "lora={}")
     assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
     assert make_model(config, ByteTokenizer()).config.quantization == "int8"
-    config = build(f"model.path={folder()}", "model.quantization=int8", "lora={}")
+    config, _ = build(f"model.path={folder()}", "model.quantization=int8", "lora={}")
     assert make_model(config, ByteTokenizer()).config.quantization == "int8"
-    assert make_model(build("lora={}"), ByteTokenizer()).config.quantization is None
+    assert make_model(build("lora={}")[0], ByteTokenizer()).config.quantization is None
 
 
 def test_nf4_is_refused_with_the_reason():
