@@ -1,6 +1,6 @@
 """The needs of a config, derived once from its coefficients and the signatures of the functions that it chooses."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -139,7 +139,7 @@ def array_name(parameter: Parameter) -> str:
     return "token_rewards" if per_token else parameter.name
 
 
-def arrays_of(signature: Signature, available: Mapping[str, str]) -> dict[str, str]:
+def arrays_of(signature: Signature, available: Container[str]) -> dict[str, str]:
     """Lists the arrays that a function reads, by parameter; keyword arrays that are not available are left out."""
     return {
         parameter.name: array_name(parameter)

@@ -61,13 +61,9 @@ def call_by_name(signature: Signature, section: Algorithm, arrays: Supply, **oth
       arrays: array by name, made when it is needed.
       others: arguments that the trainer sets; those that the function does not have are dropped.
     """
-    supplied = {name: arrays[array]() for name, array in arrays_of(signature, _available(arrays)).items()}
+    supplied = {name: arrays[array]() for name, array in arrays_of(signature, arrays).items()}
     fixed = {name: value for name, value in others.items() if name in signature}
     return load_function(signature.target)(**supplied, **fixed, **section.options())
-
-
-def _available(arrays: Supply) -> dict[str, str]:
-    return dict.fromkeys(arrays, "")
 
 
 def estimate_advantages(config: Config, signature: Signature, token_rewards: Array, batch: Batch) -> Advantages:
@@ -133,7 +129,7 @@ def make_controllers(config: Config) -> dict[str, kljax.Controller]:
 
 def _controller(term: Any) -> kljax.Controller:
     section = term.controller
-    function = getattr(kljax, tables.CONTROLLERS[section.type].rpartition(":")[2])
+    function = load_function(tables.CONTROLLERS[section.type])
     if not isinstance(section, ScheduledController):
         return function(term.coef, **section.options())
     schedule = load_function(tables.KL_SCHEDULES[section.schedule.type])

@@ -17,7 +17,7 @@ from train.config.schema import Config
 from train.config.signatures import Signature
 from train.rl import algorithms
 from train.rl.batch import Batch, required
-from train.rl.metrics import Metric, Metrics
+from train.rl.metrics import Metrics, single
 
 Array = jax.Array
 
@@ -45,7 +45,7 @@ def correct(config: Config, batch: Batch) -> tuple[Batch, Metrics]:
     rejects = any(signature.returns != "Float" for signature, _ in entries)
     weights = corrected.weights
     metrics |= {
-        "correction_sample_size": _mean(kljax.effective_sample_size(weights, mask)),
+        "correction_sample_size": single(kljax.effective_sample_size(weights, mask)),
         "correction_clipped": kljax.masked_fraction(_within_bounds(config, batch), mask),
         "correction_rejected": kljax.masked_fraction(corrected.kept, mask),
     }
@@ -114,7 +114,3 @@ def _weight_bounds(config: Config) -> Iterator[tuple[Any, float | None, float | 
         options = entry.options()
         if signature.returns == "Float" and "level" in options:
             yield options["level"], options.get("lower"), options.get("upper", options.get("max_weight"))
-
-
-def _mean(value: Array) -> Metric:
-    return kljax.WeightedSum(value, jnp.ones_like(value))

@@ -3,6 +3,9 @@
 from typing import Any, Protocol, Self
 
 import jax
+import jax.numpy as jnp
+
+import kljax
 
 
 class Metric(Protocol):
@@ -19,6 +22,11 @@ class Metric(Protocol):
 
 
 Metrics = dict[str, Metric]
+
+
+def single(value: jax.Array) -> kljax.WeightedSum:
+    """Returns a number as a metric; merged with others it is their mean."""
+    return kljax.WeightedSum(value, jnp.ones_like(value))
 
 
 def to_host(metrics: Metrics) -> dict[str, float]:

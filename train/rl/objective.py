@@ -22,7 +22,7 @@ from train.rl import algorithms
 from train.rl.batch import Batch, required
 from train.rl.correction import correct, loss_mask
 from train.rl.layout import Layout
-from train.rl.metrics import Metrics
+from train.rl.metrics import Metrics, single
 from train.rl.policy import token_stats, token_values
 from train.rl.state import policy_of
 
@@ -52,7 +52,7 @@ class LossMetrics(NamedTuple):
 
     def of_update(self) -> Metrics:
         """Returns the metrics of a whole update, whose parts have been summed."""
-        parts = {name: kljax.WeightedSum(value, jnp.ones_like(value)) for name, value in self.parts.items()}
+        parts = {name: single(value) for name, value in self.parts.items()}
         return {**parts, **self.tokens}
 
 
@@ -132,7 +132,7 @@ def make_preparation(config: Config) -> Preparation:
             coef = states["reward"].coef
             token_rewards, kl = _kl_shaped(config, batch, coef)
             metrics["kl_reward"] = kljax.WeightedSum.of(kl, mask)
-            metrics["kl_coef"] = kljax.WeightedSum(coef, jnp.ones_like(coef))
+            metrics["kl_coef"] = single(coef)
             steer("reward", metrics["kl_reward"].value())
         if plan.advantage is None:
             return batch, following, metrics
@@ -149,10 +149,10 @@ def make_preparation(config: Config) -> Preparation:
                 coef=states["advantage"].coef,
                 estimator=section.advantage.estimator,
             )
-            metrics["kl_advantage"] = kljax.WeightedSum(mean_kl, jnp.ones_like(mean_kl))
+            metrics["kl_advantage"] = single(mean_kl)
             if "advantage" in plan.moving:
                 coef = states["advantage"].coef
-                metrics["kl_advantage_coef"] = kljax.WeightedSum(coef, jnp.ones_like(coef))
+                metrics["kl_advantage_coef"] = single(coef)
             steer("advantage", mean_kl)
         return dataclasses.replace(batch, advantages=advantages, returns=returns), following, metrics
 

@@ -21,7 +21,7 @@ from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.batch import Batch, map_micro_batches, micro_batches, row_count, take_rows
 from train.rl.layout import Layout
-from train.rl.metrics import Metrics
+from train.rl.metrics import Metrics, single
 from train.rl.policy import paired_hidden_states, token_stats, token_values
 from train.rl.reference import Reference, reference_head, restore_shared_base
 from train.rl.state import TrainState, policy_of
@@ -171,7 +171,7 @@ def make_update(
         zeros = jax.tree.map(jnp.zeros_like, state.trainable)
         grads, found = jax.lax.scan(accumulate, zeros, parts)
         norm = optax.tree.norm(grads)
-        metrics = found.reduce().of_update() | {"grad_norm": kljax.WeightedSum(norm, jnp.ones_like(norm))}
+        metrics = found.reduce().of_update() | {"grad_norm": single(norm)}
         changes, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
         trainable = optax.apply_updates(state.trainable, changes)
         return dataclasses.replace(state, trainable=trainable, opt_state=opt_state), metrics

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import kljax
 from train.config.plan import Plan
 from train.references import current_reference, make_follow, with_abstract_reference
 from train.rl.batch import require
 from train.rl.keys import purpose_key
-from train.rl.metrics import to_host
+from train.rl.metrics import single, to_host
 from train.rl.objective import coefficients
 from train.rl.reference import FrozenWeights, drop_shared_base, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
@@ -79,7 +78,7 @@ def rl_step(
         totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
     if programs.control is not None:
         coef = controllers["loss"].coef
-        totals["kl_loss_coef"] = kljax.WeightedSum(coef, jnp.ones_like(coef))
+        totals["kl_loss_coef"] = single(coef)
         controllers = programs.control(controllers, totals["kl_loss_per_token"], batch.completion_mask)
     state = dataclasses.replace(state, step=state.step + 1, controllers=controllers, past=past)
     if programs.follow is not None:
