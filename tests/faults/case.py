@@ -1,0 +1,97 @@
+"""One fault that a run, a command or a reader is put through, and what came of it."""
+
+import contextlib
+import dataclasses
+import io
+import pathlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+
+from train.config.errors import UserError
+
+OUTCOMES = {
+    "refused": "a clear message that names what is wrong, and nothing lost",
+    "repaired": "noticed, said, and what is left is used: the run goes on",
+    "identical": "not needed, or put right: the results are those without the fault",
+    "silent": "other results without a word",
+    "traceback": "an error that is not meant for users",
+}
+BAD = ("silent", "traceback")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault of one area.
+
+    Attributes:
+      area: the row of the table that it counts in.
+      name: what is done.
+      run: does it, in an empty directory of its own, and returns one of `OUTCOMES`.
+      harmless: why another outcome than "refused" or "repaired" is right, if it is.
+    """
+
+    area: str
+    name: str
+    run: Callable[[pathlib.Path], str]
+    harmless: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A command that has ended.
+
+    Attributes:
+      code: the exit code; 1 with a traceback.
+      text: what it printed, on both streams.
+    """
+
+    code: int
+    text: str
+
+    @property
+    def traceback(self) -> bool:
+        """Whether an error came out that is not meant for users."""
+        return "Traceback (most recent call last)" in self.text
+
+
+def run_command(main: Callable[[Sequence[str]], int | None], *arguments: str) -> Finished:
+    """Runs the `main()` of a command in this process, as the interpreter would: what it raises is its end."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            code = main(list(arguments)) or 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                output.write(end.code)
+        except BaseException:
+            traceback.print_exc(file=output)
+            code = 1
+    return Finished(code, output.getvalue())
+
+
+def refused(finished: Finished, *words: str) -> str:
+    """Returns "refused" if a command ended with code 2 and a message with all the words, and no traceback."""
+    if finished.traceback:
+        return "traceback"
+    clear = finished.code == 2 and all(word in finished.text for word in words)
+    return "refused" if clear else "silent"
+
+
+def raised(call: Callable[[], object], *words: str, error: type[Exception] = UserError) -> str:
+    """Returns "refused" if a call raises the error with all the words in its message."""
+    try:
+        call()
+    except error as caught:
+        return "refused" if all(word in str(caught) for word in words) else "silent"
+    except Exception:
+        return "traceback"
+    return "silent"
+
+
+def count(faults: Sequence[Fault], directory: pathlib.Path) -> Iterator[tuple[Fault, str]]:
+    """Runs the faults one after the other and yields what came of each."""
+    for number, fault in enumerate(faults):
+        place = directory / f"fault-{number}"
+        place.mkdir()
+        yield fault, fault.run(place)
