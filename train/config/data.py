@@ -12,6 +12,7 @@ from train.config.types import (
     NumberCount,
     Operand,
     Operations,
+    PathText,
     Positive,
     Section,
     Table,
@@ -47,9 +48,9 @@ def task_lengths(task: Any, data: Mapping[str, Any]) -> dict[str, int]:
 
 
 class Data(Section):
-    train: Text | None = None
+    train: PathText | None = None
     """gsm8k, math, jsonl: training set: JSON lines, or datasets:NAME:CONFIG:SPLIT."""
-    eval: Text | None = None
+    eval: PathText | None = None
     """gsm8k, math, jsonl: held-out set, in the same form."""
     max_prompt_length: Count = 7
     """Prompt length in tokens; longer prompts are counted and left out. The default depends on the task."""
@@ -59,7 +60,7 @@ class Data(Section):
     """Format prompts by the chat template of model.path; null: if it has one."""
     system: Text | None = None
     """System message of the conversation."""
-    chat_template: Text | None = None
+    chat_template: PathText | None = None
     """Jinja file in place of the chat template of model.path."""
     template_arguments: TemplateArguments = Table()
     """Variables of the chat template, such as {enable_thinking: false}."""
@@ -71,7 +72,7 @@ class Data(Section):
     """jsonl: field of the answer, which is optional."""
     solution_field: Text = "solution"
     """jsonl: field of the solution that the warm start trains on, optional without a warm start."""
-    reward: Text | None = None
+    reward: PathText | None = None
     """jsonl: the reward function, as module:function or path/to/file.py:function."""
     problems: Count = 10_000
     """countdown: number of training problems."""

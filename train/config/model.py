@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from train.config.types import Count, EvenCount, LoraTargets, Positive, Section, Text
+from train.config.types import Count, EvenCount, LoraTargets, PathText, Positive, Section
 
 DType = Literal["float32", "bfloat16"]
 Quantization = Annotated[
@@ -32,7 +32,7 @@ MODEL_EXPECTED = f"a mapping with path, dtype, layers, width and so on, or one o
 
 
 class Model(Section):
-    path: Text | None = None
+    path: PathText | None = None
     """Hugging Face folder to start from; its config.json sets the shape, so leave the shape fields out."""
     dtype: DType = "float32"
     """Dtype of the decoder's computation; norms, softmax, log-probs and the optimizer use float32."""
@@ -109,5 +109,5 @@ class Lora(Section):
     """Rank-stabilised LoRA: multiply by alpha / sqrt(rank) instead."""
     targets: LoraTargets = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Modules with an adapter."""
-    path: Text | None = None
+    path: PathText | None = None
     """Start from this PEFT folder, with the rank, alpha and targets given here; null: a new adapter."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from train.config.types import Count, CountOrZero, Decay, Section, Text, tag_defaults_to
+from train.config.types import Count, CountOrZero, Decay, PathText, Section, tag_defaults_to
 
 
 class BaseReference(Section):
@@ -26,14 +26,14 @@ class StepReference(Section):
 
 class AdapterReference(Section):
     source: Literal["adapter"]
-    path: Text
+    path: PathText
     """adapter: a PEFT folder or orbax directory; checkpoint: a Hugging Face folder or orbax directory."""
     monitor: bool = False
 
 
 class CheckpointReference(Section):
     source: Literal["checkpoint"]
-    path: Text
+    path: PathText
     monitor: bool = False
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from train.config.types import Count, CountOrZero, Fraction, Positive, Section, Text, tag_defaults_to
+from train.config.types import Count, CountOrZero, Fraction, PathText, Positive, Section, Text, tag_defaults_to
 
 Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+"), "text that starts with http:// or https://"]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -24,7 +24,7 @@ class OpenAISource(Section):
     """openai: the server's name of the base model."""
     sync: Literal["lora", "weights", "none"] | None = None
     """openai: what is sent to the server before each step; null: `lora` if an adapter is trained, else `weights`."""
-    folder: Text | None = None
+    folder: PathText | None = None
     """openai: directory for weights, at the same path on the server; null: a temporary one."""
     api_key_env: Text | None = None
     """openai: environment variable with the server's API key; null: none is sent."""
@@ -38,7 +38,7 @@ class OpenAISource(Section):
 
 class FileSource(Section):
     type: Literal["file"]
-    path: Text
+    path: PathText
     """file: JSON lines or Parquet, one completion per row, or a directory of files, as `rollout.record` writes."""
     shuffle: bool = True
     """file: shuffle the prompts anew in every epoch; false: keep the order of the file."""
@@ -74,5 +74,5 @@ class Rollout(Section):
     """Report the mismatch of trainer and sampler in this many equal ranges of positions; 0: over all of them."""
     policy_lag: CountOrZero = 0
     """Sample with the policy of this many steps ago; the state holds that many copies of the trained weights."""
-    record: Text | None = None
+    record: PathText | None = None
     """Write each rollout batch to a file in this directory, for `source.type=file`."""

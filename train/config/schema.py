@@ -12,7 +12,7 @@ from train.config.model import MODEL_EXPECTED, Lora, Model, without_warm_start
 from train.config.optim import Optim
 from train.config.reference import BaseReference, ReferenceSection
 from train.config.rollout import Rollout
-from train.config.types import Count, CountOrZero, Positive, RunName, Section, Seed, TaskName, Text
+from train.config.types import Count, CountOrZero, PathText, Positive, RunName, Section, Seed, TaskName, Text
 
 
 class Mesh(Section):
@@ -43,7 +43,7 @@ class WarmStart(Section):
     """Rows in a supervised step."""
     learning_rate: Positive = 3e-3
     """Learning rate of the supervised steps."""
-    checkpoint: Text | None = None
+    checkpoint: PathText | None = None
     """Start from this saved base instead of a warm start."""
 
     def trains(self) -> bool:
@@ -78,7 +78,7 @@ class Config(Section):
     """RL steps."""
     preset: Text | None = None
     """Algorithm of another system, as `trl/grpo`; the other fields go before its own. configs/presets has them."""
-    output: Text = "runs"
+    output: PathText = "runs"
     """Directory of all runs."""
     temperature: Positive = 1.0
     """Temperature of the sampler and of every log-prob."""

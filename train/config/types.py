@@ -1,6 +1,7 @@
 """Types of config fields: names to choose from, number ranges, the base class of sections."""
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -52,6 +53,8 @@ EvenCount = Annotated[int, Field(ge=2, le=10**9, multiple_of=2)]
 Operand = Annotated[int, Field(ge=1, le=999)]
 NumberCount = Annotated[int, Field(ge=2, le=6)]
 Text = Annotated[str, Field(min_length=1)]
+# A leading `~` is the home directory.
+PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 RunName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100),

@@ -124,7 +124,11 @@ def test_windows_follow_the_keys_of_the_family():
     assert decoder_config({**qwen, "use_sliding_window": True}).kinds == ("full", "full", "full", "sliding")
     assert decoder_config({**qwen, "use_sliding_window": True, "layer_types": kinds}).kinds[1] == "sliding"
     assert decoder_config(tiny("gemma2")).kinds == ("sliding", "full") * 2
-    config = decoder_config(tiny("gemma3_text", _sliding_window_pattern=2, query_pre_attn_scalar=64))
+    assert decoder_config(tiny("gemma2", sliding_window_pattern=3)).kinds == ("sliding", "full") * 2
+    # transformers never reads the key with the underscore, which it writes beside `layer_types`.
+    assert decoder_config(tiny("gemma3_text", _sliding_window_pattern=2)).kinds == ("sliding",) * 4
+    both = tiny("gemma3_text", sliding_window_pattern=2, _sliding_window_pattern=3, query_pre_attn_scalar=64)
+    config = decoder_config(both)
     assert config.kinds == ("sliding", "full") * 2
     assert config.attention_scale == 1 / 8
     with pytest.raises(ValueError, match="sliding_window: got null, or use_sliding_window is off"):

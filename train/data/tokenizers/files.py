@@ -1,6 +1,6 @@
 """Loading of the tokenizer files of a Hugging Face folder."""
 
-import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,12 @@ from typing import Any
 import tokenizers
 
 from train.config.errors import UserError
+from train.config.json_text import parse_json
 from train.data.tokenizers.chat import ChatTemplate
 from train.data.tokenizers.folder import FolderTokenizer
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -23,12 +25,28 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise UserError(f"model.path: cannot read {path}: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"model.path: {path} holds {type(value).__name__}, expected a JSON object")
     return value
+
+
+def check_folder_exists(folder: Path) -> None:
+    """Raises `UserError` unless `folder` is a directory and no PEFT adapter."""
+    try:
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except OSError as error:
+        raise UserError(f"model.path: cannot open {str(folder)!r}: {error.strerror}") from error
+    if not is_folder:
+        kind = "it is a file" if exists else "there is no such directory"
+        hint = f"; to download it: hf download {folder} --local-dir FOLDER" if HUB_NAME.fullmatch(str(folder)) else ""
+        raise UserError(f"model.path: got {str(folder)!r}, expected a Hugging Face folder, but {kind}{hint}")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise UserError(
+            f"model.path: got {str(folder)!r}, a PEFT adapter; set lora.path to it, and model.path to its base model"
+        )
 
 
 def _special(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -102,6 +120,7 @@ def load_folder(
       UserError: a file is missing or cannot be read, there is no EOS token, or a required template is missing.
     """
     folder = Path(path)
+    check_folder_exists(folder)
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise UserError(

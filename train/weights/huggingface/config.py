@@ -1,11 +1,11 @@
 """Conversion between `config.json` of Hugging Face and `DecoderConfig`. An unknown key is an error."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from train.config.json_text import parse_json
 from train.models.config import DecoderConfig, DType, Kernels, LayerKind, Quantization, Remat, Rope
 from train.models.lora import LoraConfig
 from train.weights.huggingface.families import (
@@ -161,8 +161,8 @@ def _read(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        raw = parse_json(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: got {type(raw).__name__}, expected a mapping")
@@ -231,8 +231,9 @@ def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[LayerKind, ...]
             raise ValueError(f"layer_types: got {named!r}, expected {count} of {', '.join(KINDS)}")
         kinds = [KINDS[name] for name in named]
     elif "sliding_window_pattern" in values:
-        old = "_sliding_window_pattern"
-        pattern = _count(values, "sliding_window_pattern" if values.get(old) is None else old)
+        # As in transformers: Gemma 2 alternates whatever the key says, and `_sliding_window_pattern`, which is written
+        # beside `layer_types`, is never read.
+        pattern = 2 if kind == "gemma2" else _count(values, "sliding_window_pattern")
         kinds = ["sliding" if (layer + 1) % pattern else "full" for layer in range(count)]
     elif "max_window_layers" in values and window is not None:
         kinds = ["sliding" if layer >= first else "full" for layer in range(count)]

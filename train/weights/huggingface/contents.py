@@ -1,7 +1,6 @@
 """The tensors of a Hugging Face folder, and a check of their headers against the decoder."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kljax.trees import first_five
+from train.config.json_text import parse_json
 from train.models.decoder import Decoder
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.names import EMBEDDINGS, HEAD, LeafMapping, find_prefix, full_name, leaf_mappings
@@ -55,14 +55,14 @@ def weight_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         kind = "it is a file" if folder.exists() else "there is no such directory"
         raise FileNotFoundError(f"got {str(folder)!r}, expected a Hugging Face folder, but {kind}")
+    if (folder / SINGLE).is_file():  # transformers reads it even if there is an index
+        return [folder / SINGLE]
     if (folder / INDEX).is_file():
         files = sorted({folder / name for name in _read_index(folder / INDEX).values()})
         missing = [path.name for path in files if not path.is_file()]
         if missing:
             raise FileNotFoundError(f"{folder}: {INDEX} names files that are not there: {_summary(missing)}")
         return files
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
     others = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for path in folder.glob(pattern))
     if others:
         raise FileNotFoundError(
@@ -74,10 +74,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(tensor): str(file) for tensor, file in names.items()}
+        names = parse_json(path.read_bytes())["weight_map"]
+        files = {str(tensor): str(file) for tensor, file in names.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: expected a JSON object with weight_map ({error})") from None
+    outside = sorted({name for name in files.values() if Path(name).is_absolute() or ".." in Path(name).parts})
+    if outside:
+        raise ValueError(f"{path}: weight_map: got {_summary(outside)}, expected files inside the folder")
+    return files
 
 
 def read_contents(folder: str | Path, model: Decoder) -> Contents:

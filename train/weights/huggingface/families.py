@@ -165,7 +165,9 @@ IGNORED: Mapping[str, frozenset[str]] = {
             "tf_legacy_loss",
             "pruned_heads",
             "chunk_size_feed_forward",
+            "attn_implementation",
             "_attn_implementation",
+            "_flash_attn_2_enabled",
             "_attn_implementation_autoset",
             "gradient_checkpointing",
         }

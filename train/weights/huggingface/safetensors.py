@@ -1,7 +1,7 @@
 """The safetensors format: reading of headers and of rows of a tensor, and writing of a file tensor by tensor.
 
-The safetensors library maps the file into memory or reads complete tensors. This module reads a few rows at a time, so
-that the host needs a fraction of the largest tensor.
+The safetensors library checks the header of a file, but it reads complete tensors. This module reads a few rows at a
+time, so that the host needs a fraction of the largest tensor.
 """
 
 import dataclasses
@@ -13,6 +13,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from train.config.json_text import parse_json
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -64,7 +67,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     """Reads the header of a file: its tensors by name.
 
     Raises:
-      ValueError: the file is no safetensors file, or is cut off.
+      ValueError: the file is no safetensors file, is cut off, or tensors overlap or do not cover all of its data.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -72,7 +75,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         if size < 8 or length > min(size - 8, MAX_HEADER):
             raise ValueError(f"{path}: no safetensors file, or a file that is cut off ({size} bytes)")
         try:
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             tensors = {name: _tensor(path, name, entry, 8 + length) for name, entry in entries.items()}
             ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in entries.items()}
@@ -81,7 +84,17 @@ def read_header(path: Path) -> dict[str, Tensor]:
     beyond = sorted(name for name, end in ends.items() if end > size)
     if beyond:
         raise ValueError(f"{path}: cut off: {beyond[0]} ends at byte {ends[beyond[0]]}, the file at {size}")
+    check_format(path)
     return tensors
+
+
+def check_format(path: Path) -> None:
+    """Raises ValueError unless the safetensors library accepts the header: tensors that cover the data, one by one."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a complete safetensors file: {error}") from None
 
 
 def _tensor(path: Path, name: str, entry: Mapping, first: int) -> Tensor:
