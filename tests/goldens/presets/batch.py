@@ -55,6 +55,12 @@ class Recorded:
         """The attended tokens, [B, P + T]: the completion of the empty row is not attended."""
         return np.concatenate([self.prompt_mask, self.mask], axis=1)
 
+    @property
+    def token_rewards(self) -> np.ndarray:
+        """The reward of each row at its last trained token, [B, T]; that of the empty row, 0, at its first."""
+        last = (self.mask.sum(1) - 1).clip(min=0)
+        return np.where(np.arange(self.mask.shape[1]) == last[:, None], self.rewards[:, None], 0.0)
+
 
 def draw_tokens() -> dict[str, np.ndarray]:
     """Draws prompts and completions, and their masks."""

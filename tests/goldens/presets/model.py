@@ -1,12 +1,14 @@
 """The model of the preset recordings: a Qwen 2 of two layers, as transformers makes it, in float64 throughout."""
 
+from collections.abc import Iterable, Iterator
 from unittest import mock
 
 import safetensors.torch
 import torch
 import transformers
 
-from tests.goldens.presets import batch
+from tests.goldens.presets import batch, record
+from tests.goldens.systems import release
 
 
 def config() -> transformers.Qwen2Config:
@@ -66,6 +68,13 @@ def preload() -> dict[str, torch.Tensor]:
     """Reads the stored tensors, float32, which a patched `torch.float32` would misread."""
     _STORED.update(safetensors.torch.load_file(batch.MODEL / "model.safetensors"))
     return _STORED
+
+
+def float64_steps(run: record.Run, algorithms: Iterable[str]) -> Iterator[record.Step]:
+    """The steps of a recorder in float64."""
+    preload()
+    with release.widened():
+        yield from record.each_step(run, algorithms)
 
 
 def completion_log_probs(model: torch.nn.Module, recorded: batch.Recorded, rows: slice = slice(None)) -> torch.Tensor:

@@ -13,7 +13,7 @@ import importlib
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,18 @@ class Step:
     settings: Mapping[str, Any]
     loss: float
     gradients: Mapping[str, np.ndarray]
+
+
+Run = Callable[[str, int, batch.Recorded], Step]
+"""Runs the step of an algorithm with a number of micro-batches on the recorded batch."""
+
+
+def each_step(run: Run, algorithms: Iterable[str]) -> Iterator[Step]:
+    """Yields the step of every algorithm with one and with two micro-batches."""
+    recorded = batch.load()
+    for algorithm in algorithms:
+        for accumulation in (1, 2):
+            yield run(algorithm, accumulation, recorded)
 
 
 def gradients_of(model: Any) -> dict[str, np.ndarray]:

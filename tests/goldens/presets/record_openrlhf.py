@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from tests.goldens.presets import batch, model, record, stubs
-from tests.goldens.systems import release
 
 ABOUT = {"version": "openrlhf 0.11.2", "dtype": "float64"}
 # Arguments of the command line, by their sections.
@@ -195,9 +194,4 @@ def steps(root: pathlib.Path) -> Iterator[record.Step]:
     with stubs.missing_replaced(root):
         import openrlhf.trainer.ppo_utils.experience_maker
         import openrlhf.trainer.ray.ppo_actor  # noqa: F401
-    model.preload()
-    recorded = batch.load()
-    with release.widened():
-        for algorithm in ALGORITHMS:
-            for accumulation in (1, 2):
-                yield run(algorithm, accumulation, recorded)
+    yield from model.float64_steps(run, ALGORITHMS)

@@ -18,7 +18,6 @@ import torch
 import typing_extensions
 
 from tests.goldens.presets import batch, model, record, stubs
-from tests.goldens.systems import release
 
 ABOUT = {"version": "skyrl 0.3.0", "dtype": "float64"}
 # Settings of `trainer.algorithm`.
@@ -70,9 +69,7 @@ def prepared(recorded: batch.Recorded, config: Any, rows: int) -> Any:
     from skyrl.train.trainer import RayPPOTrainer
 
     mask = torch.from_numpy(recorded.mask).long()
-    scores = torch.zeros(mask.shape)
-    last = (recorded.mask.sum(1) - 1).clip(min=0)
-    scores[torch.arange(batch.ROWS), torch.from_numpy(last)] = torch.from_numpy(recorded.rewards)
+    scores = torch.from_numpy(recorded.token_rewards)
     data = TrainingInputBatch(
         {
             "sequences": torch.from_numpy(recorded.tokens),
@@ -140,9 +137,4 @@ def steps(root: pathlib.Path) -> Iterator[record.Step]:
         import skyrl.backends.skyrl_train.workers.worker
         import skyrl.train.trainer  # noqa: F401
     log_probs.FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE = False
-    model.preload()
-    recorded = batch.load()
-    with release.widened():
-        for algorithm in ALGORITHMS:
-            for accumulation in (1, 2):
-                yield run(algorithm, accumulation, recorded)
+    yield from model.float64_steps(run, ALGORITHMS)

@@ -6,17 +6,14 @@ needs what record_verl.py needs; ray and what else is not installed are replaced
 
 import pathlib
 import sys
-import tempfile
 import types
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 
-from tests.goldens.presets import batch, model, record, record_verl, stubs
-from tests.goldens.systems import release
+from tests.goldens.presets import batch, record, record_verl, stubs, verl_engine
 
 ABOUT = {"version": "trinity-rft 0.6.0", "dtype": "float64"}
 KL: dict[str, Any] = {"kl_loss_fn": "k2", "kl_loss_fn_args": {"adaptive": False, "kl_coef": 0.001}}
@@ -50,9 +47,7 @@ def advantages_of(recorded: batch.Recorded, name: str) -> torch.Tensor:
             members = [experiences[row] for row in np.flatnonzero(recorded.groups == group)]
             function(**function.default_args()).calculate_group_advantage(str(group), members)
         return torch.stack([experience.advantages for experience in experiences])
-    scores = torch.zeros(mask.shape)
-    last = (recorded.mask.sum(1) - 1).clip(min=0)
-    scores[torch.arange(batch.ROWS), torch.from_numpy(last)] = torch.from_numpy(recorded.rewards)
+    scores = torch.from_numpy(recorded.token_rewards)
     tensors = {"token_level_rewards": scores, "response_mask": mask}
     data = types.SimpleNamespace(batch=tensors, non_tensor_batch={"uid": recorded.groups.tolist()})
     function(**function.default_args())(data)
@@ -63,8 +58,6 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
     """One optimizer step of an actor."""
     from trinity.algorithm import POLICY_LOSS_FN
     from trinity.trainer.verl.losses import TrinityPolicyLoss
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import left_right_2_no_padding
 
     settings = ALGORITHMS[algorithm]
     arguments = {**POLICY_LOSS_FN.get(settings["policy_loss_fn"]).default_args(), "loss_agg_mode": "token-mean"}
@@ -79,22 +72,8 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
     )
     data = record_verl.prepared(recorded, {"adv_estimator": "grpo"})
     data.batch["advantages"] = advantages_of(recorded, settings["advantage_fn"])
-    tensors = left_right_2_no_padding(data.to_tensordict())
-    tu.assign_non_tensor(
-        tensors,
-        calculate_entropy=False,
-        global_batch_size=batch.ROWS,
-        temperature=batch.TEMPERATURE,
-        use_remove_padding=False,
-        use_dynamic_bsz=False,
-        use_fused_kernels=False,
-        micro_batch_size_per_gpu=batch.ROWS // accumulation,
-    )
-    trained = model.load()
-    on_cpu = {name: mock.Mock(return_value="cpu") for name in ("get_device_id", "get_device_name")}
-    with mock.patch.multiple("verl.workers.engine.fsdp.transformer_impl", **on_cpu):
-        found = record_verl.make_engine(trained).forward_backward_batch(tensors, TrinityPolicyLoss(config))
-    return record.Step(algorithm, accumulation, settings, float(np.sum(found["loss"])), record.gradients_of(trained))
+    loss, gradients = verl_engine.forward_backward(data, TrinityPolicyLoss(config), accumulation)
+    return record.Step(algorithm, accumulation, settings, loss, gradients)
 
 
 def steps(root: pathlib.Path) -> Iterator[record.Step]:
@@ -108,11 +87,4 @@ def steps(root: pathlib.Path) -> Iterator[record.Step]:
     with stubs.missing_replaced(root / "trinity"):
         import trinity.trainer.verl.losses  # noqa: F401
 
-    model.preload()
-    recorded = batch.load()
-    with tempfile.TemporaryDirectory() as directory, release.widened():
-        torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
-        for algorithm in ALGORITHMS:
-            for accumulation in (1, 2):
-                yield run(algorithm, accumulation, recorded)
-        torch.distributed.destroy_process_group()
+    yield from verl_engine.steps(run, ALGORITHMS)

@@ -18,7 +18,6 @@ import torch
 import transformers
 
 from tests.goldens.presets import batch, model, record
-from tests.goldens.systems import release
 
 ABOUT = {"version": "trl 1.16.0", "dtype": "float64"}
 GRPO: dict[str, Any] = {"scale_rewards": "group", "epsilon": 0.2}
@@ -149,9 +148,4 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
 def steps(root: pathlib.Path) -> Iterator[record.Step]:
     """Every algorithm with one and with two micro-batches."""
     sys.path.insert(0, str(root))
-    model.preload()
-    recorded = batch.load()
-    with release.widened():
-        for algorithm in ALGORITHMS:
-            for accumulation in (1, 2):
-                yield run(algorithm, accumulation, recorded)
+    yield from model.float64_steps(run, ALGORITHMS)

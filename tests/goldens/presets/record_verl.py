@@ -1,22 +1,18 @@
 """verl: advantages by its trainer, then `forward_backward_batch` of its FSDP engine with `ppo_loss`, on one process.
 
 Needs tensordict, omegaconf, hydra-core, codetiming, peft, cachetools, orjson, pillow, torchdata, uvicorn and fastapi;
-ray is replaced. The engine has a plain module in place of a sharded one, and neither optimizer nor autocast.
+ray is replaced.
 """
 
-import contextlib
+import functools
 import pathlib
 import sys
-import tempfile
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import torch
 
-from tests.goldens.presets import batch, model, record, stubs
-from tests.goldens.systems import release
+from tests.goldens.presets import batch, model, record, stubs, verl_engine
 
 ABOUT = {"version": "verl 0.9.1", "dtype": "float64"}
 KL_LOSS: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl"}
@@ -57,9 +53,7 @@ def prepared(recorded: batch.Recorded, settings: dict[str, Any]) -> Any:
     from verl.trainer.ppo import core_algos, ray_trainer
 
     mask = torch.from_numpy(recorded.mask)
-    scores = torch.zeros(mask.shape)
-    last = (recorded.mask.sum(1) - 1).clip(min=0)
-    scores[torch.arange(batch.ROWS), torch.from_numpy(last)] = torch.from_numpy(recorded.rewards)
+    scores = torch.from_numpy(recorded.token_rewards)
     attended = torch.from_numpy(recorded.token_mask).long()
     data = DataProto.from_dict(
         tensors={
@@ -90,55 +84,22 @@ def prepared(recorded: batch.Recorded, settings: dict[str, Any]) -> Any:
     )
 
 
-def make_engine(trained: torch.nn.Module) -> Any:
-    """An engine of one process around a plain module."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    engine = object.__new__(FSDPEngineWithLMHead)
-    engine.module, engine.pad_to_length, engine.scaler = trained, 0, None
-    engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size = False, 1
-    engine._autocast_dtype = torch.float32
-    engine.get_data_parallel_group = lambda: None
-    engine.get_data_parallel_size = lambda: 1
-    engine._gradient_sync_context = lambda **_: contextlib.nullcontext()
-    return engine
-
-
 def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.Step:
     """One optimizer step of an actor."""
-    import functools
-
-    from verl.utils import tensordict_utils as tu
     from verl.workers.config import FSDPActorConfig, PolicyLossConfig
     from verl.workers.utils.losses import ppo_loss
-    from verl.workers.utils.padding import left_right_2_no_padding
 
     settings = ALGORITHMS[algorithm]
-    rows = batch.ROWS // accumulation
     actor = FSDPActorConfig(
         rollout_n=batch.SAMPLES,
         ppo_mini_batch_size=batch.ROWS,
-        ppo_micro_batch_size_per_gpu=rows,
+        ppo_micro_batch_size_per_gpu=batch.ROWS // accumulation,
         policy_loss=PolicyLossConfig(**settings.get("policy_loss", {})),
         **settings["actor"],
     )
-    data = left_right_2_no_padding(prepared(recorded, settings["algorithm"]).to_tensordict())
-    tu.assign_non_tensor(
-        data,
-        calculate_entropy=False,
-        global_batch_size=batch.ROWS,
-        temperature=batch.TEMPERATURE,
-        use_remove_padding=False,
-        use_dynamic_bsz=False,
-        use_fused_kernels=False,
-        micro_batch_size_per_gpu=rows,
-    )
-    trained = model.load()
-    engine = "verl.workers.engine.fsdp.transformer_impl"
-    on_cpu = {name: mock.Mock(return_value="cpu") for name in ("get_device_id", "get_device_name")}
-    with mock.patch.multiple(engine, **on_cpu):
-        found = make_engine(trained).forward_backward_batch(data, functools.partial(ppo_loss, actor))
-    return record.Step(algorithm, accumulation, settings, float(np.sum(found["loss"])), record.gradients_of(trained))
+    data = prepared(recorded, settings["algorithm"])
+    loss, gradients = verl_engine.forward_backward(data, functools.partial(ppo_loss, actor), accumulation)
+    return record.Step(algorithm, accumulation, settings, loss, gradients)
 
 
 def steps(root: pathlib.Path) -> Iterator[record.Step]:
@@ -148,11 +109,4 @@ def steps(root: pathlib.Path) -> Iterator[record.Step]:
     import verl.trainer.ppo.ray_trainer
     import verl.workers.engine.fsdp.transformer_impl  # noqa: F401
 
-    model.preload()
-    recorded = batch.load()
-    with tempfile.TemporaryDirectory() as directory, release.widened():
-        torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
-        for algorithm in ALGORITHMS:
-            for accumulation in (1, 2):
-                yield run(algorithm, accumulation, recorded)
-        torch.distributed.destroy_process_group()
+    yield from verl_engine.steps(run, ALGORITHMS)
