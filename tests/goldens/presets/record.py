@@ -4,7 +4,8 @@
     python -m tests.goldens.presets.record SYSTEM RELEASE [--check]       SYSTEM of record_SYSTEM.py
 
 RELEASE is the unpacked release, or a checkout, of the system: its own code runs, none of it is here. `--check` compares
-with the file instead of writing it. Needs PyTorch 2.13.0 and transformers 5.23.0; each record_SYSTEM.py says what more.
+with the file instead of writing it. Needs PyTorch 2.13.0 and transformers 5.23.0, Tunix only itself; each
+record_SYSTEM.py says what more.
 """
 
 import argparse

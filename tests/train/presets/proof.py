@@ -100,8 +100,8 @@ def config_of(name: str, micro_batches: int = 1) -> Config:
     return parse(raw)[0]
 
 
-def full_batch() -> Batch:
-    """The recorded batch in float64."""
+def full_batch(name: str = "") -> Batch:
+    """The recorded batch in float64, with the rewards as the system of a preset has them."""
     recorded = recordings.load()
 
     def per_token(values: np.ndarray) -> jax.Array:
@@ -111,7 +111,7 @@ def full_batch() -> Batch:
         tokens=jnp.asarray(recorded.tokens, jnp.int32),
         token_mask=jnp.asarray(recorded.token_mask),
         completion_mask=per_token(recorded.mask),
-        rewards=jnp.asarray(recorded.rewards),
+        rewards=jnp.asarray(REWARDS.get(name, np.positive)(recorded.rewards)),
         group_ids=jnp.asarray(recorded.groups, jnp.int32),
         rollout_log_probs=per_token(recorded.rollout_log_probs),
         old_log_probs=per_token(recorded.old_log_probs),
@@ -137,13 +137,12 @@ def loaded() -> tuple[Decoder, Tree]:
 
 
 @functools.cache
-def scored() -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
+def scored(temperature: float) -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
     """The log-probs [B, P + T] of the model, and the function from their cotangent to that of the weights."""
     (model, params), batch = loaded(), full_batch()
 
     def log_probs(params: Tree) -> jax.Array:
-        policy, temperature = kljax.Policy(params), recordings.TEMPERATURE
-        mask = batch.completion_mask
+        policy, mask = kljax.Policy(params), batch.completion_mask
         stats, _ = token_stats(model, policy, batch.tokens, batch.token_mask, temperature=temperature, mask=mask)
         return stats.log_prob
 
@@ -172,7 +171,7 @@ def update(config: Config) -> tuple[float, dict[str, np.ndarray]]:
     the gradient with respect to them goes on through the decoder.
     """
     model, _ = loaded()
-    log_probs, pull = scored()
+    log_probs, pull = scored(config.temperature)
 
     def stats_of(_: Decoder, policy: kljax.Policy, *__: object, **___: object) -> tuple[kljax.TokenStats, jax.Array]:
         zeros = jnp.zeros_like(policy.params)
@@ -191,7 +190,7 @@ def update(config: Config) -> tuple[float, dict[str, np.ndarray]]:
         return sum(losses, jnp.zeros(())), jnp.concatenate(gradients)
 
     with mock.patch.object(objectives, "token_stats", stats_of):
-        arguments = log_probs, full_batch()
+        arguments = log_probs, full_batch(config.preset or "")
         loss, cotangent = jax.jit(whole).lower(*arguments).compile(compiler_options=QUICK)(*arguments)
     return float(loss), dict(_named(model, jax.device_get(pull(cotangent))))
 
@@ -202,7 +201,7 @@ def compiled_update(config: Config) -> tuple[float, dict[str, np.ndarray]]:
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     copied = jax.tree.map(jnp.copy, params)
     state = initial_state({"params": copied}, keep_gradient(), make_controllers(config), replicated)
-    prepared, _, _ = make_prepare(config, mesh)(full_batch(), state.controllers)
+    prepared, _, _ = make_prepare(config, mesh)(full_batch(config.preset or ""), state.controllers)
     step = make_update(config, model, keep_gradient(), state, mesh)
     after, metrics = step(state, None, prepared, jnp.arange(recordings.ROWS), objectives.coefficients(config))
     return float(metrics["loss"].value()), dict(_named(model, jax.device_get(after.opt_state["params"])))
@@ -263,5 +262,9 @@ CHANGES: dict[str, Mapping[str, Any]] = {
     "trl/dr_grpo": {"kl.loss.coef": 0.04},
     # The critics of the systems are models of their own.
     **{f"{system}/ppo": {"loss.value_coef": 1e-12} for system in ("openrlhf", "skyrl", "verl")},
+    # Tunix's PPO scores at temperature 1, whatever the sampler's.
+    "tunix/ppo": {"loss.value_coef": 1e-12, "temperature": 1.0},
 }
 """What a recording has besides its preset, beyond lengths and temperature."""
+REWARDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"tunix/ppo": np.trunc}
+"""What a system does to the rewards before its advantages: Tunix's PPO has them as integers."""
