@@ -17,6 +17,7 @@ REC_OPTIONS = {
 EXPERIENCES = {"rewards": "exp.reward", "group_ids": "the task of an experience"}
 ROW_REWARDS = {"rewards": "token_level_rewards summed over a row", "group_ids": "uid"}
 CLIP_OPTIONS = {"clip_low": "clip_range_low, else clip_range", "clip_high": "clip_range_high, else clip_range"}
+CISPO_OPTIONS = {"clip_low": "clip_range_low", "clip_high": "clip_range_high"}
 WHITENED = "(v - mean) / sqrt(var + 1e-8) over the unmasked tokens of the batch, var with n - 1"
 ALONE_KEEPS_REWARD = "a row alone in its group keeps its reward"
 TOKENS_ALWAYS = "tokens + 1e-8, whatever loss_agg_mode says"
@@ -114,7 +115,7 @@ ENTRIES = (
                 renamed={"group_ids": "run_ids", "num_groups": "num_runs", "valid": "valid_steps"}),)),
         "GRPO over the last steps of trajectories, given to all their steps",
         sources={"rewards": "exp.reward", "valid": "the last step of each trajectory",
-            "group_ids": "the task", "run_ids": "the run", "divide_by_steps": "enable_step_norm"},
+            "group_ids": "the task", "run_ids": "the run", "divide_by_steps": "enable_step_norm", "eps": "epsilon"},
         divisors="std (n - 1) + 1e-6", goldens=recorded("StepWiseGRPOAdvantageFn", std_cal_level="group")),
     advantage("gigpo", None,
         "episode advantage + omega * step advantage among steps that began in the same state",
@@ -195,13 +196,13 @@ ENTRIES = (
         divisors="n_i + 1e-8 in s; loss_agg_mode token-mean overrides the seq-mean-token-mean that it asks for",
         gradient="-A_t s inside the bound that applies, else 0", defaults="3e-4, 4e-4", goldens=recorded("GSPOLossFn")),
     policy_loss("cispo", call("cispo_loss", clip_low=1.0, clip_high=0.28),
-        "-A sg(clip(r)) log pi", sources=CLIP_OPTIONS, gradient="-A clip(r)", defaults="1.0, 0.28: r in [0, 1.28]",
+        "-A sg(clip(r)) log pi", sources=CISPO_OPTIONS, gradient="-A clip(r)", defaults="1.0, 0.28: r in [0, 1.28]",
         goldens=recorded("CISPOPolicyLossFn", enable_mask_clip=None)),
     policy_loss("cispo+enable_mask_clip",
         call("cispo_loss", clip_low=1.0, clip_high=0.28, mask_low=1.0, mask_high=0.28),
         "cispo without tokens that PPO would clip: A < 0 with r < 1 - low, A > 0 with r > 1 + high",
         option="policy_loss_fn_args.enable_mask_clip",
-        sources=CLIP_OPTIONS | {"mask_low": "mask_clip_range_low", "mask_high": "mask_clip_range_high"},
+        sources=CISPO_OPTIONS | {"mask_low": "mask_clip_range_low", "mask_high": "mask_clip_range_high"},
         gradient="-A clip(r) on kept tokens, else 0", defaults="off; 1.0, 0.28",
         goldens=recorded("CISPOPolicyLossFn", enable_mask_clip=True)),
     policy_loss("sapo", call("sapo_loss", tau_positive=1.0, tau_negative=1.05, through="log_prob"),

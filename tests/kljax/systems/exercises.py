@@ -57,7 +57,8 @@ def options(entry: Entry, case: Case) -> dict[str, Any]:
     found = {}
     for argument, source in entry.sources.items():
         for name in source.split(", else "):
-            key = re.sub(r"^1 [-+] | - 1$", "", name).rpartition(".")[2].lstrip("-").replace("-", "_")
+            option = re.sub(r"^1 [-+] | - 1$|^the (?:lower|upper) part of ", "", name)
+            key = option.rpartition(".")[2].lstrip("-").replace("-", "_")
             value = case.params.get(key)
             if value is not None:
                 found[argument] = _converted(name, value)

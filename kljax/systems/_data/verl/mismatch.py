@@ -10,6 +10,10 @@ IS_THRESHOLD = {
     "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs",
     "upper": "rollout_is_threshold"
 }
+ICEPOP_THRESHOLD = {
+    "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs",
+    "lower": "the lower part of rollout_is_threshold", "upper": "the upper part of rollout_is_threshold"
+}
 RS_THRESHOLD = {
     "log_probs": "old log-probs of the trainer", "sampling_log_probs": "rollout log-probs",
     "upper": "rollout_rs_threshold"
@@ -56,21 +60,22 @@ ENTRIES = (
     correction("rollout_is=token+icepop",
         call("importance_weights", level="token", mode="mask", lower=0.5, upper=5.0, log_ratio_clip=20.0),
         "weights: r of each token, 0 outside [lower, upper]", option=ICEPOP_OPTION,
-        sources=IS_THRESHOLD | {"lower": "rollout_is_threshold"}, clamps=LOG_RATIO_CLAMP_OF_ROWS,
+        sources=ICEPOP_THRESHOLD, clamps=LOG_RATIO_CLAMP_OF_ROWS,
         goldens=recorded("compute_rollout_correction_weights", rollout_is="token", rollout_is_batch_normalize=None,
             rollout_is_threshold="0.7_1.5")),
     correction("rollout_is=token+icepop+rollout_is_batch_normalize",
         call("importance_weights", level="token", mode="mask", lower=0.5, upper=5.0, normalize="tokens",
             log_ratio_clip=20.0),
         "weights: r of each token, 0 outside [lower, upper], over their mean", option=ICEPOP_OPTION,
-        sources=IS_THRESHOLD | {"lower": "rollout_is_threshold"}, clamps=LOG_RATIO_CLAMP_OF_ROWS,
+        sources=ICEPOP_THRESHOLD, clamps=LOG_RATIO_CLAMP_OF_ROWS,
         divisors="the mean weight over tokens",
         goldens=recorded("compute_rollout_correction_weights", rollout_is="token", rollout_is_batch_normalize=True,
             rollout_is_threshold="0.7_1.5")),
     correction("rollout_is=sequence",
         call("importance_weights", level="sequence", mode="truncate", upper=2.0, log_ratio_clip=20.0),
         "weights: product of r over the row, at most the threshold", option=IS_OPTION, sources=IS_THRESHOLD,
-        clamps=LOG_RATIO_CLAMP_OF_ROWS, defaults="sequence, threshold 2.0",
+        clamps=LOG_RATIO_CLAMP_OF_ROWS,
+        defaults="off in the trainer's YAML, sequence in RolloutCorrectionConfig; threshold 2.0",
         goldens=recorded("compute_rollout_correction_weights", rollout_is="sequence", rollout_is_batch_normalize=None,
             rollout_is_threshold=1.05) + recorded("compute_rollout_correction_weights", rollout_is="sequence",
             rollout_is_batch_normalize=None,
@@ -85,14 +90,14 @@ ENTRIES = (
     correction("rollout_is=sequence+icepop",
         call("importance_weights", level="sequence", mode="mask", lower=0.5, upper=5.0, log_ratio_clip=20.0),
         "weights: product of r over the row, 0 outside [lower, upper]", option=ICEPOP_OPTION,
-        sources=IS_THRESHOLD | {"lower": "rollout_is_threshold"}, clamps=LOG_RATIO_CLAMP_OF_ROWS,
+        sources=ICEPOP_THRESHOLD, clamps=LOG_RATIO_CLAMP_OF_ROWS,
         goldens=recorded("compute_rollout_correction_weights", rollout_is="sequence", rollout_is_batch_normalize=None,
             rollout_is_threshold="0.7_1.5")),
     correction("rollout_is=sequence+icepop+rollout_is_batch_normalize",
         call("importance_weights", level="sequence", mode="mask", lower=0.5, upper=5.0, normalize="rows",
             log_ratio_clip=20.0),
         "weights: product of r over the row, 0 outside [lower, upper], over their mean", option=ICEPOP_OPTION,
-        sources=IS_THRESHOLD | {"lower": "rollout_is_threshold"}, clamps=LOG_RATIO_CLAMP_OF_ROWS,
+        sources=ICEPOP_THRESHOLD, clamps=LOG_RATIO_CLAMP_OF_ROWS,
         divisors="the mean weight over rows with a token",
         goldens=recorded("compute_rollout_correction_weights", rollout_is="sequence", rollout_is_batch_normalize=True,
             rollout_is_threshold="0.7_1.5")),
