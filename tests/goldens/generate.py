@@ -1,7 +1,7 @@
-"""Re-runs the PyTorch systems that PyPI ships and records, or checks, what they compute.
+"""Re-runs the PyTorch systems that PyPI ships and records, or checks, what they compute and their defaults.
 
-    python tests/goldens/generate.py            writes generated.json and generated.npz
-    python tests/goldens/generate.py --check    runs every recorded case again, shared and generated, and compares
+    python tests/goldens/generate.py            writes generated.json, generated.npz and defaults.json
+    python tests/goldens/generate.py --check    runs every recorded case again, reads every default again, and compares
 
 Needs Python 3.11 and pip, nothing else. A scratch environment gets PyTorch on CPU and NumPy, and the releases are
 unpacked beside it without their dependencies, which are replaced by stubs when the functions are loaded. It is made in
@@ -17,7 +17,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TORCH, LIBRARIES = "torch==2.13.0", ("numpy==2.4.6",)
+TORCH, LIBRARIES = "torch==2.13.0", ("numpy==2.4.6", "pyyaml==6.0.3")
 # The order of the systems in generated.json.
 RELEASES = {
     "trinity": "trinity-rft==0.6.0",
@@ -32,6 +32,8 @@ NOT_ON_PYPI = {
     "slime": "slime is not on PyPI; its cases are of commit 624b824",
     "prime-rl": "prime-rl's trainer is not on PyPI; its cases are of commit 559b447",
 }
+# The commits of these systems whose defaults are recorded; `--checkouts` reads them.
+COMMITS = {"slime": "624b824", "prime-rl": "559b447"}
 # Shared cases of a commit that are repeated with the release that PyPI has.
 OTHER_VERSION = {
     "skyrl": "recorded from commit a956457, repeated with 0.3.0",
@@ -66,12 +68,16 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare instead of writing; exit 1 if anything differs")
     parser.add_argument("--environment", type=pathlib.Path, help="directory to make, keep and use again")
     parser.add_argument("--torch-index", help="package index for PyTorch in place of PyPI")
+    parser.add_argument(
+        "--checkouts", type=pathlib.Path, help="directory with git checkouts slime and prime-rl, to read their defaults"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         directory = (options.environment or pathlib.Path(scratch)).resolve()
         python = make_environment(directory, options.torch_index)
         command = [str(python), "-m", "tests.goldens.systems", str(directory / "releases")]
         command += ["--check"] if options.check else []
+        command += ["--checkouts", str(options.checkouts.resolve())] if options.checkouts else []
         return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 

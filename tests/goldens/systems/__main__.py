@@ -1,4 +1,4 @@
-"""`python -m tests.goldens.systems RELEASES [--check]`, in an interpreter that has PyTorch; `generate.py` calls it."""
+"""`python -m tests.goldens.systems RELEASES [--check] [--checkouts DIR]`; `generate.py` calls it where PyTorch is."""
 
 import argparse
 import collections
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tests.goldens import batches, generate, plan
-from tests.goldens.systems import record, release
+from tests.goldens.systems import defaults, record, release
 
 DIRECTORY = pathlib.Path(__file__).resolve().parents[1]
 NOTE = (
@@ -145,15 +145,17 @@ def check_generated(releases: pathlib.Path) -> Report:
 
 
 def main() -> int:
-    """Writes the generated cases, or checks all cases."""
+    """Writes the generated cases and the defaults, or checks all cases and the defaults."""
     parser = argparse.ArgumentParser()
     parser.add_argument("releases", type=pathlib.Path)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--checkouts", type=pathlib.Path)
     options = parser.parse_args()
     torch.set_num_threads(1)  # sums in one order, whatever the machine
     if not options.check:
         index, arrays = generated(options.releases)
         record.write(DIRECTORY, NOTE, index, arrays)
+        defaults.write(options.releases, options.checkouts)
         print(f"{len(index)} cases, {(DIRECTORY / 'generated.npz').stat().st_size / 1e6:.2f} MB")
         return 0
     reports = [check_shared(options.releases), check_generated(options.releases)]
@@ -165,7 +167,8 @@ def main() -> int:
     for system in generate.RELEASES:
         for name, reason in importlib.import_module(f"tests.goldens.plans.{system}").LEFT_OUT.items():
             print(f"  {system:9} {name}: {reason}")
-    return int(any(lines for report in reports for lines in report.differ.values()))
+    same = defaults.check(options.releases, options.checkouts)
+    return int(not same or any(lines for report in reports for lines in report.differ.values()))
 
 
 if __name__ == "__main__":
