@@ -9,6 +9,7 @@ import jax
 
 import kljax
 from train.config.plan import Plan
+from train.data.tasks.reward_function import RewardError
 from train.references import current_reference, make_follow, with_abstract_reference
 from train.rl.batch import require
 from train.rl.keys import purpose_key
@@ -124,18 +125,19 @@ def train(
     The metrics of a step are written before its checkpoint, so the metrics of a resumed run have no gap.
 
     Raises:
-      SourceError: the source of completions failed; the state before the step is saved.
+      SourceError, RewardError: the source of completions or the reward function failed; the state before the step is
+        saved.
     """
     config = context.config
     done = int(state.step)
     while done < config.steps and not interrupt.requested:
         try:
             state, values, seconds = rl_step(context, programs, source, frozen, state, step=done)
-        except SourceError as error:
+        except (SourceError, RewardError) as error:
             if done not in checkpoints.steps():
                 checkpoints.save(state, done)
             checkpoints.wait()
-            raise SourceError(f"{error}\nThe run is saved after step {done}; continue it with --resume") from error
+            raise type(error)(f"{error}\nThe run is saved after step {done}; continue it with --resume") from error
         done += 1
         writer.write("train", done, values)
         writer.timing(done, seconds)

@@ -1,18 +1,22 @@
 """GSM8K and MATH by math-verify; records from files and by name; Countdown; a reward function of one's own."""
 
 import ast
+import itertools
 import json
 import operator
 import random
+import signal
 import sys
+import time
 from fractions import Fraction
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 
 from train.config.errors import UserError
 from train.config.load import parse
-from train.data.tasks import Example, boxed_math, countdown, gsm8k, jsonl, load_task
+from train.data.tasks import Example, boxed_math, countdown, gsm8k, jsonl, load_task, rewards
 from train.data.tasks.arithmetic_text import MAX_LENGTH, NotArithmetic, evaluate
 from train.data.tasks.equality import Judge
 from train.data.tasks.records import read_records
@@ -42,6 +46,25 @@ def test_what_a_model_writes_cannot_keep_the_judge_busy(judge):
         judge._seconds = patient
     assert judge.gave_up == 1
     assert judge.equal(r"\frac{3\sqrt{2}}{2}", r"$$\boxed{\frac{3}{\sqrt2}}$$")  # a new one was started
+
+
+def test_the_limit_of_math_verify_counts_the_time_that_it_works(monkeypatch):
+    from math_verify.errors import TimeoutException
+
+    from train.data.workers import equality
+
+    def ring(*_):
+        raise TimeoutException
+
+    monkeypatch.setattr(equality, "SECONDS", 0.05)
+    before = signal.signal(signal.SIGVTALRM, ring)
+    try:
+        with equality._limit():
+            time.sleep(0.3)  # as on a machine that is busy with others
+        with pytest.raises(TimeoutException), equality._limit():
+            sum(1 for _ in itertools.count())
+    finally:
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @pytest.mark.parametrize(
@@ -280,12 +303,14 @@ def own(tmp_path):
     )
     path = write_lines(tmp_path / "own.jsonl", *lines)
 
+    def settings(function):
+        return {"train": path, "eval": path, "reward": f"{tmp_path / 'my_reward.py'}:{function}"}
+
     def load(function="length", **data):
-        reward = f"{tmp_path / 'my_reward.py'}:{function}"
-        settings = {"train": path, "eval": path, "reward": reward} | data
-        config, _ = parse({"steps": 1, "task": "jsonl", "data": settings})
+        config, _ = parse({"steps": 1, "task": "jsonl", "data": settings(function) | data})
         return load_task(config)
 
+    load.settings = settings
     return load
 
 
@@ -298,6 +323,26 @@ def test_a_reward_function_sees_the_record(own):
     assert task.score(first, "aaaa", True) == {"reward": 1.0, "ended": 1.0, "correct": 1.0}
     assert task.score(second, "b", False) == {"reward": 0.5, "ended": 0.0, "correct": 0.0}
     assert own("number").score(first, "", True) == {"reward": 1.0, "correct": 1.0}
+
+
+def test_worker_processes_score_as_this_process_does(own):
+    """Also numbers of NumPy, and records and completions with characters that UTF-8 does not have."""
+    config, _ = parse({"steps": 1, "task": "jsonl", "rewards": {"workers": 2}, "data": own.settings("length")})
+    alone, tasks = own(), load_task(config)
+    assert tasks.workers == 2
+    texts = ["", "a", "\ud800 \n", "abc" * 5]
+    examples, finished = [alone.train[row % 2] for row in range(4)], np.array([True, False, True, True])
+    expected = rewards.judge(alone, examples, texts, finished)
+    scored = rewards.judge(tasks, examples, texts, finished)
+    assert expected["ended"].tolist() == [1, 0, 1, 1]
+    assert {name: values.tolist() for name, values in scored.items()} == {
+        name: values.tolist() for name, values in expected.items()
+    }
+
+
+def test_only_a_task_of_one_s_own_has_worker_processes():
+    with pytest.raises(UserError, match=r"rewards\.workers: task gsm8k does not read it, only jsonl"):
+        parse({"steps": 1, "task": "gsm8k", "rewards": {"workers": 2}})
 
 
 @pytest.mark.parametrize(

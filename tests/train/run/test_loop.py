@@ -11,10 +11,12 @@ import kljax
 from tests import tiny
 from train.config.errors import UserError
 from train.config.schema import Config
+from train.data.tasks.reward_function import RewardError
 from train.rl.metrics import to_host
 from train.rl.reference import FrozenWeights, Reference
 from train.rollouts import JaxSource
-from train.run.loop import Programs, rl_step
+from train.run.interrupt import Interrupt
+from train.run.loop import Programs, rl_step, train
 
 CONTROLLER = "{type: adaptive, target: 0.1, horizon: 100}"
 CONFIG = tiny.config_of(
@@ -42,6 +44,46 @@ def test_a_rollout_without_a_field_that_is_needed_stops_before_the_device():
         programs = dataclasses.replace(Programs.of(context, state), score=never, prepare=never, update=never)
         with pytest.raises(UserError, match="lacks rollout_log_probs"):
             rl_step(context, programs, JaxSource(context), frozen_of(CONFIG), state, step=0)
+
+
+class FakeCheckpoints:
+    """Records which steps are saved."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def steps(self) -> list[int]:
+        return self.saved
+
+    def save(self, state: object, step: int) -> None:
+        self.saved.append(step)
+
+    def wait(self) -> None:
+        pass
+
+
+def test_a_reward_function_that_fails_leaves_a_saved_run(monkeypatch):
+    context = tiny.context_of(CONFIG)
+    state, checkpoints = tiny.state_of(CONFIG, context.optimizer), FakeCheckpoints()
+
+    def fail(*_, **__):
+        raise RewardError("data.reward: no answer")
+
+    monkeypatch.setattr("train.run.loop.rl_step", fail)
+    with pytest.raises(RewardError) as caught:
+        train(
+            context,
+            None,
+            None,
+            None,
+            state,
+            writer=None,
+            checkpoints=checkpoints,
+            interrupt=Interrupt(),
+            advance=lambda note: None,
+        )
+    assert str(caught.value) == ("data.reward: no answer\nThe run is saved after step 0; continue it with --resume")
+    assert checkpoints.saved == [0]
 
 
 def test_three_steps_compile_nothing_twice_and_carry_the_state_on():

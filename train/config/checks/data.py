@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from train.config.checks.problem import Problem, problem
+from train.config.data import Rewards
 from train.config.schema import Config
 
 FROM_FILES = ("gsm8k", "math", "jsonl")
@@ -82,6 +83,9 @@ def _rewards(config: Config) -> Iterator[Problem]:
             "rewards.overlong_buffer",
             "data.max_completion_length",
         )
+    for name in ("workers", "timeout"):
+        if config.task != "jsonl" and getattr(config.rewards, name) != Rewards.model_fields[name].default:
+            yield problem(f"task {config.task} does not read it, only jsonl", f"rewards.{name}", "task")
 
 
 CHECKS = (_files, _arithmetic, _owned, _template, _rewards)

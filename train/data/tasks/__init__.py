@@ -43,6 +43,8 @@ def _jsonl(config: Config) -> Task:
         prompt=data.prompt_field,
         answer=data.answer_field,
         solution=data.solution_field,
+        workers=config.rewards.workers,
+        timeout=config.rewards.timeout,
     )
 
 

@@ -5,73 +5,13 @@ completion, and whether it ended with EOS. It returns a number, or a mapping of 
 names in `rewards.weights`. Accuracy averages "correct" (0 or 1); the default is 1 for a reward of at least 1.
 """
 
-import importlib
-import importlib.util
-import math
-import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from train.config.errors import UserError
 from train.data.tasks.records import Record, read_records, text_of
+from train.data.tasks.reward_function import Verifier
 from train.data.tasks.task import Example, Task
-
-RewardFunction = Callable[[Mapping[str, Any], str, bool], float | Mapping[str, float]]
-
-
-def _module(name: str) -> Any:
-    if not name.endswith(".py"):
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-    if spec is None or spec.loader is None or not Path(name).is_file():
-        raise ModuleNotFoundError(f"there is no file {name}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def find_function(name: str) -> RewardFunction:
-    """Imports `module:function` or `path/to/file.py:function`.
-
-    Raises:
-      UserError: the import fails, or the object is not callable.
-    """
-    source, _, attribute = name.rpartition(":")
-    try:
-        function = getattr(_module(source), attribute)
-    except Exception as error:  # any error of the user's module
-        raise UserError(f"data.reward: cannot import {name!r}: {type(error).__name__}: {error}") from error
-    if not callable(function):
-        raise UserError(f"data.reward: got {name!r}, a {type(function).__name__}, expected a function")
-    return function
-
-
-def _named_rewards(returned: Any, where: str) -> dict[str, float]:
-    """Converts the result of the reward function to named rewards."""
-    named = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
-    for name, value in named.items():
-        if not isinstance(name, str) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(f"{where}: returned {name!r}: {value!r}, expected names and finite numbers")
-    values = {name: float(value) for name, value in named.items()}
-    if "correct" not in values:
-        values["correct"] = float(values.get("reward", 0.0) >= 1)
-    return values
-
-
-def make_verifier(function: RewardFunction, name: str) -> Callable[[Example, str, bool], dict[str, float]]:
-    """Wraps a reward function as a verifier; its errors name the example and end the run."""
-
-    def score(example: Example, completion: str, finished: bool) -> dict[str, float]:
-        where = f"data.reward: {name} for the prompt {example.prompt[:80]!r} and the completion {completion[:80]!r}"
-        try:
-            returned = function(example.record, completion, finished)
-        except Exception as error:
-            raise UserError(f"{where}: {type(error).__name__}: {error}") from error
-        return _named_rewards(returned, where)
-
-    return score
 
 
 def _messages(value: Any, record: Record, field: str) -> tuple[tuple[str, str], ...]:
@@ -118,8 +58,10 @@ def load(
     prompt: str,
     answer: str,
     solution: str,
+    workers: int = 0,
+    timeout: float = 60.0,
 ) -> Task:
-    """Loads the task from two sets of records and a reward function.
+    """Loads the task from two sets of records and a reward function, which `workers` processes call.
 
     Raises:
       UserError: a file is missing or malformed, or the function cannot be imported.
@@ -131,5 +73,6 @@ def load(
         "jsonl",
         train=read_examples(train, "data.train", **names),
         eval=read_examples(held_out, "data.eval", **names),
-        score=make_verifier(find_function(reward), reward),
+        score=Verifier(reward, workers=workers, timeout=timeout),
+        workers=max(workers, 1),
     )

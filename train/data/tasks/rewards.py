@@ -76,17 +76,21 @@ def compose(config: Rewards, scores: Mapping[str, np.ndarray], lengths: np.ndarr
       "reward", each `[B]` float32.
 
     Raises:
-      UserError: a weight names an unknown reward, or there are no weights and the task returns no "reward".
+      UserError: a weight names an unknown reward, there are no weights and the task returns no "reward", or a sum is
+        not finite.
     """
     rewards = dict(scores)
-    total = weighted(config.weights, rewards)
-    if config.length_penalty:
-        rewards["length_penalty"] = -np.float32(config.length_penalty) * np.asarray(lengths, np.float32) / longest
-        total = total + rewards["length_penalty"]
-    if config.overlong_buffer:
-        punishment = overlong(lengths, longest=longest, buffer=config.overlong_buffer)
-        rewards["overlong"] = np.float32(config.overlong_coef) * punishment
-        total = total + rewards["overlong"]
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = weighted(config.weights, rewards)
+        if config.length_penalty:
+            rewards["length_penalty"] = -np.float32(config.length_penalty) * np.asarray(lengths, np.float32) / longest
+            total = total + rewards["length_penalty"]
+        if config.overlong_buffer:
+            punishment = overlong(lengths, longest=longest, buffer=config.overlong_buffer)
+            rewards["overlong"] = np.float32(config.overlong_coef) * punishment
+            total = total + rewards["overlong"]
+    if not np.isfinite(total).all():
+        raise UserError(f"rewards: got a sum of {total[~np.isfinite(total)][0]}, expected finite numbers of float32")
     return rewards | {"reward": total.astype(np.float32)}
 
 

@@ -1,0 +1,61 @@
+"""Chat templates that fail, hang, write without end, or take all memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.faults.case import Fault, raised
+from train.data.tokenizers import chat
+from train.data.tokenizers.chat import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
+MACRO = "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"
+
+
+def rendered(source: str, *words: str, seconds: float = chat.SECONDS) -> Callable[[Path], str]:
+    """Makes a fault of a template that must be refused."""
+
+    def run(_: Path) -> str:
+        before, chat.SECONDS = chat.SECONDS, seconds
+        try:
+            return raised(lambda: render(source), "the chat template", *words, error=ValueError)
+        finally:
+            chat.SECONDS = before
+
+    return run
+
+
+def render(source: str) -> str:
+    """Renders a conversation."""
+    return ChatTemplate(source, {}).render(MESSAGES, reply=True)
+
+
+def usable(_: Path) -> str:
+    """Renders after a process was killed."""
+    return "identical" if render("{{ messages[0].content }}") == "hi" else "silent"
+
+
+CASES = {
+    "no template": rendered("{% for %}", "not valid jinja2"),
+    "blocks nested too deeply": rendered("{% if 1 %}" * 2000 + "{% endif %}" * 2000, "RecursionError"),
+    "division by zero": rendered("{{ 1 / messages[0].role.find('u') }}", "ZeroDivisionError"),
+    "a constant division by zero": rendered("{{ 1 / 0 }}", "ZeroDivisionError"),
+    "a range that is too long": rendered("{% for i in range(10 ** 9) %}{% endfor %}", "OverflowError"),
+    "a text of 10 GB": rendered("{% set n = messages | length %}{{ 'x' * (n * 10 ** 10) }}", "MemoryError"),
+    "a constant text of 10 GB": rendered("{{ 'x' * 10 ** 10 }}", "MemoryError"),
+    "a text that is doubled without end": rendered(
+        "{% set s = namespace(t='x') %}{% for i in range(40) %}{% set s.t = s.t ~ s.t %}{% endfor %}", "MemoryError"
+    ),
+    "a text of 10 GB by its format": rendered("{{ '%10000000000d' % (messages | length) }}", "MemoryError"),
+    "a macro without end": rendered(MACRO, "RecursionError"),
+    "loops without end": rendered(LOOP.replace("BODY", ""), "no answer within 0.3 s of CPU time", seconds=0.3),
+    "a power without end": rendered("{{ (messages | length + 8) ** (10 ** 10) }}", "0.3 s of CPU time", seconds=0.3),
+    "a long text of words": rendered("{{ lipsum(n=10 ** 7) }}", "0.3 s of CPU time", seconds=0.3),
+    "a text without end": rendered(LOOP.replace("BODY", "x" * 1000), "more than 10,000,000 characters"),
+    "a missing name": rendered("{{ nothing.at.all }}", "'nothing' is undefined"),
+    "its own refusal": rendered("{{ raise_exception('no') }}", "refuses messages of user: no"),
+    "attributes of Python": rendered("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    "a template after a killed one": usable,
+}
+HARMLESS = {"a template after a killed one": "the next process renders it"}
+FAULTS = [Fault("chat templates", name, run, HARMLESS.get(name, "")) for name, run in CASES.items()]

@@ -1,0 +1,162 @@
+"""The parent's side of worker processes: questions with limits of time, and a pool of processes."""
+
+import contextlib
+import json
+import os
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+START_SECONDS = 120.0
+# Longest wait for an answer whose limit is CPU time: a busy machine gives a process little of it.
+BUSY_SECONDS = 600.0
+
+
+class NoAnswer(Exception):
+    """Raised when a worker process did not answer in time, or ended; the text tells which."""
+
+
+class NotStarted(Exception):
+    """Raised when a worker process does not answer its first question."""
+
+
+class WorkerProcess:
+    """One process that runs a module of `train.data.workers`."""
+
+    def __init__(self, module: str, *arguments: str, output: bool = False, environment: Mapping[str, str]) -> None:
+        """Starts the process; with `output`, what it prints is shown on standard error."""
+        path = os.pathsep.join([str(ROOT), *(folder or os.getcwd() for folder in sys.path)])
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", f"train.data.workers.{module}", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if output else subprocess.DEVNULL,
+            env={**os.environ, **environment, "PYTHONPATH": path},
+        )
+        self._unread = b""
+        self.close = weakref.finalize(self, _end, self._process)
+
+    def ask(self, question: Any, *, seconds: float, cpu_seconds: float = 0) -> Any:
+        """Returns the answer to a question; both are JSON values.
+
+        Args:
+          question: the question.
+          seconds: limit of the time.
+          cpu_seconds: limit of the CPU time of the process; 0: none.
+
+        Raises:
+          NoAnswer: the process did not answer in time, or ended; it is closed.
+        """
+        request = {"question": question, "seconds": seconds, "cpu_seconds": cpu_seconds}
+        pipe = self._process.stdin
+        assert pipe is not None
+        try:
+            pipe.write(json.dumps(request).encode() + b"\n")
+            pipe.flush()
+        except OSError:
+            self._stop(cpu_seconds)
+        return json.loads(self._line(seconds, cpu_seconds))
+
+    def _line(self, seconds: float, cpu_seconds: float) -> bytes:
+        pipe, until = self._process.stdout, time.monotonic() + seconds
+        assert pipe is not None
+        with selectors.DefaultSelector() as answers:
+            answers.register(pipe, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not answers.select(max(0.0, until - time.monotonic())):
+                    self.close()
+                    raise NoAnswer(f"no answer within {seconds:g} s")
+                more = os.read(pipe.fileno(), 65536)
+                if not more:
+                    self._stop(cpu_seconds)
+                self._unread += more
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _stop(self, cpu_seconds: float) -> None:
+        """Closes a process that has ended, and raises with its end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        code = self._process.returncode
+        self.close()
+        if code == -signal.SIGPROF:
+            raise NoAnswer(f"no answer within {cpu_seconds:g} s of CPU time")
+        if code is not None and code < 0:
+            raise NoAnswer(f"its process was ended by signal {-code}")
+        raise NoAnswer(f"its process ended with exit code {code}")
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            if pipe is not None:
+                pipe.close()
+
+
+class WorkerPool:
+    """Worker processes of one kind, started on first use; safe to call from several threads.
+
+    Attributes:
+      workers: number of processes.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        workers: int = 1,
+        output: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Describes the processes; arguments as those of `WorkerProcess`."""
+        self.workers = workers
+        self._command, self._output, self._environment = (module, *arguments), output, dict(environment or {})
+        self._free: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
+        for _ in range(workers):
+            self._free.put(None)
+
+    def ask(self, question: Any, *, seconds: float = BUSY_SECONDS, cpu_seconds: float = 0) -> Any:
+        """Asks a process that is free.
+
+        The first question to a process, None, is answered when it is ready.
+
+        Raises:
+          NoAnswer: as `WorkerProcess.ask`; the next question gets a new process.
+          NotStarted: a process does not start.
+        """
+        worker = self._free.get()
+        try:
+            if worker is None:
+                worker = self._start()
+            return worker.ask(question, seconds=seconds, cpu_seconds=cpu_seconds)
+        except NoAnswer:
+            worker = None
+            raise
+        finally:
+            self._free.put(worker)
+
+    def _start(self) -> WorkerProcess:
+        worker = WorkerProcess(*self._command, output=self._output, environment=self._environment)
+        try:
+            worker.ask(None, seconds=START_SECONDS)
+        except NoAnswer as error:
+            raise NotStarted(f"{' '.join(self._command)}: {error}") from None
+        return worker
+
+    def close(self) -> None:
+        """Ends the processes; the next question starts them again."""
+        idle = [self._free.get() for _ in range(self._free.qsize())]
+        for worker in idle:
+            if worker is not None:
+                worker.close()
+            self._free.put(None)

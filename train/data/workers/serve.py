@@ -1,0 +1,43 @@
+"""The child's side of a worker process; imports neither JAX nor the rest of the trainer."""
+
+import contextlib
+import faulthandler
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# A child that its parent could not kill ends by itself this long after its limit.
+ORPHAN_SECONDS = 60.0
+
+
+def serve(answer: Callable[[Any], Any], *, memory: int | None = None) -> None:
+    """Answers questions until the input ends: a line of JSON per question and per answer.
+
+    Signals of a terminal or a scheduler go to all processes of a job. They are ignored, because the parent decides when
+    its children end.
+
+    Args:
+      answer: maps a question to an answer; an exception of it ends the process.
+      memory: limit of the address space in bytes.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
+    if memory is not None:
+        with contextlib.suppress(ValueError, OSError):  # systems without this limit
+            resource.setrlimit(resource.RLIMIT_AS, (memory, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    with open(os.devnull, "w") as nowhere:
+        for line in sys.stdin:
+            request = json.loads(line)
+            faulthandler.dump_traceback_later(request["seconds"] + ORPHAN_SECONDS, exit=True, file=nowhere)
+            # SIGPROF ends the process, also in the middle of a function of C.
+            signal.setitimer(signal.ITIMER_PROF, request["cpu_seconds"])
+            reply = answer(request["question"])
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            faulthandler.cancel_dump_traceback_later()
+            print(json.dumps(reply), file=answers, flush=True)
