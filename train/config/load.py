@@ -92,7 +92,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals:
-            problems.append(f"{override!r}: got no '=', expected an override of the form key=value")
+            problems.append(f"{show(override)}: got no '=', expected an override of the form key=value")
         elif path not in known_fields():
             problems.append(unknown_field(path))
         elif inside := known_fields()[path].list_path:
@@ -102,9 +102,9 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             try:
                 value, repeated = parse_yaml(text)
             except yaml.YAMLError as error:
-                problems.append(f"{path}: got {text!r}, which is not valid YAML ({_where(error)}); quote it")
+                problems.append(f"{path}: got {show(text)}, which is not valid YAML ({_where(error)}); quote it")
                 continue
-            problems += [f"{path}: in {text!r}, {line}" for line in repeated]
+            problems += [f"{path}: in {show(text)}, {line}" for line in repeated]
             _put(raw, path.split("."), value)
     return problems
 

@@ -7,11 +7,21 @@ from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
+from train.config.address import without_password
 from train.config.fields import Known, known_fields, variant_fields
 
 Location: TypeAlias = tuple[str | int, ...]
 
-_SHORT = reprlib.Repr()
+
+class _Short(reprlib.Repr):
+    """Shortens values; an address loses its password before it loses its end."""
+
+    def repr_str(self, value: str, level: int) -> str:
+        """Shortens a text."""
+        return super().repr_str(without_password(value), level)
+
+
+_SHORT = _Short()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
 RENAMED = {
     "loss.policy": "loss.type",

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from train.config.types import Count, CountOrZero, Fraction, PathText, Positive, Section, Text, tag_defaults_to
 
-Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+"), "text that starts with http:// or https://"]
+Url = Annotated[str, Field(pattern="^https?://"), "text that starts with http:// or https://"]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Stops = Annotated[tuple[Text, ...], Field(strict=False), "a list of texts"]
 
@@ -28,8 +28,12 @@ class OpenAISource(Section):
     """openai: directory for weights, at the same path on the server; null: a temporary one."""
     api_key_env: Text | None = None
     """openai: environment variable with the server's API key; null: none is sent."""
+    api_key_file: Text | None = None
+    """openai: file with the server's API key, in place of `api_key_env`."""
     timeout: Positive = 600.0
-    """openai: time limit of one request, in seconds."""
+    """openai: time limit of one request, in seconds, from connecting to the last byte of the answer."""
+    max_response_bytes: Count | None = None
+    """openai: largest answer, also after decompression; null: 16 MiB and 1 KiB for each token of it."""
     retries: CountOrZero = 6
     """openai: retries of a failed request, each after a longer wait."""
     concurrency: Count = 64

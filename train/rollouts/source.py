@@ -14,6 +14,15 @@ from train.data.tasks import Example
 Array = jax.Array | np.ndarray
 
 
+MAX_LOG_PROB = 1e-3
+"""Largest log-prob that a server or a recording may have; a larger one is an error.
+
+A log-prob is at most 0 but for rounding: the difference of a logit and a log-sum-exp, both in float32, is off by about
+the spacing of float32 numbers of their size, which is below 1e-3 up to 2**13. No model has larger logits. A bound of 0
+would refuse right answers; log-probs of another kind, such as base-2 or negated ones, exceed the bound at once.
+"""
+
+
 class SourceError(UserError):
     """Raised when a source stops answering, or a file for or from it cannot be written.
 

@@ -11,7 +11,17 @@ from train.weights.files import write_text_atomic
 # Fields that may differ when a run is resumed. None of them changes an update, except the reference, which a user
 # switches on purpose: to a later step of the run, for example. A server may have moved.
 SERVER = tuple(
-    f"rollout.source.{name}" for name in ("url", "folder", "api_key_env", "timeout", "retries", "concurrency")
+    f"rollout.source.{name}"
+    for name in (
+        "url",
+        "folder",
+        "api_key_env",
+        "api_key_file",
+        "timeout",
+        "max_response_bytes",
+        "retries",
+        "concurrency",
+    )
 )
 MAY_CHANGE = ("steps", "output", "eval", "checkpoint", "reference", "rollout.record", *SERVER)
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from train.rl.policy import token_stats
 from train.rollouts import Completions, SourceError
 from train.rollouts.context import RunContext
 from train.rollouts.server import Client, ServerSource
+from train.rollouts.server.client import no_content
 from train.weights.huggingface.save import save_folder
 
 FIXTURE = Path(__file__).parent / "exchanges.json"
@@ -53,22 +53,22 @@ SERVERS: dict[tuple[str, ...], tuple[str, ...]] = {
 """What is played against one server, and its options."""
 
 
-class Recorder(httpx.BaseTransport):
+class Recorder(httpx.AsyncBaseTransport):
     """Passes requests on and keeps what was said, in the order of the answers."""
 
     def __init__(self) -> None:
         self.exchanges: list[dict[str, Any]] = []
-        self._inner, self._lock = httpx.HTTPTransport(), threading.Lock()
+        self._inner = httpx.AsyncHTTPTransport()
 
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """One exchange."""
-        response = self._inner.handle_request(request)
-        text = response.read().decode()
+        response = await self._inner.handle_async_request(request)
+        content = await response.aread()
         body = json.loads(request.content) if request.content else None
-        with self._lock:
-            said = {"method": request.method, "path": request.url.path, "request": body}
-            self.exchanges.append(said | {"status": response.status_code, "response": text})
-        return response
+        said = {"method": request.method, "path": request.url.path, "request": body}
+        self.exchanges.append(said | {"status": response.status_code, "response": content.decode()})
+        # Decompressed already, and not read.
+        return httpx.Response(response.status_code, stream=httpx.ByteStream(content))
 
 
 def log_prob_error(context: RunContext, completions: Completions, policy: Any) -> float:
@@ -110,7 +110,8 @@ def others(url: str, recorder: Recorder) -> None:
     """A completion whose first token ends it, and what is said to requests that cannot be served; all are recorded."""
     client = _client(url, recorder)
     asked = {"model": tiny.NAME, "prompt": [1], "max_tokens": 4, "n": 1, "logprobs": 0, "return_token_ids": True}
-    (choice,) = client.post("/v1/completions", asked | {"stop_token_ids": list(range(264)), "seed": 0})["choices"]
+    ended = asked | {"stop_token_ids": list(range(264)), "seed": 0}
+    (choice,) = client.post("/v1/completions", ended, json.loads)["choices"]
     print(f"ended by a token id: {choice['token_ids']}, {choice['finish_reason']}")
     for path, body in (
         ("/v1/completions", {"model": "nobody", "prompt": [1], "max_tokens": 1}),
@@ -119,7 +120,7 @@ def others(url: str, recorder: Recorder) -> None:
         ("/no_such_path", {}),
     ):
         try:
-            client.post(path, body)
+            client.post(path, body, no_content)
         except SourceError as error:
             print(f"refused as expected: {error}")
         else:

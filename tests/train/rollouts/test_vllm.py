@@ -92,7 +92,7 @@ def test_stop_texts_end_a_completion_and_belong_to_it():
 def test_the_id_that_ends_a_completion_is_among_its_ids():
     first = EXCHANGES["others"][0]
     answers = read_answers(
-        json.loads(first["response"]), prompt=[1], samples=1, max_new_tokens=4, vocab_size=264, log_probs=True
+        first["response"].encode(), prompt=[1], samples=1, max_new_tokens=4, vocab_size=264, log_probs=True
     )
     assert [(len(answer.tokens), len(answer.log_probs), answer.finished) for answer in answers] == [(1, 1, True)]
 
@@ -164,7 +164,7 @@ def test_what_vllm_refuses_is_passed_on_with_what_to_do():
     with serving(Replay(EXCHANGES["others"])) as url:
         client = client_of(url)
         with pytest.raises(SourceError, match="refused with status 404: The model `nobody` does not exist"):
-            client.post("/v1/completions", {"model": "nobody", "prompt": [1], "max_tokens": 1})
+            client.post("/v1/completions", {"model": "nobody", "prompt": [1], "max_tokens": 1}, bytes)
         with pytest.raises(SourceError, match=r"No adapter found for .*rollout.source.folder has to be a path that"):
             _post(client, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere"})
     missing = '{"detail":"Not Found"}'

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from train.config.address import url_problem, without_password
 from train.config.checks.problem import Problem, problem
 from train.config.plan import Plan
 from train.config.rollout import Rollout
@@ -51,6 +52,8 @@ def _server(config: Config) -> Iterator[Problem]:
     section, source = config.rollout, config.rollout.source
     if source.type != "openai":
         return
+    if reason := url_problem(source.url):
+        yield problem(f"got {without_password(repr(source.url))}, but {reason}", "rollout.source.url")
     if source.sync == "lora" and config.lora is None:
         yield problem(
             "got lora, but there is no lora section, so there is no adapter to load; expected weights or none",
@@ -62,6 +65,12 @@ def _server(config: Config) -> Iterator[Problem]:
             f"got {source.folder!r}, but rollout.source.sync none writes nothing; set it to null",
             "rollout.source.folder",
             "rollout.source.sync",
+        )
+    if source.api_key_env is not None and source.api_key_file is not None:
+        yield problem(
+            f"got {source.api_key_file!r}, but rollout.source.api_key_env is set too; set only one of them",
+            "rollout.source.api_key_file",
+            "rollout.source.api_key_env",
         )
     if len(section.stop) > MOST_STOPS:
         yield problem(

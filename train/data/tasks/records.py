@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.config.errors import UserError
+from train.config.json_text import parse_json
 
 HUB = "datasets:"
 
@@ -34,9 +35,11 @@ def text_of(record: Record, name: str) -> str:
 
 def _parse_line(line: str, where: str, expected: str) -> Record:
     try:
-        fields = json.loads(line)
+        fields = parse_json(line, unique_keys=True)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno})") from error
+    except ValueError as error:
+        raise UserError(f"{where}: JSON that cannot be used ({error})") from error
     if not isinstance(fields, dict):
         raise UserError(f"{where}: got {type(fields).__name__}, expected an object with {expected}")
     return Record(where, fields)

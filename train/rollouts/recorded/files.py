@@ -1,11 +1,11 @@
 """Random access to the rows of recorded files: JSON lines and Parquet."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from train.config.errors import UserError
+from train.config.json_text import parse_json
 
 SUFFIXES = {".jsonl": "JSON lines", ".json": "JSON lines", ".parquet": "Parquet"}
 
@@ -27,7 +27,7 @@ class RowFile(Protocol):
         """Yields `(offset, line, record)` of every row in order."""
 
     def read(self, offset: int) -> dict[str, Any]:
-        """Reads the record at an offset."""
+        """Reads the record at an offset; raises OSError or ValueError if the file has changed."""
 
 
 class JsonLinesFile:
@@ -48,11 +48,14 @@ class JsonLinesFile:
         """Reads the line that begins at byte `offset`."""
         with self.path.open("rb") as file:
             file.seek(offset)
-            return json.loads(file.readline())
+            record = parse_json(file.readline(), unique_keys=True)
+        if not isinstance(record, dict):
+            raise ValueError("not an object")
+        return record
 
     def _parse(self, text: bytes, line: int) -> dict[str, Any]:
         try:
-            record = json.loads(text)
+            record = parse_json(text, unique_keys=True)
         except ValueError as error:
             raise UserError(f"rollout.source.path: {self.path}, line {line}: not JSON ({error})") from error
         if not isinstance(record, dict):

@@ -1,13 +1,14 @@
 """Parsing and validation of one row of a recording."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from train.config.numbers import fits_float32
 from train.data.prompts import encode_prompts
 from train.data.tasks import Example
 from train.rollouts.context import RunContext
+from train.rollouts.source import MAX_LOG_PROB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _log_probs(record: Mapping[str, Any], completion_ids: list[int]) -> list[flo
         raise ValueError(f"log_probs: got {_shorten(values)}, expected a list of numbers")
     if len(values) != len(completion_ids):
         raise ValueError(f"log_probs: got {len(values)} numbers, expected {len(completion_ids)}, one for each id")
-    if not all(math.isfinite(value) and value <= 1e-4 for value in values):
+    if not all(fits_float32(value) and value <= MAX_LOG_PROB for value in values):
         raise ValueError(f"log_probs: got {_shorten(values)}, expected finite numbers that are not positive")
     return [float(value) for value in values]
 
@@ -147,8 +148,8 @@ def _rewards(record: Mapping[str, Any]) -> dict[str, float] | None:
     if not named:
         return None
     for name, value in named.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"rewards.{name}: got {_shorten(value)}, expected a finite number")
+        if not fits_float32(value):
+            raise ValueError(f"rewards.{name}: got {_shorten(value)}, expected a finite number (float32)")
     if "reward" not in named:
         raise ValueError(f"rewards: got {', '.join(named)}, expected 'reward' among them")
     return {name: float(value) for name, value in named.items()}

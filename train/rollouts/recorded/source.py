@@ -18,7 +18,7 @@ from train.rollouts.context import RunContext
 from train.rollouts.padding import pad_rows
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
 from train.rollouts.recorded.record import RecordedCompletion, parse_row
-from train.rollouts.source import Completions, Request
+from train.rollouts.source import Completions, Request, SourceError
 
 _LOG = logging.getLogger(__name__)
 Group = tuple[RowPosition, ...]
@@ -107,7 +107,13 @@ class FileSource:
         )
 
     def _read(self, position: RowPosition) -> RecordedCompletion:
-        return parse_row(self._files[position.file].read(position.offset), self._context)
+        file = self._files[position.file]
+        try:
+            return parse_row(file.read(position.offset), self._context)
+        except (OSError, ValueError) as error:
+            raise SourceError(
+                f"rollout.source.path: {file.path}, line {position.line}: changed since the start of the run ({error})"
+            ) from error
 
     def _scan(self) -> _Scan:
         scan, samples = _Scan(), self._context.config.rollout.samples_per_prompt

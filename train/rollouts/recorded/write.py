@@ -1,6 +1,7 @@
 """Recording of rollouts, one file per step, in the format of `FileSource`."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,14 @@ def write_rows(directory: Path, step: int, rows: list[dict[str, Any]]) -> None:
     Raises:
       SourceError: the file cannot be written.
     """
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    lines = "".join(_escape(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)
     file = directory / f"{step:08d}.jsonl"
     try:
         write_text_atomic(file, lines)
     except OSError as error:
         raise SourceError(f"rollout.record: cannot write {file}: {error.strerror}") from error
+
+
+def _escape(text: str) -> str:
+    """Escapes lone surrogates of a prompt or an answer: they have no UTF-8, but JSON can hold them."""
+    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)

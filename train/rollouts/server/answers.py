@@ -1,11 +1,79 @@
-"""Parsing of responses of `/v1/completions`; a missing field that training needs is an error."""
+"""The forms of a server's answers, as pydantic models; nothing in an answer is trusted."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import reprlib
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
-from train.rollouts.source import SourceError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from train.config.numbers import FLOAT32_MAX
+from train.rollouts.source import MAX_LOG_PROB
 
 IDS_NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
+
+
+class AnswerError(ValueError):
+    """Raised for an answer that cannot be used; `retry` tells whether another attempt may help.
+
+    Bytes that are no JSON come from a proxy or a server that is about to stop, so they are worth another attempt. A
+    wrong form is a property of the server and would repeat.
+    """
+
+    def __init__(self, text: str, *, retry: bool = False) -> None:
+        super().__init__(text)
+        self.retry = retry
+
+
+class _Form(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, extra="ignore")
+
+
+# A list stops at its first wrong entry, so that a long list of them costs no memory.
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+LogProb = Annotated[float, Field(ge=-FLOAT32_MAX, le=MAX_LOG_PROB)]
+
+
+class _LogProbs(_Form):
+    token_logprobs: Annotated[list[LogProb], Field(fail_fast=True)] | None = None
+
+
+class _Choice(_Form):
+    index: int
+    token_ids: Ids
+    finish_reason: Literal["stop", "length"]
+    prompt_token_ids: Ids | None = None
+    logprobs: _LogProbs | None = None
+
+
+class _Completions(_Form):
+    choices: Annotated[list[_Choice], Field(fail_fast=True)]
+
+
+class _Model(_Form):
+    id: str
+
+
+class _Models(_Form):
+    data: Annotated[list[_Model], Field(fail_fast=True)]
+
+
+EXPECTED = {
+    "choices": "a list of completions",
+    "data": "a list of models",
+    "finish_reason": "stop or length",
+    "id": "text",
+    "index": "an integer",
+    "logprobs": "an object with token_logprobs",
+    "prompt_token_ids": "a list of ids, or null",
+    "token_ids": "a list of ids",
+    "token_logprobs": f"finite numbers that are at most 0 (to {MAX_LOG_PROB:g}, for rounding)",
+}
+"""What each field of an answer has to be, for error messages."""
+
+_SHORT = reprlib.Repr()
+# Texts stay whole: the client removes its key from them before it shortens the message.
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 20, 2**24, 80
+_Parsed = TypeVar("_Parsed", bound=_Form)
 
 
 class Answer(NamedTuple):
@@ -16,53 +84,75 @@ class Answer(NamedTuple):
     finished: bool
 
 
+def read_models(content: bytes) -> list[str]:
+    """Reads the names of the models that a server has.
+
+    Raises:
+      AnswerError: the content is no JSON, or has another form.
+    """
+    return [model.id for model in _parse(_Models, content).data]
+
+
 def read_answers(
-    answer: Any, *, prompt: Sequence[int], samples: int, max_new_tokens: int, vocab_size: int, log_probs: bool
+    content: bytes, *, prompt: Sequence[int], samples: int, max_new_tokens: int, vocab_size: int, log_probs: bool
 ) -> list[Answer]:
     """Reads the completions of one prompt in the order of their index.
 
     Raises:
-      SourceError: a field is missing or wrong; names it with the value and the expected value.
+      AnswerError: the content is no JSON, or a field is missing or wrong; names it with the value and the expected
+        value.
     """
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    if not isinstance(choices, list):
-        raise _answer_error("choices", answer, "a list of completions")
+    choices = sorted(_parse(_Completions, content).choices, key=lambda choice: choice.index)
     if len(choices) != samples:
-        raise _answer_error("choices", f"{len(choices)} completions", f"{samples}, the requested n")
-    choices = sorted(choices, key=lambda choice: choice.get("index", 0))
+        raise _wrong("choices", f"{len(choices)} completions", f"{samples}, the requested n")
+    indices = [choice.index for choice in choices]
+    if indices != list(range(samples)):
+        raise _wrong("index", _SHORT.repr(indices), f"each of 0 to {samples - 1} once")
     return [_read(choice, prompt, max_new_tokens, vocab_size, log_probs) for choice in choices]
 
 
-def _read(
-    choice: Mapping[str, Any], prompt: Sequence[int], max_new_tokens: int, vocab_size: int, log_probs: bool
-) -> Answer:
-    tokens = choice.get("token_ids")
-    if not isinstance(tokens, list):
-        raise SourceError(f"rollout.source: the answer has no token_ids (got {tokens!r}); {IDS_NEEDED}")
-    seen = choice.get("prompt_token_ids")
-    if seen is not None and list(seen) != list(prompt):
-        raise _answer_error("prompt_token_ids", seen, f"the prompt that was sent, {list(prompt)}")
+def _read(choice: _Choice, prompt: Sequence[int], max_new_tokens: int, vocab_size: int, log_probs: bool) -> Answer:
+    tokens, seen = choice.token_ids, choice.prompt_token_ids
+    if seen is not None and seen != list(prompt):
+        raise _wrong("prompt_token_ids", _SHORT.repr(seen), f"the prompt that was sent, {_SHORT.repr(list(prompt))}")
     if len(tokens) > max_new_tokens:
-        raise _answer_error("token_ids", f"{len(tokens)} tokens", f"at most max_tokens = {max_new_tokens}")
-    if outside := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise _answer_error("token_ids", outside[0], f"an id below {vocab_size}, the vocabulary that is trained")
-    reason = choice.get("finish_reason")
-    if reason not in ("stop", "length"):
-        raise _answer_error("finish_reason", repr(reason), "stop or length")
-    return Answer(tokens, _log_probs(choice, len(tokens)) if log_probs else None, reason == "stop")
+        raise _wrong("token_ids", f"{len(tokens)} tokens", f"at most max_tokens = {max_new_tokens}")
+    if outside := [token for token in tokens if token >= vocab_size]:
+        raise _wrong("token_ids", outside[0], f"an id below {vocab_size}, the vocabulary that is trained")
+    return Answer(tokens, _log_probs(choice, len(tokens)) if log_probs else None, choice.finish_reason == "stop")
 
 
-def _log_probs(choice: Mapping[str, Any], count: int) -> list[float]:
-    values = (choice.get("logprobs") or {}).get("token_logprobs")
-    if not isinstance(values, list):
-        raise SourceError(
-            f"rollout.source: the answer has no logprobs.token_logprobs (got {values!r}), which are recorded as "
-            "rollout_log_probs; use a server that returns them, or set rollout.record_log_probs=false"
+def _log_probs(choice: _Choice, count: int) -> list[float]:
+    values = None if choice.logprobs is None else choice.logprobs.token_logprobs
+    if values is None:
+        raise AnswerError(
+            "the answer has no logprobs.token_logprobs (got None), which are recorded as rollout_log_probs; use a "
+            "server that returns them, or set rollout.record_log_probs=false"
         )
-    if len(values) != count or any(value is None for value in values):
-        raise _answer_error("logprobs.token_logprobs", values, f"{count} numbers, one for each of token_ids")
-    return [float(value) for value in values]
+    if len(values) != count:
+        raise _wrong("logprobs.token_logprobs", _SHORT.repr(values), f"{count} numbers, one for each of token_ids")
+    return values
 
 
-def _answer_error(field: str, got: Any, expected: str) -> SourceError:
-    return SourceError(f"rollout.source: {field} of the answer: got {str(got)[:200]}, expected {expected}")
+def _parse(form: type[_Parsed], content: bytes) -> _Parsed:
+    try:
+        return form.model_validate_json(content)
+    except ValidationError as error:
+        # The first problem is enough.
+        problem = error.errors(include_url=False)[0]
+    if problem["type"] == "json_invalid":
+        raise AnswerError(
+            f"the answer is not JSON ({problem['ctx']['error']}): {content[:1000].decode(errors='replace')}", retry=True
+        )
+    names = [name for name in problem["loc"] if isinstance(name, str)]
+    got = None if problem["type"] == "missing" else problem["input"]
+    if not names:
+        raise AnswerError(f"the answer: got {_SHORT.repr(got)}, expected an object")
+    if problem["loc"][-1] == "token_ids" and got is None:
+        raise AnswerError(f"the answer has no token_ids (got {got!r}); {IDS_NEEDED}")
+    field = ".".join(names[1:] or names)
+    raise _wrong(field, _SHORT.repr(got), EXPECTED[names[-1]])
+
+
+def _wrong(field: str, got: object, expected: str) -> AnswerError:
+    return AnswerError(f"{field} of the answer: got {got}, expected {expected}")

@@ -1,19 +1,32 @@
-"""A JSON client that retries requests, for servers that restart or are overloaded."""
+"""An HTTP client that bounds every answer and retries requests, for servers that restart or are overloaded."""
 
+import asyncio
 import json
 import random
+import re
+import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import httpx
+from pydantic_core import from_json
 
+from train.rollouts.server.answers import AnswerError
+from train.rollouts.server.body import ENCODINGS, BrokenBodyError, TooLongError, read_body
 from train.rollouts.source import SourceError
 
 # Statuses worth a retry: time-outs, overload, a server that restarts behind a proxy.
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+SUCCESSES = range(200, 300)
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 CONNECT_SECONDS = 10.0
+MOST_BYTES = 2**24
+"""Limit of an answer that has no limit of its own."""
+MOST_ERROR_BYTES = 2**16
+"""Limit of the message of a refusal."""
+
+_Parsed = TypeVar("_Parsed")
 
 
 def wait_before(attempt: int, chance: float, retry_after: float | None = None) -> float:
@@ -31,11 +44,19 @@ def wait_before(attempt: int, chance: float, retry_after: float | None = None) -
     return max(longest / 2 * (1 + chance), min(retry_after or 0.0, LONGEST_WAIT))
 
 
-class Client:
-    """JSON requests to one server; safe to call from several threads.
+def no_content(content: bytes) -> None:
+    """Reads an answer that says nothing but that the request was done."""
 
-    Failed connections, time-outs and the statuses in `RETRIED` are retried; any other error status raises at once.
-    Errors name the address, the request, the number of attempts and the elapsed time.
+
+class Client:
+    """Requests to one server, whose answers have limits of bytes and of time; safe to call from several threads.
+
+    Failed connections, time-outs, the statuses in `RETRIED` and answers that say so (`AnswerError.retry`) are retried;
+    any other error raises at once. Errors name the address, the request, the number of attempts and the elapsed time.
+    They never show the key, even if the server repeats it.
+
+    The requests run in an event loop of their own thread: only there a limit of time holds whatever a server sends,
+    also one byte of a header now and then.
     """
 
     def __init__(
@@ -46,70 +67,173 @@ class Client:
         retries: int,
         connections: int = 8,
         key: str | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-        transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.url = url.rstrip("/")
-        self._timeout, self._retries, self._sleep = timeout, retries, sleep
-        self._client = httpx.Client(
+        self._timeout, self._retries, self._sleep, self._key = timeout, retries, sleep, key
+        self._connections = asyncio.Semaphore(connections)
+        self._client = httpx.AsyncClient(
             transport=transport,
-            timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS), pool=None),
+            timeout=httpx.Timeout(None, connect=min(timeout, CONNECT_SECONDS)),
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
+            headers={"Accept-Encoding": ", ".join(ENCODINGS)}
+            | ({} if key is None else {"Authorization": f"Bearer {key}"}),
         )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)
+        self._thread.start()
 
-    def get(self, path: str) -> Any:
-        """Returns the JSON of the response, or its text if it is no JSON."""
-        return self._request("GET", path, None)
+    def get(self, path: str, read: Callable[[bytes], _Parsed]) -> _Parsed:
+        """Returns the answer, read by `read`, which raises `AnswerError`."""
+        return self._run(self._request("GET", path, None, read, MOST_BYTES))
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Returns the JSON of the response, or its text if it is no JSON."""
-        return self._request("POST", path, body)
+    def post(self, path: str, body: Mapping[str, Any], read: Callable[[bytes], _Parsed]) -> _Parsed:
+        """Returns the answer, read by `read`, which raises `AnswerError`."""
+        return self._run(self._request("POST", path, body, read, MOST_BYTES))
+
+    def post_all(
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, Any]],
+        reads: Sequence[Callable[[bytes], _Parsed]],
+        *,
+        most_bytes: int,
+    ) -> list[_Parsed]:
+        """Posts all bodies, `connections` at a time, and returns their answers in order; the first error ends all.
+
+        Args:
+          path: path of the requests.
+          bodies: JSON of each request.
+          reads: for each request, reads the answer or raises `AnswerError`.
+          most_bytes: limit of each answer, also after decompression.
+        """
+
+        async def together() -> list[_Parsed]:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(self._request("POST", path, body, read, most_bytes))
+                        for body, read in zip(bodies, reads, strict=True)
+                    ]
+            except BaseExceptionGroup as group_error:
+                raise group_error.exceptions[0] from None
+            return [task.result() for task in tasks]
+
+        return self._run(together())
 
     def close(self) -> None:
         """Closes the connections."""
-        self._client.close()
+        if self._loop.is_closed():
+            return
+        self._run(self._client.aclose())
+        self._run(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
-    def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    def clean(self, text: str, longest: int = 1000) -> str:
+        """Makes text of a server fit to be shown: one line of printable characters, shortened, without the key."""
+        # The key goes first: a part of it would stay if the text were cut before.
+        shown = " ".join((text.replace(self._key, "[key]") if self._key else text).split())[:longest]
+        return "".join(letter if letter.isprintable() else "?" for letter in shown)
+
+    def _run(self, request: Coroutine[Any, Any, _Parsed]) -> _Parsed:
+        """Runs a coroutine in the loop; an interrupt of the caller cancels it."""
+        future = asyncio.run_coroutine_threadsafe(request, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        read: Callable[[bytes], _Parsed],
+        most_bytes: int,
+    ) -> _Parsed:
         start, attempts, last = time.monotonic(), self._retries + 1, ""
-        for attempt in range(1, attempts + 1):
-            retry_after = None
-            try:
-                response = self._client.request(method, self.url + path, json=body)
-            except httpx.TransportError as error:
-                last = f"{type(error).__name__}: {error}".strip(": ")
-            else:
-                if response.is_success:
-                    return _content(response)
-                last = f"status {response.status_code}: {_message(response)}"
-                if response.status_code not in RETRIED:
-                    raise SourceError(f"rollout.source: {method} {self.url}{path} was refused with {last}")
-                retry_after = _retry_after(response)
-            if attempt < attempts:
-                self._sleep(wait_before(attempt, random.random(), retry_after))
+        async with self._connections:
+            for attempt in range(1, attempts + 1):
+                retry_after = None
+                try:
+                    status, retry_after, content = await self._attempt(method, path, body, most_bytes)
+                    if status in SUCCESSES:
+                        return read(content)
+                    last = f"status {status}: {self.clean(_message(content), 300) or 'no message'}"
+                    if status not in RETRIED:
+                        raise self._error(f"rollout.source: {method} {self.url}{path} was refused with {last}")
+                except TimeoutError:
+                    last = "no complete answer in time"
+                except (httpx.HTTPError, OSError) as error:
+                    last = self.clean(_reason(error), 300)
+                except BrokenBodyError as error:
+                    last = f"the answer has {error}"
+                except AnswerError as error:
+                    last = self.clean(str(error), 500)
+                    if not error.retry:
+                        raise self._error(f"rollout.source: {last}") from None
+                except TooLongError:
+                    raise self._error(
+                        f"rollout.source.max_response_bytes: the answer to {method} {self.url}{path} has more than "
+                        f"{most_bytes} bytes"
+                    ) from None
+                if attempt < attempts:
+                    await self._sleep(wait_before(attempt, random.random(), retry_after))
         times = "once" if attempts == 1 else f"{attempts} times"
-        raise SourceError(
+        raise self._error(
             f"rollout.source.url: {method} {self.url}{path} failed {times} in {time.monotonic() - start:.0f} s "
             f"(rollout.source.timeout {self._timeout:g} s, rollout.source.retries {self._retries}); last: {last}"
         )
 
+    async def _attempt(
+        self, method: str, path: str, body: Mapping[str, Any] | None, most_bytes: int
+    ) -> tuple[int, float | None, bytes]:
+        """Sends one request; returns the status, the wait that the server asks for, and the body."""
+        # ASCII: a lone surrogate in a stop text has no UTF-8.
+        content = None if body is None else json.dumps(body).encode("ascii")
+        headers = None if body is None else {"Content-Type": "application/json"}
+        async with (
+            asyncio.timeout(self._timeout),
+            self._client.stream(method, self.url + path, content=content, headers=headers) as response,
+        ):
+            wait = _retry_after(response.headers.get("Retry-After", ""))
+            if response.status_code in SUCCESSES:
+                return response.status_code, wait, await read_body(response, most_bytes)
+            try:
+                message = await read_body(response, MOST_ERROR_BYTES)
+            except (TooLongError, BrokenBodyError):
+                message = b"a message that is too long or damaged"
+            return response.status_code, wait, message
 
-def _content(response: httpx.Response) -> Any:
+    def _error(self, text: str) -> SourceError:
+        return SourceError(self.clean(text))
+
+
+def _reason(error: BaseException) -> str:
+    """Describes an error by its name and its first cause, which names the failed call."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return f"{type(error).__name__}: {cause}".strip(": ")
+
+
+def _message(content: bytes) -> str:
+    """Extracts the error message of a server, in any of the usual forms."""
     try:
-        return response.json()
-    except json.JSONDecodeError:
-        return response.text
-
-
-def _message(response: httpx.Response) -> str:
-    """Extracts the error message of a server, in any of the usual forms, on one line."""
-    content = _content(response)
-    inner = content.get("error", content) if isinstance(content, dict) else content
+        parsed = from_json(content)
+    except ValueError:
+        parsed = content.decode(errors="replace")
+    inner = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
     text = inner.get("message", inner) if isinstance(inner, dict) else inner
-    return " ".join(str(text).split())[:300] or "no message"
+    return str(text)
 
 
-def _retry_after(response: httpx.Response) -> float | None:
+def _retry_after(value: str) -> float | None:
     """Parses the seconds of a Retry-After header; ignores its other form, a date."""
-    value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else None
+    return float(value) if re.fullmatch("[0-9]{1,9}", value) else None

@@ -1,9 +1,8 @@
 """A source that samples on an OpenAI-compatible server."""
 
-import os
+import functools
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +14,16 @@ from train.config.rollout import OpenAISource
 from train.data.prompts import encode_prompts
 from train.rollouts.context import RunContext
 from train.rollouts.padding import pad_rows
-from train.rollouts.server.answers import Answer, read_answers
-from train.rollouts.server.client import Client
+from train.rollouts.server.answers import Answer, read_answers, read_models
+from train.rollouts.server.client import MOST_BYTES, Client
+from train.rollouts.server.key import read_key
 from train.rollouts.server.weights import Sync, make_sync
 from train.rollouts.source import Completions, Request, SourceError
 
 # With top_k=1, log-probs after the cuts are 0, and log-probs of the full softmax are not.
 PROCESSED = 1e-30
+BYTES_PER_TOKEN = 2**10
+"""Room of an answer for one token; vLLM 0.32 writes about 100 bytes for its id, text and log-probs."""
 
 
 class ServerSource:
@@ -43,7 +45,7 @@ class ServerSource:
             timeout=section.timeout,
             retries=section.retries,
             connections=section.concurrency,
-            key=_key(section),
+            key=read_key(section),
         )
         self._model, self._step = section.model, -1
         try:
@@ -59,19 +61,11 @@ class ServerSource:
             self._model, self._step = self._sync.load(policy, step), step
 
     def sample(self, request: Request) -> Completions:
-        """Requests the completions of all prompts, `concurrency` at a time; the first error cancels the rest."""
+        """Requests the completions of all prompts, `concurrency` at a time; the first error ends all requests."""
         start = time.perf_counter()
         prompts = self._prompts(request)
         seeds = jax.device_get(jax.random.randint(request.key, (len(prompts),), 0, 2**31 - 1)).tolist()
-        pool = ThreadPoolExecutor(min(self._section.concurrency, len(prompts)))
-        try:
-            futures = [
-                pool.submit(self._complete, prompt, samples=request.samples, seed=seed)
-                for prompt, seed in zip(prompts, seeds, strict=True)
-            ]
-            answers = [answer for future in futures for answer in future.result()]
-        finally:
-            pool.shutdown(cancel_futures=True)
+        answers = self._complete([self._body(p, request.samples, seed) for p, seed in zip(prompts, seeds, strict=True)])
         seconds = time.perf_counter() - start
         return self._completions(request, prompts, answers, seconds)
 
@@ -106,15 +100,25 @@ class ServerSource:
             body["logprobs"] = 0
         return body
 
-    def _complete(self, prompt: Sequence[int], *, samples: int, seed: int) -> list[Answer]:
-        config = self._context.config
-        return read_answers(
-            self._client.post("/v1/completions", self._body(prompt, samples, seed)),
-            prompt=prompt,
-            samples=samples,
-            max_new_tokens=config.data.max_completion_length,
+    def _complete(self, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
+        """Requests completions, all of a prompt at once; returns them in the order of prompts and indices."""
+        tokens = max(body["n"] * (len(body["prompt"]) + body["max_tokens"]) for body in bodies)
+        answers = self._client.post_all(
+            "/v1/completions",
+            bodies,
+            [self._reader(body) for body in bodies],
+            most_bytes=self._section.max_response_bytes or MOST_BYTES + tokens * BYTES_PER_TOKEN,
+        )
+        return [answer for of_prompt in answers for answer in of_prompt]
+
+    def _reader(self, body: dict[str, Any]) -> Callable[[bytes], list[Answer]]:
+        return functools.partial(
+            read_answers,
+            prompt=body["prompt"],
+            samples=body["n"],
+            max_new_tokens=body["max_tokens"],
             vocab_size=self._context.model.config.vocab_size,
-            log_probs=config.rollout.record_log_probs,
+            log_probs=self._context.config.rollout.record_log_probs,
         )
 
     def _completions(
@@ -136,24 +140,14 @@ class ServerSource:
 
     def _check(self) -> None:
         """Requests one token from the base model, and checks the ids and the kind of the log-probs."""
-        listed = self._client.get("/v1/models")
-        names = [model.get("id") for model in listed.get("data", [])] if isinstance(listed, dict) else []
+        names = self._client.get("/v1/models", read_models)
         if self._section.model not in names:
             raise UserError(
                 f"rollout.source.model: got {self._section.model!r}, but {self._section.url} serves: "
-                f"{', '.join(map(str, names)) or 'nothing'}"
+                f"{self._client.clean(', '.join(names)) or 'nothing'}"
             )
-        prompt = [0]
-        body = self._body(prompt, 1, 0) | {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
-        config = self._context.config
-        (answer,) = read_answers(
-            self._client.post("/v1/completions", body),
-            prompt=prompt,
-            samples=1,
-            max_new_tokens=1,
-            vocab_size=self._context.model.config.vocab_size,
-            log_probs=config.rollout.record_log_probs,
-        )
+        body = self._body([0], 1, 0) | {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+        (answer,) = self._complete([body])
         if answer.log_probs:
             self._check_kind(processed=abs(answer.log_probs[0]) < PROCESSED)
 
@@ -172,15 +166,6 @@ class ServerSource:
                 f"rollout.top_k, top_p, min_p: the log-probs of {self._section.url} are those after the cut; start "
                 "vLLM with --logprobs-mode raw_logprobs, or set rollout.record_log_probs=false"
             )
-
-
-def _key(section: OpenAISource) -> str | None:
-    if section.api_key_env is None:
-        return None
-    key = os.environ.get(section.api_key_env)
-    if not key:
-        raise UserError(f"rollout.source.api_key_env: the environment has no variable {section.api_key_env!r}")
-    return key
 
 
 __all__ = ["ServerSource", "SourceError"]

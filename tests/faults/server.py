@@ -1,0 +1,315 @@
+"""Faults of a server of completions: what it sends, how, and how long it takes."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import socket
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from tests import tiny
+from tests.faults.case import Fault, raised
+from tests.faults.wire import Reply, blanks, drips, hangs, resets, response, sends, wire, zipped
+from tests.train.rollouts.fake_server import Digits
+from train.config.errors import ConfigError, UserError
+from train.config.load import parse
+from train.data.tokenizers import ByteTokenizer
+from train.rollouts import Completions, Request, SourceError
+from train.rollouts.context import RunContext
+from train.rollouts.server import Client, ServerSource
+
+AREA, ADDRESSES = "rollout server", "addresses and keys of servers"
+MEGABYTE = 2**20
+SECONDS = 10.0
+"""Limit of a request; one that has to run into its limit has `SHORT`."""
+SHORT = 0.3
+SOURCE = "rollout.source={{type: openai, url: '{}', model: m, sync: none}}"
+
+
+@functools.cache
+def _context() -> RunContext:
+    return tiny.context_of(tiny.config_of("rollout.prompts_per_step=1", SOURCE.format("http://unused")))
+
+
+async def _no_wait(seconds: float) -> None:
+    """Retries at once."""
+
+
+@contextlib.contextmanager
+def _opened(url: str, timeout: float, key: str | None = None) -> Iterator[ServerSource]:
+    """A source whose server was right when the run started."""
+    config = tiny.config_of("rollout.prompts_per_step=1", SOURCE.format(url))
+    context = dataclasses.replace(_context(), config=config)
+    client = Client(url, timeout=SECONDS, retries=1, key=key, sleep=_no_wait)
+    with contextlib.closing(ServerSource(context, config.rollout.source, client)) as source:
+        client._timeout = timeout
+        yield source
+
+
+def _request() -> Request:
+    config = _context().config
+    return Request(_context().prompts.batch(0), config.rollout.samples_per_prompt, 0, jax.random.key(0))
+
+
+def _good(path: str, body: dict[str, Any]) -> bytes:
+    return response(Digits(ByteTokenizer().eos_id)(path, body)[1].encode())
+
+
+def _sample(first: Reply | None, then: Reply | None = None, timeout: float = SECONDS) -> Completions:
+    """The completions of a step from a server that answers with `first`, then with `then`, or rightly."""
+    replies = iter([])
+
+    def reply(path: str) -> Reply:
+        chosen = next(replies, then)
+        return chosen or (lambda connection, body: connection.sendall(_good(path, body)))
+
+    with wire(reply) as url:
+        start, replies = replies, itertools.repeat(None)
+        with _opened(url, timeout) as source:
+            replies = iter([first]) if first is not None else start
+            return source.sample(_request())
+
+
+def refused(reply: Reply, *words: str, timeout: float = SECONDS) -> Callable[[pathlib.Path], str]:
+    """A fault that stays: the run ends with a message of the words, in not much more than the time that it has."""
+
+    def run(directory: pathlib.Path) -> str:
+        began = time.monotonic()
+        outcome = raised(lambda: _sample(reply, reply, timeout), *words, error=SourceError)
+        return outcome if time.monotonic() - began < SECONDS else "silent"
+
+    return run
+
+
+def recovered(reply: Reply) -> Callable[[pathlib.Path], str]:
+    """A fault that passes: the step has the completions of a server without one."""
+
+    def run(directory: pathlib.Path) -> str:
+        try:
+            ours, right = _sample(reply), _sample(None)
+        except Exception:
+            return "traceback"
+        same = np.array_equal(ours.tokens, right.tokens) and np.array_equal(ours.log_probs, right.log_probs)
+        return "identical" if same else "silent"
+
+    return run
+
+
+def _answer(change: Callable[[dict[str, Any]], Any]) -> Reply:
+    """A right answer, changed: what `change` returns, or the answer that it has changed in place."""
+
+    def reply(connection: socket.socket, body: dict[str, Any]) -> None:
+        answer = json.loads(Digits(ByteTokenizer().eos_id)("/v1/completions", body)[1])
+        changed = change(answer)
+        text = changed if isinstance(changed, str) else json.dumps(answer if changed is None else changed)
+        connection.sendall(response(text.encode()))
+
+    return reply
+
+
+def choice(*words: str, **fields: Any) -> Callable[[pathlib.Path], str]:
+    """A field of one completion that is replaced, or removed if it is `...`; refused with the words."""
+
+    def change(answer: dict[str, Any]) -> None:
+        for name, value in fields.items():
+            answer["choices"][0][name] = value
+            if value is ...:
+                del answer["choices"][0][name]
+
+    return refused(_answer(change), *words)
+
+
+def log_probs(values: Any, *words: str) -> Callable[[pathlib.Path], str]:
+    """Other log-probs of one completion."""
+    return choice("token_logprobs of the answer: got", *words, logprobs={"token_logprobs": values})
+
+
+def said(text: str | bytes, *words: str, status: str = "200 OK", **headers: str) -> Callable[[pathlib.Path], str]:
+    """An answer of this text."""
+    body = text if isinstance(text, bytes) else text.encode()
+    return refused(sends(response(body, status, **headers)), *words)
+
+
+def _choices(change: Callable[[list[Any]], Any]) -> Reply:
+    return _answer(lambda answer: {"choices": change(answer["choices"])})
+
+
+def _memory(directory: pathlib.Path) -> str:
+    """A small answer that decompresses to a large one must not take its memory."""
+    packed = blanks(200 * MEGABYTE)
+    tracemalloc.start()
+    try:
+        outcome = refused(sends(packed), "max_response_bytes", "has more than")(directory)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    return outcome if peak < 100 * MEGABYTE else "silent"
+
+
+def _unreachable(directory: pathlib.Path) -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        return raised(lambda: _get(url), "failed 2 times", "ConnectError", error=SourceError)
+
+
+def _plain_text(directory: pathlib.Path) -> str:
+    with wire(lambda path: sends(b"HTTP/1.1 400 not TLS\r\n\r\n")) as url:
+        return raised(lambda: _get(url.replace("http:", "https:")), "ConnectError", error=SourceError)
+
+
+def _get(url: str) -> None:
+    with contextlib.closing(Client(url, timeout=SECONDS, retries=1, sleep=_no_wait)) as client:
+        client.get("/v1/models", bytes)
+
+
+def _redirect(directory: pathlib.Path) -> str:
+    """Is not followed, so that the key stays with the server that it is for."""
+    asked: list[str] = []
+
+    def elsewhere(path: str) -> Reply:
+        asked.append(path)
+        return sends(response(b"{}"))
+
+    with wire(elsewhere) as other:
+        outcome = said("", "refused with status 302", status="302 Found", Location=f"{other}/x")(directory)
+    return "silent" if asked else outcome
+
+
+def _repeated_key(directory: pathlib.Path) -> str:
+    key = "sk-of-this-run-0123456789"
+
+    def reply(path: str) -> Reply:
+        return sends(response(f"no such key: {key}".encode(), "401 Unauthorized"))
+
+    with wire(reply) as url, contextlib.closing(Client(url, timeout=SECONDS, retries=0, key=key)) as client:
+        try:
+            client.get("/v1/models", bytes)
+        except UserError as error:
+            return "refused" if "[key]" in str(error) and key not in str(error) else "silent"
+    return "silent"
+
+
+def address(url: str, *words: str, hidden: str = "") -> Callable[[pathlib.Path], str]:
+    """An address that the check of the config refuses."""
+
+    def run(directory: pathlib.Path) -> str:
+        try:
+            parse({**tiny.RAW, "rollout": {"source": {"type": "openai", "url": url, "model": "m"}}})
+        except ConfigError as error:
+            shown = hidden and hidden in str(error)
+            return "refused" if not shown and all(word in str(error) for word in words) else "silent"
+        except Exception:
+            return "traceback"
+        return "silent"
+
+    return run
+
+
+DEEP, LONG = "[" * 100_000, "9" * 6_000
+IDS, INDEX, CHOICES = "token_ids of the answer: got", "index of the answer: got", "choices of the answer: got"
+NOT_JSON = "the answer is not JSON"
+
+CASES: dict[str, Callable[[pathlib.Path], str]] = {
+    "refuses the connection": _unreachable,
+    "resets the connection": refused(resets, "failed 2 times"),
+    "hangs": refused(hangs, "failed 2 times", "no complete answer in time", timeout=SHORT),
+    "a body that is cut": refused(sends(response(b"{}" * 50)[:-10]), "failed 2 times", "RemoteProtocolError"),
+    "garbage": refused(sends(b"\x00\xff\x80" * 100), "failed 2 times", "RemoteProtocolError"),
+    "a bad status line": refused(sends(b"HTTP/1.1 abc\r\n\r\n"), "failed 2 times", "RemoteProtocolError"),
+    "a header of 200 kB": refused(sends(response(b"{}", X="x" * 200_000)), "failed 2 times", "RemoteProtocolError"),
+    "status 500": said("{}", "failed 2 times", "status 500", status="500 Internal Server Error"),
+    "status 429": said("{}", "failed 2 times", "status 429", status="429 Too Many Requests"),
+    "status 400": said('{"error": {"message": "bad n"}}', "status 400: bad n", status="400 Bad Request"),
+    "status 401": said("", "status 401: no message", status="401 Unauthorized"),
+    "a redirect": _redirect,
+    "HTML": said("<html>hello</html>", NOT_JSON, "hello"),
+    "an empty body": said("", NOT_JSON),
+    "null": said("null", "the answer: got None, expected an object"),
+    "no TLS": _plain_text,
+    "no ids": choice("the answer has no token_ids", token_ids=...),
+    "no log-probs": choice("the answer has no logprobs.token_logprobs", logprobs=...),
+    "log-probs of another length": log_probs([-1.0], "one for each of token_ids"),
+    "an id over the vocabulary": choice(IDS, "264, expected an id below 264", token_ids=[264, 257]),
+    "a negative id": choice(IDS, "-1", token_ids=[-1, 257]),
+    "too many ids": choice(IDS, "at most max_tokens", token_ids=[49] * 50),
+    "too few completions": refused(_choices(lambda choices: choices[:-1]), CHOICES, "1 completions"),
+    "too many completions": refused(_choices(lambda choices: choices * 2), CHOICES, "4 completions"),
+    "ids of another prompt": choice("prompt_token_ids of the answer: got [9]", prompt_token_ids=[9]),
+    "no reason of the end": choice("finish_reason of the answer: got None", finish_reason=...),
+    "a text of 100 MB": refused(sends(response(b" " * 100 * MEGABYTE)), "max_response_bytes", "has more than"),
+    "one status 500": recovered(sends(response(b"{}", "500 Internal Server Error"))),
+    "JSON that is too deep": said('{"choices": ' + DEEP, NOT_JSON, "recursion"),
+    "invalid UTF-8": said(b'{"choices": "\xff"}', NOT_JSON),
+    "broken gzip": said(b"\x1f\x8b\x08broken", "failed 2 times", "damaged gzip", Content_Encoding="gzip"),
+    "an integer of 6,000 digits": said('{"choices": [], "created": ' + LONG + "}", NOT_JSON, "out of range"),
+    "completions that are lists": refused(_choices(lambda choices: [[] for _ in choices]), CHOICES),
+    "completions that are null": refused(_choices(lambda choices: [None for _ in choices]), CHOICES, "None"),
+    "an index that is text": choice(INDEX, "'0', expected an integer", index="0"),
+    "an index that is null": choice(INDEX, "None", index=None),
+    "ids that are floats": choice(IDS, "49.0", token_ids=[49.0, 257.0]),
+    "ids that are text": choice(IDS, "'49'", token_ids=["49", "257"]),
+    "ids that are null": choice(IDS, "None", token_ids=[None, None]),
+    "log-probs in a list": choice("logprobs of the answer: got [-1.0]", logprobs=[-1.0]),
+    "log-probs that are text": choice("logprobs of the answer: got 'x'", logprobs="x"),
+    "a prompt that is a number": choice("prompt_token_ids of the answer: got 5", prompt_token_ids=5),
+    "Retry-After of another script": recovered(sends(response(b"", "429 Too Many Requests", Retry_After="\xb2"))),
+    "log-probs NaN": log_probs([float("nan"), -1.0], "nan, expected finite numbers"),
+    "log-probs -inf": log_probs([float("-inf"), -1.0], "-inf, expected finite numbers"),
+    "a log-prob of +3": log_probs([3.0, -1.0], "3.0, expected finite numbers that are at most 0"),
+    "false as log-prob": log_probs([False, -1.0], "False, expected finite numbers"),
+    "true as id": choice(IDS, "True", token_ids=[True, 257]),
+    "all completions with index 0": refused(
+        _choices(lambda choices: [one | {"index": 0} for one in choices]), INDEX, "[0, 0], expected each of 0 to 1 once"
+    ),
+    "a byte of the body now and then": refused(
+        drips(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"), "no complete answer in time", timeout=SHORT
+    ),
+    "200 MB in 200 kB of gzip": _memory,
+    "unknown fields, and completions out of order": recovered(
+        _answer(lambda answer: {"choices": answer["choices"][::-1], "usage": None, "created": 1.5})
+    ),
+}
+"""The faults of the study."""
+MORE: dict[str, Callable[[pathlib.Path], str]] = {
+    "a byte of the header now and then": refused(
+        drips(b"HTTP/1.1 200 OK\r\nX: ", b"x"), "no complete answer in time", timeout=SHORT
+    ),
+    "an integer of 400 digits as id": choice(IDS, token_ids=[10**400, 257]),
+    "a log-prob below float32": log_probs([-1e39, -1.0], "-1e+39"),
+    "no index": choice(INDEX, "None", index=...),
+    "gzip that ends too early": refused(
+        sends(response(zipped(b"{}" * 100).partition(b"\r\n\r\n")[2][:-4], Content_Encoding="gzip")), "ends too early"
+    ),
+    "another compression": said(b"x", "content encoding 'br'", Content_Encoding="br"),
+    "a refusal of 100 MB": said(b"x" * MEGABYTE, "status 400: a message that is too long", status="400 Bad Request"),
+    "one answer that is HTML": recovered(sends(response(b"<html>starting</html>"))),
+}
+PASSWORD = "hunter2"
+ADDRESS_CASES: dict[str, Callable[[pathlib.Path], str]] = {
+    "the key in a refusal": _repeated_key,
+    "a password": address(f"http://user:{PASSWORD}@host", "rollout.source.url: got", "api_key", hidden=PASSWORD),
+    "a password with a slash": address(f"http://user:/{PASSWORD}@host", "rollout.source.url: got", hidden=PASSWORD),
+    "a password in a long address": address(f"http://u:{PASSWORD * 20}@host", "rollout.source.url", hidden=PASSWORD),
+    "a password and another scheme": address(f"ftp://user:{PASSWORD}@host", "rollout.source.url", hidden=PASSWORD),
+    "a bracket that is open": address(
+        "http://[::1", "rollout.source.url: got 'http://[::1', but it cannot be read: Invalid IPv6"
+    ),
+    "a space": address("http://a b", "rollout.source.url: got", "it has a space"),
+    "a port over 65535": address("http://host:99999", "rollout.source.url: got", "Port out of range"),
+    "a port that is text": address("http://host:abc", "rollout.source.url: got", "Port"),
+    "a control character": address("http://host\x7f", "rollout.source.url: got", "not printable"),
+    "an empty label": address("http://a..b", "rollout.source.url: got", "no name of a host"),
+}
+FAULTS = [
+    *(Fault(AREA, name, run) for name, run in (CASES | MORE).items()),
+    *(Fault(ADDRESSES, name, run) for name, run in ADDRESS_CASES.items()),
+]

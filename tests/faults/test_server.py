@@ -1,0 +1,15 @@
+"""Every fault of a server ends in a clear message, or is put right."""
+
+import pytest
+
+from tests.faults.case import BAD, Fault
+from tests.faults.server import CASES, FAULTS
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_of_a_server_is_clear(fault: Fault, tmp_path):
+    assert fault.run(tmp_path) not in BAD
+
+
+def test_all_faults_of_the_study_are_here():
+    assert len(CASES) == 52
