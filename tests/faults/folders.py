@@ -7,13 +7,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tests.faults.case import Fault, raised
 from train.data.tokenizers.files import load_folder
 from train.models import Decoder
-from train.weights.huggingface import check_folder
+from train.models.sharding import make_mesh
+from train.weights.huggingface import check_folder, load_params
 from train.weights.huggingface.config import decoder_config
 from train.weights.model import field_errors
 
@@ -138,6 +140,35 @@ def other_head(path: Path) -> None:
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path / WEIGHTS)
 
 
+def loaded(change: Callable[[Path], None], *words: str) -> Callable[[Path], str]:
+    """Makes a fault of weights that must be refused when they are read, and that an option allows."""
+
+    def run(directory: Path) -> str:
+        path = folder(directory)
+        change(path)
+        check(path)
+
+        def load() -> None:
+            with field_errors("model.path"):
+                load_params(path, decoder(), make_mesh())
+
+        load_params(path, decoder(), make_mesh(), allow_nonfinite=True)
+        return raised(load, "model.path", "not finite", "model.allow_nonfinite=true", *words)
+
+    return run
+
+
+def with_value(name: str, value: float, dtype: type = np.float32) -> Callable[[Path], None]:
+    """Makes a change of the last value of a tensor, in a file of a dtype."""
+
+    def write(path: Path) -> None:
+        tensors = {key: array.astype(dtype) for key, array in load_file(path / WEIGHTS).items()}
+        tensors[name].flat[-1] = value
+        save_file(tensors, path / WEIGHTS)
+
+    return write
+
+
 def path_that_is(make: Callable[[Path], str | Path], *words: str) -> Callable[[Path], str]:
     """Makes a fault of a `model.path` that is no folder."""
     return lambda directory: raised(lambda: load_folder(make(directory)), "model.path", *words)
@@ -192,6 +223,12 @@ CASES = {
     "header nested too deeply": damaged(with_header_text('{"a":' + DEEP), "nested too deeply"),
     "header with a number of 6,000 digits": damaged(with_header_text('{"a":' + LONG + "}"), "cannot be read"),
     "header that is a list": damaged(with_header_text("[]"), "cannot be read"),
+    "NaN in a norm": loaded(with_value("model.norm.weight", np.nan), "model.norm.weight"),
+    "infinity in a matrix": loaded(
+        with_value("model.layers.1.mlp.up_proj.weight", -np.inf, ml_dtypes.bfloat16), "layers.1.mlp.up_proj"
+    ),
+    "NaN in the embeddings": loaded(with_value("model.embed_tokens.weight", np.nan, np.float16), "embed_tokens"),
+    "a tied head that differs": damaged(other_head, "ties the output head to the embeddings"),
     "index leaves the folder": damaged(indexed("../elsewhere.safetensors"), "expected files inside the folder"),
     "index leaves the folder and returns": damaged(indexed("../folder/a.safetensors"), "inside the folder"),
     "index with an absolute path": damaged(indexed("ABSOLUTE/away.safetensors"), "expected files inside the folder"),

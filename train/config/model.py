@@ -44,6 +44,8 @@ class Model(Section):
     """Attention kernel: auto: splash on TPU, cuDNN on NVIDIA GPUs in bfloat16, else XLA; xla: always XLA."""
     remat: Literal["full", "dots"] = "full"
     """Rematerialisation: full: recompute the whole layer; dots: keep the outputs of projections."""
+    allow_nonfinite: bool = False
+    """Load weights of folders that have NaN or infinity; false: refuse them."""
     layers: Count = 2
     """Decoder layers."""
     width: Count = 128
@@ -83,7 +85,7 @@ class Model(Section):
         return {key: getattr(self, key) for key in type(self).model_fields if key not in NOT_SHAPE}
 
 
-NOT_SHAPE = ("path", "dtype", "param_dtype", "quantization", "attention", "remat")
+NOT_SHAPE = ("path", "dtype", "param_dtype", "quantization", "attention", "remat", "allow_nonfinite")
 
 
 def expand_preset(raw: Any) -> Any:

@@ -126,7 +126,8 @@ def load_reference(
         if section.source in PARTS:
             found = find_reference(config, model)
             shared = found.model.config.lora is not None
-            return _load_saved(found, mesh, (read_base() if base is None else base) if shared else None)
+            base = (read_base() if base is None else base) if shared else None
+            return _load_saved(found, mesh, base, config.model.allow_nonfinite)
         if section.source == "step":
             return Reference(model, _load_step(checkpoints.path(section.step), model, mesh, base))
         # An average starts at the policy, so nothing is read for it.
@@ -148,12 +149,14 @@ def _field_errors(field: str) -> Iterator[None]:
         raise UserError(f"reference.{field}: {error}") from error
 
 
-def _load_saved(saved: SavedReference, mesh: Mesh, base: Tree) -> Reference:
+def _load_saved(saved: SavedReference, mesh: Mesh, base: Tree, allow_nonfinite: bool) -> Reference:
     """Loads a saved reference; `base` holds the weights under it if it is an adapter."""
     if saved.format == "peft":
-        return Reference(saved.model, kljax.Policy(base, load_adapter(saved.path, saved.model, mesh)))
+        adapter = load_adapter(saved.path, saved.model, mesh, allow_nonfinite=allow_nonfinite)
+        return Reference(saved.model, kljax.Policy(base, adapter))
     if saved.format == "folder":
-        return Reference(saved.model, kljax.Policy(load_params(saved.path, saved.model, mesh)))
+        params = load_params(saved.path, saved.model, mesh, allow_nonfinite=allow_nonfinite)
+        return Reference(saved.model, kljax.Policy(params))
     if base is None:
         policy = kljax.checkpoint_reference(saved.path, abstract_params(saved.model, mesh), item=saved.item)
     else:

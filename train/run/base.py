@@ -128,7 +128,8 @@ def load_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
                 f"model.path: {base.path} is not what {root} began with: its digest is {digest}, that of the run "
                 f"{base.digest} ({root / RECORD}); restore the weights, or start a new run"
             )
-        return load_params(str(base.path), model, mesh)
+        # These are the values that the run began with, whatever they are.
+        return load_params(str(base.path), model, mesh, allow_nonfinite=True)
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"model.path: {error}; {root} began with the weights in {base.path}") from error
 
@@ -140,7 +141,7 @@ def load_initial_base(config: Config, model: Decoder, mesh: Mesh) -> Tree | None
         return restore_weights(path, model, mesh, "warm_start.checkpoint", item=item)
     if config.model.path is not None:
         with field_errors("model.path"):
-            return load_params(config.model.path, model, mesh)
+            return load_params(config.model.path, model, mesh, allow_nonfinite=config.model.allow_nonfinite)
     return None
 
 

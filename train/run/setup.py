@@ -121,7 +121,7 @@ def load_initial_adapter(config: Config, model: Decoder, mesh: Mesh) -> Tree:
     if config.lora is None or config.lora.path is None:
         return init_adapter(model, purpose_key(config.seed, "adapter"), mesh)
     with field_errors("lora.path"):
-        return load_adapter(config.lora.path, model, mesh)
+        return load_adapter(config.lora.path, model, mesh, allow_nonfinite=config.model.allow_nonfinite)
 
 
 def first_state(

@@ -86,7 +86,7 @@ def check_adapter(path: str | Path, model: Decoder) -> None:
         raise ValueError(f"adapter {path} does not fit the model: {first_five(problems)}")
 
 
-def load_adapter(path: str | Path, model: Decoder, mesh: Mesh) -> Tree:
+def load_adapter(path: str | Path, model: Decoder, mesh: Mesh, *, allow_nonfinite: bool = False) -> Tree:
     """Loads the adapter of a PEFT folder in the layout of the model, float32 and sharded.
 
     A layer without an adapter (`layers_to_transform`, a regular expression) gets zeros in both matrices. They add
@@ -96,13 +96,14 @@ def load_adapter(path: str | Path, model: Decoder, mesh: Mesh) -> Tree:
       path: the folder.
       model: the decoder, with a lora section equal to the folder's (`read_peft_config`).
       mesh: the devices.
+      allow_nonfinite: whether weights may have NaN and infinity.
 
     Returns:
       A [layers, in, rank] and B [layers, rank, out] of each target.
 
     Raises:
       FileNotFoundError: as `check_adapter`.
-      ValueError: as `check_adapter`, before any tensor is read.
+      ValueError: as `check_adapter`, before any tensor is read; or a value is not finite.
     """
     check_adapter(path, model)
     with _open_weights(path) as file:
@@ -113,6 +114,11 @@ def load_adapter(path: str | Path, model: Decoder, mesh: Mesh) -> Tree:
             for layer in range(leaf.shape[0]):
                 if (layer, name) in keys:
                     values[layer] = file.get_tensor(keys[layer, name]).T
+                    if not (allow_nonfinite or np.isfinite(values[layer]).all()):
+                        raise ValueError(
+                            f"adapter {path}: {keys[layer, name]} has values that are not finite; restore the file, or "
+                            "set model.allow_nonfinite=true to load it as it is"
+                        )
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
 
         abstract = abstract_adapter(model, mesh)

@@ -49,7 +49,15 @@ def test_tiny_replaces_the_section_and_brings_no_warm_start():
 def test_a_folder_decides_the_shape(folder):
     config, _ = build(f"model.path={folder()}", "model.dtype=bfloat16", "lora={rank: 2}", "model.attention=xla")
     assert config.warm_start.steps == 0
-    assert set(config.model.model_dump()) == {"path", "dtype", "param_dtype", "quantization", "attention", "remat"}
+    assert set(config.model.model_dump()) == {
+        "path",
+        "dtype",
+        "param_dtype",
+        "quantization",
+        "attention",
+        "remat",
+        "allow_nonfinite",
+    }
     assert parse(yaml.safe_load(dump_yaml(config)))[0] == config
     decoder = make_model(config, ByteTokenizer()).config
     assert (decoder.layers, decoder.vocab_size, decoder.dtype, decoder.lora.rank) == (3, 300, "bfloat16", 2)

@@ -12,7 +12,7 @@ from train.config.json_text import parse_json
 from train.models.decoder import Decoder
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.names import EMBEDDINGS, HEAD, LeafMapping, find_prefix, full_name, leaf_mappings
-from train.weights.huggingface.safetensors import DTYPES, Tensor, read_header
+from train.weights.huggingface.safetensors import CHUNK_BYTES, DTYPES, Tensor, read_header
 from train.weights.saved_array import SavedArray
 
 SINGLE = "model.safetensors"
@@ -111,7 +111,7 @@ def read_contents(folder: str | Path, model: Decoder) -> Contents:
 
 
 def check_folder(folder: str | Path, model: Decoder) -> None:
-    """Checks a folder against the model from the headers of its files, without reading weights.
+    """Checks a folder against the model from the headers of its files. Only a second head is read.
 
     Args:
       folder: a directory as `save_pretrained` writes it.
@@ -119,9 +119,24 @@ def check_folder(folder: str | Path, model: Decoder) -> None:
 
     Raises:
       FileNotFoundError: the folder or its safetensors files are missing.
-      ValueError: tensors are missing, left over, or of another shape or dtype; names them.
+      ValueError: tensors are missing, left over, or of another shape or dtype; or the head is tied, and the file has
+        an LM head that differs from the embeddings; names them.
     """
-    read_contents(folder, model)
+    check_tied(Path(folder), read_contents(folder, model))
+
+
+def check_tied(folder: Path, contents: Contents, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Raises ValueError if the head is tied, and the file has an LM head that differs from the embeddings."""
+    head, embeddings = contents.second_head, contents.tensors[EMBEDDINGS]
+    if head is None:
+        return
+    for start, count in head.pieces(chunk_bytes):
+        ours, theirs = (tensor.rows(start, count).astype(np.float32) for tensor in (embeddings, head))
+        if not np.array_equal(ours, theirs, equal_nan=True):
+            raise ValueError(
+                f"{folder}: {CONFIG} ties the output head to the embeddings (tie_word_embeddings), but {head.name} "
+                f"differs from {embeddings.name}; set it to false, or remove the tensor"
+            )
 
 
 def folder_arrays(folder: Path) -> dict[str, SavedArray]:

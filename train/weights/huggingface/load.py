@@ -20,15 +20,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from train.models.decoder import Decoder
 from train.models.int8 import is_int8, quantise
 from train.rl.policy import abstract_params
-from train.weights.huggingface.contents import CONFIG, Contents, read_contents
-from train.weights.huggingface.names import EMBEDDINGS, LeafMapping, leaf_mappings
-from train.weights.huggingface.safetensors import DTYPES, Tensor
+from train.weights.huggingface.contents import Contents, check_tied, read_contents
+from train.weights.huggingface.names import LeafMapping, leaf_mappings
+from train.weights.huggingface.safetensors import CHUNK_BYTES, DTYPES, Tensor
 
 Tree = Any
-CHUNK_BYTES = 4 * 2**20
 
 
-def load_params(folder: str | Path, model: Decoder, mesh: Mesh, *, chunk_bytes: int = CHUNK_BYTES) -> Tree:
+def load_params(
+    folder: str | Path,
+    model: Decoder,
+    mesh: Mesh,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    allow_nonfinite: bool = False,
+) -> Tree:
     """Loads the base parameters from the safetensors files of a Hugging Face folder.
 
     Args:
@@ -37,26 +43,27 @@ def load_params(folder: str | Path, model: Decoder, mesh: Mesh, *, chunk_bytes: 
       model: the decoder of its `config.json`; weights are rounded to `param_dtype`, or quantized as they are read.
       mesh: the devices; `train.models.sharding` has the sharding rules.
       chunk_bytes: bytes per read.
+      allow_nonfinite: whether weights may have NaN and infinity.
 
     Returns:
       The parameters with the shardings of `train.rl.policy.abstract_params`.
 
     Raises:
       FileNotFoundError: the folder or its safetensors files are missing.
-      ValueError: tensors are missing, left over, or of another shape or dtype (checked before any read); or the head
-        is tied, and the file has an LM head that differs from the embeddings.
+      ValueError: tensors are missing, left over, or of another shape or dtype (checked before any read); the head is
+        tied, and the file has an LM head that differs from the embeddings; or a value is not finite.
     """
     contents = read_contents(folder, model)
     targets = abstract_params(model, mesh)
-    if contents.second_head is not None:
-        _check_tied(Path(folder), contents, contents.second_head, chunk_bytes)
+    check_tied(Path(folder), contents, chunk_bytes)
     by_path = {mapping.path: mapping for mapping in leaf_mappings(model)}
+    check = not allow_nonfinite
 
     def fill(path: Any, target: Tree, leaf: Tree) -> Tree:
         mapping = by_path[tuple(key.key for key in path)]
         if is_int8(target):
-            return _fill(contents, mapping, leaf, None, chunk_bytes)
-        return _view_as(_fill(contents, mapping, leaf, target.dtype, chunk_bytes), target)
+            return _fill(contents, mapping, leaf, None, chunk_bytes, check=check)
+        return _view_as(_fill(contents, mapping, leaf, target.dtype, chunk_bytes, check=check), target)
 
     return jax.tree_util.tree_map_with_path(fill, targets, _zeros(targets, mesh), is_leaf=is_int8)
 
@@ -82,25 +89,9 @@ def _view_as(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
-def _check_tied(folder: Path, contents: Contents, head: Tensor, chunk_bytes: int) -> None:
-    embeddings = contents.tensors[EMBEDDINGS]
-    for start, count in _pieces(head.shape[0], head.row_bytes, chunk_bytes):
-        ours, theirs = (tensor.rows(start, count).astype(np.float32) for tensor in (embeddings, head))
-        if not np.array_equal(ours, theirs, equal_nan=True):
-            raise ValueError(
-                f"{folder}: {CONFIG} ties the output head to the embeddings (tie_word_embeddings), but {head.name} "
-                f"differs from {embeddings.name}; set it to false, or remove the tensor"
-            )
-
-
-def _pieces(rows: int, row_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Splits rows into pieces of at most `chunk_bytes`, or one row: the first row and the number of rows of each."""
-    parts = min(rows, max(1, math.ceil(rows * row_bytes / chunk_bytes)))
-    size = math.ceil(rows / parts)
-    return [(start, min(size, rows - start)) for start in range(0, rows, size)]
-
-
-def _fill(contents: Contents, mapping: LeafMapping, leaf: Tree, dtype: np.dtype | None, chunk_bytes: int) -> Tree:
+def _fill(
+    contents: Contents, mapping: LeafMapping, leaf: Tree, dtype: np.dtype | None, chunk_bytes: int, *, check: bool
+) -> Tree:
     """Writes all tensors of a leaf in place, as int8 if `dtype` is None; the leaf is donated."""
     array = leaf["qvalue"] if dtype is None else leaf
     sharding = array.sharding
@@ -122,9 +113,8 @@ def _fill(contents: Contents, mapping: LeafMapping, leaf: Tree, dtype: np.dtype 
         )
     for layer, name in enumerate(mapping.names):
         tensor = contents.tensors[name]
-        local = tensor.shape[0] // parts
-        for start, count in _pieces(local, tensor.row_bytes * parts, chunk_bytes):
-            piece = _read(tensor, NamedSharding(mesh, rows), parts, start, count)
+        for start, count in tensor.pieces(chunk_bytes, parts=parts):
+            piece = _read(tensor, NamedSharding(mesh, rows), parts, start, count, check=check)
             # Waiting frees the host memory of the piece before the next read.
             leaf = jax.block_until_ready(write(leaf, piece, np.int32(layer), np.int32(start)))
     return leaf
@@ -134,7 +124,7 @@ def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else axes
 
 
-def _read(tensor: Tensor, sharding: NamedSharding, parts: int, start: int, count: int) -> jax.Array:
+def _read(tensor: Tensor, sharding: NamedSharding, parts: int, start: int, count: int, *, check: bool) -> jax.Array:
     """Reads rows `start` to `start + count` of each of the `parts` of a tensor onto the devices of the part."""
     local = tensor.shape[0] // parts
     last: dict[int, np.ndarray] = {}
@@ -145,6 +135,8 @@ def _read(tensor: Tensor, sharding: NamedSharding, parts: int, start: int, count
         if part not in last:
             last.clear()
             last[part] = tensor.rows(part * local + start, count)
+            if check:
+                tensor.check_finite(last[part])
         return np.ascontiguousarray(last[part][(slice(None), *index[1:])])
 
     shape = (parts * count, *tensor.shape[1:])

@@ -23,6 +23,13 @@ DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(jnp.bfloat16),
 }
 SIZES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+# Bits of each dtype as an integer: all but the sign, and those of the exponent, all set in NaN and infinity alone.
+BITS: Mapping[str, tuple[np.dtype, int, int]] = {
+    "F32": (np.dtype(np.uint32), 0x7FFFFFFF, 0x7F800000),
+    "F16": (np.dtype(np.uint16), 0x7FFF, 0x7C00),
+    "BF16": (np.dtype(np.uint16), 0x7FFF, 0x7F80),
+}
+CHUNK_BYTES = 4 * 2**20
 ALIGNMENT = 8
 # Maximum header size of the format; a larger number means another kind of file.
 MAX_HEADER = 100_000_000
@@ -61,6 +68,26 @@ class Tensor:
         if block.size != count * self.row_bytes:
             raise ValueError(f"{self.file}: {self.name} is cut off")
         return block.view(dtype).reshape(count, *self.shape[1:])
+
+    def check_finite(self, rows: np.ndarray) -> None:
+        """Raises ValueError if rows of this tensor have a NaN or an infinity."""
+        integer, unsigned, exponent = BITS[self.dtype]
+        if (rows.view(integer) & unsigned).max(initial=0) >= exponent:
+            raise ValueError(
+                f"{self.file}: {self.name} has values that are not finite; restore the file, or set "
+                "model.allow_nonfinite=true to load it as it is"
+            )
+
+    def pieces(self, chunk_bytes: int, *, parts: int = 1) -> list[tuple[int, int]]:
+        """Splits the rows of each of `parts` equal parts into pieces, which have `chunk_bytes` in all parts or one row.
+
+        Returns:
+          The first row in the part and the number of rows of each piece.
+        """
+        rows = self.shape[0] // parts
+        count = min(rows, max(1, math.ceil(rows * self.row_bytes * parts / chunk_bytes)))
+        size = math.ceil(rows / count)
+        return [(start, min(size, rows - start)) for start in range(0, rows, size)]
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
