@@ -3,8 +3,10 @@
 import difflib
 from collections.abc import Iterable, Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from kljax._typing import Array, ArrayLike, Scalar
 
@@ -35,12 +37,12 @@ def check_same_shape(**arrays: ArrayLike | None) -> tuple[int, ...]:
 
 def check_mask(mask: ArrayLike, name: str = "mask") -> Array:
     """Returns `mask` as booleans; raises `TypeError` for a mask of floating-point weights."""
-    mask = jnp.asarray(mask)
+    mask = as_array(mask)
     if jnp.issubdtype(mask.dtype, jnp.floating):
         raise TypeError(
             f"{name}: got dtype {mask.dtype}, expected bool or an integer type holding 0 and 1; pass {name} > 0"
         )
-    return mask.astype(bool)
+    return as_type(mask, bool)
 
 
 def check_at_least(name: str, value: object, low: float, *, strict: bool = False) -> None:
@@ -70,13 +72,23 @@ def check_only_with(allowed: bool, explanation: str, arguments: Mapping[str, obj
         raise ValueError(f"{', '.join(given)}: {explanation}")
 
 
+def as_array(value: ArrayLike) -> Array:
+    """Converts to an array of JAX; an array of JAX is returned as it is, without an operation to trace."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def as_type(array: Array, dtype: DTypeLike) -> Array:
+    """Converts to a type; an array of that type is returned as it is, without an operation to trace."""
+    return array if array.dtype == dtype and not array.weak_type else array.astype(dtype)
+
+
 def as_float(*values: ArrayLike) -> list[Array]:
     """Converts to one common float type: float64 if any input is float64, else float32.
 
     Booleans alone become the default float type, as they bring no precision of their own.
     """
-    arrays = [jnp.asarray(value) for value in values]
+    arrays = [as_array(value) for value in values]
     if all(array.dtype == bool for array in arrays):
         return [array.astype(jnp.result_type(float)) for array in arrays]
     wide = any(array.dtype == jnp.float64 for array in arrays)
-    return [array.astype(jnp.float64 if wide else jnp.float32) for array in arrays]
+    return [as_type(array, jnp.float64 if wide else jnp.float32) for array in arrays]
