@@ -2,8 +2,8 @@
 
 Each has `[6, 12]` arrays under this project's names. They differ in the mask (`base`: padding on the right; `holes`:
 holes too; `empty_row`: a row without a token) and in how far the policies are apart (`huge`: log-ratios of tokens far
-outside every clip; `far_rows`: mean log-ratios of rows). Rewards are multiples of 1/64, exact in float32, so that a
-cast of the rewards alone changes nothing.
+outside every clip; `far_rows`: mean log-ratios of rows; `far_sampler`: log-ratios to the sampler alone). Rewards are
+multiples of 1/64, exact in float32, so that a cast of the rewards alone changes nothing.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ BATCHES = {
     "empty_row": Kind(13, (10, 7, 0, 12, 3, 6), 0.0, 0.3, (0, 0, 1, 1, 2, 2)),
     "huge": Kind(14, (12, 9, 12, 10, 11, 12), 0.0, 0.4, (0, 0, 1, 1, 2, 2)),
     "far_rows": Kind(15, (12, 9, 12, 10, 11, 12), 0.0, 0.4, (0, 0, 1, 1, 2, 2)),
+    "far_sampler": Kind(16, (12, 9, 12, 10, 11, 12), 0.0, 0.4, (0, 0, 1, 1, 2, 2)),
 }
 # Distance of the other policies in the rows of "far_rows"; 12 is beyond the cap at 10 of a row's mean log-ratio.
 FAR_ROWS = (12.0, -12.0, 0.0, 0.0, 0.0, 0.0)
@@ -97,11 +98,11 @@ def draw(name: str) -> dict[str, np.ndarray]:
     arrays["logits"] = 2 * rng.standard_normal((*shape, VOCABULARY))
     arrays["teacher_logits"] = arrays["logits"] + rng.standard_normal((*shape, VOCABULARY))
     arrays["expert"] = np.array([0.0, 1.0, 0.0, 0.0, 1.0, 0.0])
-    if name == "huge":
+    if name in ("huge", "far_sampler"):
         far, where = np.repeat(FAR, 2), rng.permutation(np.flatnonzero(mask))[: 2 * len(FAR)]
-        arrays["log_probs"].flat[where] = np.minimum(far, 0) - 0.5
-        for key in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
-            arrays[key].flat[where] = -np.maximum(far, 0) - 0.5
+        near = {"huge": ["log_probs"], "far_sampler": ["log_probs", "old_log_probs", "ref_log_probs"]}[name]
+        for key in ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
+            arrays[key].flat[where] = (np.minimum(far, 0) if key in near else -np.maximum(far, 0)) - 0.5
     if name == "far_rows":
         shift = np.array(FAR_ROWS)[:, None]
         arrays["log_probs"] = arrays["log_probs"] + np.minimum(shift, 0)

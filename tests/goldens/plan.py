@@ -8,6 +8,8 @@ from typing import Any
 BOTH = ("base", "holes")
 # Notes of cases whose numbers a clamp of the release decides, and of cases without an option of the release.
 REACHES_BOUND, RELEASE_DEFAULTS = "reaches a bound of the release", "the defaults of the release"
+# A dual clip or a threshold far away leaves the clamps at 20 and at 10 to decide.
+FAR_AWAY = 1e12
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Numbers that a clamp of verl decides, and defaults of verl and Trinity: calls of `kljax.systems` as they stand."""
+"""Numbers that a clamp decides, and the defaults of verl and Trinity: calls of `kljax.systems` as they stand."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
 
 import chex
 import jax
@@ -6,9 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import kljax
+from kljax.systems import Call, Entry
 from tests.goldens import cases, compare
 from tests.goldens.cases import GENERATED
 from tests.goldens.plan import REACHES_BOUND, RELEASE_DEFAULTS
+from tests.kljax.systems import corrections, distillation, losses
+from tests.kljax.systems.exercises import EXERCISES, matches
 
 LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo")
 ROW_MEAN, TOKEN_MEAN = compare.VERL["seq-mean-token-mean"], compare.VERL["token-mean"]
@@ -104,6 +110,62 @@ def test_clamps_of_the_chi_squared_metrics(case: cases.Case) -> None:
     sequence = kljax.systems.get("verl/rollout_corr/chi2_seq")
     case.assert_matches(sequence(arrays).value(), case.result("chi2_seq"))
     assert sequence(arrays, log_ratio_clip=None).value() > 1.01 * sequence(arrays).value()
+
+
+BOUNDED = (
+    ("trinity", "PPOPolicyLossFn"),
+    ("verl", "compute_policy_loss_bypass_mode"),
+    ("verl", "compute_rollout_rejection_mask"),
+    ("skyrl", "ppo_policy_loss"),
+    ("skyrl", "gspo_policy_loss"),
+    ("skyrl", "dppo_policy_loss"),
+    ("skyrl", "compute_off_policy_correction"),
+    ("trl", "add_tail_bucket"),
+    ("trl", "apply_importance_sampling_clipping"),
+)
+CLAMPS = ("log_ratio_clip", "max_log_ratio", "min_mass")
+MODULES = (corrections, distillation, losses)  # they fill EXERCISES
+
+
+def other_clamps(call: Call) -> Iterator[tuple[Call, Call]]:
+    """For each clamp of a call: the call with a smaller and with a larger one."""
+    for name in CLAMPS:
+        if name in call.arguments:
+            value = call.arguments[name]
+            low, high = (dataclasses.replace(call, arguments={**call.arguments, name: value * f}) for f in (0.95, 1.05))
+            yield low, high
+    for i, inner in enumerate(call.times):
+        before, after = call.times[:i], call.times[i + 1 :]
+        for low, high in other_clamps(inner):
+            yield (
+                dataclasses.replace(call, times=(*before, low, *after)),
+                dataclasses.replace(call, times=(*before, high, *after)),
+            )
+
+
+def fails(exercise: Callable[[Entry, cases.Case], None], entry: Entry, case: cases.Case) -> bool:
+    try:
+        exercise(entry, case)
+    except AssertionError:
+        return True
+    return False
+
+
+@cases.parametrize(*BOUNDED, file=GENERATED, notes=(REACHES_BOUND,))
+def test_clamps_of_the_rows(case: cases.Case) -> None:
+    exercise = EXERCISES[case.system, case.function]
+    rows = [
+        entry
+        for entry in kljax.systems.entries(system=case.system)
+        if entry.call and any(matches(golden, case) for golden in entry.goldens)
+    ]
+    clamped = [(entry, pair) for entry in rows for pair in other_clamps(entry.call)]
+    assert clamped
+    for entry in rows:
+        exercise(entry, case)
+    # The case tells each clamp from a smaller or from a larger one.
+    for entry, pair in clamped:
+        assert any(fails(exercise, dataclasses.replace(entry, call=call), case) for call in pair), entry.key
 
 
 def test_the_cap_of_gspo_ends_its_gradient() -> None:

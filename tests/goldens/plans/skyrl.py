@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.goldens.plan import Plan, grid
+from tests.goldens.plan import FAR_AWAY, REACHES_BOUND, Plan, grid
 
 EDGES = ("base", "holes", "empty_row")
 CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.28}
@@ -119,8 +119,33 @@ CONTROLLERS = [
     ],
     Plan("FixedKLController", {"kl_coef": 0.001}, ("updates",), None),
 ]
+FAR_LOSSES: list[tuple[str, str, dict[str, Any]]] = [
+    ("regular", "huge", CLIP),
+    ("dual_clip", "huge", {**CLIP, "clip_ratio_c": FAR_AWAY}),
+    ("gspo", "far_rows", CLIP),
+    *[
+        ("dppo", "huge", {"dppo_type": kind, "delta_low": 0.2, "delta_high": 0.2, "anchor": "old"})
+        for kind in ("binary_tv", "binary_kl")
+    ],
+]
+BOUNDS = [
+    *[
+        Plan(FUNCTIONS[name], {"name": name, **params}, (batch,), note=REACHES_BOUND)
+        for name, batch, params in FAR_LOSSES
+    ],
+    *[
+        Plan(
+            "compute_off_policy_correction",
+            {"tis_ratio_type": level, f"{level}_tis_ratio_clip_high": FAR_AWAY},
+            ("far_sampler",),
+            None,
+            REACHES_BOUND,
+        )
+        for level in ("token", "sequence")
+    ],
+]
 LEFT_OUT = {
     "clip_cov with a part of its candidates": "torch.randperm decides which; verl's case checks how many",
     "token_mean, sequence_mean, seq_mean_token_sum_norm": "in the shared cases",
 }
-PLANS = (*ON_LOSSES, *VALUE, *ADVANTAGES, *REDUCTIONS, *CORRECTIONS, *REWARDS, *CONTROLLERS)
+PLANS = (*ON_LOSSES, *VALUE, *ADVANTAGES, *REDUCTIONS, *CORRECTIONS, *REWARDS, *CONTROLLERS, *BOUNDS)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.goldens.plan import BOTH, RELEASE_DEFAULTS, Plan, grid
+from tests.goldens.plan import BOTH, FAR_AWAY, REACHES_BOUND, RELEASE_DEFAULTS, Plan, grid
 
 # Where the registry's names lead: module and class.
 LOSS_CLASSES = {
@@ -149,6 +149,16 @@ DEFAULTS = [
     Plan(f"{name}LossFn", {"loss_agg_mode": "token-mean"}, ("base",), note=RELEASE_DEFAULTS)
     for name in ("PPOPolicy", "CISPOPolicy", "SAPOPolicy", "TOPRPolicy", "OPMDPolicy", "sPPOPolicy", "GSPO")
 ]
+# The mean KL of a row is 2.09 with a clamp at 20, 1.98 at 19 and 2.20 at 21.
+BOUNDS = [
+    Plan(
+        "PPOPolicyLossFn",
+        {"name": "ppo", "clip_range": 0.2, "clip_ratio_c": FAR_AWAY, **masking, **DEFAULT},
+        ("huge",),
+        note=REACHES_BOUND,
+    )
+    for masking in ({}, *({"enable_sequence_masking": True, "delta_sequence_masking": kl} for kl in (2.03, 2.15)))
+]
 LEFT_OUT = {
     "grpo with rank_penalty": "centres rewards by the mean of the penalised ones, but does not penalise the rewards",
     "grpo with std_threshold": "drops experiences, which is the caller's choice of rows",
@@ -156,4 +166,4 @@ LEFT_OUT = {
     "jsd with chunk_size": "the same numbers in pieces",
     "rec with weight gspo_importance_sampling, other clip_mode": "fails: UnboundLocalError",
 }
-PLANS = (*ON_TWO, *FAR, *ON_ADVANTAGES, *DEFAULTS)
+PLANS = (*ON_TWO, *FAR, *ON_ADVANTAGES, *DEFAULTS, *BOUNDS)

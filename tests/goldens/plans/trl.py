@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from tests.goldens.plan import BOTH, Plan, grid
+from tests.goldens.batches import VOCABULARY
+from tests.goldens.plan import BOTH, FAR_AWAY, REACHES_BOUND, Plan, grid
 
 EDGES = ("base", "holes", "empty_row")
 EPSILON = {"epsilon": 0.2, "epsilon_high": 0.28}
@@ -110,10 +111,14 @@ DISTILLATION = [
     Plan("add_tail_bucket", {"first": 3}, ("base",), "logits", "only the tail, of the first log-probs of each row"),
     Plan("apply_importance_sampling_clipping", {"clip_coeff": 1.2}, gradient_of="advantages"),
 ]
+BOUNDS = [
+    Plan("add_tail_bucket", {"first": VOCABULARY}, ("base",), "logits", REACHES_BOUND),
+    Plan("apply_importance_sampling_clipping", {"clip_coeff": FAR_AWAY}, ("huge",), "advantages", REACHES_BOUND),
+]
 LEFT_OUT = {
     "top_entropy_quantile": "a mask from the entropies, which is the caller's",
     "entropy bonus": "no KL",
     "compute_sampled_token_self_distillation_loss": "needs token ids; a policy gradient",
     "use_liger_kernel": "another package, the same k3",
 }
-PLANS = (*GRPO, *OTHER_LOSSES, *RLOO_LOSS, *MASKS, *RATIOS, *ADVANTAGES, *DISTILLATION)
+PLANS = (*GRPO, *OTHER_LOSSES, *RLOO_LOSS, *MASKS, *RATIOS, *ADVANTAGES, *DISTILLATION, *BOUNDS)

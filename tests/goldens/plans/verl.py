@@ -1,6 +1,6 @@
 """verl 0.9.1: the policy losses, advantages, corrections and controllers that the shared cases lack."""
 
-from tests.goldens.plan import BOTH, REACHES_BOUND, RELEASE_DEFAULTS, Plan, grid
+from tests.goldens.plan import BOTH, FAR_AWAY, REACHES_BOUND, RELEASE_DEFAULTS, Plan, grid
 
 EDGES = ("base", "holes", "empty_row")
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
@@ -171,8 +171,20 @@ DISTILLATION = [
         for bound in (None, -2.0)
     ],
 ]
-# A dual clip or a threshold far away leaves the clamps at 20 and at 10 to decide.
-FAR_AWAY = 1e12
+# Between the statistics with a clamp at 19, 20 and 21.
+AROUND_THE_CLAMP = {
+    "token_k1": ("3e-9_3e8", "1.2e-9_8e8"),
+    "token_k2": ("190", "210"),
+    "token_k3": ("3e8", "9e8"),
+    "seq_sum_k1": ("1.2e-9_8e8", "5e-10_2e9"),
+    "seq_sum_k2": ("191", "211"),
+    "seq_sum_k3": ("3e8", "9e8"),
+    "seq_mean_k1": ("0.1_10", "0.09_11"),
+    "seq_mean_k2": ("21.2", "23.5"),
+    "seq_mean_k3": ("3.3e7", "9e7"),
+    "seq_max_k2": ("190", "210"),
+    "seq_max_k3": ("3e8", "9e8"),
+}
 TOKEN_MEAN = {"loss_agg_mode": "token-mean"}
 BOUNDS = [
     *[
@@ -200,6 +212,29 @@ BOUNDS = [
         for level, batch in (("token", "huge"), ("sequence", "far_rows"))
     ],
     Plan("compute_offpolicy_metrics", {}, ("huge", "far_rows"), None, REACHES_BOUND),
+    *[
+        Plan(
+            "compute_policy_loss_bypass_mode",
+            {**TOKEN_MEAN, "name": "bypass_mode", "loss_type": name, **far},
+            ("huge",),
+            note=REACHES_BOUND,
+        )
+        for name, far in (
+            ("ppo_clip", {**CLIPS, "clip_ratio_c": FAR_AWAY}),
+            ("reinforce", {"rollout_is": "token", "rollout_is_threshold": FAR_AWAY}),
+        )
+    ],
+    *[
+        Plan(
+            "compute_rollout_rejection_mask",
+            {"rollout_rs": option, "rollout_rs_threshold": threshold},
+            ("huge",),
+            None,
+            REACHES_BOUND,
+        )
+        for option, thresholds in AROUND_THE_CLAMP.items()
+        for threshold in thresholds
+    ],
 ]
 LEFT_OUT = {
     "compute_policy_loss": "deprecated, the same as compute_policy_loss_vanilla",

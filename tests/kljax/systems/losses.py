@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import kljax
-from kljax.systems import Entry
+from kljax.systems import Call, Entry
 from kljax.systems._call import run
 from tests.goldens import compare, epsilon
 from tests.goldens.cases import Case
@@ -88,19 +88,21 @@ def policy_loss(entry: Entry, case: Case) -> None:
 
     def per_token(lp: jax.Array) -> jax.Array:
         now = _changed(loss_entry, case, {**arrays, "log_probs": lp, "mask": kept})
-        value, weights = _policy_term(loss_entry, case, now), _weights(entry, case, {**now, "log_probs": lp})
+        value, weights = _policy_term(entry, loss_entry, case, now), _weights(entry, case, {**now, "log_probs": lp})
         return jnp.where(weights == 0, 0, weights * value) + _kl_term(entry, case, now)
 
     compare.assert_loss(case, per_token, reduction_of(entry, loss_entry, case), kept)
 
 
-def _policy_term(loss_entry: Entry, case: Case, now: dict[str, Any]) -> jax.Array:
+def _policy_term(entry: Entry, loss_entry: Entry, case: Case, now: dict[str, Any]) -> jax.Array:
     call, keywords = call_of(loss_entry), options(loss_entry, case)
     if loss_entry.key == "trl/vespo" and "is_weights" in case.inputs:
         keywords["weights"] = case.given("is_weights")
     if loss_entry.system == "prime-rl":
-        drift = dataclasses.replace(call.plus[0], scale=2 * case.params.get("kl_tau", 1e-3))
-        call = dataclasses.replace(call, plus=(drift,))
+        call = dataclasses.replace(call, plus=(_drift(entry, call, case),))
+    if entry.kind == "correction" and entry.key in IN_THE_LOSS:
+        call = dataclasses.replace(call, times=(call_of(entry),))
+        keywords |= correction_options(entry, case)
     if call.function == "rec_loss":
         keywords |= {"ring_low": 0.4, "ring_high": 0.4}  # recorded with the defaults of the constructor
         keywords |= {
@@ -112,6 +114,15 @@ def _policy_term(loss_entry: Entry, case: Case, now: dict[str, Any]) -> jax.Arra
         bound = case.params["max_negative_advantage_importance_sampling_weight"]
         keywords |= {"max_ratio": bound, "clip_high": min(case.params["epsilon_high"], bound - 1)}
     return run(call, now, **keywords)
+
+
+def _drift(entry: Entry, loss: Call, case: Case) -> Call:
+    """prime-rl's squared log-ratio times kl_tau: of an entry of its own, or of the policy loss."""
+    if entry.kind in ("kl", "placement"):
+        call = call_of(entry)
+        return dataclasses.replace(call, scale=call.scale * case.params.get("kl_tau", 1e-3))
+    (drift,) = loss.plus
+    return dataclasses.replace(drift, scale=2 * case.params["kl_tau"]) if "kl_tau" in case.params else drift
 
 
 def _changed(loss_entry: Entry, case: Case, now: dict[str, Any]) -> dict[str, Any]:
