@@ -50,6 +50,12 @@ class Advantage(Algorithm):
 
     type: str
     """Advantage estimator; `module:function`: yours; `system/name`, as `verl/grpo`: what the name means there."""
+    empty_rows: EmptyRows = "count"
+    """Whether the reward of a row without tokens counts in its group."""
+    zeros: RejectedTokens = "count"
+    """Whether tokens of advantage 0 are trained on; `drop` takes them out of every term and its denominators."""
+    scale_by_mean: bool = False
+    """Divide the advantages by their mean absolute value, which weighs tokens as the loss does."""
     whiten: bool = False
     """Whiten the advantages over the whole batch."""
     whiten_ddof: DegreesOfFreedom = 1

@@ -80,6 +80,8 @@ def estimate_advantages(config: Config, signature: Signature, token_rewards: Arr
     arrays |= {
         name: functools.partial(_field, batch, field) for name, field in ADVANTAGE_ARRAYS.items() if name not in arrays
     }
+    if config.advantage.empty_rows == "drop":
+        arrays["valid"] = lambda: mask.any(-1)
     found = call_by_name(signature, config.advantage, arrays, num_groups=config.rollout.prompts_per_step)
     advantages, returns = found if isinstance(found, tuple) else (found, None)
     if advantages.ndim == 1:

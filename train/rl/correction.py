@@ -49,7 +49,9 @@ def correct(config: Config, batch: Batch) -> tuple[Batch, Metrics]:
         "correction_clipped": kljax.masked_fraction(_within_bounds(config, batch), mask),
         "correction_rejected": kljax.masked_fraction(corrected.kept, mask),
     }
-    kept = corrected.kept if rejects else None
+    kept = batch.kept_mask
+    if rejects:
+        kept = corrected.kept if kept is None else corrected.kept & kept
     return dataclasses.replace(batch, correction_weights=weights, kept_mask=kept), metrics
 
 

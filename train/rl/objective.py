@@ -78,7 +78,7 @@ def coefficients(config: Config, controllers: Controllers | None = None) -> Coef
         "value": config.loss.value_coef,
     }
     steered = {"kl_loss": controllers["loss"].coef} if controllers and "loss" in controllers else {}
-    return {name: jnp.float32(value) for name, value in values.items()} | steered
+    return {name: jnp.asarray(value, float) for name, value in values.items()} | steered
 
 
 def token_weights(config: Config, batch: Batch, section: Loss | LossKL | None = None) -> Array:
@@ -137,6 +137,10 @@ def make_preparation(config: Config) -> Preparation:
         if plan.advantage is None:
             return batch, following, metrics
         advantages, returns = algorithms.estimate_advantages(config, plan.advantage, token_rewards, batch)
+        if config.advantage.zeros == "drop":
+            batch = dataclasses.replace(batch, kept_mask=mask & (advantages != 0))
+        if config.advantage.scale_by_mean:
+            advantages = _scaled_by_mean(config, batch, advantages)
         if config.advantage.whiten:
             options = config.advantage
             advantages = kljax.masked_whiten(advantages, mask, ddof=options.whiten_ddof, eps=options.whiten_eps)
@@ -164,6 +168,13 @@ def make_preparation(config: Config) -> Preparation:
         return batch, following, metrics | measured
 
     return prepare
+
+
+def _scaled_by_mean(config: Config, batch: Batch, advantages: Array) -> Array:
+    """Divides advantages by the weighted mean of their absolute values."""
+    weights = token_weights(config, batch)
+    mean = kljax.WeightedSum((jnp.abs(advantages) * weights).sum(), weights.sum()).value()
+    return jnp.where(mean > 0, advantages / jnp.where(mean > 0, mean, 1), advantages)
 
 
 def make_control(config: Config) -> Callable[[Controllers, kljax.WeightedSum, Array], Controllers]:

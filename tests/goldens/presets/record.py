@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.system == "inputs":
         record_inputs()
         return 0
-    module = importlib.import_module(f"tests.goldens.presets.record_{options.system}")
+    module = importlib.import_module(f"tests.goldens.presets.record_{options.system.replace('-', '_')}")
     index, arrays = collect(options.system, module.ABOUT, list(module.steps(options.release)))
     for algorithm, entry in index["algorithms"].items():
         for count, found in entry["accumulation"].items():

@@ -55,6 +55,14 @@ def test_k1_loss_is_fine_otherwise(change):
             "kl.reward.value_clip: got 10.0, but kl.reward.estimator exact has no outliers",
         ),
         (("kl.reward.controller={type: adaptive, target: 1, horizon: 9}",), "kl.reward.coef: got 0 with the adaptive"),
+        (
+            ("advantage=gae", "loss.value_coef=1", "advantage.empty_rows=drop"),
+            "advantage.empty_rows: got drop, but adv",
+        ),
+        (
+            ("advantage.zeros=drop", "loss.rejected_tokens=count", "correction={type: veto_mask}"),
+            "advantage.zeros: got drop, which takes tokens out of the denominators, but loss.rejected_tokens is count",
+        ),
         (("advantage.type=gae",), "loss.value_coef: got 0, but advantage.type gae learns a value head"),
         (("loss.value_coef=0.5",), "loss.value_coef: got 0.5, but advantage.type grpo has no value head"),
         (("loss.value_clip=0.2",), "loss.value_clip: got 0.2, but advantage.type grpo has no value head"),

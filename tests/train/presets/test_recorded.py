@@ -41,6 +41,8 @@ def test_compiled_update_equals_the_system(micro_batches):
         ("verl/gspo", {"loss.empty_rows": "drop"}),
         ("skyrl/grpo", {"kl.loss.aggregation": None, "kl.loss.empty_rows": "drop"}),
         ("openrlhf/reinforce++", {"advantage.whiten_ddof": 1}),
+        ("prime-rl/grpo", {"advantage.empty_rows": "count"}),
+        ("prime-rl/max_rl", {"advantage.zeros": "count"}),
         ("tunix/dr_grpo", {"loss.empty_rows": "count"}),
         ("tunix/ppo", {"temperature": 0.8}),
     ],

@@ -337,6 +337,57 @@ def test_raw_kl_survives_reward_shaping_and_drives_the_controller():
         np.testing.assert_array_equal(getattr(result, name), getattr(batch, name), err_msg=name)
 
 
+def test_a_row_without_a_token_can_be_left_out_of_its_group():
+    options, batch = ("advantage.scale=none",), batch_of()
+    mask, rewards = np.asarray(batch.completion_mask), np.asarray(batch.rewards, float)
+    (empty,) = np.flatnonzero(~mask.any(1))
+    batch = dataclasses.replace(batch, rewards=batch.rewards.at[empty].set(7.0))
+    alone = empty ^ 1  # pairs of rows share a prompt
+    counted = prepared(tiny.config_of(*options), batch)[0].advantages
+    dropped = prepared(tiny.config_of(*options, "advantage.empty_rows=drop"), batch)[0].advantages
+    np.testing.assert_allclose(counted[alone][mask[alone]], rewards[alone] / 2, rtol=1e-5)
+    np.testing.assert_array_equal(dropped[alone], 0, "it has no one to be compared with")
+    others = np.setdiff1d(np.arange(tiny.ROWS), [empty, alone])
+    np.testing.assert_array_equal(counted[others], dropped[others])
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_tokens_of_advantage_0_can_be_dropped_with_their_terms_and_denominators(aggregation):
+    batch = batch_of()
+    mask = np.asarray(batch.completion_mask)
+    # The rows of the first prompt have equal rewards.
+    batch = dataclasses.replace(batch, rewards=batch.rewards.at[:2].set(0.5))
+    options = (f"loss.aggregation={aggregation}", "kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.1")
+    kept = mask & (np.arange(tiny.ROWS) > 1)[:, None] & mask.any(1)[:, None]
+    kept[np.flatnonzero(~mask.any(1)) ^ 1] = mask[np.flatnonzero(~mask.any(1)) ^ 1]
+    config = tiny.config_of(*options, "advantage.zeros=drop")
+    found = prepared(config, batch)[0]
+    np.testing.assert_array_equal(found.kept_mask, kept)
+    found = dataclasses.replace(found, token_weights=token_weights(config, found))
+    without = dataclasses.replace(found, completion_mask=jnp.asarray(kept), kept_mask=None)
+    without = dataclasses.replace(without, token_weights=token_weights(tiny.config_of(*options), without))
+    expected, _ = loss_of(tiny.config_of(*options), without)
+    np.testing.assert_allclose(loss_of(config, found)[0], expected, rtol=1e-5)
+    counted = dataclasses.replace(found, kept_mask=None)
+    counted = dataclasses.replace(counted, token_weights=token_weights(tiny.config_of(*options), counted))
+    assert abs(loss_of(tiny.config_of(*options), counted)[0] / expected - 1) > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_advantages_are_divided_by_their_mean_as_the_loss_weighs_tokens(aggregation):
+    batch, options = batch_of(), (f"loss.aggregation={aggregation}", "advantage.scale=none")
+    mask = np.asarray(batch.completion_mask)
+    plain = np.asarray(prepared(tiny.config_of(*options), batch)[0].advantages, float)
+    result = prepared(tiny.config_of(*options, "advantage.scale_by_mean=true"), batch)[0].advantages
+    rows = mask.any(1)
+    per_row = np.abs(plain).sum(1)[rows] / mask.sum(1)[rows]
+    mean = np.abs(plain[mask]).mean() if aggregation == "token_mean" else per_row.mean()
+    np.testing.assert_allclose(result, plain / mean, rtol=1e-5)
+    equal = dataclasses.replace(batch, rewards=jnp.ones_like(batch.rewards))
+    zeros = prepared(tiny.config_of("advantage.empty_rows=drop", "advantage.scale_by_mean=true"), equal)[0].advantages
+    np.testing.assert_array_equal(zeros, 0)
+
+
 def test_the_exact_kl_of_the_reward():
     options = ("advantage.type=reinforce_plus_plus", "kl.reward={coef: 0.2, estimator: exact}")
     batch = batch_of()

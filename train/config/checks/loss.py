@@ -131,6 +131,24 @@ def _groups(config: Config) -> Iterator[Problem]:
         )
 
 
+def _rows_and_tokens(config: Config) -> Iterator[Problem]:
+    """Checks the rows and the tokens that the advantages leave out."""
+    section = config.advantage
+    if section.empty_rows == "drop" and "valid" not in advantage_signature(config):
+        yield problem(
+            f"got drop, but advantage.type {section.type} compares no rows; leave it at count",
+            "advantage.empty_rows",
+            "advantage.type",
+        )
+    if section.zeros == "drop" and config.loss.rejected_tokens == "count":
+        yield problem(
+            "got drop, which takes tokens out of the denominators, but loss.rejected_tokens is count; set only one of "
+            "them",
+            "advantage.zeros",
+            "loss.rejected_tokens",
+        )
+
+
 def _whole_update(config: Config) -> Iterator[Problem]:
     parts = config.optim.micro_batches
     if Plan.of(config).whole_update and parts > 1:
@@ -142,4 +160,4 @@ def _whole_update(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_value_head, _reduction, _no_advantages, _groups, _whole_update)
+CHECKS = (_value_head, _reduction, _no_advantages, _groups, _rows_and_tokens, _whole_update)
