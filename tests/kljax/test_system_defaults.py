@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -142,6 +143,61 @@ FORMULAS: Mapping[str, Formula] = types.MappingProxyType(
     }
 )
 
+# (system, kind) -> the option whose default is the name of a row.
+NAMES: Mapping[tuple[str, str], str] = types.MappingProxyType(
+    {
+        ("trinity", "reduction"): "loss_agg_mode",
+        ("verl", "policy_loss"): "actor.policy_loss.loss_mode",
+        ("verl", "advantage"): "algorithm.adv_estimator",
+        ("verl", "reduction"): "actor.loss_agg_mode",
+        ("verl", "controller"): "algorithm.kl_ctrl.type",
+        ("verl", "distillation"): "loss_mode",
+        ("skyrl", "policy_loss"): "policy_loss_type",
+        ("skyrl", "advantage"): "advantage_estimator",
+        ("skyrl", "reduction"): "loss_reduction",
+        ("skyrl", "controller"): "trainer.algorithm.kl_ctrl.type",
+        ("openrlhf", "policy_loss"): "--actor.policy_loss_type",
+        ("openrlhf", "advantage"): "--algo.advantage.estimator",
+        ("openrlhf", "reduction"): "--actor.loss_agg_mode",
+        ("trl", "policy_loss"): "GRPOConfig.loss_type",
+        ("trl", "reduction"): "GRPOConfig.loss_type",
+        ("trl", "advantage"): "GRPOConfig.scale_rewards",
+        ("trl", "correction"): "GRPOConfig.vllm_importance_sampling_mode",
+        ("art", "policy_loss"): "ppo",
+        ("slime", "policy_loss"): "--loss-type",
+        ("slime", "advantage"): "--advantage-estimator",
+    }
+)
+# (system, row) -> the option that switches it on.
+SWITCHES: Mapping[tuple[str, str], str] = types.MappingProxyType(
+    {
+        ("trinity", "ppo+enable_sequence_masking"): "policy_loss.ppo.enable_sequence_masking",
+        ("trinity", "enable_sequence_masking"): "policy_loss.ppo.enable_sequence_masking",
+        ("trinity", "ppo+fallback_to_policy_gradient"): "policy_loss.ppo.fallback_to_policy_gradient",
+        ("trinity", "cispo+enable_mask_clip"): "policy_loss.cispo.enable_mask_clip",
+        ("verl", "use_kl_in_reward"): "algorithm.use_kl_in_reward",
+        ("verl", "use_kl_loss"): "actor.use_kl_loss",
+        ("verl", "rollout_is=sequence"): "rollout_is",
+        ("skyrl", "use_kl_in_reward"): "use_kl_in_reward",
+        ("skyrl", "use_kl_loss"): "use_kl_loss",
+        ("skyrl", "advantage_batch_normalize"): "advantage_batch_normalize",
+        ("skyrl", "tis_ratio_type=token"): "tis_ratio_type",
+        ("skyrl", "tis_ratio_type=sequence"): "tis_ratio_type",
+        ("skyrl", "sequence_mask_metric=geometric"): "sequence_mask_metric",
+        ("skyrl", "sequence_mask_metric=product"): "sequence_mask_metric",
+        ("openrlhf", "use_loss"): "--algo.kl.use_loss",
+        ("openrlhf", "token+mask+ratio"): "--algo.advantage.is_correction_level",
+        ("openrlhf", "seq+mask+ratio"): "--algo.advantage.is_correction_level",
+        ("trl", "sync_ref_model"): "GRPOConfig.sync_ref_model",
+        ("art", "mask_prob_ratio"): "mask_prob_ratio",
+        ("slime", "use_kl_loss"): "--use-kl-loss",
+        ("slime", "normalize_advantages"): "--normalize-advantages",
+        ("slime", "vanilla_tis"): "--use-tis",
+        ("slime", "opsm"): "--use-opsm",
+        ("slime", "use_opd"): "--use-opd",
+    }
+)
+
 SIZE = "a size of the batch, not a setting"
 EXAMPLE = "an option of an example script, which no command has"
 GIVEN = "the coefficient of the moment, which the caller passes"
@@ -185,6 +241,19 @@ EXCEPTIONS: Mapping[tuple[str, str, str], str] = types.MappingProxyType(
         ("slime", "mis:rs_veto_threshold", "min_ratio"): EXAMPLE,
         ("slime", "mis:tis_batch_normalize", "upper"): EXAMPLE,
     }
+)
+
+
+# Arguments that no system takes from an option: their values stand in its code.
+CONSTANTS = ("ddof", "eps", "log_ratio_clip", "max_log_ratio", "max_ratio", "min_mass", "value_clip")
+CONSTANTS_OF_A_ROW = (
+    ("trinity/seq-mean-token-sum-norm", "denominator"),  # the rows are summed
+    *[(f"openrlhf/{name}", "gamma") for name in ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")],
+    ("openrlhf/flash_reinforce", "gamma"),  # OpenRLHF sets 1 for every estimator but gae and reinforce
+    ("openrlhf/flash_reinforce", "num_groups"),  # the batch is one group
+    ("trl/cispo", "clip_low"),  # no lower bound
+    ("prime-rl/ref_kl", "clip_low"),
+    ("prime-rl/ref_kl", "clip_high"),  # no upper bound
 )
 
 
@@ -244,13 +313,53 @@ def test_a_row_has_the_default_of_its_system(entry: Entry, name: str) -> None:
     assert value == (pytest.approx(default, rel=1e-15) if isinstance(default, float) else default)
 
 
+def default_of(system: str, option: str) -> Any:
+    """The recorded default of an option."""
+    return RECORDED[system]["options"][option]["value"]
+
+
+@pytest.mark.parametrize(("system", "kind"), NAMES)
+def test_the_name_that_is_a_default_says_so(system: str, kind: str) -> None:
+    name = default_of(system, NAMES[system, kind])
+    if (system, kind) == ("trl", "advantage"):
+        name = f"scale_rewards={name}"
+    if (system, kind) == ("verl", "distillation"):
+        name += "+use_policy_gradient" + ("" if default_of(system, "use_policy_gradient") else "=false")
+    if system == "art":
+        name = "ppo" if name else "cispo"
+    (entry,) = kljax.systems.entries(system=system, kind=kind, name=name)
+    others = [other for other in kljax.systems.entries(system=system, kind=kind) if other is not entry]
+    assert entry.defaults.startswith(("the default", name))
+    assert [other.key for other in others if re.match("the default(?! of)", other.defaults)] == []
+
+
+@pytest.mark.parametrize(("system", "name"), SWITCHES)
+def test_a_row_says_whether_it_is_on(system: str, name: str) -> None:
+    (entry,) = kljax.systems.entries(system=system, name=name)
+    value = default_of(system, SWITCHES[system, name])
+    assert entry.defaults.startswith("off" if value in (None, False, "off") else "on")
+
+
 def test_every_exception_is_about_an_argument() -> None:
     assert set(EXCEPTIONS) <= {(entry.system, entry.name, name) for entry in ENTRIES for name in settings(entry)}
+
+
+def test_a_number_without_a_source_is_a_constant_of_the_code() -> None:
+    without = {
+        (f"{entry.system}/{entry.name}", name)
+        for entry in ENTRIES
+        for call, _ in steps_of(entry.call)
+        for name, value in call.arguments.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in entry.sources
+    }
+    assert {(row, name) for row, name in without if name not in CONSTANTS} == set(CONSTANTS_OF_A_ROW)
 
 
 def test_every_recorded_default_is_that_of_a_row() -> None:
     for parameters in checked():
         expected(*parameters.values)
+    USED.update((system, option) for (system, _), option in [*NAMES.items(), *SWITCHES.items()])
+    USED.add(("verl", "use_policy_gradient"))
     assert {(system, option) for system, options in PLACES.items() for option in options} == USED
 
 

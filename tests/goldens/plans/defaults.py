@@ -57,7 +57,13 @@ _TRINITY = (
     ("distillation.jsd.", _ADVANTAGE + "jsd_advantage.py:JSDAdvantage.default_args[{}]", "lambda_coef kl_coef"),
     ("", "trinity/algorithm/kl_fn/kl_fn.py:KLFn.default_args[{}]", "kl_coef"),
     ("", "trinity/algorithm/kl_fn/kl_fn.py:KLFn.__init__({})", "target_kl horizon"),
-    ("", "trinity/common/config_validator.py:AlgorithmConfigValidator.validate[{}]", "kl_loss_fn"),
+    (
+        "policy_loss.ppo.",
+        _LOSS + "ppo_policy_loss.py:PPOPolicyLossFn.default_args[{}]",
+        "enable_sequence_masking fallback_to_policy_gradient",
+    ),
+    ("policy_loss.cispo.", _LOSS + "cispo_policy_loss.py:CISPOPolicyLossFn.default_args[{}]", "enable_mask_clip"),
+    ("", "trinity/common/config_validator.py:AlgorithmConfigValidator.validate[{}]", "kl_loss_fn loss_agg_mode"),
 )
 
 # A run of verl starts from this YAML.
@@ -65,16 +71,25 @@ _YAML = "verl/trainer/config/_generated_ppo_trainer.yaml:"
 _ROLLOUT_CORRECTION = "verl/trainer/config/algorithm.py:RolloutCorrectionConfig"
 _VERL = (
     ("actor.", _YAML + "actor_rollout_ref.actor.{}", "clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg"),
-    ("actor.", _YAML + "actor_rollout_ref.actor.{}", "kl_loss_type policy_loss.dro_beta"),
+    (
+        "actor.",
+        _YAML + "actor_rollout_ref.actor.{}",
+        "kl_loss_type policy_loss.dro_beta policy_loss.loss_mode loss_agg_mode use_kl_loss",
+    ),
     (
         "",
         _YAML + "actor_rollout_ref.actor.policy_loss.{}",
         "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef",
     ),
-    ("algorithm.", _YAML + "algorithm.{}", "gamma lam kl_penalty kl_ctrl.kl_coef kl_ctrl.target_kl kl_ctrl.horizon"),
-    ("", _YAML + "algorithm.rollout_correction.{}", "rollout_is_threshold rollout_rs_threshold"),
+    ("algorithm.", _YAML + "algorithm.{}", "gamma lam adv_estimator kl_penalty use_kl_in_reward"),
+    ("algorithm.kl_ctrl.", _YAML + "algorithm.kl_ctrl.{}", "type kl_coef target_kl horizon"),
+    ("", _YAML + "algorithm.rollout_correction.{}", "rollout_is rollout_is_threshold rollout_rs_threshold"),
     ("", _YAML + "critic.{}", "cliprange_value"),
-    ("", _YAML + "distillation.distillation_loss.{}", "loss_max_clamp log_prob_min_clamp"),
+    (
+        "",
+        _YAML + "distillation.distillation_loss.{}",
+        "loss_max_clamp log_prob_min_clamp loss_mode use_policy_gradient",
+    ),
     ("RolloutCorrectionConfig.", _ROLLOUT_CORRECTION + ".{}", "rollout_is"),
     ("icepop.", _ROLLOUT_CORRECTION + ".decoupled_token_icepop({})", "threshold threshold_lower"),
     (
@@ -94,8 +109,11 @@ _VERL = (
 _CONFIG = "skyrl/train/config/config.py:"
 _SKYRL = (
     ("", _CONFIG + "AlgorithmConfig.{}", "eps_clip_low eps_clip_high clip_ratio_c value_clip kl_estimator_type"),
+    ("", _CONFIG + "AlgorithmConfig.{}", "policy_loss_type advantage_estimator loss_reduction"),
+    ("", _CONFIG + "AlgorithmConfig.{}", "use_kl_in_reward use_kl_loss advantage_batch_normalize"),
+    ("", _CONFIG + "OffPolicyCorrectionConfig.{}", "tis_ratio_type sequence_mask_metric"),
     ("trainer.algorithm.", _CONFIG + "AlgorithmConfig.{}", "gamma lambd kl_loss_coef"),
-    ("trainer.algorithm.kl_ctrl.", _CONFIG + "KLCtrlConfig.{}", "kl_target horizon"),
+    ("trainer.algorithm.kl_ctrl.", _CONFIG + "KLCtrlConfig.{}", "type kl_target horizon"),
     ("cispo.", _CONFIG + "CISPOConfig.{}", "cispo_eps_clip_low cispo_eps_clip_high"),
     ("dppo.", _CONFIG + "DPPOConfig.{}", "delta_low delta_high"),
     ("sapo.", _CONFIG + "SAPOConfig.{}", "tau_pos tau_neg"),
@@ -110,11 +128,16 @@ _OPENRLHF = (
     (
         "--actor.",
         "openrlhf/cli/train_ppo_ray.py:--actor.{}",
-        "eps_clip eps_clip_low_high dual_clip",
+        "eps_clip eps_clip_low_high dual_clip policy_loss_type loss_agg_mode",
     ),
     ("--critic.", "openrlhf/cli/train_ppo_ray.py:--critic.{}", "value_clip"),
-    ("--algo.advantage.", "openrlhf/cli/train_ppo_ray.py:--algo.advantage.{}", "gamma lambd is_correction_threshold"),
-    ("--algo.kl.", "openrlhf/cli/train_ppo_ray.py:--algo.kl.{}", "init_coef target horizon estimator"),
+    ("--algo.advantage.", "openrlhf/cli/train_ppo_ray.py:--algo.advantage.{}", "gamma lambd estimator"),
+    (
+        "--algo.advantage.",
+        "openrlhf/cli/train_ppo_ray.py:--algo.advantage.{}",
+        "is_correction_threshold is_correction_level",
+    ),
+    ("--algo.kl.", "openrlhf/cli/train_ppo_ray.py:--algo.kl.{}", "init_coef target horizon estimator use_loss"),
 )
 
 _GRPO, _EXPERIMENTAL = "trl/trainer/grpo_config.py:GRPOConfig.{}", "trl/experimental/"
@@ -122,7 +145,11 @@ _TRL = (
     ("GRPOConfig.", _GRPO, "beta epsilon epsilon_high delta sapo_temperature_pos sapo_temperature_neg"),
     ("GRPOConfig.", _GRPO, "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg ref_model_mixup_alpha"),
     ("GRPOConfig.", _GRPO, "vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max"),
-    ("GRPOConfig.", _GRPO, "off_policy_mask_threshold"),
+    (
+        "GRPOConfig.",
+        _GRPO,
+        "off_policy_mask_threshold loss_type scale_rewards vllm_importance_sampling_mode sync_ref_model",
+    ),
     ("RLOOConfig.", "trl/trainer/rloo_config.py:RLOOConfig.{}", "beta epsilon epsilon_high"),
     ("GMPOConfig.", _EXPERIMENTAL + "gmpo/gmpo_config.py:GMPOConfig.{}", "epsilon epsilon_high"),
     ("GKDConfig.", _EXPERIMENTAL + "gkd/gkd_config.py:GKDConfig.{}", "beta"),
@@ -146,13 +173,22 @@ _TRL = (
 _ART = (
     ("ppo.", "art/loss.py:loss_fn if ppo: {}_default", "epsilon epsilon_high"),
     ("cispo.", "art/loss.py:loss_fn if not ppo: {}_default", "epsilon epsilon_high"),
-    ("", "art/loss.py:loss_fn.get({})", "kl_penalty_coef kimi_k2_tau truncated_importance_sampling"),
+    (
+        "",
+        "art/loss.py:loss_fn.get({})",
+        "ppo mask_prob_ratio kl_penalty_coef kimi_k2_tau truncated_importance_sampling",
+    ),
     ("", "art/loss.py:loss_fn.get({})", "max_negative_advantage_importance_sampling_weight"),
 )
 
 _SLIME = (
     ("", "slime/utils/arguments.py:{}", "--eps-clip --eps-clip-high --eps-clip-c --value-clip --gamma --lambd"),
     ("", "slime/utils/arguments.py:{}", "--kl-coef --kl-loss-coef --kl-loss-type --ref-update-interval"),
+    (
+        "",
+        "slime/utils/arguments.py:{}",
+        "--advantage-estimator --loss-type --use-kl-loss --normalize-advantages --use-tis --use-opsm --use-opd",
+    ),
     ("", "slime/utils/arguments.py:{}", "--tis-clip --tis-clip-low --opsm-delta --opd-kl-coef"),
 )
 

@@ -7,7 +7,7 @@
     function[key]                     the value of a key in a dict of the function
     function.get(key)                 the second argument of `.get(key, default)`
     function if condition: name       a name that an `if` assigns; `if not condition` is its `else`
-    --flag                            `add_argument("--flag", default=...)`
+    --flag                            `add_argument("--flag", default=...)`; False for `action="store_true"` alone
     a.b.c                             in a YAML file: the value under these keys
 
 `defaults.json` holds what stands there.
@@ -132,7 +132,11 @@ def _get(tree: ast.Module, _: pathlib.Path, owner: str, name: str) -> Iterator[a
 
 def _flag(tree: ast.Module, _: pathlib.Path, name: str) -> Iterator[ast.expr]:
     for call in _calls(tree, "add_argument", name):
-        yield from (keyword.value for keyword in call.keywords if keyword.arg == "default")
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        if "default" not in keywords and ast.unparse(keywords["action"]) == "'store_true'":
+            yield ast.Constant(False)
+        else:
+            yield keywords["default"]
 
 
 def _branch(tree: ast.Module, _: pathlib.Path, owner: str, no: str, condition: str, name: str) -> Iterator[ast.expr]:
