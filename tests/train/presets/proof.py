@@ -262,6 +262,8 @@ CHANGES: dict[str, Mapping[str, Any]] = {
     "trl/dr_grpo": {"kl.loss.coef": 0.04},
     # The critics of the systems are models of their own.
     **{f"{system}/ppo": {"loss.value_coef": 1e-12} for system in ("openrlhf", "skyrl", "verl")},
+    # ART knows no temperature.
+    **{f"art/{name}": {"temperature": 1.0} for name in ("cispo", "grpo", "gspo")},
     # The defaults of prime-rl drop no token of the recorded batch.
     "prime-rl/grpo": {"loss.clip_low": 0.02, "loss.clip_high": 0.03},
     "prime-rl/max_rl": {"loss.clip_low": 0.02, "loss.clip_high": 0.03},

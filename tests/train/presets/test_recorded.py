@@ -41,6 +41,7 @@ def test_compiled_update_equals_the_system(micro_batches):
         ("verl/gspo", {"loss.empty_rows": "drop"}),
         ("skyrl/grpo", {"kl.loss.aggregation": None, "kl.loss.empty_rows": "drop"}),
         ("openrlhf/reinforce++", {"advantage.whiten_ddof": 1}),
+        ("art/cispo", {"advantage.scale_by_mean": False}),
         ("prime-rl/grpo", {"advantage.empty_rows": "count"}),
         ("prime-rl/max_rl", {"advantage.zeros": "count"}),
         ("tunix/dr_grpo", {"loss.empty_rows": "count"}),
