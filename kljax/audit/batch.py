@@ -32,6 +32,8 @@ ON_POLICY = "the mean of k1 over the sampled tokens, which is unbiased on-policy
 OFF_POLICY = "the mean of k1 times the importance ratio, which is unbiased off-policy; no exact KL is recorded"
 OF_ERROR = "variances are those of the estimate less the recorded KL of its position"
 OF_ESTIMATE = "variances are those of the estimate over tokens: how the KL itself varies between positions is in them"
+# A log-prob near 0 may be rounded to a positive number.
+ROUNDING = 1e-3
 COEFFICIENTS = (
     "a batch has no expected gradient: each token's derivative by its log-prob is compared with that of the unbiased "
     "k2 loss, x times the importance ratio; a constant added to all derivatives can be noise without being bias"
@@ -79,8 +81,9 @@ def audit_batch(
       None; an audit is a report.
 
     Raises:
-      ValueError: if shapes differ, nothing is unmasked, an unmasked number is not finite, or an option is out of range.
-      TypeError: if the mask has a floating type.
+      ValueError: if shapes differ, nothing is unmasked, an unmasked number is not finite, a log-prob is above 0 by more
+        than rounding (1e-3), or an option is out of range.
+      TypeError: if the mask has a floating type, or an array has other than real numbers.
 
     References:
       As `audit_logits`.
@@ -144,9 +147,15 @@ class Estimates(NamedTuple):
 
 def _filled(name: str, array: ArrayLike, mask: np.ndarray) -> np.ndarray:
     """Returns the array on the host in float64, 0 under the mask."""
+    dtype = np.asarray(array).dtype
+    if dtype.kind not in "fiub" and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name}: got dtype {dtype}, expected real numbers")
     values = np.where(mask, np.asarray(array, np.float64), 0)
     if not np.isfinite(values).all():
         raise ValueError(f"{name}: {int((~np.isfinite(values)).sum())} unmasked numbers are not finite")
+    if name != "kl" and values.max() > ROUNDING:
+        where = tuple(int(index) for index in np.unravel_index(values.argmax(), values.shape))
+        raise ValueError(f"{name}: got {values.max():.6g} at (row, token) {where}, expected log-probs of at most 0")
     return values
 
 

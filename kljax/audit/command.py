@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kljax.audit._files import UserError, read_array, read_batch
 from kljax.audit._plot import have_matplotlib
 from kljax.audit.batch import audit_batch
 from kljax.audit.checkpoints import Checkpoints, audit_checkpoints
@@ -31,10 +32,6 @@ sources, one of them:
 
 It writes audit.txt, audit.json and, if matplotlib is installed, audit.png.
 """
-
-
-class UserError(Exception):
-    """A mistake in the arguments or files of the user."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,6 +96,9 @@ def run(args: argparse.Namespace) -> int:
     except (UserError, ValueError, TypeError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except MemoryError:
+        print("error: the arrays of the audit do not fit into memory; audit fewer rows", file=sys.stderr)
+        return 2
     print(audit.table())
     print(f"\nwritten: {', '.join(str(path) for path in written)}")
     if not have_matplotlib():
@@ -128,8 +128,8 @@ def _audit(args: argparse.Namespace) -> Audit:
 def _from_logits(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
     if args.ref_logits is None:
         raise UserError("--logits needs --ref-logits")
-    behaviour = None if args.rollout_logits is None else _array("--rollout-logits", args.rollout_logits)
-    arrays = (_array("--logits", args.logits), _array("--ref-logits", args.ref_logits), behaviour)
+    behaviour = None if args.rollout_logits is None else read_array("--rollout-logits", args.rollout_logits)
+    arrays = (read_array("--logits", args.logits), read_array("--ref-logits", args.ref_logits), behaviour)
     return audit_logits(*arrays, _mask(args), draws=args.draws, **options)
 
 
@@ -146,15 +146,7 @@ def _from_example(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
 
 
 def _from_batch(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
-    opened = _open("--batch", args.batch)
-    if isinstance(opened, np.ndarray):
-        raise UserError(f"--batch: {args.batch} holds one array, expected an .npz file")
-    with opened as file:
-        missing = [name for name in BATCH_NEEDED if name not in file.files]
-        if missing:
-            names = ", ".join(file.files) or "nothing"
-            raise UserError(f"--batch: {args.batch} has no {' and no '.join(missing)}; it has {names}")
-        batch = {name: file[name] for name in file.files if name in (*BATCH_NEEDED, *BATCH_BEHAVIOUR, "kl")}
+    batch = dict(read_batch("--batch", args.batch, needed=BATCH_NEEDED, others=(*BATCH_BEHAVIOUR, "kl")))
     if "kl" in batch and args.kl_is is None:
         raise UserError(
             f"--batch: {args.batch} has kl, expected --kl-is with it; pass --kl-is exact if it is the exact KL over "
@@ -174,7 +166,7 @@ def _from_checkpoints(args: argparse.Namespace, options: dict[str, Any]) -> Audi
         raise UserError("--checkpoints needs --apply and --tokens")
     policy, reference = args.checkpoints
     return audit_checkpoints(
-        _array("--tokens", args.tokens),
+        read_array("--tokens", args.tokens, kinds="iu"),
         _mask(args),
         checkpoints=Checkpoints(policy, reference, args.rollout_checkpoint, item=args.item),
         apply=_function("--apply", args.apply),
@@ -184,26 +176,8 @@ def _from_checkpoints(args: argparse.Namespace, options: dict[str, Any]) -> Audi
     )
 
 
-def _open(option: str, path: str) -> Any:
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError as error:
-        raise UserError(f"{option}: there is no file {path}") from error
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"{option}: {path} cannot be read as a NumPy file: {error}") from error
-
-
-def _array(option: str, path: str) -> np.ndarray:
-    array = _open(option, path)
-    if not isinstance(array, np.ndarray):
-        raise UserError(f"{option}: {path} holds several arrays, expected an .npy file with one")
-    if array.dtype.kind not in "fiub":
-        raise UserError(f"{option}: {path} has dtype {array.dtype}, expected numbers (bfloat16 goes as float32)")
-    return array
-
-
 def _mask(args: argparse.Namespace) -> np.ndarray | None:
-    return None if args.mask is None else np.asarray(_array("--mask", args.mask)).astype(bool)
+    return None if args.mask is None else np.asarray(read_array("--mask", args.mask)).astype(bool)
 
 
 def _function(option: str, name: str) -> Callable[..., Any]:
@@ -215,13 +189,15 @@ def _function(option: str, name: str) -> Callable[..., Any]:
         function_object = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise UserError(f"{option}: {name}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{option}: {name}: {type(error).__name__}: {error}") from error
     if not callable(function_object):
         raise UserError(f"{option}: {name} is not a function")
 
     def call(*arguments: Any) -> Any:
         try:
             return function_object(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(f"{option}: {name} raised {type(error).__name__}: {error}") from error
 
     return call

@@ -6,6 +6,7 @@ import math
 import pathlib
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -189,7 +190,7 @@ def _npz_member(path: pathlib.Path, archive: zipfile.ZipFile, info: zipfile.ZipI
             if compressed or dtype.kind in "US":
                 values = np.frombuffer(member.read(), dtype).reshape(shape, order="F" if fortran else "C")
                 return Stored(name, shape, dtype.str, path, loaded=values)
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile, NotImplementedError) as error:
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, RuntimeError, OverflowError) as error:
         if isinstance(error, DumpError):
             raise
         raise DumpError(f"{name}: is not a NumPy array: {error}") from error
@@ -216,7 +217,7 @@ def _open_safetensors(path: pathlib.Path, file: BinaryIO) -> Dump:
         index = json.loads(file.read(size))
         entries = {name: entry for name, entry in index.items() if name != "__metadata__"}
         metadata = index.get("__metadata__", {})
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise DumpError(f"{path}: is neither an .npz nor a safetensors file: {error}") from error
     stored = {name: _safetensors_member(path, name, entry, 8 + size, total) for name, entry in entries.items()}
     if not isinstance(metadata, dict) or "header" not in metadata:
@@ -239,7 +240,7 @@ def _safetensors_member(path: pathlib.Path, name: str, entry: Any, start: int, t
 def _parse_header(text: str) -> dict[str, Any]:
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DumpError(f"header: is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise DumpError(f"header: got {type(header).__name__}, expected a JSON object")
