@@ -21,7 +21,7 @@ from train.models.lora import PROJECTIONS
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
 from train.weights.files import new_directory, write_text_atomic
-from train.weights.peft_config import CONFIG_FILE, is_targeted, read_config
+from train.weights.peft_config import CONFIG_FILE, read_config, targeted
 
 Tree = Any
 
@@ -207,13 +207,14 @@ def _check_lora(path: str | Path, lora: LoraConfig) -> None:
 def _mismatches(stored: list[StoredTensor], raw: Mapping[str, Any], model: Decoder) -> Iterator[str]:
     """Yields the tensors that are no part of the model, have another shape, or are ignored by PEFT."""
     shapes, layers = _shapes(model), model.config.layers
+    wanted = targeted(raw, (tensor.module for tensor in stored))
     for tensor in stored:
         expected = shapes.get(tensor.leaf)
         if expected is None or tensor.layer >= layers:
             yield f"{tensor.key} is no part of the model, which has {layers} layers"
         elif tensor.shape != expected[:0:-1]:
             yield f"{tensor.key}: got shape {tensor.shape}, expected {expected[:0:-1]}"
-        elif not is_targeted(raw, tensor.module):
+        elif tensor.module not in wanted:
             yield f"{tensor.key}: not in target_modules"
 
 
@@ -221,11 +222,15 @@ def _missing_matrices(stored: list[StoredTensor], raw: Mapping[str, Any], model:
     """Yields the matrices of the config that are missing in the file."""
     saved = {(tensor.layer, tensor.leaf) for tensor in stored}
     prefix = stored[0].module.split("layers.")[0]
-    for leaf in _shapes(model):
-        module, _, name = leaf.removeprefix("layers.").rpartition(".")
-        for layer in range(model.config.layers):
-            if (layer, leaf) not in saved and is_targeted(raw, f"{prefix}layers.{layer}.{module}"):
-                yield f"layers.{layer}.{module}.{name} is missing"
+    absent = [
+        (f"{prefix}layers.{layer}.{module}", f"layers.{layer}.{module}.{name} is missing")
+        for leaf in _shapes(model)
+        for module, _, name in [leaf.removeprefix("layers.").rpartition(".")]
+        for layer in range(model.config.layers)
+        if (layer, leaf) not in saved
+    ]
+    wanted = targeted(raw, (module for module, _ in absent))
+    yield from (text for module, text in absent if module in wanted)
 
 
 @functools.cache

@@ -1,12 +1,21 @@
 """Reading of `adapter_config.json` of PEFT; a field that would change the weights is an error."""
 
+import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from train.config.json_text import parse_json
+from train.data.workers.process import NoAnswer, NotStarted, WorkerPool
+from train.data.workers.targets import FIELDS, is_targeted, layer_expression
+
 CONFIG_FILE = "adapter_config.json"
+MAX_RANK = 1_000_000
+MAX_ALPHA = 1e30
+# CPU seconds of the regular expressions of a config on all modules of a model.
+EXPRESSION_SECONDS = 5.0
 
 # Origin, training and initialization of an adapter, which do not change the use of its weights.
 NEUTRAL = frozenset(
@@ -64,7 +73,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / CONFIG_FILE
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = parse_json(file.read_bytes())
     except FileNotFoundError:
         raise FileNotFoundError(f"no PEFT adapter at {path}: it has no {CONFIG_FILE}") from None
     except (OSError, ValueError) as error:
@@ -81,22 +90,65 @@ def _missing(raw: Mapping[str, Any]) -> list[str]:
     problems = []
     if str(raw.get("peft_type")).upper() != "LORA":
         problems.append(f"peft_type: got {raw.get('peft_type')!r}, expected 'LORA'")
-    for name, kinds in (("r", (int,)), ("lora_alpha", (int, float)), ("target_modules", (list, str))):
+    for name, is_right, expected in TYPES:
         value = raw.get(name)
-        if not isinstance(value, kinds) or isinstance(value, bool) or not value:
-            expected = "module names or a regular expression" if name == "target_modules" else "a positive number"
-            problems.append(f"{name}: got {value!r}, expected {expected}")
-    return problems + [f"{name}: got {value!r}, {reason}" for name, value, reason in _bad_patterns(raw)]
+        if not is_right(value):
+            problems.append(f"{name}: got {_shown(value)}, expected {expected}")
+    return problems + [f"{name}: got {_shown(raw[name])}, {reason}" for name, reason in _bad_patterns(raw)]
 
 
-def _bad_patterns(raw: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK
+
+
+def _is_alpha(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_ALPHA
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+
+
+def _are_layers(value: Any) -> bool:
+    layers = value if isinstance(value, list) else [value]
+    return all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("r", _is_rank, f"a positive number, whole and at most {MAX_RANK:,}"),
+    ("lora_alpha", _is_alpha, f"a positive number of at most {MAX_ALPHA:g}"),
+    ("target_modules", lambda value: bool(value) and _are_names(value), "module names or a regular expression"),
+    ("exclude_modules", lambda value: value is None or _are_names(value), "module names or a regular expression"),
+    ("layers_pattern", lambda value: value is None or _are_names(value), "a text or a list of texts"),
+    ("layers_to_transform", lambda value: value is None or _are_layers(value), "an integer or a list of integers"),
+)
+
+
+def _expressions(raw: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Lists the regular expressions of a config by their field."""
+    found = {}
     for name in ("target_modules", "exclude_modules"):
         value = raw.get(name)
-        if isinstance(value, str):
+        if isinstance(value, str) and value.lower() != "all-linear":
+            found[name] = [value]
+    names = raw.get("layers_pattern")
+    if names and raw.get("layers_to_transform") is not None and _are_names(names):
+        found["layers_pattern"] = [layer_expression(name) for name in ([names] if isinstance(names, str) else names)]
+    return found
+
+
+def _bad_patterns(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, expressions in _expressions(raw).items():
+        for expression in expressions:
             try:
-                re.compile(value)
-            except re.error as error:
-                yield name, value, f"which is no regular expression: {error}"
+                re.compile(expression)
+            except (re.error, RecursionError, OverflowError) as error:
+                yield name, f"which is no regular expression: {error}"
 
 
 def _refused(raw: Mapping[str, Any]) -> list[str]:
@@ -111,36 +163,23 @@ def _refused(raw: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def is_targeted(raw: Mapping[str, Any], module: str) -> bool:
-    """Checks whether PEFT would put an adapter on a module, such as `model.layers.0.self_attn.q_proj`.
+def targeted(raw: Mapping[str, Any], modules: Iterable[str]) -> set[str]:
+    """Lists the modules that PEFT would put an adapter on.
 
-    A list has full names or suffixes of modules; a string is "all-linear" or a regular expression for the full name.
-    `layers_to_transform` applies only to lists.
+    Raises:
+      ValueError: a regular expression of the config takes too long.
     """
-    if _matches(raw.get("exclude_modules") or [], module):
-        return False
-    targets = raw["target_modules"]
-    if isinstance(targets, str):
-        return targets.lower() == "all-linear" or _matches(targets, module)
-    layers = raw.get("layers_to_transform")
-    if module in targets or not _matches(targets, module) or layers in (None, []):
-        return _matches(targets, module)
-    index = _layer(raw.get("layers_pattern"), module)
-    return index in ([layers] if isinstance(layers, int) else layers)
+    fields, names = {name: raw.get(name) for name in FIELDS}, sorted(set(modules))
+    if not _expressions(raw):
+        return {name for name in names if is_targeted(fields, name)}
+    try:
+        answers = _pool().ask({"fields": fields, "modules": names}, cpu_seconds=EXPRESSION_SECONDS)
+    except (NoAnswer, NotStarted) as error:
+        listed = " and ".join(_expressions(raw))
+        raise ValueError(f"{listed}: the regular expression failed: {error}; give names of modules") from None
+    return {name for name, answer in zip(names, answers, strict=True) if answer}
 
 
-def _matches(names: str | list[str], module: str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
-
-
-def _layer(patterns: str | list[str] | None, module: str) -> int | None:
-    """Finds the layer index of a module, after the first match of `layers_pattern`."""
-    if not patterns:
-        match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
-    else:
-        names = [patterns] if isinstance(patterns, str) else patterns
-        matches = (re.match(rf"(?:^|.*?\.){name}\.(\d+)\.", module) for name in names)
-        match = next((match for match in matches if match), None)
-    return int(match[1]) if match else None
+@functools.cache
+def _pool() -> WorkerPool:
+    return WorkerPool("targets")

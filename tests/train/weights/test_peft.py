@@ -17,7 +17,7 @@ from train.models.lora import PROJECTIONS
 from train.models.sharding import make_mesh
 from train.rl.policy import init_adapter
 from train.weights.peft import check_adapter, is_peft, load_adapter, read_peft_config, save_adapter
-from train.weights.peft_config import is_targeted, read_config
+from train.weights.peft_config import read_config, targeted
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "models"
 ADAPTER = GOLDENS / "qwen3" / "adapter"
@@ -171,7 +171,8 @@ def test_what_is_not_plain_lora_is_refused_by_name(tmp_path, field, value, messa
     ],
 )
 def test_modules_are_asked_for_as_peft_decides(raw, asked):
-    assert is_targeted(raw, "model.layers.1.self_attn.q_proj") is asked
+    name = "model.layers.1.self_attn.q_proj"
+    assert targeted(raw, [name]) == ({name} if asked else set())
 
 
 @pytest.mark.parametrize(
