@@ -283,6 +283,14 @@ FILE = "rollout.source={type: file, path: tests}"
             "rollout.source.folder: got 'x', but rollout.source.sync none writes nothing",
         ),
         (
+            (OPENAI, "rollout.source.api_key_env=A", "rollout.source.api_key_file=b"),
+            "rollout.source.api_key_file: got 'b', but rollout.source.api_key_env is set too; set only one of them",
+        ),
+        (
+            (OPENAI, "rollout.source.url='http://user:secret@host'"),
+            "rollout.source.url: got 'http://***@host', but it has a user name or password, which logs would show",
+        ),
+        (
             (OPENAI, "rollout.top_p=0.9", "temperature=0.7"),
             "rollout.top_p: got 0.9, but a server has log-probs of all tokens only at temperature 1, not at 0.7",
         ),

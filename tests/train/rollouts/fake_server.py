@@ -12,14 +12,21 @@ Answer = tuple[int, str] | None
 
 
 @contextlib.contextmanager
-def serving(answer: Callable[[str, dict], Answer], **headers: str) -> Iterator[str]:
-    """The address of a server; `answer` gives status and text, or None to close the connection without one."""
+def serving(
+    answer: Callable[[str, dict], Answer], *, seen: list[dict[str, str]] | None = None, **headers: str
+) -> Iterator[str]:
+    """The address of a server; `answer` gives status and text, or None to close the connection without one.
+
+    `seen` gets the headers of the requests.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if seen is not None:
+                seen.append(dict(self.headers))
             given = answer(self.path, json.loads(body) if body else {})
             if given is None:
                 self.close_connection = True

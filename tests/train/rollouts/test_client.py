@@ -145,6 +145,14 @@ def test_all_requests_end_with_the_first_error():
         assert client.post_all("/v1/x", bodies, [json.loads] * 20, most_bytes=100) == bodies
 
 
+def test_a_client_in_a_hurry_tries_once():
+    with serving(failing(9, 503)) as url, client_of(url) as (client, waits):
+        client.hurry()
+        with pytest.raises(SourceError, match=r"failed once in 0 s .*; last: status 503: too much$"):
+            client.post("/v1/x", {}, bytes)
+        assert not waits
+
+
 KEY = "sk-0123456789-secret"
 
 

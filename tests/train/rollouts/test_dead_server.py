@@ -78,6 +78,28 @@ def test_a_run_survives_the_death_of_its_server(steps, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, continued.trainable, whole.trainable)
 
 
+def test_an_answer_that_cannot_be_used_leaves_a_run_to_continue(steps, tmp_path, monkeypatch):
+    """Its log-probs would be trained on; the run stops before, with its state saved."""
+    monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
+
+    class Broken(Digits):
+        """Its log-probs become NaN in the third step."""
+
+        def _choice(self, body: dict, index: int) -> dict:
+            choice = super()._choice(body, index)
+            broken = len(self.bodies) > 1 + 2 * 4
+            return choice | ({"logprobs": {"token_logprobs": [float("nan")] * 2}} if broken else {})
+
+    with pytest.raises(SourceError) as caught:
+        go_on(steps, Broken(EOS), tmp_path, 3)
+    first, last = str(caught.value).split("\n")
+    assert first.startswith("rollout.source: logprobs.token_logprobs of the answer: got nan, expected finite numbers")
+    assert last == "The run is saved after step 2; continue it with --resume"
+    assert Checkpoints(tmp_path, Checkpoint()).steps() == [2]
+    _, rest = go_on(steps, Digits(EOS), tmp_path, 3)
+    assert [record["step"] for record in rest] == [3]
+
+
 def test_what_is_asked_of_a_server(steps, tmp_path, monkeypatch):
     """Ids and not text, the seed and temperature of the run, and the rows in the order of their prompts."""
     monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)

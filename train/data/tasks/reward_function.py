@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from train.config.errors import UserError
+from train.config.numbers import FLOAT32_MAX
 from train.data.tasks.task import Example
 from train.data.workers.process import START_SECONDS, NoAnswer, NotStarted, WorkerPool
 
 RewardFunction = Callable[[Mapping[str, Any], str, bool], float | Mapping[str, float]]
-# The largest finite float32.
-LARGEST = 3.4028234663852886e38
 
 
 class RewardError(UserError):
@@ -72,7 +71,7 @@ def _number(value: Any) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) and abs(number) <= LARGEST else None
+    return number if math.isfinite(number) and abs(number) <= FLOAT32_MAX else None
 
 
 def _shown(value: Any) -> str:

@@ -71,6 +71,7 @@ class ServerSource:
 
     def close(self) -> None:
         """Unloads the adapter, removes the written weights, and closes the connections."""
+        self._client.hurry()
         self._sync.close()
         self._client.close()
 

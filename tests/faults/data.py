@@ -1,0 +1,162 @@
+"""Faults of the files that a run reads: task files and recorded completions."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from tests import tiny
+from tests.faults.case import Fault, raised
+from tests.train.rollouts.test_recorded import BAD, SOURCE, row
+from train.data.tasks.jsonl import read_examples
+from train.rollouts import Request, SourceError, open_source
+from train.rollouts.context import RunContext
+from train.rollouts.recorded import write_rows
+from train.rollouts.source import Source
+
+AREA = "data"
+Run = Callable[[pathlib.Path], str]
+GOOD = '{"prompt": "1+2=", "answer": "3"}\n'
+DEEP, LONG, HUGE = "[" * 100_000, "9" * 6_000, "1" + "0" * 400
+
+
+def task(text: str | bytes, *words: str) -> Run:
+    """A task file whose second line is this text; refused with the line and the words."""
+
+    def run(directory: pathlib.Path) -> str:
+        path = directory / "task.jsonl"
+        path.write_bytes(GOOD.encode() + (text.encode() if isinstance(text, str) else text) + b"\n")
+        names = {"prompt": "prompt", "answer": "answer", "solution": "solution"}
+        return raised(lambda: read_examples(path, "data.train", **names), f"{path}, line 2: ", *words)
+
+    return run
+
+
+@functools.cache
+def _context() -> RunContext:
+    return tiny.context_of(tiny.config_of("rollout.prompts_per_step=2"))
+
+
+def _open(path: pathlib.Path) -> Source:
+    config = tiny.config_of("rollout.prompts_per_step=2", SOURCE.format(path=path, shuffle="false"))
+    return open_source(dataclasses.replace(_context(), config=config))
+
+
+def _line(**changes: Any) -> str:
+    return json.dumps({name: value for name, value in (row(1, 1) | changes).items() if value is not None})
+
+
+def recorded(line: str | bytes, *words: str) -> Run:
+    """A recording whose third row is this line; refused with the line and the words."""
+
+    def run(directory: pathlib.Path) -> str:
+        path = directory / "rows.jsonl"
+        text = "".join(json.dumps(row(0, sample)) + "\n" for sample in range(2))
+        path.write_bytes(text.encode() + (line.encode() if isinstance(line, str) else line) + b"\n")
+        return raised(lambda: _open(path), f"rollout.source.path: {path}, line 3: ", *words)
+
+    return run
+
+
+def _changed(directory: pathlib.Path, replacement: str) -> str:
+    """A recording that changes after the run has started, which then can be continued."""
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps(row(number // 2, number % 2)) + "\n" for number in range(4)))
+    source = _open(path)
+    path.write_text(replacement)
+    request = Request(_context().prompts.batch(0)[:2], 2, 0, key=None)
+    return raised(lambda: source.sample(request), f"{path}, line 1: changed since the start", error=SourceError)
+
+
+def _surrogate(directory: pathlib.Path) -> str:
+    """A prompt without UTF-8 is recorded, and read as it was."""
+    rows = [row(0, sample) | {"prompt": "a\ud800b"} for sample in range(2)]
+    try:
+        write_rows(directory, 0, rows)
+        source = _open(directory / "00000000.jsonl")
+        examples = source.sample(Request([None], 2, 0, key=None)).examples
+    except Exception:
+        return "traceback"
+    return "identical" if [example.prompt for example in examples] == ["a\ud800b"] * 2 else "silent"
+
+
+def parquet(rows: list[dict[str, Any]], *words: str) -> Run:
+    """Rows of Parquet; refused with the line and the words."""
+
+    def run(directory: pathlib.Path) -> str:
+        import pyarrow
+        from pyarrow import parquet
+
+        path = directory / "rows.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return raised(lambda: _open(path), f"rollout.source.path: {path}, line ", *words)
+
+    return run
+
+
+def _not_parquet(content: bytes) -> Run:
+    def run(directory: pathlib.Path) -> str:
+        path = directory / "rows.parquet"
+        path.write_bytes(content)
+        return raised(lambda: _open(path), f"rollout.source.path: {path} cannot be read as Parquet")
+
+    return run
+
+
+TASKS: dict[str, Run] = {
+    "JSON that is too deep": task('{"prompt": ' + DEEP, "nested too deeply"),
+    "an integer of 6,000 digits": task('{"prompt": "a", "answer": ' + LONG + "}", "too many digits"),
+    "a key that is there twice": task('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is there twice"),
+    "no JSON": task("{", "not JSON"),
+    "a list": task("[]", "got list, expected an object"),
+    "invalid UTF-8": task(b'{"prompt": "\xff"}', "not UTF-8"),
+    "a byte order mark": task("\ufeff" + GOOD.strip(), "not JSON"),
+    "no prompt": task('{"question": "a"}', "field 'prompt' is missing, got question"),
+    "an empty prompt": task('{"prompt": " "}', "expected a non-empty string"),
+    "a prompt that is a number": task('{"prompt": 3}', "got 3, expected a non-empty string"),
+    "a prompt that is null": task('{"prompt": null}', "got None, expected a non-empty string"),
+    "messages without a role": task('{"prompt": [{"content": "a"}]}', "expected text, or messages with 'role'"),
+    "messages that are null": task('{"prompt": [null]}', "expected text, or messages with 'role'"),
+}
+ROWS: dict[str, Run] = {
+    "JSON that is too deep": recorded('{"prompt": ' + DEEP, "nested too deeply"),
+    "an integer of 6,000 digits": recorded('{"reward": ' + LONG + "}", "too many digits"),
+    "a key that is there twice": recorded('{"reward": 0, "reward": 1}', "the key 'reward' is there twice"),
+    "invalid UTF-8": recorded(b'{"prompt": "\xff"}', "not JSON"),
+    "a reward of 10**400": recorded(_line(reward=10**400), "rewards.reward: got 1000", "float32"),
+    "a log-prob of -10**400": recorded(_line(log_probs=[-(10**400), -1, -1]), "log_probs: got [-1000", "finite"),
+    "a reward of 1e39": recorded(_line(reward=1e39), "rewards.reward: got 1e+39, expected a finite number (float32)"),
+    "a log-prob of -1e39": recorded(_line(log_probs=[-1e39, -1, -1]), "log_probs: got [-1e+39, -1, -1]", "finite"),
+    "a reward of -inf": recorded(_line(reward=float("-inf")), "rewards.reward: got -inf"),
+    "a reward that is true": recorded(_line(reward=True), "rewards.reward: got True"),
+    "a log-prob that is true": recorded(_line(log_probs=[True, -1, -1]), "log_probs: got [True"),
+    "log-probs that are text": recorded(_line(log_probs="x"), "log_probs: got 'x'"),
+    "an id that is true": recorded(_line(completion_ids=[True, 1, 257]), "completion_ids: got [True"),
+    "an id that is a float": recorded(_line(prompt_ids=[1.0]), "prompt_ids: got [1.0]"),
+    "a prompt that is a number": recorded(_line(prompt=3), "prompt: got 3, expected text"),
+    "rewards in a list": recorded(_line(reward=None, rewards=[1]), "rewards: got [1]"),
+    **{problem: recorded(json.dumps(fields), problem) for problem, fields in BAD.items()},
+    "a file that is empty after the start": lambda directory: _changed(directory, ""),
+    "a file with other rows after the start": lambda directory: _changed(directory, "[1, 2]\n" * 9),
+    "a file with a bad row after the start": lambda directory: _changed(directory, _line(reward=float("nan")) + "\n"),
+    "a lone surrogate in a recorded prompt": _surrogate,
+}
+PARQUET: dict[str, Run] = {
+    "no Parquet": _not_parquet(b"PAR1 or not"),
+    "an empty file": _not_parquet(b""),
+    "a NaN reward": parquet([row(0, 0, reward=float("nan"))], "rewards.reward: got nan"),
+    "a reward over float32": parquet([row(0, 0, reward=1e39)], "rewards.reward: got 1e+39"),
+    "a null among log-probs": parquet([row(0, 0, log_probs=[None, -1.0, -1.0])], "log_probs: got [None"),
+    "a null among ids": parquet([row(0, 0, completion_ids=[None, 1, 257])], "completion_ids: got [None"),
+    "ids that are floats": parquet([row(0, 0, completion_ids=[0.0, 0.0, 257.0])], "completion_ids: got [0.0"),
+    "ids that are text": parquet([row(0, 0, completion_ids=["a", "b", "c"])], "completion_ids: got ['a'"),
+    "a positive log-prob": parquet([row(0, 0, log_probs=[1.0, -1.0, -1.0])], "log_probs: got [1.0", "not positive"),
+    "a row without prompt": parquet([{"completion": "3"}], "missing both prompt_ids and prompt"),
+}
+FAULTS = [
+    Fault(AREA, f"{kind}: {name}", run)
+    for kind, cases in (("task file", TASKS), ("recording", ROWS), ("Parquet", PARQUET))
+    for name, run in cases.items()
+]

@@ -1,0 +1,105 @@
+"""Limits of an answer, and the key of a server: where it comes from, and where it goes."""
+
+import json
+from contextlib import closing
+
+import pytest
+
+from tests import tiny
+from tests.train.rollouts.fake_server import Answer, Digits, serving
+from train.config.errors import UserError
+from train.config.rollout import OpenAISource
+from train.data.tokenizers import ByteTokenizer
+from train.rollouts import SourceError, open_source
+from train.rollouts.server.answers import AnswerError, read_answers
+from train.rollouts.server.key import read_key
+from train.rollouts.source import MAX_LOG_PROB
+
+KEY = "sk-0123456789-secret"
+
+
+def source_of(url: str = "http://host", **fields: object) -> OpenAISource:
+    return OpenAISource(type="openai", url=url, model="m", sync="none", **fields)
+
+
+def test_a_key_comes_from_the_environment_or_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "key"
+    path.write_text(f"{KEY}\n")
+    monkeypatch.setenv("SERVER_KEY", f" {KEY}")
+    assert read_key(source_of()) is None
+    assert read_key(source_of(api_key_env="SERVER_KEY")) == KEY
+    assert read_key(source_of(api_key_file=str(path))) == KEY
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "no variable 'SERVER_KEY'"),
+        (" \n", "the variable 'SERVER_KEY' is empty"),
+        (f"{KEY}\nX-Other: 1", "expected one key"),
+        (f"{KEY}\u00e9", "expected one key"),
+        (KEY * 1000, "expected one key of at most 8192 ASCII characters"),
+    ],
+)
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(tmp_path, monkeypatch, text, problem):
+    monkeypatch.delenv("SERVER_KEY", raising=False)
+    if text is not None:
+        monkeypatch.setenv("SERVER_KEY", text)
+        path = tmp_path / "key"
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"^rollout\.source\.api_key_file: ") as caught:
+            read_key(source_of(api_key_file=str(path)))
+        assert KEY not in str(caught.value)
+    with pytest.raises(UserError, match=rf"^rollout\.source\.api_key_env: .*{problem}") as caught:
+        read_key(source_of(api_key_env="SERVER_KEY"))
+    assert KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["missing", ".", "a\0b"])
+def test_a_key_file_that_cannot_be_read_is_named(tmp_path, path):
+    with pytest.raises(UserError, match=r"^rollout\.source\.api_key_file: cannot read "):
+        read_key(source_of(api_key_file=str(tmp_path / path)))
+
+
+def test_the_key_of_a_file_is_sent(tmp_path):
+    path = tmp_path / "key"
+    path.write_text(f"{KEY}\n")
+    source = "rollout.source={{type: openai, url: '{}', model: m, sync: none, api_key_file: {}}}"
+    sent = []
+    with serving(Digits(ByteTokenizer().eos_id), seen=sent) as url:
+        context = tiny.context_of(tiny.config_of(source.format(url, path)))
+        with closing(open_source(context)):
+            pass
+    assert {headers["Authorization"] for headers in sent} == {f"Bearer {KEY}"}
+    assert {headers["Accept-Encoding"] for headers in sent} == {"identity, gzip"}
+
+
+def test_the_limit_of_bytes_is_that_of_the_config():
+    digits = Digits(ByteTokenizer().eos_id)
+
+    def answer(path: str, body: dict) -> Answer:
+        status, text = digits(path, body)
+        return status, text if path == "/v1/models" else text + " " * 2000
+
+    source = "rollout.source={{type: openai, url: '{}', model: m, sync: none, max_response_bytes: {}}}"
+    with serving(answer) as url:
+        with closing(open_source(tiny.context_of(tiny.config_of(source.format(url, 4000))))):
+            pass
+        with pytest.raises(SourceError, match=r"^rollout\.source\.max_response_bytes: .* has more than 2000 bytes$"):
+            open_source(tiny.context_of(tiny.config_of(source.format(url, 2000))))
+
+
+@pytest.mark.parametrize("value", [MAX_LOG_PROB, 0, -1e38, 2 * MAX_LOG_PROB, -1e39])
+def test_log_probs_are_at_most_0_but_for_rounding(value):
+    choice = {"index": 0, "token_ids": [1], "finish_reason": "stop", "logprobs": {"token_logprobs": [value]}}
+
+    def read() -> float:
+        content = json.dumps({"choices": [choice]}).encode()
+        (answer,) = read_answers(content, prompt=[1], samples=1, max_new_tokens=1, vocab_size=2, log_probs=True)
+        return answer.log_probs[0]
+
+    if -1e38 <= value <= MAX_LOG_PROB:
+        assert read() == value
+    else:
+        with pytest.raises(AnswerError, match=r"token_logprobs of the answer: got .*, expected finite numbers"):
+            read()
