@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit code is 0, 2 for an error that the user can fix, 130 for Ctrl-C."""
+    """Runs the command; the exit code is 0, 2 for an error that the user can fix, 3 for the guard, 130 for Ctrl-C."""
     options = parser().parse_intermixed_args(arguments)
 
     def command() -> int:

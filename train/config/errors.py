@@ -12,6 +12,15 @@ def warn(text: str) -> None:
 class UserError(Exception):
     """An error that the user can fix; its text says what was got, what is allowed and how to fix it."""
 
+    code = 2
+    """The exit code of the command."""
+
+
+class GuardError(UserError):
+    """The guard stopped the run: numbers that are not finite, or a limit."""
+
+    code = 3
+
 
 class ConfigError(UserError):
     """All problems of one config; `problems` holds one line each."""

@@ -1,8 +1,8 @@
 """The schema of a config: every field with its default, range and meaning."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from train.config.correction import CorrectionSection, default_correction
 from train.config.data import Data, Rewards, task_lengths
@@ -49,6 +49,23 @@ class WarmStart(Section):
     def trains(self) -> bool:
         """Whether a new run has a warm start."""
         return self.steps > 0 and self.checkpoint is None
+
+
+class Guard(Section):
+    """Answers to numbers that are not finite, and to KL and entropy beyond their limits."""
+
+    max_skipped: Count = 5
+    """Updates in a row that may be skipped, because loss or gradient are not finite, before the run stops."""
+    max_kl: Positive | None = None
+    """Limit of the KL to the reference after a step, nats per token; null: none."""
+    min_entropy: Positive | None = None
+    """Limit of the policy's entropy after a step, nats per token; null: none."""
+    action: Literal["stop", "roll_back", "lower_learning_rate"] = "stop"
+    """Beyond a limit: `stop`; `roll_back`: take the weights of the last checkpoint; `lower_learning_rate`."""
+    learning_rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """lower_learning_rate: what the learning rate is multiplied by each time."""
+    max_actions: Count = 3
+    """roll_back, lower_learning_rate: how often, before the run stops."""
 
 
 class Eval(Section):
@@ -112,6 +129,8 @@ class Config(Section):
     """The reference policy of the KL."""
     optim: Optim = Optim()
     """The optimizer, and how a rollout batch is split into updates."""
+    guard: Guard = Guard()
+    """Numbers that are not finite, and limits of KL and entropy."""
     eval: Eval = Eval()
     """Evaluation on held-out prompts."""
     checkpoint: Checkpoint = Checkpoint()

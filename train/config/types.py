@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 Estimator = Literal["none", "k1", "abs", "k2", "k3", "low_var_kl"]
 EstimatorOrExact = Literal[Estimator, "exact"]
@@ -195,12 +195,25 @@ RANGES_OF: Mapping[tuple[str, str], Any] = {
 """Exceptions from `RANGES`, by function and parameter."""
 
 
+FLOAT32_MAX = 3.4028234663852886e38
+
+
 class Section(BaseModel):
-    """A frozen group of fields: unknown keys, infinities and silent conversions (text to number, 1 to true) fail."""
+    """A frozen group of fields: unknown keys, infinities and silent conversions (text to number, 1 to true) fail.
+
+    A number that float32 cannot hold is an infinity, too.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*")
+    @classmethod
+    def _fits_float32(cls, value: Any) -> Any:
+        if isinstance(value, float) and abs(value) > FLOAT32_MAX:
+            raise ValueError("infinite in float32")
+        return value
 
 
 def tag_defaults_to(key: str, tag: str) -> Callable[[Any], Any]:

@@ -24,7 +24,7 @@ from train.rl.correction import correct, loss_mask
 from train.rl.layout import Layout
 from train.rl.metrics import Metrics, single
 from train.rl.policy import token_stats, token_values
-from train.rl.state import policy_of
+from train.rl.state import keep_unless, policy_of
 
 Array = jax.Array
 Tree = Any
@@ -125,7 +125,8 @@ def make_preparation(config: Config) -> Preparation:
         mask, following = batch.completion_mask, dict(states)
 
         def steer(name: str, kl: Array) -> None:
-            following[name] = controllers[name].update(states[name], kl, mask.any(-1).sum())
+            steered = controllers[name].update(states[name], kl, mask.any(-1).sum())
+            following[name] = keep_unless(jnp.isfinite(kl), steered, states[name])
 
         token_rewards = kljax.place_rewards(required(batch.rewards), mask)
         if "reward" in controllers:
@@ -182,7 +183,8 @@ def make_control(config: Config) -> Callable[[Controllers, kljax.WeightedSum, Ar
     controllers = algorithms.make_controllers(config)
 
     def control(states: Controllers, kl: kljax.WeightedSum, mask: Array) -> Controllers:
-        return states | {"loss": controllers["loss"].update(states["loss"], kl.value(), mask.any(-1).sum())}
+        steered = controllers["loss"].update(states["loss"], kl.value(), mask.any(-1).sum())
+        return states | {"loss": keep_unless(jnp.isfinite(kl.value()), steered, states["loss"])}
 
     return control
 

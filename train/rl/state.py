@@ -1,4 +1,4 @@
-"""The train state: one registered frozen dataclass, saved and restored as a whole."""
+"""The train state: one registered frozen dataclass, saved and restored as a whole, and kept finite."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,8 +9,39 @@ import jax.numpy as jnp
 import optax
 
 import kljax
+from train.config.schema import Config
 
 Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GuardState:
+    """The counts of the guard, from step to step.
+
+    Attributes:
+      skipped: updates skipped in a row, int32.
+      nonfinite: index of the first trainable array whose gradient was not finite in the last of them, int32; -1: none.
+      actions: times that a limit was answered with a roll-back or a lower learning rate, int32.
+      rate: what the changes of the optimizer are multiplied by, float32.
+    """
+
+    skipped: jax.Array
+    nonfinite: jax.Array
+    actions: jax.Array
+    rate: jax.Array
+
+    @classmethod
+    def initial(cls) -> "GuardState":
+        """Returns the state before the first step."""
+        # A donated state holds each array once.
+        skipped, nonfinite, actions = (jnp.full((), number, jnp.int32) for number in (0, -1, 0))
+        return cls(skipped, nonfinite, actions, jnp.ones((), jnp.float32))
+
+    def after(self, finite: jax.Array, grads: Tree) -> "GuardState":
+        """Returns the state after an update whose loss and gradient were finite, or not."""
+        skipped = jnp.where(finite, 0, self.skipped + 1)
+        return dataclasses.replace(self, skipped=skipped, nonfinite=jnp.where(finite, -1, first_nonfinite(grads)))
 
 
 @jax.tree_util.register_dataclass
@@ -25,6 +56,7 @@ class TrainState:
       controllers: states of the controllers of the KL coefficients in use, by placement.
       reference: the part of a reference that follows the policy, with the structure of the same part of `trainable`;
         None if the reference is constant.
+      guard: the counts of the guard.
       past: trainable weights of earlier steps, oldest first, for a lagged policy; else None.
     """
 
@@ -32,6 +64,7 @@ class TrainState:
     trainable: dict[str, Tree]
     opt_state: optax.OptState
     controllers: dict[str, kljax.ControllerState]
+    guard: GuardState
     reference: Tree = None
     past: tuple[dict[str, Tree], ...] | None = None
 
@@ -57,5 +90,26 @@ def initial_state(
     """Makes the state before the first RL step. Moments are sharded as their weights, scalars are replicated."""
     opt_state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, replicated), optimizer.init(trainable))
     states = {name: controller.init() for name, controller in controllers.items()}
-    step, states = jax.device_put((jnp.zeros((), jnp.int32), states), replicated)
-    return TrainState(step, trainable, opt_state, states)
+    step, states, guard = jax.device_put((jnp.zeros((), jnp.int32), states, GuardState.initial()), replicated)
+    return TrainState(step, trainable, opt_state, states, guard)
+
+
+def first_nonfinite(tree: Tree) -> jax.Array:
+    """Returns the index of the first leaf that holds a number that is not finite; -1 if there is none."""
+    wrong = jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
+    return jnp.where(wrong.any(), jnp.argmax(wrong), -1)
+
+
+def keep_unless(finite: jax.Array, new: Tree, old: Tree) -> Tree:
+    """Returns `new` where `finite` is true, else `old`.
+
+    `finite` comes from the gradient and not from `new`, so that `new` can take the memory of a donated `old`.
+    """
+    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+
+def scale_changes(config: Config, changes: Tree, guard: GuardState) -> Tree:
+    """Multiplies the changes of the optimizer by the rate of the guard, if the config may lower it."""
+    if config.guard.action != "lower_learning_rate":
+        return changes
+    return jax.tree.map(lambda x: x * guard.rate.astype(x.dtype), changes)

@@ -24,7 +24,7 @@ from train.rl.layout import Layout
 from train.rl.metrics import Metrics, single
 from train.rl.policy import paired_hidden_states, token_stats, token_values
 from train.rl.reference import Reference, reference_head, restore_shared_base
-from train.rl.state import TrainState, policy_of
+from train.rl.state import TrainState, keep_unless, policy_of, scale_changes
 from train.rl.tracing import traced_once
 
 Tree = Any
@@ -143,6 +143,9 @@ def make_update(
 
     The token weights come from the masks of all rows of the update, before it is split: gradients and metrics of the
     micro-batches only add. The state is donated and keeps its shardings.
+
+    An update whose loss or gradient is not finite is skipped: weights and optimizer stay as they are. The metric
+    `skipped_updates` and the guard's part of the state count it.
     """
     objective = objectives.make_objective(config, model)
     gradient = jax.value_and_grad(objective, has_aux=True)
@@ -172,9 +175,14 @@ def make_update(
         grads, found = jax.lax.scan(accumulate, zeros, parts)
         norm = optax.tree.norm(grads)
         metrics = found.reduce().of_update() | {"grad_norm": single(norm)}
+        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
         changes, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
-        trainable = optax.apply_updates(state.trainable, changes)
-        return dataclasses.replace(state, trainable=trainable, opt_state=opt_state), metrics
+        changes = scale_changes(config, changes, state.guard)
+        trained = optax.apply_updates(state.trainable, changes), opt_state
+        trainable, opt_state = keep_unless(finite, trained, (state.trainable, state.opt_state))
+        guard = state.guard.after(finite, grads)
+        metrics["skipped_updates"] = single(1.0 - finite)
+        return dataclasses.replace(state, trainable=trainable, opt_state=opt_state, guard=guard), metrics
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(traced_once(update), donate_argnums=0, out_shardings=(shardings, replicated(mesh)))

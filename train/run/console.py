@@ -47,13 +47,16 @@ def load_config(path: str | Path, overrides: Sequence[str]) -> LoadedConfig:
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Runs a command; returns its exit code or 0, 2 for an error that the user can fix, 130 for Ctrl-C."""
+    """Runs a command; returns its exit code or 0, 130 for Ctrl-C.
+
+    An error that the user can fix gives its own code: 2, or 3 if the guard stopped the run.
+    """
     try:
         with quiet_orbax(), rare_collections():
             return command() or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

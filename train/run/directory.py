@@ -8,8 +8,8 @@ from train.config.load import dump_yaml, load
 from train.config.schema import Config
 from train.weights.files import write_text_atomic
 
-# Fields that may differ when a run is resumed. None of them changes an update, except the reference, which a user
-# switches on purpose: to a later step of the run, for example. A server may have moved.
+# Fields that may differ when a run is resumed. None of them changes an update, except the reference and the
+# guard, which a user switches on purpose: to a later step of the run, for example. A server may have moved.
 SERVER = tuple(
     f"rollout.source.{name}"
     for name in (
@@ -23,7 +23,7 @@ SERVER = tuple(
         "concurrency",
     )
 )
-MAY_CHANGE = ("steps", "output", "eval", "checkpoint", "reference", "rollout.record", *SERVER)
+MAY_CHANGE = ("steps", "output", "eval", "checkpoint", "reference", "guard", "rollout.record", *SERVER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,11 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def nonfinite(self) -> Path:
+        """The batches of skipped updates."""
+        return self.root / "nonfinite"
 
     @property
     def summary(self) -> Path:

@@ -11,7 +11,7 @@ import kljax
 from train.config.plan import Plan
 from train.data.tasks.reward_function import RewardError
 from train.references import current_reference, make_follow, with_abstract_reference
-from train.rl.batch import require
+from train.rl.batch import Batch, require
 from train.rl.keys import purpose_key
 from train.rl.metrics import single, to_host
 from train.rl.objective import coefficients
@@ -21,9 +21,9 @@ from train.rl.step import SCORED, make_control, make_prepare, make_score, make_u
 from train.rollouts import Sampler, Source, SourceError, collect, make_sampler, next_past, sampling_policy
 from train.rollouts.context import RunContext
 from train.run.evaluate import evaluate
+from train.run.guard import Watch
 from train.run.interrupt import Interrupt
 from train.run.metrics import MetricsWriter
-from train.weights.orbax import Checkpoints
 
 Tree = Any
 
@@ -57,9 +57,19 @@ class Programs:
 
 
 def rl_step(
-    context: RunContext, programs: Programs, source: Source, frozen: FrozenWeights, state: TrainState, *, step: int
+    context: RunContext,
+    programs: Programs,
+    source: Source,
+    frozen: FrozenWeights,
+    state: TrainState,
+    *,
+    step: int,
+    inspect: Callable[[Batch, TrainState], None] | None = None,
 ) -> tuple[TrainState, dict, dict]:
-    """Samples one rollout batch and makes every update on it; returns state, metrics and seconds of each part."""
+    """Samples one rollout batch and makes every update on it; returns state, metrics and seconds of each part.
+
+    `inspect` is called with the scored batch and the state if an update was skipped.
+    """
     config, base, clock = context.config, frozen.base, time.perf_counter()
     plan = Plan.of(config)
     source.update(*sampling_policy(state, base))
@@ -86,6 +96,8 @@ def rl_step(
         following = programs.follow(following, state.trainable[policy_part(state.trainable)], state.step)
         state = dataclasses.replace(state, reference=following)
     values = rollout.metrics | to_host(totals)
+    if inspect is not None and values["skipped_updates"] > 0:
+        inspect(batch, state)
     seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}
     return state, values, seconds | rollout.timings
 
@@ -116,7 +128,7 @@ def train(
     state: TrainState,
     *,
     writer: MetricsWriter,
-    checkpoints: Checkpoints,
+    watch: Watch,
     interrupt: Interrupt,
     advance: Callable[[str], None],
 ) -> TrainState:
@@ -125,30 +137,31 @@ def train(
     The metrics of a step are written before its checkpoint, so the metrics of a resumed run have no gap.
 
     Raises:
-      SourceError, RewardError: the source of completions or the reward function failed; the state before the step is
-        saved.
+      SourceError: the source of completions failed; the state before the step is saved.
+      RewardError: the reward function failed; likewise.
+      GuardError: numbers were not finite, or a limit was left.
     """
     config = context.config
     done = int(state.step)
     while done < config.steps and not interrupt.requested:
         try:
-            state, values, seconds = rl_step(context, programs, source, frozen, state, step=done)
+            state, values, seconds = rl_step(context, programs, source, frozen, state, step=done, inspect=watch.inspect)
         except (SourceError, RewardError) as error:
-            if done not in checkpoints.steps():
-                checkpoints.save(state, done)
-            checkpoints.wait()
+            watch.save(state, done)
+            watch.wait()
             raise type(error)(f"{error}\nThe run is saved after step {done}; continue it with --resume") from error
         done += 1
         writer.write("train", done, values)
         writer.timing(done, seconds)
+        state = watch.check(state, values)
         last = done == config.steps
         if last or done % config.eval.every == 0:
             write_evaluation(context, programs, policy_of(state.trainable, frozen.base), writer, done)
         if last or interrupt.requested or done % config.checkpoint.every == 0:
-            checkpoints.save(state, done)
+            watch.save(state, done)
         advance(_note(values))
     jax.block_until_ready(state)
-    checkpoints.wait()
+    watch.wait()
     return state
 
 

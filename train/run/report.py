@@ -86,16 +86,19 @@ def progress(console: Console, *, every: int = 10) -> Iterator[Start]:
         yield _start_bars(bars)
 
 
-def _cell(values: Mapping[str, float], metric: str, spec: str) -> str:
-    return format(values[metric], spec) if metric in values else "-"
+def _cell(values: Mapping[str, float | None], metric: str, spec: str) -> str:
+    if metric not in values:
+        return "-"
+    return "not finite" if values[metric] is None else format(values[metric], spec)
 
 
-def print_comparison(console: Console, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+def print_comparison(console: Console, before: Mapping[str, float | None], after: Mapping[str, float | None]) -> None:
     """Prints accuracy and KL before and after RL; leaves out a metric that neither side has.
 
     Args:
       console: where to print.
       before: `accuracy` (percent), `kl_reference`, `rollout_kl` (nats per token) and others of `ROWS`, each optional.
+          None stands for a number that is not finite.
       after: the same.
     """
     table = Table("", "before", "after")

@@ -21,6 +21,7 @@ from train.rollouts import Source, open_source
 from train.rollouts.context import RunContext
 from train.run.base import check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, resume_run, start_run
+from train.run.guard import Watch
 from train.run.interrupt import Interrupt, listening
 from train.run.loop import Programs, train, write_evaluation
 from train.run.metrics import MetricsWriter, read_metrics
@@ -121,10 +122,11 @@ def _reinforce(
 ) -> TrainState:
     """Runs RL from this state, and checks at the end that the frozen part of the reference is unchanged."""
     programs = Programs.of(context, state)
+    watch = Watch(context.config, checkpoints, directory.nonfinite)
     if not checkpoints.steps():
         write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
-        checkpoints.save(state, 0)
-        checkpoints.wait()
+        watch.save(state, 0)
+        watch.wait()
     reference, state, before = start_reference(
         context.config,
         context.model,
@@ -142,7 +144,7 @@ def _reinforce(
         FrozenWeights(base, reference),
         state,
         writer=writer,
-        checkpoints=checkpoints,
+        watch=watch,
         interrupt=interrupt,
         advance=bars("RL", context.config.steps, int(state.step)),
     )

@@ -25,6 +25,7 @@ from train.rollouts.context import RunContext
 from train.rollouts.lag import initial_past
 from train.run.base import load_initial_base, quantize_if_needed, record_folder
 from train.run.directory import RunDirectory
+from train.run.guard import check_finite
 from train.run.metrics import MetricsWriter
 from train.run.report import Start
 from train.run.warm_start import warm_start
@@ -112,6 +113,7 @@ def make_base(context: RunContext, directory: RunDirectory, *, bars: Start, writ
     if section.trains():
         unquantized_context = dataclasses.replace(context, model=model)
         params = _run_warm_start(unquantized_context, params, bars=bars, writer=writer)
+        check_finite(params, "warm start")
     save_base(directory.base, params)
     return quantize_if_needed(context.model, params)
 

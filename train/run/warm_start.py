@@ -1,5 +1,6 @@
 """The supervised warm start on the solutions of the task; its result is the base of the run."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 import kljax
+from train.config.errors import GuardError
 from train.config.schema import Config
 from train.data.prompts import Supervised, SupervisedBatch
 from train.models import Decoder
@@ -17,8 +19,10 @@ from train.rl import objective as objectives
 from train.rl.algorithms import chain_optimizer
 from train.rl.layout import Layout
 from train.rl.policy import token_stats
+from train.rl.state import keep_unless
 from train.rl.tracing import traced_once
 from train.rollouts.context import RunContext
+from train.run.guard import nonfinite_array
 
 Tree = Any
 Report = Callable[[int, dict[str, float]], None]
@@ -59,13 +63,19 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 def make_step(
     config: Config, model: Decoder, optimizer: optax.GradientTransformation, start: tuple[Tree, Tree], mesh: Mesh
 ) -> Callable[[Tree, Tree, SupervisedBatch], tuple[Tree, Tree, kljax.WeightedSum]]:
-    """Compiles `(params, opt_state, batch) -> (params, opt_state, loss)`; the first two are donated."""
+    """Compiles `(params, opt_state, batch) -> (params, opt_state, loss)`; the first two are donated.
+
+    A step whose loss or gradient is not finite is skipped, and its loss is NaN.
+    """
 
     def step(params: Tree, opt_state: Tree, batch: SupervisedBatch) -> tuple[Tree, Tree, kljax.WeightedSum]:
         gradient = jax.grad(lambda p: supervised_loss(config, model, p, batch), has_aux=True)
         grads, loss = gradient(params)
-        changes, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, changes), opt_state, loss
+        finite = jnp.isfinite(loss.value()) & jnp.isfinite(optax.tree.norm(grads))
+        changes, following = optimizer.update(grads, opt_state, params)
+        trained = optax.apply_updates(params, changes), following
+        loss = jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), loss)
+        return *keep_unless(finite, trained, (params, opt_state)), loss
 
     shardings = jax.tree.map(lambda x: x.sharding, start)
     return jax.jit(traced_once(step), donate_argnums=(0, 1), out_shardings=(*shardings, replicated(mesh)))
@@ -75,6 +85,9 @@ def warm_start(context: RunContext, params: Tree, data: Supervised, report: Repo
     """Trains the weights for `config.warm_start.steps` steps, and calls `report(step, metrics)` after each.
 
     The metrics of step i are read while step i + 1 runs, so the host does not wait for the device.
+
+    Raises:
+      GuardError: loss or gradient are not finite for `guard.max_skipped` steps in a row.
     """
     config, model, mesh = context.config, context.model, context.mesh
     section = config.warm_start
@@ -85,11 +98,23 @@ def warm_start(context: RunContext, params: Tree, data: Supervised, report: Repo
     # The step donates its weights, so the first ones are copied.
     params = jax.tree.map(jnp.copy, params)
     compiled = make_step(config, model, optimizer, (params, opt_state), mesh)
-    pending: kljax.WeightedSum | None = None
+    pending: list[kljax.WeightedSum] = []
+    skipped = 0
+
+    def read(number: int) -> None:
+        nonlocal skipped
+        loss = float(pending.pop(0).value())
+        report(number, {"loss": loss})
+        skipped = 0 if math.isfinite(loss) else skipped + 1
+        if skipped == config.guard.max_skipped:
+            first = nonfinite_array(params) or "the loss or its gradient"
+            text = f"{skipped} steps in a row were skipped; {first} is not finite"
+            raise GuardError(f"guard.max_skipped: warm start, step {number}: {text}. Nothing was saved")
+
     for number in range(section.steps):
         params, opt_state, loss = compiled(params, opt_state, shard_rows(data.batch(number), mesh))
-        if pending is not None:
-            report(number, {"loss": float(pending.value())})
-        pending = loss
-    report(section.steps, {"loss": float(pending.value()) if pending is not None else 0.0})
+        pending.append(loss)
+        if number > 0:
+            read(number)
+    read(section.steps)
     return params

@@ -311,3 +311,10 @@ def test_sources_of_completions_are_fine_with_what_they_use():
     build(FILE, "rollout.source.shuffle=false", "temperature=0.7")
     build("rollout.slots=4", "rollout.top_k=5", "rollout.min_p=0.1", "mesh.data=2")
     build("rollout.record_kept_tokens=true", "rollout.top_k=5", "rollout.top_p=0.9")
+
+
+@pytest.mark.parametrize("override", ["optim.learning_rate=1e39", "kl.loss.coef=1e308", "kl.reward.value_clip=4e38"])
+def test_a_number_that_float32_cannot_hold_is_refused(override):
+    (problem,) = problems(override, *(("kl.reward.coef=0.1",) if "reward" in override else ()))
+    path, _, value = override.partition("=")
+    assert problem.startswith(f"{path}: got {value.replace('e', 'e+')} (infinite in float32), expected a number")

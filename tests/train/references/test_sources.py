@@ -17,7 +17,7 @@ from train.references import assert_unchanged, check_reference, load_reference, 
 from train.rl.keys import purpose_key
 from train.rl.policy import abstract_params, init_adapter
 from train.rl.reference import Reference
-from train.rl.state import TrainState
+from train.rl.state import GuardState, TrainState
 from train.weights.orbax import Checkpoints, restore_base, save_base
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj]}"
@@ -39,8 +39,9 @@ def adapter_of(step: int):
 
 def state_of(lora: bool, step: int) -> TrainState:
     trainable = {"adapter": adapter_of(step)} if lora else {"params": tiny.moved(BASE, 0.01 * step)}
-    empty = jax.numpy.int32(step), trainable, optax.identity().init(trainable), kljax.fixed_kl(0.0).init()
-    return jax.device_put(TrainState(*empty), jax.sharding.NamedSharding(tiny.mesh_of(), jax.sharding.PartitionSpec()))
+    opt_state, controller = optax.identity().init(trainable), kljax.fixed_kl(0.0).init()
+    state = TrainState(jax.numpy.int32(step), trainable, opt_state, {"reward": controller}, GuardState.initial())
+    return jax.device_put(state, jax.sharding.NamedSharding(tiny.mesh_of(), jax.sharding.PartitionSpec()))
 
 
 @pytest.fixture(scope="module")

@@ -39,9 +39,7 @@ def state_of(step: int, width: int = 4, **more) -> TrainState:
     """A small state that a step number tells from every other, large enough to have a data file of its own."""
     trainable = {"params": {"w": jnp.arange(width * 300.0).reshape(width, 300) + step, "b": jnp.full(width, step / 3)}}
     state = initial_state(trainable | more, optax.adamw(1e-3), CONTROLLERS, replicated(tiny.mesh_of()))
-    return jax.device_put(
-        TrainState(jnp.int32(step), state.trainable, state.opt_state, state.controllers), replicated(tiny.mesh_of())
-    )
+    return jax.device_put(dataclasses.replace(state, step=jnp.int32(step)), replicated(tiny.mesh_of()))
 
 
 @pytest.fixture(scope="module")
