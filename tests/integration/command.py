@@ -1,14 +1,17 @@
-"""The real command in a process of its own, and what it leaves on disk."""
+"""The command, in a process of its own or in that of the tests, and what it leaves on disk."""
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import io
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -16,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from tests import xla
+from train.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 300
@@ -38,7 +42,7 @@ LORA = ("configs/lora.yaml", *TINY, "steps=2", "lora.rank=2", "lora.alpha=4.0", 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A finished process of the command."""
+    """A finished command."""
 
     returncode: int
     stdout: str
@@ -57,10 +61,10 @@ class Run:
         return self
 
 
-def environment(cache: Path | None, devices: int = 1) -> dict[str, str]:
-    """CPU devices, as many whatever the tests run on. `cache` keeps compiled programs for later runs."""
+def environment(cache: Path | None) -> dict[str, str]:
+    """As many CPU devices as the tests have. `cache` keeps compiled programs for later runs."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla.flags(devices)}
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla.flags(devices=8)}
     if cache is not None:
         settings |= {
             "PYTHONPYCACHEPREFIX": os.environ.get("PYTHONPYCACHEPREFIX", str(cache / "bytecode")),
@@ -97,18 +101,32 @@ def run(env: Mapping[str, str], *arguments: object) -> Run:
     return finish(start(env, *arguments))
 
 
-def shared_run(directory: Path, *arguments: str, devices: int = 1) -> Run:
+def run_here(*arguments: object) -> Run:
+    """The same in this process, which spares the imports; an exception that ends the command ends the test."""
+    out, err = io.StringIO(), io.StringIO()
+    # In a process of its own a warning goes to standard error; here pytest takes it.
+    warnings = logging.StreamHandler(err)
+    logging.getLogger("train").addHandler(warnings)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main([str(argument) for argument in arguments])
+    finally:
+        logging.getLogger("train").removeHandler(warnings)
+    return Run(code, out.getvalue(), err.getvalue())
+
+
+def shared_run(directory: Path, *arguments: str, command: Callable[..., Run]) -> Run:
     """One run for all tests and test processes that ask for these arguments; its output lies below `directory`.
 
     The first to come runs the command while the others wait, so nobody may change what the run wrote.
     """
-    name = hashlib.sha256("\0".join((*arguments, str(devices))).encode()).hexdigest()[:12]
+    name = hashlib.sha256("\0".join(arguments).encode()).hexdigest()[:12]
     output, record = directory / name, directory / f"{name}.json"
     with (directory / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not record.exists():
             shutil.rmtree(output, ignore_errors=True)
-            done = run(environment(directory, devices), *arguments, f"output={output}")
+            done = command(*arguments, f"output={output}")
             record.write_text(json.dumps(dataclasses.asdict(done)))
         return Run(**json.loads(record.read_text()))
 

@@ -1,4 +1,4 @@
-"""A base in int8 through the real command: trained on, continued, evaluated, exported, and on a mesh."""
+"""A base in int8 through the command: trained on, continued, evaluated, exported, and on a mesh."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kljax
-from tests.integration.command import LORA, assert_same_arrays, records, saved_arrays, state_arrays
+from tests.integration.command import LORA, assert_same_arrays, records, run_here, saved_arrays, state_arrays
 from train.data.tokenizers import load_tokenizer
 from train.eval import main as evaluate
 from train.export import main as export
@@ -57,16 +57,16 @@ def test_it_trains_an_adapter_on_a_base_that_is_saved_as_it_was_before(run, shar
 
 
 @pytest.mark.thorough
-def test_it_goes_on_bit_by_bit(run, train, tmp_path):
-    first = train(*INT8, "steps=1", f"output={tmp_path}").succeeded().root
-    train(*INT8, f"output={tmp_path}", "--resume").succeeded()
+def test_it_goes_on_bit_by_bit(run, tmp_path):
+    first = run_here(*INT8, "steps=1", f"output={tmp_path}").succeeded().root
+    run_here(*INT8, f"output={tmp_path}", "--resume").succeeded()
     assert_same_arrays(state_arrays(first, STEPS), state_arrays(run, STEPS))
     for phase in ("train", "eval"):
         assert records(first, phase) == records(run, phase)
 
 
-def test_other_weights_cannot_be_put_under_the_adapter(run, here):
-    again = here(*LORA, f"output={run.parent}", "--resume")
+def test_other_weights_cannot_be_put_under_the_adapter(run):
+    again = run_here(*LORA, f"output={run.parent}", "--resume")
     assert again.returncode == 2
     assert "model.quantization: the run has 'int8', got None" in again.stderr
 
@@ -107,7 +107,7 @@ def test_what_is_exported_has_the_log_probs_of_the_run(run, capsys, tmp_path):
 
 @pytest.mark.thorough
 def test_a_mesh_changes_nothing(run, shared):
-    spread = shared(*INT8, "mesh={data: 1, fsdp: 2, tensor: 2}", devices=4).succeeded().root
+    spread = shared(*INT8, "mesh={data: 1, fsdp: 2, tensor: 2}").succeeded().root
     for one, two in zip(records(spread, "train"), records(run, "train"), strict=True):
         for name in ("reward", "completion_length", "finished"):
             assert one[name] == two[name]

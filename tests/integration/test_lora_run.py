@@ -1,4 +1,4 @@
-"""LoRA through the real command: what is trained and saved, and references that share the base or come from disk."""
+"""LoRA through the command: what is trained and saved, and references that share the base or come from disk."""
 
 import gc
 from pathlib import Path
@@ -7,7 +7,16 @@ import jax
 import numpy as np
 import pytest
 
-from tests.integration.command import LORA, PPO, assert_same_arrays, files, records, saved_arrays, state_arrays
+from tests.integration.command import (
+    LORA,
+    PPO,
+    assert_same_arrays,
+    files,
+    records,
+    run_here,
+    saved_arrays,
+    state_arrays,
+)
 from train.config.load import load
 from train.run import run as run_module
 
@@ -27,15 +36,9 @@ def start_of(first, output: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture
-def from_base(first, train, tmp_path):
+def from_base(first, tmp_path):
     """A run that starts from the base of the first one."""
-    return lambda *arguments: train(*start_of(first, tmp_path), *arguments)
-
-
-@pytest.fixture
-def from_base_here(first, here, tmp_path):
-    """The same in this process, for a run that is refused."""
-    return lambda *arguments: here(*start_of(first, tmp_path), *arguments)
+    return lambda *arguments: run_here(*start_of(first, tmp_path), *arguments)
 
 
 def names(root: Path, step: int, prefix: str) -> set[str]:
@@ -69,7 +72,7 @@ def test_kl_to_the_base_starts_at_zero(first):
 
 
 def test_the_base_is_shared_and_never_written(monkeypatch, tmp_path):
-    """In this process, to see the arrays: one copy of the weights, the same bits at the end."""
+    """By looking at the arrays: one copy of the weights, the same bits at the end."""
     seen = {}
 
     def looking_start_reference(*arguments, **options):
@@ -140,7 +143,7 @@ def test_a_checkpoint_of_another_run_as_the_reference(first, from_base, shared):
         ("model.width=32", "warm_start.checkpoint: checkpoint BASE does not fit: "),
     ],
 )
-def test_what_cannot_be_restored_is_named(first, from_base_here, tmp_path_factory, override, message):
+def test_what_cannot_be_restored_is_named(first, from_base, tmp_path_factory, override, message):
     places = {
         "NOTHING": tmp_path_factory.mktemp("nothing"),
         "BASE": first.root / "base",
@@ -148,7 +151,7 @@ def test_what_cannot_be_restored_is_named(first, from_base_here, tmp_path_factor
     }
     for name, place in places.items():
         override, message = override.replace(name, str(place)), message.replace(name, str(place))
-    done = from_base_here(override)
+    done = from_base(override)
     assert done.returncode == 2, done.stderr
     assert f"error: {message}" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,11 +1,11 @@
-"""Every recipe in configs/ goes to its end on the real command; the word problems from files in their real form."""
+"""Every recipe in configs/ goes to its end; the word problems from files in their real form."""
 
 import json
 import math
 
 import pytest
 
-from tests.integration.command import LORA, PPO, ROOT, TINY, records, state_arrays
+from tests.integration.command import LORA, PPO, ROOT, TINY, records, run_here, state_arrays
 from tests.integration.test_recipes import RECIPES as PRETRAINED
 from train.config.load import load
 
@@ -72,9 +72,9 @@ def word_problems(path, count, *, too_long):
 
 
 @pytest.mark.parametrize("coef", [0.05, pytest.param(0.0, marks=pytest.mark.thorough)])
-def test_word_problems(train, tmp_path, coef):
+def test_word_problems(tmp_path, coef):
     """With the KL in the loss and without, as the recipe invites to compare; one question is too long for it."""
-    done = train(
+    done = run_here(
         "configs/gsm8k.yaml",
         *TINY,
         "steps=1",

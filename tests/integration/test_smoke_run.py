@@ -30,8 +30,8 @@ EVAL_METRICS = {"accuracy", "correct", "reward", "accuracy_greedy"}
 
 
 @pytest.fixture(scope="module")
-def smoke(shared):
-    return shared(CONFIG).succeeded()
+def smoke(shared, train):
+    return shared(CONFIG, command=train).succeeded()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests import tiny
 from tests.integration.command import assert_same_arrays, records, saved_arrays, state_arrays
+from tests.run_programs import shared_by_runs
 from train.config.errors import UserError
 from train.config.load import LoadedConfig
 from train.models import Decoder
@@ -43,9 +44,9 @@ def start(output: Path, *overrides: str, resume: bool = False, name: str = "run"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_curves() -> Iterator[None]:
-    """Spares every run its picture, which nothing here looks at."""
-    with pytest.MonkeyPatch.context() as patch:
+def _quick_runs() -> Iterator[None]:
+    """Spares every run its picture, which nothing here looks at, and the programs of a run before it."""
+    with pytest.MonkeyPatch.context() as patch, shared_by_runs():
         patch.setattr("train.run.run.write_curves", lambda directory: None)
         yield
 

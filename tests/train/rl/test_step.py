@@ -1,6 +1,7 @@
 """The compiled functions of a step: split, donated, traced once, silent, and of the same numbers as each other."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import chex
@@ -100,6 +101,7 @@ def looped():
     # Many tests fill JAX's cache of programs, shared by all functions of the process: in a full one, 0.10.2 charges an
     # eviction to the function that comes in, and `_cache_size` of a compiled function stays 0.
     jax.clear_caches()
+    exact_programs.cache_clear()
     optimizer, model = make_optimizer(LOOP.optim), tiny.model_of(LOOP)
     state = tiny.state_of(LOOP, optimizer)
     batch = jax.device_put(tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6)), batch_sharding(tiny.mesh_of()))
@@ -164,17 +166,26 @@ def test_an_unchanged_policy_has_a_ratio_of_1(shape):
 EXACT = ("kl.loss={coef: 0.3, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}")
 
 
+@functools.cache
+def exact_programs(config, shape):
+    """First state, score, preparation and update with the exact KL, on a mesh of this shape."""
+    mesh, model = tiny.mesh_of(*shape), tiny.model_of(config)
+    state = tiny.state_of(config, keep_gradient(), mesh)
+    update = make_update(config, model, keep_gradient(), state, mesh)
+    return state, make_score(config, model, mesh), make_prepare(config, mesh), update
+
+
 def exact_update(config, shape, reference):
     """Scored batch, gradient and metrics of one update with the exact KL, on a mesh of this shape."""
     mesh, model = tiny.mesh_of(*shape), tiny.model_of(config)
     with jax.set_mesh(mesh):
-        state = tiny.state_of(config, keep_gradient(), mesh)
+        first, score, prepare, update = exact_programs(config, shape)
+        state = jax.tree.map(jnp.copy, first)
         place = jax.tree.map(lambda x: x.sharding, state.trainable["params"])
         reference = Reference(model, kljax.Policy(jax.tree.map(jax.device_put, reference, place)))
         batch = jax.device_put(tiny.rollout_batch(), batch_sharding(mesh))
-        batch = make_score(config, model, mesh)(state.trainable, None, reference, batch)
-        prepared, _, _ = make_prepare(config, mesh)(batch, state.controllers)
-        update = make_update(config, model, keep_gradient(), state, mesh)
+        batch = score(state.trainable, None, reference, batch)
+        prepared, _, _ = prepare(batch, state.controllers)
         ref_head = reference_head(config, reference)
         after, metrics = update(state, None, prepared, ALL_ROWS, coefficients(config), ref_head=ref_head)
     return jax.device_get((batch, after.opt_state, {name: m.value() for name, m in metrics.items()}))

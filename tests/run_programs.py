@@ -1,0 +1,61 @@
+"""Programs that the runs of one test process share."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from jax.sharding import Mesh
+
+from train.config.schema import Config
+from train.models import Decoder
+from train.rollouts import jax_source
+from train.run import loop, warm_start
+
+
+@contextlib.contextmanager
+def shared_by_runs() -> Iterator[None]:
+    """Lets runs inside the block share the programs that are alike by their configs.
+
+    A run makes its programs anew, and tracing them takes most of its time. Two runs that share a program which does not
+    fit both fail: no program may be traced twice.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("make_score", "make_prepare", "make_update", "make_control"):
+            patch.setattr(loop, name, _once(getattr(loop, name), _step_key))
+        patch.setattr(jax_source, "sampling_program", _once(jax_source.sampling_program, _sampler_key))
+        patch.setattr(warm_start, "make_step", _once(warm_start.make_step, _warm_start_key))
+        yield
+
+
+def _once(make: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function that makes a program: it makes one for each key."""
+    programs: dict[Any, Any] = {}
+
+    def made(*arguments: Any, **options: Any) -> Any:
+        key = key_of(*arguments, **options)
+        if key not in programs:
+            programs[key] = make(*arguments, **options)
+        return programs[key]
+
+    return made
+
+
+def _step_key(config: Config, *others: Any) -> Any:
+    """The config without the fields that no program of an RL step reads, the decoder and the mesh."""
+    unread: dict[str, Any] = {"name": "", "output": "", "seed": 0, "warm_start": None, "eval": None, "checkpoint": None}
+    if hasattr(config.reference, "path"):
+        unread["reference"] = config.reference.model_copy(update={"path": ""})
+    return config.model_copy(update=unread), *(item for item in others if isinstance(item, Decoder | Mesh))
+
+
+def _sampler_key(context: Any, *options: Any, sampling: Any, stop: Any) -> Any:
+    """The decoder, the mesh, and the sections that a sampler reads; the stop texts are those of the config."""
+    config = context.config
+    sections = config.data, config.model, config.rollout, config.eval.batch_size
+    return context.model, context.mesh, sections, options, sampling
+
+
+def _warm_start_key(config: Config, model: Decoder, optimizer: Any, start: Any, mesh: Mesh) -> Any:
+    """The decoder, the mesh, and the sections that a supervised step reads."""
+    return config.warm_start, config.optim, config.temperature, config.data, config.log_probs, model, mesh
