@@ -15,6 +15,7 @@ from train.data.tasks.reward_function import RewardError
 from train.rl.metrics import to_host
 from train.rl.reference import FrozenWeights, Reference
 from train.rollouts import JaxSource
+from train.run.guard import Watch
 from train.run.interrupt import Interrupt
 from train.run.loop import Programs, rl_step, train
 
@@ -62,7 +63,7 @@ class FakeCheckpoints:
         pass
 
 
-def test_a_reward_function_that_fails_leaves_a_saved_run(monkeypatch):
+def test_a_reward_function_that_fails_leaves_a_saved_run(monkeypatch, tmp_path):
     context = tiny.context_of(CONFIG)
     state, checkpoints = tiny.state_of(CONFIG, context.optimizer), FakeCheckpoints()
 
@@ -78,7 +79,7 @@ def test_a_reward_function_that_fails_leaves_a_saved_run(monkeypatch):
             None,
             state,
             writer=None,
-            checkpoints=checkpoints,
+            watch=Watch(CONFIG, checkpoints, tmp_path / "nonfinite"),
             interrupt=Interrupt(),
             advance=lambda note: None,
         )
