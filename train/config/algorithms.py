@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args
 from pydantic import BeforeValidator, Field, create_model
 
 from train.config.signatures import REQUIRED, Parameter, Signature, read_signature
-from train.config.types import RANGES, RANGES_OF, Section
+from train.config.types import RANGES, RANGES_OF, Arguments, FunctionName, Section, Table
 
 LOSSES: Mapping[str, str] = {
     "ppo": "kljax:ppo_clip_loss",
@@ -138,6 +138,19 @@ class Algorithm(Section):
         """Returns the arguments that the function of this choice gets from the config."""
         family: type[Any] = type(self).__bases__[0]
         return {name: getattr(self, name) for name in type(self).model_fields if name not in family.model_fields}
+
+
+class UserFunction(Algorithm):
+    """The choice of a function of the user."""
+
+    function: FunctionName
+    """custom: your function, `module:function` or `path/to/file.py:function`, imported when the run starts."""
+    arguments: Arguments = Table()
+    """custom: its keyword arguments."""
+
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments as they are given."""
+        return dict(self.arguments)
 
 
 def fields_of(name: str, signature: Signature) -> Iterator[tuple[str, Any, Any, str]]:

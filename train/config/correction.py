@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from train.config.algorithms import CORRECTIONS, Algorithm, make_union, make_variant
-from train.config.types import Arguments, FunctionName, Table
+from train.config.algorithms import CORRECTIONS, Algorithm, UserFunction, make_union, make_variant
 
 DEFAULT_OF_SERVERS: tuple[Mapping[str, Any], ...] = (
     {"type": "truncated_importance_weights", "level": "token", "max_weight": 2.0},
@@ -21,16 +20,10 @@ class Correction(Algorithm):
     """An entry of the list: weights or a mask; `module:function`: yours; `system/name`, as `verl/rollout_is=token`."""
 
 
-class UserCorrection(Correction):
-    type: Literal["custom"]
-    function: FunctionName
-    """custom: your function, `module:function` or `path/to/file.py:function`, imported when the run starts."""
-    arguments: Arguments = Table()
-    """custom: its keyword arguments."""
+class UserCorrection(UserFunction, Correction):
+    """A correction of the user."""
 
-    def options(self) -> dict[str, Any]:
-        """Returns the arguments as they are given."""
-        return dict(self.arguments)
+    type: Literal["custom"]
 
 
 def _as_list(value: Any) -> Any:

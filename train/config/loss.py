@@ -2,19 +2,16 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from train.config.algorithms import ADVANTAGES, LOSSES, Algorithm, make_union, make_variant
+from train.config.algorithms import ADVANTAGES, LOSSES, Algorithm, UserFunction, make_union, make_variant
 from train.config.types import (
     Aggregation,
-    Arguments,
     Count,
     DegreesOfFreedom,
     EmptyRows,
-    FunctionName,
     NonNegative,
     OldLogProbs,
     Positive,
     RejectedTokens,
-    Table,
 )
 
 
@@ -64,28 +61,16 @@ class Advantage(Algorithm):
     """Added to the variance of the whitening."""
 
 
-class UserLoss(Loss):
+class UserLoss(UserFunction, Loss):
+    """A policy loss of the user."""
+
     type: Literal["custom"]
-    function: FunctionName
-    """custom: your function, `module:function` or `path/to/file.py:function`, imported when the run starts."""
-    arguments: Arguments = Table()
-    """custom: its keyword arguments."""
-
-    def options(self) -> dict[str, Any]:
-        """Returns the arguments as they are given."""
-        return dict(self.arguments)
 
 
-class UserAdvantage(Advantage):
+class UserAdvantage(UserFunction, Advantage):
+    """An advantage estimator of the user."""
+
     type: Literal["custom"]
-    function: FunctionName
-    """custom: your function, `module:function` or `path/to/file.py:function`, imported when the run starts."""
-    arguments: Arguments = Table()
-    """custom: its keyword arguments."""
-
-    def options(self) -> dict[str, Any]:
-        """Returns the arguments as they are given."""
-        return dict(self.arguments)
 
 
 LOSS_VARIANTS: list[type[Any]] = [

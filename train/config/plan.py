@@ -4,10 +4,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from train.config.algorithms import ADVANTAGES, CORRECTIONS, LOSSES
-from train.config.correction import UserCorrection
+from train.config.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, Algorithm, UserFunction
 from train.config.kl import DEFAULT_CONTROLLER, AdvantageKL, LossKL, RewardKL
-from train.config.loss import UserAdvantage, UserLoss
+from train.config.loss import NoLoss
 from train.config.schema import Config
 from train.config.signatures import Parameter, Signature, read_signature
 
@@ -150,23 +149,21 @@ def arrays_of(signature: Signature, available: Container[str]) -> dict[str, str]
 
 def loss_signature(config: Config) -> Signature | None:
     """Returns the signature of the policy loss, or None for `none`."""
-    loss = config.loss
-    target = loss.function if isinstance(loss, UserLoss) else LOSSES.get(loss.type)
-    return None if target is None else read_signature(target)
+    return None if isinstance(config.loss, NoLoss) else _signature(config.loss, LOSSES)
 
 
 def advantage_signature(config: Config) -> Signature:
     """Returns the signature of the advantage estimator, whether the loss reads advantages or not."""
-    section = config.advantage
-    return read_signature(section.function if isinstance(section, UserAdvantage) else ADVANTAGES[section.type])
+    return _signature(config.advantage, ADVANTAGES)
 
 
 def correction_signatures(config: Config) -> tuple[Signature, ...]:
     """Returns the signatures of the corrections, in their order."""
-    return tuple(
-        read_signature(entry.function if isinstance(entry, UserCorrection) else CORRECTIONS[entry.type])
-        for entry in config.correction
-    )
+    return tuple(_signature(entry, CORRECTIONS) for entry in config.correction)
+
+
+def _signature(section: Algorithm, table: Mapping[str, str]) -> Signature:
+    return read_signature(section.function if isinstance(section, UserFunction) else table[section.type])
 
 
 def is_on(term: RewardKL | LossKL | AdvantageKL) -> bool:

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from train.config.algorithms import SET_BY_TRAINER
+from train.config.algorithms import SET_BY_TRAINER, Algorithm, UserFunction
 from train.config.checks.problem import Problem, problem
-from train.config.correction import UserCorrection
-from train.config.loss import UserAdvantage, UserLoss
 from train.config.messages import did_you_mean
 from train.config.plan import ADVANTAGE_ARRAYS, CORRECTION_ARRAYS, LOSS_ARRAYS, Plan, advantage_signature, array_name
 from train.config.schema import Config
@@ -15,13 +13,14 @@ from train.config.types import Table
 
 def user_functions(config: Config) -> Iterator[Problem]:
     """Checks the functions of the user from their source: that they exist, their arrays and their arguments."""
-    if isinstance(config.loss, UserLoss):
-        yield from _user_function("loss", config.loss.function, config.loss.arguments, LOSS_ARRAYS)
-    if isinstance(config.advantage, UserAdvantage):
-        yield from _user_function("advantage", config.advantage.function, config.advantage.arguments, ADVANTAGE_ARRAYS)
-    for number, entry in enumerate(config.correction):
-        if isinstance(entry, UserCorrection):
-            yield from _user_function(f"correction[{number}]", entry.function, entry.arguments, CORRECTION_ARRAYS)
+    chosen: list[tuple[str, Algorithm, Mapping[str, str]]] = [
+        ("loss", config.loss, LOSS_ARRAYS),
+        ("advantage", config.advantage, ADVANTAGE_ARRAYS),
+        *((f"correction[{number}]", entry, CORRECTION_ARRAYS) for number, entry in enumerate(config.correction)),
+    ]
+    for path, section, available in chosen:
+        if isinstance(section, UserFunction):
+            yield from _user_function(path, section.function, section.arguments, available)
 
 
 def _user_function(
