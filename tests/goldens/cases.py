@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import chex
@@ -61,6 +61,18 @@ class Case:
         """What PyTorch gave."""
         return _arrays(self.file)[f"{self.id}/out/{name}"]
 
+    def arrays(self) -> dict[str, dict[str, Any]]:
+        """All inputs and results by their names."""
+        return {
+            "inputs": {name: self.given(name) for name in self.inputs},
+            "outputs": {name: self.result(name) for name in self.outputs},
+        }
+
+    def settings(self) -> tuple[Any, ...]:
+        """What cases that differ in their batch alone have in common."""
+        params = json.dumps({name: value for name, value in self.params.items() if name != "batch"}, sort_keys=True)
+        return self.system, self.function, params, self.inputs, self.outputs, self.gradient_of, self.file
+
     def assert_outputs(self, **actual: jax.Array) -> None:
         """Asserts that these are all outputs but the value and its gradient, and that each matches."""
         assert set(actual) == set(self.outputs) - {"value", "grad"}
@@ -84,6 +96,40 @@ class Case:
         cotangent = self.given("cotangent") if "cotangent" in self.inputs else jnp.ones_like(value)
         gradient = pull_back(cotangent)[0]
         self.assert_matches(gradient, self.result("grad") if "grad" in self.outputs else np.zeros(gradient.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedCase(Case):
+    """A case inside `jax.jit`: its arrays are traced, and its comparisons are collected for later."""
+
+    traced: dict[str, dict[str, Any]]
+    comparisons: list[tuple[Any, Any]]
+
+    def given(self, name: str) -> jax.Array:
+        assert name in self.inputs, f"{self.id} did not read {name}"
+        return self.traced["inputs"][name]
+
+    def result(self, name: str) -> Any:
+        return self.traced["outputs"][name]
+
+    def assert_matches(self, actual: Any, expected: Any) -> None:
+        self.comparisons.append((actual, expected))
+
+
+def assert_together(cases: Sequence[Case], exercise: Callable[[Case], None]) -> None:
+    """Runs an exercise on cases of the same settings, as one program that is traced and compiled once."""
+    assert len({case.settings() for case in cases}) == 1
+    fields = {field.name: getattr(cases[0], field.name) for field in dataclasses.fields(Case)}
+
+    @jax.jit
+    def compared(arrays: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
+        traced = TracedCase(**fields, traced=arrays, comparisons=[])
+        exercise(traced)
+        return traced.comparisons
+
+    for case in cases:
+        for actual, expected in compared(case.arrays()):
+            case.assert_matches(actual, expected)
 
 
 @functools.cache
