@@ -12,7 +12,7 @@ import pytest
 import kljax
 from tests import oracles, tiny
 from tests.train.rl.test_objective import controllers_of, measured, numbers, ppo
-from tests.train.rl.test_step import keep_gradient
+from tests.train.rl.test_step import keep_gradient, wide, x64
 from train.rl.batch import Batch
 from train.rl.layout import Layout
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
@@ -173,44 +173,48 @@ def objective_of(rejected_tokens: str):
     return config, jax.jit(jax.value_and_grad(make_objective(config, MODEL), has_aux=True))
 
 
-def pulled(batch: Batch, slope: np.ndarray):
-    """The gradient of the parameters by the slopes of the log-probs."""
+def log_probs_of(batch: Batch):
+    """The log-probs of the tokens of a batch, as a function of the weights."""
 
     def log_probs(params):
         policy = kljax.Policy(params)
         return token_stats(MODEL, policy, batch.tokens, batch.token_mask, temperature=1.0, layout=Layout(5))[0].log_prob
 
-    return jax.jit(lambda params, cotangent: jax.vjp(log_probs, params)[1](cotangent)[0])(
-        tiny.host_params(), slope.astype(np.float32)
-    )
+    return log_probs
 
 
 @pytest.mark.parametrize("rejected_tokens", ["drop", "count"])
 @pytest.mark.parametrize("entries", [(TRUNCATED,), (REJECTING, ENTRIES["token"])], ids=["weights", "mask_and_weights"])
 def test_a_weight_scales_the_policy_term_and_a_rejected_token_has_no_term(entries, rejected_tokens):
     config, objective = objective_of(rejected_tokens)
-    batch = corrected(*entries)[1]
-    batch = dataclasses.replace(batch, advantages=batch_of().advantages)
-    batch = dataclasses.replace(batch, token_weights=token_weights(config, batch))
-    x, log_prob, mask = numbers(batch), measured()["log_prob"], np.asarray(batch.completion_mask)
-    kept = mask if batch.kept_mask is None else np.asarray(batch.kept_mask)
-    weights, count = x["correction_weights"], (kept if rejected_tokens == "drop" else mask).sum()
-    assert (kept.sum() < mask.sum()) == (len(entries) > 1)
-    assert len(np.unique(weights[kept])) > 3
-    policy = np.where(kept, weights * ppo(x, log_prob), 0).sum() / count
-    kl = np.where(kept, oracles.k3(log_prob - x["ref_log_probs"]), 0).sum() / count
-    (loss, metrics), gradient = objective({"params": tiny.host_params()}, None, batch, coefficients(config))
-    metrics = metrics.of_update()
-    np.testing.assert_allclose(metrics["policy_loss"].value(), policy, rtol=5e-6)
-    np.testing.assert_allclose(metrics["kl_loss"].value(), kl, rtol=5e-6)
-    np.testing.assert_allclose(loss, policy + 0.3 * kl, rtol=5e-6)
-    ratio = np.exp(log_prob - x["old_log_probs"])
-    active = np.where(x["advantages"] > 0, ratio <= 1.2, ratio >= 0.8)
-    slope = weights * -x["advantages"] * ratio * active + 0.3 * (log_prob - x["ref_log_probs"])
-    expected = pulled(batch, np.where(kept, slope, 0) / count)
-    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
-    assert largest > 1e-2
-    chex.assert_trees_all_close(gradient["params"], expected, rtol=1e-5, atol=2e-6 * largest)
+    batch = dataclasses.replace(corrected(*entries)[1], advantages=batch_of().advantages)
+    # In float64: the oracle's log-probs are those of another program, and rounding is not the subject.
+    with x64(True):
+        params, batch = wide(tiny.host_params()), wide(batch)
+        batch = dataclasses.replace(batch, token_weights=token_weights(config, batch))
+        x, log_prob, mask = numbers(batch), np.asarray(log_probs_of(batch)(params)), np.asarray(batch.completion_mask)
+        kept = mask if batch.kept_mask is None else np.asarray(batch.kept_mask)
+        weights, count = x["correction_weights"], (kept if rejected_tokens == "drop" else mask).sum()
+        assert (kept.sum() < mask.sum()) == (len(entries) > 1)
+        assert len(np.unique(weights[kept])) > 3
+        policy = np.where(kept, weights * ppo(x, log_prob), 0).sum() / count
+        kl = np.where(kept, oracles.k3(log_prob - x["ref_log_probs"]), 0).sum() / count
+        # Not beyond float32: the coefficient 0.3 is an array of that type.
+        coefs = jax.tree.map(lambda c: jnp.float64(0.3) if c == jnp.float32(0.3) else c, coefficients(config))
+        (loss, metrics), gradient = objective({"params": params}, None, batch, coefs)
+        metrics = metrics.of_update()
+        np.testing.assert_allclose(metrics["policy_loss"].value(), policy, rtol=1e-12)
+        np.testing.assert_allclose(metrics["kl_loss"].value(), kl, rtol=1e-12)
+        np.testing.assert_allclose(loss, policy + 0.3 * kl, rtol=1e-12)
+        ratio = np.exp(log_prob - x["old_log_probs"])
+        active = np.where(x["advantages"] > 0, ratio <= 1.2, ratio >= 0.8)
+        slope = weights * -x["advantages"] * ratio * active + 0.3 * (log_prob - x["ref_log_probs"])
+        expected = jax.jit(lambda at, pull: jax.vjp(log_probs_of(batch), at)[1](pull)[0])(
+            params, np.where(kept, slope, 0) / count
+        )
+        largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+        assert largest > 1e-2
+        chex.assert_trees_all_close(gradient["params"], expected, rtol=1e-10, atol=1e-12 * largest)
 
 
 def test_micro_batches_do_not_change_the_correction():
