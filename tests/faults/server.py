@@ -28,7 +28,7 @@ from train.rollouts.server import Client, ServerSource
 
 AREA, ADDRESSES = "rollout server", "addresses and keys of servers"
 MEGABYTE = 2**20
-SECONDS = 10.0
+SECONDS = 15.0
 """Limit of a request; one that has to run into its limit has `SHORT`."""
 SHORT = 0.3
 SOURCE = "rollout.source={{type: openai, url: '{}', model: m, sync: none}}"

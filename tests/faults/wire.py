@@ -33,12 +33,12 @@ def sends(*parts: bytes, pause: float = 0.0) -> Reply:
     return reply
 
 
-def drips(head: bytes, byte: bytes = b" ", pause: float = 0.02) -> Reply:
-    """Sends a byte now and then, for ever."""
+def drips(head: bytes, byte: bytes = b" ", pause: float = 0.02, count: int = 1500) -> Reply:
+    """Sends a byte now and then, for longer than any limit of time here."""
 
     def reply(connection: socket, body: dict[str, Any]) -> None:
         connection.sendall(head)
-        while True:
+        for _ in range(count):
             connection.sendall(byte)
             time.sleep(pause)
 

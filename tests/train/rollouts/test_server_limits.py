@@ -11,6 +11,7 @@ from train.config.errors import UserError
 from train.config.rollout import OpenAISource
 from train.data.tokenizers import ByteTokenizer
 from train.rollouts import SourceError, open_source
+from train.rollouts.server import Client
 from train.rollouts.server.answers import AnswerError, read_answers
 from train.rollouts.server.key import read_key
 from train.rollouts.source import MAX_LOG_PROB
@@ -103,3 +104,19 @@ def test_log_probs_are_at_most_0_but_for_rounding(value):
     else:
         with pytest.raises(AnswerError, match=r"token_logprobs of the answer: got .*, expected finite numbers"):
             read()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HTTP_PROXY", "host:1:2"),
+        ("HTTP_PROXY", "ftp://user:hunter2@host"),
+        ("HTTP_PROXY", "http://user:hunter2"),
+        ("SSL_CERT_FILE", "/no/such/file"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_an_error_of_the_address(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SourceError, match=r"^rollout\.source\.url: cannot use the proxies or cert") as caught:
+        Client("http://host", timeout=1, retries=0)
+    assert "hunter2" not in str(caught.value)

@@ -73,13 +73,21 @@ class Client:
         self.url = url.rstrip("/")
         self._timeout, self._retries, self._sleep, self._key = timeout, retries, sleep, key
         self._connections = asyncio.Semaphore(connections)
-        self._client = httpx.AsyncClient(
-            transport=transport,
-            timeout=httpx.Timeout(None, connect=min(timeout, CONNECT_SECONDS)),
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
-            headers={"Accept-Encoding": ", ".join(ENCODINGS)}
-            | ({} if key is None else {"Authorization": f"Bearer {key}"}),
-        )
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        try:
+            self._client = httpx.AsyncClient(
+                transport=transport,
+                timeout=httpx.Timeout(None, connect=min(timeout, CONNECT_SECONDS)),
+                limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+                headers={"Accept-Encoding": ", ".join(ENCODINGS), **headers},
+            )
+        except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
+            # An address that is not valid may be shown with a part of its password.
+            reason = "" if isinstance(error, httpx.InvalidURL) else f": {error}"
+            raise SourceError(
+                "rollout.source.url: cannot use the proxies or certificates that the environment names (HTTP_PROXY, "
+                f"HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE){reason}"
+            ) from None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)
         self._thread.start()
