@@ -1,6 +1,8 @@
 """The model of the preset recordings: a Qwen 2 of two layers, as transformers makes it, in float64 throughout."""
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from unittest import mock
 
 import safetensors.torch
@@ -84,6 +86,24 @@ def completion_log_probs(model: torch.nn.Module, recorded: batch.Recorded, rows:
     logits = model(input_ids=tokens, attention_mask=mask, position_ids=positions(mask)).logits / batch.TEMPERATURE
     log_probs = torch.log_softmax(logits[:, :-1], -1)
     return log_probs.gather(-1, tokens[:, 1:, None])[..., 0][:, -batch.COMPLETION_LENGTH :]
+
+
+def packed_logits(trained: torch.nn.Module, tokens: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The logits [1, S, V] of sequences packed into one row [1, S], each of which sees itself alone."""
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    seen = (sequence[:, None] == sequence) & torch.ones(len(sequence), len(sequence)).tril().bool()
+    bias = torch.where(seen, 0.0, torch.finfo(torch.get_default_dtype()).min)
+    counted = torch.cat([torch.arange(length) for length in lengths])[None]
+    return trained(input_ids=tokens, position_ids=counted, attention_mask=bias[None, None]).logits
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of this process alone."""
+    with tempfile.TemporaryDirectory() as directory:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+        yield
+        torch.distributed.destroy_process_group()
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:

@@ -120,13 +120,9 @@ def micro_batches_of(samples: list[Any], accumulation: int) -> list[Any]:
     return [DataLoader._micro_batch_to_tensor(None, row) for row in packed]
 
 
-def forward(trained: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, **inputs: Any) -> dict[str, Any]:
-    """The logits of packed sequences, each of which sees itself alone."""
-    lengths = inputs["seq_lens"]
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    seen = (sequence[:, None] == sequence) & torch.ones(len(sequence), len(sequence)).tril().bool()
-    bias = torch.where(seen, 0.0, torch.finfo(torch.get_default_dtype()).min)
-    return {"logits": trained(input_ids=tokens, position_ids=positions, attention_mask=bias[None, None]).logits}
+def forward(trained: torch.nn.Module, tokens: torch.Tensor, _: torch.Tensor, **inputs: Any) -> dict[str, Any]:
+    """The logits of packed sequences."""
+    return {"logits": model.packed_logits(trained, tokens, inputs["seq_lens"].tolist())}
 
 
 @contextlib.contextmanager
@@ -200,9 +196,7 @@ def steps(root: pathlib.Path) -> Iterator[record.Step]:
     sys.modules["prime_rl"].__path__.append(str(root / "packages/prime-rl-configs/src/prime_rl"))
     # The settings of the algorithms need their environments; those of the loss are prime-rl's own.
     sys.modules["prime_rl.configs.algorithm"] = stubs.Anything("prime_rl.configs.algorithm")
-    # Nothing is compiled.
-    plain = mock.patch.object(torch, "compile", lambda function=None, **_: function or release.identity)
-    with plain, stubs.missing_replaced(root):
+    with release.uncompiled(), stubs.missing_replaced(root):
         import prime_rl.orchestrator.algo.grpo
         import prime_rl.orchestrator.trajectories
         import prime_rl.trainer.rl.data

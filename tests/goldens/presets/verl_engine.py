@@ -4,7 +4,6 @@ The engine has a plain module in place of a sharded one, and neither optimizer n
 """
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -56,7 +55,5 @@ def forward_backward(data: Any, loss: Callable[..., Any], accumulation: int) -> 
 
 def steps(run: record.Run, algorithms: Iterable[str]) -> Iterator[record.Step]:
     """The steps of a recorder in float64, in a process group of one."""
-    with tempfile.TemporaryDirectory() as directory:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    with model.one_process():
         yield from model.float64_steps(run, algorithms)
-        torch.distributed.destroy_process_group()

@@ -108,6 +108,11 @@ def isolated() -> Iterator[None]:
                 del sys.modules[name]
 
 
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Inside, `torch.compile` leaves functions as they are, also as a decorator with options."""
+    return mock.patch.object(torch, "compile", lambda function=None, **_: function or identity)
+
+
 @contextlib.contextmanager
 def widened() -> Iterator[None]:
     """Casts to float32 go to float64 inside, so that the formula is compared and not the rounding of the release."""

@@ -261,13 +261,15 @@ CHANGES: dict[str, Mapping[str, Any]] = {
     "trl/grpo": {"kl.loss.coef": 0.04},
     "trl/dr_grpo": {"kl.loss.coef": 0.04},
     # The critics of the systems are models of their own.
-    **{f"{system}/ppo": {"loss.value_coef": 1e-12} for system in ("openrlhf", "skyrl", "verl")},
+    **{f"{system}/ppo": {"loss.value_coef": 1e-12} for system in ("openrlhf", "skyrl", "slime", "verl")},
     # ART knows no temperature.
     **{f"art/{name}": {"temperature": 1.0} for name in ("cispo", "grpo", "gspo")},
     # The defaults of prime-rl drop no token of the recorded batch.
     "prime-rl/grpo": {"loss.clip_low": 0.02, "loss.clip_high": 0.03},
     "prime-rl/max_rl": {"loss.clip_low": 0.02, "loss.clip_high": 0.03},
     "prime-rl/ipo": {"loss.clip_low": 0.03, "loss.clip_high": 0.03},
+    # Recorded without the empty row, which slime refuses here.
+    "slime/reinforce++": {"loss.empty_rows": "drop"},
     # Tunix's PPO scores at temperature 1, whatever the sampler's.
     "tunix/ppo": {"loss.value_coef": 1e-12, "temperature": 1.0},
 }

@@ -44,6 +44,8 @@ def test_compiled_update_equals_the_system(micro_batches):
         ("art/cispo", {"advantage.scale_by_mean": False}),
         ("prime-rl/grpo", {"advantage.empty_rows": "count"}),
         ("prime-rl/max_rl", {"advantage.zeros": "count"}),
+        ("slime/grpo_tis", {"correction": []}),
+        ("slime/gspo", {"loss.gradient": "token", "loss.empty_rows": "drop"}),
         ("tunix/dr_grpo", {"loss.empty_rows": "count"}),
         ("tunix/ppo", {"temperature": 0.8}),
     ],
