@@ -4,15 +4,24 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from train.config.errors import UserError
+from train.config.errors import UserError, warn
 from train.run.console import ShowVersion, run_command
 
+if TYPE_CHECKING:
+    import kljax
+    from train.models import Decoder
+
 FORMATS = ("hf", "peft", "orbax")
+DTYPES = ("float32", "bfloat16")
+# A merged adapter that rounding changes by more than this is worth a warning.
+ROUNDING = 0.1
 EXAMPLES = """\
 examples:
   python -m train.export runs/lora --to exports/adapter                # the adapter, for PEFT and vLLM
   python -m train.export runs/lora --to exports/merged --merge         # whole weights, for transformers and vLLM
+  python -m train.export runs/lora --to exports/merged --merge --dtype float32
   python -m train.export runs/full --to exports/step-200 --step 200
   python -m train.export runs/lora --to exports/adapter --format orbax # for reference.path of another run
 """
@@ -37,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
         "Left out: peft for a run with LoRA, else hf",
     )
     command.add_argument("--merge", action="store_true", help="add the adapter to the weights and write those")
+    command.add_argument(
+        "--dtype", choices=DTYPES, help="hf: dtype of the weights in the files; that of the run's weights if left out"
+    )
     command.add_argument("--base", metavar="NAME", help="peft: the name of the base model, else model.path of the run")
     command.add_argument("--version", action=ShowVersion)
     return command
@@ -47,13 +59,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     return run_command(
         lambda: export(
-            options.run, options.to, step=options.step, form=options.format, merge=options.merge, base_name=options.base
+            options.run,
+            options.to,
+            step=options.step,
+            form=options.format,
+            merge=options.merge,
+            dtype=options.dtype,
+            base_name=options.base,
         )
     )
 
 
 def export(
-    root: Path, target: Path, *, step: int | None, form: str | None, merge: bool, base_name: str | None = None
+    root: Path,
+    target: Path,
+    *,
+    step: int | None,
+    form: str | None,
+    merge: bool,
+    dtype: str | None = None,
+    base_name: str | None = None,
 ) -> None:
     """Writes a step of the run at `root` to `target`, completely or not at all, and prints a line.
 
@@ -63,9 +88,7 @@ def export(
     # Imported late, so that an error on the command line shows before JAX starts.
     import jax
 
-    import kljax
     from train.data.tokenizers import load_tokenizer
-    from train.models.merge import merge as merged
     from train.run.saved import SavedRun, fitting
     from train.run.setup import config_mesh
     from train.weights.files import check_free
@@ -73,7 +96,7 @@ def export(
 
     saved = SavedRun.at(root)
     config = fitting(saved.config)
-    form = _format(form, lora=config.lora is not None, merge=merge)
+    form = _format(form, lora=config.lora is not None, merge=merge, dtype=dtype)
     step = saved.step(step)
     try:
         check_free(target)
@@ -92,18 +115,14 @@ def export(
             elif form == "hf":
                 from train.weights.huggingface import save_folder
 
-                save_folder(target, model, policy, source=source, tokenizer=tokenizer)
+                _warn_of_rounding(save_folder(target, model, policy, source=source, tokenizer=tokenizer, dtype=dtype))
             else:
-                from train.weights.orbax import save_base
-
-                if merge:
-                    policy = kljax.Policy(merged(model, policy.params, policy.adapter))
-                save_base(target, policy.params if policy.adapter is None else policy.adapter)
+                _save_orbax(target, model, policy, merge=merge)
         except OSError as error:
             raise UserError(f"--to: cannot write {target}: {error.strerror or error}") from error
         except ValueError as error:  # a shape that no family of Hugging Face has
             raise UserError(f"--format: got {form}, but {error}") from error
-    what = "adapter" if policy.adapter is not None and form != "hf" else "weights"
+    what = "weights" if merge or policy.adapter is None else "adapter"
     print(f"{target}: the {what} of {root} after step {step}, {form}")
     if merge and config.model.quantization is not None:
         held = config.model.quantization
@@ -112,7 +131,27 @@ def export(
         )
 
 
-def _format(form: str | None, *, lora: bool, merge: bool) -> str:
+def _save_orbax(target: Path, model: "Decoder", policy: "kljax.Policy", *, merge: bool) -> None:
+    """Writes the merged weights, the adapter or the weights of a policy."""
+    from train.models.merge import merge as merged
+    from train.weights.orbax import save_base
+
+    if merge:
+        save_base(target, merged(model, policy.params, policy.adapter))
+    else:
+        save_base(target, policy.params if policy.adapter is None else policy.adapter)
+
+
+def _warn_of_rounding(lost: float | None) -> None:
+    """Warns if rounding changed the update of a merged adapter; `lost` is the error relative to the update."""
+    if lost is not None and lost > ROUNDING:
+        warn(
+            f"--merge: rounding the sum to the dtype of the files made an error of {100 * lost:.0f} % of the adapter's "
+            "update; use --dtype float32, or export the adapter without --merge"
+        )
+
+
+def _format(form: str | None, *, lora: bool, merge: bool, dtype: str | None) -> str:
     """Chooses the format; raises `UserError` if options contradict each other."""
     if merge and not lora:
         raise UserError("--merge: the run has no adapter, its weights are whole; leave the flag out")
@@ -121,7 +160,10 @@ def _format(form: str | None, *, lora: bool, merge: bool) -> str:
         raise UserError(f"--format: got peft, but {why}")
     if form == "hf" and lora and not merge:
         raise UserError("--format: got hf, which holds whole weights, but the run trains an adapter; add --merge")
-    return form or ("peft" if lora and not merge else "hf")
+    chosen = form or ("peft" if lora and not merge else "hf")
+    if dtype is not None and chosen != "hf":
+        raise UserError(f"--dtype: got {dtype}, but only --format hf reads it; the format is {chosen}")
+    return chosen
 
 
 if __name__ == "__main__":

@@ -95,6 +95,13 @@ def test_what_orbax_writes_is_a_reference_of_another_run(lora, full, export, tmp
         np.testing.assert_array_equal(values, expected[f"trainable.params.{name}"])
 
 
+def test_merged_weights_may_have_another_dtype(lora, export):
+    message = "error: --dtype: got bfloat16, but only --format hf reads it; the format is peft"
+    assert message in export(lora, "--dtype", "bfloat16")
+    folder = export(lora, "--merge", "--dtype", "bfloat16", "--step", "0")
+    assert {str(array.dtype) for array in load_file(folder / "model.safetensors").values()} == {"bfloat16"}
+
+
 def test_merged_weights_become_a_folder_of_hugging_face(lora, export):
     """What is read back has the log-probs of base and adapter, whatever of the run is left by then."""
     folder = export(lora, "--merge")

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from train.config.adapter import with_adapter
 from train.config.checks import cross_field_problems, cross_field_warnings
 from train.config.errors import ConfigError
 from train.config.fields import known_fields
@@ -65,6 +66,7 @@ def parse(raw: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
       ConfigError: everything that is wrong with it.
     """
     raw, replaced, unknown = with_preset(raw)
+    raw = with_adapter(raw)
     raw, notes, misnamed = with_meanings(raw)
     notes, misnamed = [*replaced, *notes], [*unknown, *misnamed]
     try:

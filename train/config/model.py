@@ -112,4 +112,4 @@ class Lora(Section):
     targets: LoraTargets = ("q_proj", "k_proj", "v_proj", "o_proj")
     """Modules with an adapter."""
     path: PathText | None = None
-    """Start from this PEFT folder, with the rank, alpha and targets given here; null: a new adapter."""
+    """Start from this PEFT folder; rank, alpha, rslora and targets are its own unless given. null: a new adapter."""

@@ -34,6 +34,31 @@ def merge(model: Decoder, params: Tree, adapter: Tree) -> Tree:
     return dequantise_params(_merged(params, adapter, model.config.lora.scale, dtype, ()), dtype)
 
 
+def rounded_away(model: Decoder, kernel: Tree, adapter: Mapping[str, jax.Array], merged: jax.Array) -> jax.Array:
+    """Measures how far a merged kernel is from the sum of base and adapter, which rounding to its dtype changes.
+
+    Args:
+      model: the decoder, whose `config.lora` gives the scale.
+      kernel: base kernel [layers, in, out].
+      adapter: `lora_A` and `lora_B` of the kernel.
+      merged: the merged kernel.
+
+    Returns:
+      [2]: the sums over all weights of the squared error, and of the squared update `scale A B`; float32.
+    """
+    assert model.config.lora is not None
+    scale = model.config.lora.scale
+
+    def measure(layer: tuple[Tree, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        base, a, b, rounded = layer
+        update = scale * jnp.matmul(a, b, precision="highest")
+        wide = dequantise(base, update.dtype) if is_int8(base) else base.astype(update.dtype)
+        error = (rounded.astype(update.dtype) - wide) - update
+        return jnp.stack([jnp.sum(error**2), jnp.sum(update**2)])
+
+    return jax.lax.map(measure, (kernel, adapter["lora_A"], adapter["lora_B"], merged)).sum(0)
+
+
 def _add_products(kernels: Tree, lora_a: jax.Array, lora_b: jax.Array, scale: float, dtype: Any) -> jax.Array:
     """Adds `scale A B` layer by layer, so that there is never a float32 copy of the whole stack."""
 

@@ -1,6 +1,7 @@
 """The model section: a folder, a preset or a shape; dtypes; what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from train.config.errors import UserError
 from train.config.load import dump_yaml, parse
 from train.data.tokenizers import ByteTokenizer
 from train.weights.model import make_model
+from train.weights.peft import read_peft_config
 
 FOLDER = {
     "model_type": "qwen3",
@@ -128,6 +130,29 @@ def test_only_a_base_under_an_adapter_is_quantised(folder):
     config, _ = build(f"model.path={folder()}", "model.quantization=int8", "lora={}")
     assert make_model(config, ByteTokenizer()).config.quantization == "int8"
     assert make_model(build("lora={}")[0], ByteTokenizer()).config.quantization is None
+
+
+def test_an_adapter_brings_its_rank_alpha_and_targets(tmp_path):
+    adapter = Path(__file__).parents[2] / "goldens" / "models" / "gemma3" / "adapter"
+    found = read_peft_config(adapter)
+    lora = build(f"lora={{path: {adapter}}}")[0].lora
+    assert (lora.rank, lora.alpha, lora.rslora, lora.targets) == (found.rank, found.alpha, found.rslora, found.targets)
+    assert found.rslora
+    assert build(f"lora.path={adapter}")[0].lora == lora
+    assert build(f"lora={{path: {adapter}, rank: 7}}")[0].lora == lora.model_copy(update={"rank": 7})
+    # What cannot be read is named by the check of the adapter.
+    for text in ("{}", "[", '{"r": 3}'):
+        (tmp_path / "adapter_config.json").write_text(text)
+        assert build(f"lora={{path: {tmp_path}}}")[0].lora.rank == 8
+    assert build("lora={path: /nowhere}")[0].lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def test_a_path_may_begin_at_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config, _ = build("model.path=~/models/a", "output=~/runs")
+    assert (config.model.path, config.output) == ("/home/somebody/models/a", "/home/somebody/runs")
+    (problem,) = problems("reference={source: checkpoint, path: ~/b}", "output=~/runs")
+    assert problem.startswith("reference.path: got '/home/somebody/b', expected a saved checkpoint")
 
 
 def test_nf4_is_refused_with_the_reason():

@@ -1,7 +1,9 @@
 """Saving of a policy as a Hugging Face folder, which transformers and vLLM load."""
 
+import dataclasses
 import functools
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import kljax
 from train.models.decoder import Decoder
 from train.models.int8 import dequantise, is_int8
-from train.models.merge import merge
+from train.models.merge import merge, rounded_away
 from train.weights.files import check_free, new_directory, write_text_atomic
 from train.weights.huggingface.config import hf_config
 from train.weights.huggingface.contents import CONFIG, INDEX, SINGLE
@@ -49,7 +51,7 @@ def save_folder(
     tokenizer: Any = None,
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
+) -> float | None:
     """Writes a policy as a Hugging Face folder, atomically.
 
     An adapter is merged into the weights one layer at a time, and a quantized base is dequantized. Tensors are copied
@@ -64,6 +66,10 @@ def save_folder(
       dtype: "float32" or "bfloat16" in the files; None means the dtype of the parameters.
       max_file_bytes: maximum size of a file with several tensors.
 
+    Returns:
+      The error of rounding the merged kernels to `dtype`, relative to the update of the adapter (both as norms over all
+      kernels); None without an adapter, or if the update is 0.
+
     Raises:
       FileExistsError: `path` exists.
       ValueError: the adapter does not fit the model, or `dtype` is not supported.
@@ -73,17 +79,20 @@ def save_folder(
     stored = jnp.dtype(dtype or policy.params["embed_tokens"]["embedding"].dtype)
     dtype_name(stored)
     pieces = list(_tensors(model))
-    arrays = _arrays(model, policy, pieces, stored)
+    sums: list[jax.Array] = []
+    arrays = _arrays(model, policy, pieces, stored, sums)
     if jax.process_index() != 0:
         for _ in arrays:
             pass
-        return
+        return None
     with new_directory(target) as folder:
         if source is not None:
             _copy_others(Path(source), folder)
         config = _config(model, source, tokenizer, stored)
         write_text_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
         _write_weights(folder, {name: (stored, mapping.shape) for name, mapping, _ in pieces}, arrays, max_file_bytes)
+    error, update = np.sum([np.asarray(pair, np.float64) for pair in sums], axis=0) if sums else (0.0, 0.0)
+    return math.sqrt(error / update) if update > 0 else None
 
 
 def _config(model: Decoder, source: str | Path | None, tokenizer: Any, dtype: np.dtype) -> dict[str, Any]:
@@ -116,20 +125,35 @@ def _tensors(model: Decoder) -> Iterator[tuple[str, LeafMapping, int | None]]:
 
 
 def _arrays(
-    model: Decoder, policy: kljax.Policy, pieces: list[tuple[str, LeafMapping, int | None]], dtype: np.dtype
+    model: Decoder,
+    policy: kljax.Policy,
+    pieces: list[tuple[str, LeafMapping, int | None]],
+    dtype: np.dtype,
+    sums: list[jax.Array],
 ) -> Iterator[np.ndarray]:
+    """Yields the tensors of the files; appends what `rounded_away` measures of each merged kernel to `sums`."""
+    # A kernel in int8 becomes a float of `param_dtype`; merging rounds once, to the dtype of the files.
+    stored = Decoder(dataclasses.replace(model.config, param_dtype="float32" if dtype.itemsize > 2 else "bfloat16"))
     for _, mapping, layer in pieces:
         leaf, adapter = _subtree(policy.params, mapping.path), _subtree(policy.adapter, mapping.path[:-1])
         if layer is not None:
             leaf = jax.tree.map(lambda x, n=layer: lax.dynamic_slice_in_dim(x, n, 1), leaf)
             if adapter is not None and mapping.path[-1] == "kernel":
                 layer_adapter = {name: lax.dynamic_slice_in_dim(value, layer, 1) for name, value in adapter.items()}
-                leaf = merge(model, {"kernel": leaf}, layer_adapter)["kernel"]
+                wide = leaf if is_int8(leaf) else leaf.astype(jnp.promote_types(leaf.dtype, dtype))
+                merged = merge(stored, {"kernel": wide}, layer_adapter)["kernel"].astype(dtype)
+                sums.append(_measure(model)(leaf, layer_adapter, merged))
+                leaf = merged
             elif is_int8(leaf):
                 leaf = dequantise(leaf, dtype)
         sharding = leaf.sharding
         replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
         yield np.asarray(_converter(mapping.stacked, mapping.transposed, dtype, replicated)(leaf))
+
+
+@functools.cache
+def _measure(model: Decoder) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(rounded_away, model))
 
 
 def _subtree(tree: Tree, path: tuple[str, ...]) -> Tree:

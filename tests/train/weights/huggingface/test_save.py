@@ -89,6 +89,29 @@ def test_a_merged_adapter_gives_the_logits_of_the_weights_that_peft_merged(tmp_p
     assert np.abs(logits - want).max() < 5e-6
 
 
+def test_a_small_adapter_is_rounded_away_in_bfloat16_and_kept_in_float32(tmp_path):
+    """Also where the base is bfloat16: the sum of base and adapter is rounded once, to the dtype of the files."""
+    folder, mesh = GOLDENS / "qwen3", make_mesh()
+    lora = read_peft_config(folder / "adapter")
+    adapted = Decoder(decoder_config(folder, lora=lora, param_dtype="bfloat16"))
+    base = load_params(folder, Decoder(dataclasses.replace(adapted.config, lora=None)), mesh)
+    adapter = load_adapter(folder / "adapter", adapted, mesh)
+    errors = {}
+    for size in (1.0, 1e-4):
+        small = jax.tree.map(lambda x, size=size: size**0.5 * x, adapter)
+        for dtype in ("bfloat16", "float32"):
+            out = tmp_path / f"{size}-{dtype}"
+            errors[size, dtype] = save_folder(out, adapted, kljax.Policy(base, small), source=folder, dtype=dtype)
+        name, modules = "model.layers.1.self_attn.q_proj.weight", small["layers"]["self_attn"]["q_proj"]
+        update = lora.scale * (modules["lora_A"][1] @ modules["lora_B"][1]).T
+        kernel = np.asarray(base["layers"]["self_attn"]["q_proj"]["kernel"][1].astype(jnp.float32)).T
+        np.testing.assert_allclose(weights(tmp_path / f"{size}-float32")[name], kernel + update, rtol=1e-6, atol=1e-8)
+    assert errors[1.0, "float32"] < errors[1e-4, "float32"] < 0.01
+    assert errors[1.0, "bfloat16"] < 0.1
+    assert errors[1e-4, "bfloat16"] > 0.5
+    assert save_folder(tmp_path / "whole", *loaded("qwen3")) is None
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_files_may_have_another_dtype_than_the_parameters(tmp_path, dtype):
     model, policy = loaded("mistral")

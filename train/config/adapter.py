@@ -1,0 +1,49 @@
+"""The shape of the adapter at `lora.path`, which its folder knows."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from train.config.json_text import parse_json
+from train.config.types import LoraTarget
+
+# Longest header of a safetensors file.
+MAX_HEADER = 100_000_000
+
+
+def with_adapter(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills in rank, alpha, rslora and targets of a raw config from the PEFT folder at `lora.path`.
+
+    Fields that are given stay; they are compared with the folder when it is read. A folder that cannot be read fills in
+    nothing, and is refused there.
+    """
+    section = raw.get("lora")
+    path = section.get("path") if isinstance(section, dict) else None
+    if not isinstance(section, dict) or not isinstance(path, str):
+        return dict(raw)
+    try:
+        shape = _shape(Path(path).expanduser())
+    except (OSError, ValueError, RuntimeError):
+        return dict(raw)
+    return {**raw, "lora": {**shape, **section}}
+
+
+def _shape(folder: Path) -> dict[str, Any]:
+    config = parse_json((folder / "adapter_config.json").read_bytes())
+    header = _header(folder / "adapter_model.safetensors")
+    if not isinstance(config, dict) or not isinstance(header, dict):
+        return {}
+    modules = {part for name in header for part in name.split(".")}
+    shape = {
+        "rank": config.get("r"),
+        "alpha": config.get("lora_alpha"),
+        "rslora": bool(config.get("use_rslora")),
+        "targets": [target for target in get_args(LoraTarget) if target in modules] or None,
+    }
+    return {name: value for name, value in shape.items() if value is not None}
+
+
+def _header(path: Path) -> Any:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return None if length > MAX_HEADER else parse_json(file.read(length))
