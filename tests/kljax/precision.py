@@ -27,6 +27,8 @@ OTHERS = {
     "normalize=": "divides by a mean over the batch",
 }
 SMALLEST, LARGEST, POINTS = 1e-8, 50.0, 301
+# Both signs of a log-ratio, and of an advantage.
+ROWS = 4 * POINTS
 # Below this the processor takes numbers for 0.
 VANISHING = 1e-35
 # The exact answer is 0 at these log-ratios, of the value or of the gradient and at one of the advantages. An error
@@ -88,15 +90,26 @@ def value_and_slope(call: Call, arrays: Any, data: Any) -> Any:
     return out.ravel(), pull(jnp.ones_like(out))[0].ravel()
 
 
-def evaluate(name: str, log_probs: np.ndarray, other: np.ndarray, advantages: np.ndarray) -> list[Any]:
-    """For each call `(in float32, in float64)` of the same float32 numbers; None where `value_and_slope` is."""
-    given = [rows(call, *(np.float32(x) for x in (log_probs, other, advantages))) for call in calls_of(name)]
+@functools.cache
+def program(name: str) -> Any:
+    """All calls of a function, in float32 and in float64; compiled once for each number of rows."""
 
     def run(call: Call, arrays: Any, data: Any) -> Any:
         wide = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
         return value_and_slope(call, arrays, data), value_and_slope(call, wide, data)
 
-    results = jax.device_get(jax.jit(each_call(name, run))(given))
+    return jax.jit(each_call(name, run))
+
+
+def evaluate(name: str, log_probs: np.ndarray, other: np.ndarray, advantages: np.ndarray) -> list[Any]:
+    """For each call `(in float32, in float64)` of the same float32 numbers; None where `value_and_slope` is.
+
+    Rows do not depend on each other, so few of them are filled up to the number that another test compiles for.
+    """
+    size = len(log_probs)
+    filled = [np.pad(np.float32(x), (0, max(0, ROWS - size)), mode="edge") for x in (log_probs, other, advantages)]
+    given = [rows(call, *filled) for call in calls_of(name)]
+    results = jax.tree.map(lambda x: x[:size], jax.device_get(program(name)(given)))
     return [None if narrow is None else (narrow, wide) for narrow, wide in results]
 
 
