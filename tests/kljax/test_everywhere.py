@@ -35,6 +35,7 @@ from tests.kljax.calls import (
     each_call,
     inputs,
 )
+from tests.kljax.jitted import each_traced_call, numbers_of, program
 
 # Without an `axis_name` although not a function of rows: inside `shard_map` their inputs are gathered first.
 GATHERED = {"fingerprint": "a sum over leaves that are split over different axes, some of them over none"}
@@ -65,41 +66,9 @@ def eager(name: str) -> list[Any]:
 
 
 @functools.cache
-def traced_calls(name: str) -> dict[str, Callable[..., Any]]:
-    """By its name, each call as a jitted function of arrays, data and numbers, a coefficient from a state among them.
-
-    JAX keeps its trace for the transformations that use it.
-    """
-
-    def traced(call: Call) -> Callable[..., Any]:
-        def value_and_grads(arrays: Any, data: Any, scalars: Any) -> Any:
-            return call.value_and_grads(arrays, data, scalars)
-
-        return jax.jit(value_and_grads)
-
-    return {call.name: traced(call) for call in calls_of(name)}
-
-
-def numbers_of(name: str) -> list[Any]:
-    return [jax.tree.map(jnp.asarray, call.scalars) for call in calls_of(name)]
-
-
-def each_traced_call(name: str, transform: Callable[..., Any] = lambda function: function) -> Callable[..., Any]:
-    """A function of the inputs and the numbers of all calls, each of them transformed."""
-
-    def run(given: list[tuple[Any, Any]], scalars: list[Any]) -> list[Any]:
-        numbers, traced = iter(scalars), traced_calls(name)
-        return each_call(name, lambda call, *of: transform(traced[call.name])(*of, next(numbers)))(given)
-
-    return run
-
-
-@functools.cache
 def jitted(name: str) -> tuple[list[Any], list[Any]]:
     """The results of both seeds."""
-    scalars = numbers_of(name)
-    program = calls.program(each_traced_call(name), inputs(name), scalars)
-    return jax.device_get((program(inputs(name), scalars), program(inputs(name, 1), scalars)))
+    return program(name)(inputs(name)), program(name)(inputs(name, 1))
 
 
 def check(name: str, results: list[Any], expected: list[Any], close: Mapping[str, float] = CLOSE) -> None:

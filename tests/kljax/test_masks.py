@@ -16,7 +16,8 @@ import pytest
 import kljax
 from tests import oracles
 from tests.kljax import calls
-from tests.kljax.calls import Call, callable_functions, calls_of, each_call
+from tests.kljax.calls import Call, callable_functions, calls_of
+from tests.kljax.jitted import program
 
 POISON = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 HARMLESS = -0.5
@@ -62,13 +63,6 @@ def hidden(call: Call, array: Any) -> jax.Array | None:
 MASKED = [name for name in callable_functions() if "mask" in calls.parameters(name)]
 
 
-@functools.cache
-def program(name: str) -> Any:
-    """Values and gradients of all calls of a function, compiled once."""
-    run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
-    return jax.jit(run).lower(calls.inputs(name)).compile(compiler_options=calls.known_options())
-
-
 def filled(name: str, value: float, only: str | None = None) -> Inputs:
     """The inputs of every call with `value` where the mask hides them, in all arrays or in one, else harmless."""
 
@@ -81,7 +75,7 @@ def filled(name: str, value: float, only: str | None = None) -> Inputs:
 
 @functools.cache
 def clean(name: str) -> Any:
-    return jax.device_get(program(name)(filled(name, HARMLESS)))
+    return program(name)(filled(name, HARMLESS))
 
 
 def check_equal(name: str, results: list[Any], expected: list[Any]) -> None:
@@ -95,7 +89,7 @@ def check_equal(name: str, results: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize("name", MASKED)
 def test_nothing_under_the_mask_reaches_value_or_gradient(name: str) -> None:
     for poison in POISON.values():
-        check_equal(name, jax.device_get(program(name)(filled(name, poison))), clean(name))
+        check_equal(name, program(name)(filled(name, poison)), clean(name))
 
 
 @pytest.mark.thorough
@@ -103,7 +97,7 @@ def test_nothing_under_the_mask_reaches_value_or_gradient(name: str) -> None:
 def test_poison_in_every_array_on_its_own(name: str) -> None:
     # NaN in one array and ordinary numbers in the others: a mask that is applied to only one of them shows here.
     for parameter in {parameter for call in calls_of(name) for parameter in lying_under(call)}:
-        check_equal(name, jax.device_get(program(name)(filled(name, np.nan, parameter))), clean(name))
+        check_equal(name, program(name)(filled(name, np.nan, parameter)), clean(name))
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -124,7 +118,7 @@ def test_masked_results_and_gradients_are_exactly_zero(name: str) -> None:
 def test_every_array_reaches_the_result_where_the_mask_is_set(name: str) -> None:
     # A function of zeros would pass the tests above: other numbers at unmasked positions must change something.
     def values(given: Inputs) -> list[Any]:
-        return [out for out, _ in jax.device_get(program(name)(given))]
+        return [out for out, _ in program(name)(given)]
 
     before = values(calls.inputs(name))
     parameters = {parameter for call in calls_of(name) for parameter in lying_under(call)}
@@ -141,7 +135,7 @@ def test_every_array_reaches_the_result_where_the_mask_is_set(name: str) -> None
 @pytest.mark.parametrize("name", sorted(set(MASKED) - set(COMPARE)))
 def test_nan_where_the_mask_is_set_is_not_hidden(name: str) -> None:
     given = [(jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), call.arrays), call.data) for call in calls_of(name)]
-    for call, (out, _) in zip(calls_of(name), jax.device_get(program(name)(given)), strict=True):
+    for call, (out, _) in zip(calls_of(name), program(name)(given), strict=True):
         if call.name in COMPARE or "estimator=none" in call.name or not lying_under(call):
             continue
         floats = [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, jnp.floating)]

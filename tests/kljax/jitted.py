@@ -1,0 +1,50 @@
+"""All calls of a public function as one jitted program: its trace and its compilation are shared by the tests."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tests.kljax import calls
+from tests.kljax.calls import Call, calls_of, each_call, inputs
+
+
+@functools.cache
+def traced_calls(name: str) -> dict[str, Callable[..., Any]]:
+    """By its name, each call as a jitted function of arrays, data and numbers, a coefficient from a state among them.
+
+    JAX keeps its trace for the transformations that use it.
+    """
+
+    def traced(call: Call) -> Callable[..., Any]:
+        def value_and_grads(arrays: Any, data: Any, scalars: Any) -> Any:
+            return call.value_and_grads(arrays, data, scalars)
+
+        return jax.jit(value_and_grads)
+
+    return {call.name: traced(call) for call in calls_of(name)}
+
+
+def numbers_of(name: str) -> list[Any]:
+    """The numbers of every call as arrays."""
+    return [jax.tree.map(jnp.asarray, call.scalars) for call in calls_of(name)]
+
+
+def each_traced_call(name: str, transform: Callable[..., Any] = lambda function: function) -> Callable[..., Any]:
+    """A function of the inputs and the numbers of all calls, each of them transformed."""
+
+    def run(given: list[tuple[Any, Any]], scalars: list[Any]) -> list[Any]:
+        numbers, traced = iter(scalars), traced_calls(name)
+        return each_call(name, lambda call, *of: transform(traced[call.name])(*of, next(numbers)))(given)
+
+    return run
+
+
+@functools.cache
+def program(name: str) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
+    """Values and gradients of all calls as a function of their inputs, compiled once."""
+    scalars = numbers_of(name)
+    compiled = calls.program(each_traced_call(name), inputs(name), scalars)
+    return lambda given: jax.device_get(compiled(given, scalars))
