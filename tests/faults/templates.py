@@ -1,11 +1,14 @@
 """Chat templates that fail, hang, write without end, or take all memory."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.case import Fault, raised
+from tests.faults.folders import GOLDENS
 from train.data.tokenizers import chat
 from train.data.tokenizers.chat import ChatTemplate
+from train.data.tokenizers.files import load_folder
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
@@ -35,6 +38,18 @@ def usable(_: Path) -> str:
     return "identical" if render("{{ messages[0].content }}") == "hi" else "silent"
 
 
+def written(text: bytes | str, *words: str, name: str = "tokenizer_config.json") -> Callable[[Path], str]:
+    """Makes a fault of a file beside a tokenizer."""
+
+    def run(directory: Path) -> str:
+        folder = Path(shutil.copytree(GOLDENS / "tokenizers" / "chatml", directory / "folder"))
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return raised(lambda: load_folder(folder), "model.path", *words)
+
+    return run
+
+
 CASES = {
     "no template": rendered("{% for %}", "not valid jinja2"),
     "blocks nested too deeply": rendered("{% if 1 %}" * 2000 + "{% endif %}" * 2000, "RecursionError"),
@@ -56,6 +71,14 @@ CASES = {
     "its own refusal": rendered("{{ raise_exception('no') }}", "refuses messages of user: no"),
     "attributes of Python": rendered("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     "a template after a killed one": usable,
+    "a template that is not UTF-8": written(b"\xff", "cannot read", name="chat_template.jinja"),
+    "a template that is a number": written('{"chat_template": 3, "eos_token": "</s>"}', "got int, expected text"),
+    "templates that are numbers": written('{"chat_template": [3]}', "got list, expected text"),
+    "a config nested too deeply": written("[" * 100_000, "nested too deeply"),
+    "a config with a number of 6,000 digits": written('{"a": ' + "1" * 6000 + "}", "cannot read"),
+    "a config that is a list": written("[]", "holds list, expected a JSON object"),
+    "a tokenizer that is no JSON": written("{", "cannot read", name="tokenizer.json"),
+    "a tokenizer that is empty": written("{}", "cannot read", name="tokenizer.json"),
 }
 HARMLESS = {"a template after a killed one": "the next process renders it"}
 FAULTS = [Fault("chat templates", name, run, HARMLESS.get(name, "")) for name, run in CASES.items()]

@@ -115,6 +115,11 @@ def test_new_and_old_forms_of_the_rope_are_one():
         decoder_config({**new, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
 
 
+def test_keys_that_choose_a_kernel_of_transformers_are_ignored():
+    for key, value in (("attn_implementation", "sdpa"), ("_flash_attn_2_enabled", True)):
+        assert decoder_config(tiny("llama", **{key: value})) == decoder_config(tiny("llama"))
+
+
 def test_windows_follow_the_keys_of_the_family():
     kinds = ["full_attention", "sliding_attention"] * 2
     assert decoder_config(tiny("mistral", sliding_window=7)).kinds == ("sliding",) * 4

@@ -63,12 +63,11 @@ def _special(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _end_ids(folder: Path, tokenizer: tokenizers.Tokenizer, eos_token: str | None) -> list[int]:
     """Lists the EOS ids: `eos_token` of the tokenizer first, then the stops of the generation config."""
-    model = read_json(folder / "config.json")
-    sources = (read_json(folder / "generation_config.json"), model, model.get("text_config") or {})
+    sources = (read_json(folder / "generation_config.json"), *_model_configs(folder))
     stops: Any = next((ids for ids in (source.get("eos_token_id") for source in sources) if ids is not None), [])
     candidates = [] if eos_token is None else [tokenizer.token_to_id(eos_token)]
     candidates += stops if isinstance(stops, list) else [stops]
-    ids = [number for number in candidates if isinstance(number, int)]
+    ids = [number for number in candidates if type(number) is int and number >= 0]
     if not ids:
         raise UserError(
             f"model.path: {folder} has no EOS token; set eos_token in tokenizer_config.json "
@@ -79,22 +78,38 @@ def _end_ids(folder: Path, tokenizer: tokenizers.Tokenizer, eos_token: str | Non
 
 def _template_text(folder: Path, config: Mapping[str, Any], override: str | None) -> str | None:
     if override is not None:
-        try:
-            return Path(override).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"data.chat_template: cannot read {override}: {error}") from error
+        return _read_text(Path(override), "data.chat_template")
     if (folder / "chat_template.jinja").exists():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return _read_text(folder / "chat_template.jinja", "model.path")
     value = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(value, list):
-        templates = {entry["name"]: entry["template"] for entry in value}
-        value = templates.get("default")
+    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+        value = next((entry.get("template") for entry in value if entry.get("name") == "default"), None)
+    if value is not None and not isinstance(value, str):
+        raise UserError(
+            f"model.path: {folder}: chat_template: got {type(value).__name__}, expected text or named texts"
+        )
     return value
 
 
-def _check_vocabulary(folder: Path, size: int) -> None:
+def _read_text(path: Path, field: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{field}: cannot read {path}: {error}") from error
+
+
+def _model_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads `config.json` and its text part; both are empty if they are not there."""
     model = read_json(folder / "config.json")
-    rows = model.get("vocab_size") or (model.get("text_config") or {}).get("vocab_size")
+    text = model.get("text_config")
+    return model, text if isinstance(text, dict) else {}
+
+
+def _check_vocabulary(folder: Path, size: int) -> None:
+    if not size:
+        raise UserError(f"model.path: the tokenizer of {folder} has no tokens")
+    model, text = _model_configs(folder)
+    rows = model.get("vocab_size") or text.get("vocab_size")
     if isinstance(rows, int) and size > rows:
         raise UserError(f"model.path: the tokenizer of {folder} has {size} ids, but config.json a vocabulary of {rows}")
 
@@ -146,7 +161,7 @@ def load_folder(
         compiled = None if source is None else ChatTemplate(source, {**special, **(arguments or {})})
     except ValueError as error:
         raise UserError(f"data.chat: {template or folder}: {error}") from error
-    _check_vocabulary(folder, max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1)
+    _check_vocabulary(folder, max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
     return FolderTokenizer(
         tokenizer,
         special=special,

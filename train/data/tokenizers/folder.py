@@ -66,7 +66,11 @@ class FolderTokenizer:
     def _first_ids(self, add_bos: bool | None) -> list[int]:
         """Finds the special ids before the text of a prompt without a template."""
         processed, plain = self._tokenizer.encode("a").ids, self.encode("a")
-        first = processed[: next(i for i in range(len(processed) + 1) if processed[i : i + len(plain)] == plain)]
+        starts = (i for i in range(len(processed) + 1) if processed[i : i + len(plain)] == plain)
+        start = next(starts, None)
+        if start is None:
+            raise UserError("model.path: the post-processor of tokenizer.json changes the tokens of a text")
+        first = processed[:start]
         if add_bos and self.bos_id is not None and self.bos_id not in first:
             return [self.bos_id, *first]
         return [token for token in first if add_bos is not False or token != self.bos_id]
