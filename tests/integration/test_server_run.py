@@ -1,12 +1,9 @@
 """The real command with a server whose answers go wrong in the middle of a run: exit code, message, and the resume."""
 
 import json
-from pathlib import Path
 
-from tests.faults.case import run_command
-from tests.integration.command import records
+from tests.integration.command import Run, records, run_here
 from tests.train.rollouts.fake_server import Answer, Digits, serving
-from train.__main__ import main
 from train.data.tokenizers import ByteTokenizer
 
 MODEL = "model={layers: 1, width: 16, heads: 2, kv_heads: 1, head_dim: 8, mlp_width: 24}"
@@ -29,22 +26,17 @@ class Loud(Digits):
 
 
 def test_a_run_that_a_server_ends_is_saved_and_goes_on(tmp_path):
-    def command(server: Digits, *options: str):
+    def command(server: Digits, *options: str) -> Run:
         with serving(server) as url:
-            arguments = ("configs/smoke.yaml", *SMALL, SOURCE.format(url), f"output={tmp_path}")
-            return run_command(main, *arguments, *options)
+            return run_here("configs/smoke.yaml", *SMALL, SOURCE.format(url), f"output={tmp_path}", *options)
 
     eos = ByteTokenizer().eos_id
     broken = command(Loud(eos))
-    assert broken.code == 2
-    assert not broken.traceback
-    error = broken.text[broken.text.index("error: ") :].splitlines()
-    assert error == [
+    assert broken.returncode == 2
+    assert broken.stderr.splitlines()[-2:] == [
         "error: rollout.source: logprobs.token_logprobs of the answer: got 3.0, expected finite numbers that are at "
         "most 0 (to 0.001, for rounding)",
         "The run is saved after step 1; continue it with --resume",
     ]
-    finished = command(Digits(eos), "--resume")
-    assert finished.code == 0, finished.text
-    (root,) = (path for path in Path(tmp_path).iterdir() if path.is_dir())
-    assert [record["step"] for record in records(root, "train")] == [1, 2]
+    finished = command(Digits(eos), "--resume").succeeded()
+    assert [record["step"] for record in records(finished.root, "train")] == [1, 2]

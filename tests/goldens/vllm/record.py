@@ -30,7 +30,7 @@ from train.rl.policy import token_stats
 from train.rollouts import Completions, SourceError
 from train.rollouts.context import RunContext
 from train.rollouts.server import Client, ServerSource
-from train.rollouts.server.client import no_content
+from train.rollouts.server.client import acknowledged
 from train.weights.huggingface.save import save_folder
 
 FIXTURE = Path(__file__).parent / "exchanges.json"
@@ -120,7 +120,7 @@ def others(url: str, recorder: Recorder) -> None:
         ("/no_such_path", {}),
     ):
         try:
-            client.post(path, body, no_content)
+            client.post(path, body, acknowledged)
         except SourceError as error:
             print(f"refused as expected: {error}")
         else:

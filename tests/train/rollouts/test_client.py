@@ -13,7 +13,7 @@ from tests.train.rollouts.fake_server import Answer, serving
 from train.rollouts import SourceError
 from train.rollouts.server import Client
 from train.rollouts.server.answers import read_models
-from train.rollouts.server.client import wait_before
+from train.rollouts.server.client import acknowledged, wait_before
 
 
 @contextlib.contextmanager
@@ -123,6 +123,16 @@ def test_an_answer_that_is_no_json_is_tried_again():
         with pytest.raises(SourceError, match=r"failed 4 times .*; last: the answer is not JSON .*starting</html>$"):
             client.get("/v1/models", read_models)
         assert client.url == url
+
+
+def test_a_page_is_no_sign_that_weights_were_loaded():
+    """A proxy says so with status 200 while its server starts; servers say it in several forms."""
+    answers = ["<html>starting</html>", "Success: loaded", '{"results": [null]}', ""]
+    with serving(lambda path, body: (200, answers.pop(0))) as url, client_of(url) as (client, waits):
+        for _ in range(3):
+            client.post("/v1/load_lora_adapter", {}, acknowledged)
+            assert len(waits) == 1
+        assert not answers
 
 
 def test_all_requests_end_with_the_first_error():

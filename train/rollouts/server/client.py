@@ -44,8 +44,10 @@ def wait_before(attempt: int, chance: float, retry_after: float | None = None) -
     return max(longest / 2 * (1 + chance), min(retry_after or 0.0, LONGEST_WAIT))
 
 
-def no_content(content: bytes) -> None:
-    """Reads an answer that says nothing but that the request was done."""
+def acknowledged(content: bytes) -> None:
+    """Reads an answer that says, in any form, that the request was done; a page of HTML comes from a proxy."""
+    if content.lstrip()[:1] == b"<":
+        raise AnswerError(f"the answer is a page: {content[:1000].decode(errors='replace')}", retry=True)
 
 
 class Client:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 import kljax
 from train.config.errors import UserError
 from train.rollouts.context import RunContext
-from train.rollouts.server.client import Client, no_content
+from train.rollouts.server.client import Client, acknowledged
 from train.rollouts.source import SourceError
 from train.weights.files import usable_directory
 
@@ -160,7 +160,7 @@ FOLDER_HINT = "rollout.source.folder has to be a path that trainer and server bo
 def _post(client: Client, path: str, body: Mapping[str, object]) -> None:
     """Posts a request, and adds a hint to the error if the path is unknown or the folder is not shared."""
     try:
-        client.post(path, body, no_content)
+        client.post(path, body, acknowledged)
     except SourceError as error:
         hint = ""
         if "Not Found" in str(error):
