@@ -16,6 +16,7 @@ from train.config.schema import Checkpoint
 from train.data.tokenizers import ByteTokenizer
 from train.rl.policy import init_adapter, init_params
 from train.rollouts import SourceError, open_source
+from train.run.guard import Watch
 from train.run.interrupt import Interrupt
 from train.run.loop import train
 from train.weights.orbax import Checkpoints
@@ -55,7 +56,7 @@ def go_on(steps, server: Digits, directory, count: int, *options: str):
                 FROZEN,
                 checkpoints.restore_last(first) or first,
                 writer=writer,
-                checkpoints=checkpoints,
+                watch=Watch(config, checkpoints, directory.with_name("nonfinite")),
                 interrupt=Interrupt(),
                 advance=lambda note: None,
             )
