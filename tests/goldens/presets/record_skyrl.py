@@ -24,6 +24,11 @@ ABOUT = {"version": "skyrl 0.3.0", "dtype": "float64"}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage_estimator": "grpo"},
     "grpo_sequence_mean": {"advantage_estimator": "grpo", "loss_reduction": "sequence_mean"},
+    "grpo_tis": {
+        "advantage_estimator": "grpo",
+        "use_kl_loss": False,
+        "off_policy_correction": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.1},
+    },
     "dr_grpo": {
         "advantage_estimator": "grpo",
         "grpo_norm_by_std": False,
@@ -102,11 +107,12 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
     from skyrl.backends.skyrl_train.workers import worker as workers
     from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
-    from skyrl.train.config.config import AlgorithmConfig
+    from skyrl.train.config.config import AlgorithmConfig, OffPolicyCorrectionConfig
 
     settings = ALGORITHMS[algorithm]
     rows = batch.ROWS // accumulation
-    config = AlgorithmConfig(temperature=batch.TEMPERATURE, **settings)
+    correction = OffPolicyCorrectionConfig(**settings.get("off_policy_correction", {}))
+    config = AlgorithmConfig(temperature=batch.TEMPERATURE, **{**settings, "off_policy_correction": correction})
     trained = model.load()
     worker = object.__new__(workers.PolicyWorkerBase)
     worker.cfg = types.SimpleNamespace(

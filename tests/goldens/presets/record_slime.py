@@ -25,7 +25,7 @@ KL_LOSS: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_
 # Arguments of the command line.
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage_estimator": "grpo", **KL_LOSS},
-    "grpo_tis": {"advantage_estimator": "grpo", "use_tis": True},
+    "grpo_tis": {"advantage_estimator": "grpo", "use_tis": True, "tis_clip": 1.1},
     "dr_grpo": {"advantage_estimator": "grpo", "grpo_std_normalization": False},
     "dapo": {"advantage_estimator": "grpo", "calculate_per_token_loss": True, "eps_clip_high": 0.28},
     "gspo": {"advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4},

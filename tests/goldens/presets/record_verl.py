@@ -16,9 +16,14 @@ from tests.goldens.presets import batch, model, record, stubs, verl_engine
 
 ABOUT = {"version": "verl 0.9.1", "dtype": "float64"}
 KL_LOSS: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl"}
-# Settings of `actor_rollout_ref.actor`, `.policy_loss` and `algorithm`.
+# Settings of `actor_rollout_ref.actor`, `.policy_loss`, `algorithm` and `algorithm.rollout_correction`.
 ALGORITHMS: dict[str, dict[str, dict[str, Any]]] = {
     "grpo": {"actor": KL_LOSS, "algorithm": {"adv_estimator": "grpo"}},
+    "grpo_tis": {
+        "actor": {},
+        "algorithm": {"adv_estimator": "grpo"},
+        "rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 1.1},
+    },
     "dr_grpo": {
         "actor": {"loss_agg_mode": "seq-mean-token-sum-norm"},
         "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False},
@@ -46,11 +51,11 @@ ALGORITHMS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def prepared(recorded: batch.Recorded, settings: dict[str, Any]) -> Any:
-    """The batch with the advantages of verl's trainer."""
+def prepared(recorded: batch.Recorded, settings: dict[str, Any], correction: dict[str, Any] | None = None) -> Any:
+    """The batch with the advantages of verl's trainer, and with the weights of a correction for the sampler."""
     from verl import DataProto
-    from verl.trainer.config.algorithm import AlgoConfig
-    from verl.trainer.ppo import core_algos, ray_trainer
+    from verl.trainer.config.algorithm import AlgoConfig, RolloutCorrectionConfig
+    from verl.trainer.ppo import core_algos, ray_trainer, rollout_corr_helper
 
     mask = torch.from_numpy(recorded.mask)
     scores = torch.from_numpy(recorded.token_rewards)
@@ -67,10 +72,14 @@ def prepared(recorded: batch.Recorded, settings: dict[str, Any]) -> Any:
             "token_level_rewards": scores,
             "old_log_probs": torch.from_numpy(recorded.old_log_probs),
             "ref_log_prob": torch.from_numpy(recorded.ref_log_probs),
+            "rollout_log_probs": torch.from_numpy(recorded.rollout_log_probs),
             "values": torch.from_numpy(recorded.old_values),
         },
         non_tensors={"uid": recorded.groups.astype(object)},
     )
+    if correction is not None:
+        made = RolloutCorrectionConfig(**correction)
+        data, _ = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(data, made)
     config = AlgoConfig(**settings)
     if config.use_kl_in_reward:
         data, _ = ray_trainer.apply_kl_penalty(data, core_algos.FixedKLController(0.001), config.kl_penalty)
@@ -97,7 +106,7 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
         policy_loss=PolicyLossConfig(**settings.get("policy_loss", {})),
         **settings["actor"],
     )
-    data = prepared(recorded, settings["algorithm"])
+    data = prepared(recorded, settings["algorithm"], settings.get("rollout_correction"))
     loss, gradients = verl_engine.forward_backward(data, functools.partial(ppo_loss, actor), accumulation)
     return record.Step(algorithm, accumulation, settings, loss, gradients)
 

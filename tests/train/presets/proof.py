@@ -262,6 +262,13 @@ CHANGES: dict[str, Mapping[str, Any]] = {
     "trl/dr_grpo": {"kl.loss.coef": 0.04},
     # The critics of the systems are models of their own.
     **{f"{system}/ppo": {"loss.value_coef": 1e-12} for system in ("openrlhf", "skyrl", "slime", "verl")},
+    # A cap that is active on the recorded batch.
+    **{
+        f"{system}/grpo_tis": {
+            "correction": [{"type": "truncated_importance_weights", "level": "token", "max_weight": 1.1}]
+        }
+        for system in ("skyrl", "slime", "verl")
+    },
     # ART knows no temperature.
     **{f"art/{name}": {"temperature": 1.0} for name in ("cispo", "grpo", "gspo")},
     # The defaults of prime-rl drop no token of the recorded batch.
