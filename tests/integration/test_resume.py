@@ -112,7 +112,9 @@ def frozen_at(process, root: Path, happens) -> bool:
 def test_every_part_of_the_state_moves(uninterrupted):
     first, last = (state_arrays(uninterrupted.root, step) for step in (0, STEPS))
     assert int(last["opt_state.1.0.count"]) == 4 * STEPS
-    assert [name for name, value in first.items() if value.tobytes() == last[name].tobytes()] == []
+    still = [name for name, value in first.items() if value.tobytes() == last[name].tobytes()]
+    # A run in which every update is finite gives the guard nothing to count.
+    assert [name for name in still if not name.startswith("guard.")] == []
     coefficients = [record["kl_coef"] for record in records(uninterrupted.root, "train")]
     assert len(set(coefficients)) == STEPS
     assert {record["step"] for record in records(uninterrupted.root, "train") if record["reward"] > 0}
