@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kljax.__main__ import main
+from kljax.audit import _files
 from tests.faults.case import Fault, refused, run_command
 
 SHAPE = (3, 2, 4)
@@ -55,12 +56,12 @@ def audited(directory: Path, *arguments: str, words: tuple[str, ...]) -> str:
     return "silent" if outcome == "refused" and report.exists() else outcome
 
 
-def from_batch(content: bytes | Callable[[Path], bytes], *words: str) -> Callable[[Path], str]:
+def from_batch(content: bytes, *words: str) -> Callable[[Path], str]:
     """Makes a fault of a batch file with these bytes."""
 
     def run(directory: Path) -> str:
         path = directory / "batch.npz"
-        path.write_bytes(content if isinstance(content, bytes) else content(directory))
+        path.write_bytes(content)
         return audited(directory, "--batch", str(path), words=("--batch", *words))
 
     return run
@@ -123,18 +124,24 @@ def wrong_sum() -> bytes:
     return bytes(content)
 
 
-def bomb() -> bytes:
-    """Compresses 1.1 GB of zeros, in pieces, to about a megabyte."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as written:
-        for name, array in BATCH.items():
-            if name != "log_probs":
-                written.writestr(f"{name}.npy", npy(array))
-        with written.open("log_probs.npy", "w", force_zip64=True) as member:
-            member.write(header((1 << 20, 135)))
-            for _ in range(1080):
-                member.write(bytes(1 << 20))
-    return file.getvalue()
+def bomb(directory: Path) -> str:
+    """Compresses zeros beyond the limit, which is lowered for it."""
+    before, _files.MAX_COMPRESSED = _files.MAX_COMPRESSED, 1 << 20
+    try:
+        content = archive(batch(log_probs=header((1 << 10, 135)) + bytes(1080 << 10)), zipfile.ZIP_DEFLATED)
+        return from_batch(content, "log_probs", "bytes are compressed, expected at most 1,048,576")(directory)
+    finally:
+        _files.MAX_COMPRESSED = before
+
+
+def compared(content: bytes, *words: str) -> Callable[[Path], str]:
+    """Makes a fault of a dump for the parity command."""
+
+    def run(directory: Path) -> str:
+        (directory / "dump").write_bytes(content)
+        return refused(run_command(main, "parity", str(directory / "dump")), "error:", *words)
+
+    return run
 
 
 def dated(dtype: str) -> np.ndarray:
@@ -158,7 +165,7 @@ CASES = {
     "a header that is no mapping": from_batch(
         archive(batch(log_probs=header((3, 5)).replace(b"{", b"["))), "log_probs: cannot be read as an array"
     ),
-    "an array of zeros of 1.1 GB in a megabyte": from_batch(lambda _: bomb(), "bytes are compressed"),
+    "compressed zeros": bomb,
     "an array of Python objects": from_batch(archive(batch(log_probs=header((3, 5), "|O"))), "log_probs has dtype"),
     "complex log-probs": values("log_probs", dated("c16"), "log_probs has dtype complex128, expected numbers"),
     "dates as log-probs": values("log_probs", dated("M8[s]"), "log_probs has dtype datetime64"),
@@ -185,4 +192,14 @@ CASES = {
     "a module that exits": function("raise SystemExit(0)", "functions:logits", "SystemExit: 0"),
     "a module that fails": function("1 / 0", "functions:logits", "ZeroDivisionError"),
 }
-FAULTS = [Fault("audit files", name, run) for name, run in CASES.items()]
+DUMPS = {
+    "an encrypted dump": compared(encrypted(), "is not a NumPy array", "encrypted"),
+    "a dump of other bytes": compared(archive({"log_probs": b"no array"}), "is not a NumPy array"),
+    "a dump whose header is nested too deeply": compared(
+        (100_000).to_bytes(8, "little") + b"[" * 100_000, "is neither an .npz nor a safetensors file"
+    ),
+}
+FAULTS = [
+    *(Fault("audit files", name, run) for name, run in CASES.items()),
+    *(Fault("parity files", name, run) for name, run in DUMPS.items()),
+]
