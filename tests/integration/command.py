@@ -61,17 +61,17 @@ class Run:
         return self
 
 
-def environment(cache: Path | None) -> dict[str, str]:
+def environment(cache: Path) -> dict[str, str]:
     """As many CPU devices as the tests have. `cache` keeps compiled programs for later runs."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla.flags(devices=8)}
-    if cache is not None:
-        settings |= {
-            "PYTHONPYCACHEPREFIX": os.environ.get("PYTHONPYCACHEPREFIX", str(cache / "bytecode")),
-            "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": xla.flags(devices=8),
+        "PYTHONPYCACHEPREFIX": os.environ.get("PYTHONPYCACHEPREFIX", str(cache / "bytecode")),
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     return {**kept, **settings}
 
 

@@ -7,12 +7,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from tests import programs
 from tests.integration.command import (
     assert_same_arrays,
-    environment,
     files,
     records,
-    run,
+    run_here,
     saved_arrays,
     state_arrays,
 )
@@ -38,7 +38,8 @@ def smoke(shared, train):
 def again(smoke):
     """The same command twice into one directory, the second time compiled anew: (files of the first before, second)."""
     before = files(smoke.root)
-    return before, run(environment(None), CONFIG, f"output={smoke.root.parent}").succeeded()
+    with programs.compiled_anew():
+        return before, run_here(CONFIG, f"output={smoke.root.parent}").succeeded()
 
 
 def scalars(directory):
@@ -168,8 +169,8 @@ def test_a_run_in_a_numbered_directory_can_be_continued_by_its_name(again):
     assert resume_run(config).root == second.root
 
 
-def test_another_seed_is_another_run(smoke, shared):
-    other = shared(CONFIG, "seed=1").succeeded()
+def test_another_seed_is_another_run(smoke, again, tmp_path):
+    other = run_here(CONFIG, "seed=1", f"output={tmp_path}").succeeded()
     for phase in ("warm_start", "train"):
         pairs = zip(records(smoke.root, phase), records(other.root, phase), strict=True)
         assert all(one["loss"] != two["loss"] for one, two in pairs)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,7 @@ from train.models.rope import frequencies
 from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.algorithms import make_controllers
-from train.rl.batch import Batch, take_rows
+from train.rl.batch import Batch
 from train.rl.policy import token_stats
 from train.rl.state import initial_state
 from train.rl.step import make_prepare, make_update
@@ -31,6 +31,8 @@ from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.names import PREFIXES, full_name, leaf_mappings
 
 Tree = Any
+# The loss and the weight gradients of an update, by the names of transformers.
+Update = tuple[float, dict[str, np.ndarray]]
 # Half the time to compile, for a program that runs once.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -164,53 +166,52 @@ def prepared_batch(config: Config, batch: Batch) -> Batch:
     return objectives.with_token_weights(config, objectives.make_preparation(config)(batch, states)[0])
 
 
-def update(config: Config) -> tuple[float, dict[str, np.ndarray]]:
-    """The loss and the weight gradients of one update, by the names of transformers.
+def update(configs: Sequence[Config]) -> Iterator[Update]:
+    """Yields one update of each config, which differ in their number of micro-batches alone.
 
     The decoder is run and differentiated once for all presets: the objective sees its log-probs as the parameters, and
     the gradient with respect to them goes on through the decoder.
     """
     model, _ = loaded()
-    log_probs, pull = scored(config.temperature)
+    log_probs, pull = scored(configs[0].temperature)
 
     def stats_of(_: Decoder, policy: kljax.Policy, *__: object, **___: object) -> tuple[kljax.TokenStats, jax.Array]:
         zeros = jnp.zeros_like(policy.params)
         return kljax.TokenStats(policy.params, zeros), jnp.zeros((*zeros.shape, model.config.width))
 
-    micro = config.optim.micro_batches
     head = {"kernel": jnp.zeros(model.config.width), "bias": jnp.zeros(())}
-    objective = objectives.make_objective(config, model)
 
-    def loss_of(log_probs: jax.Array, batch: Batch) -> jax.Array:
-        return objective({"params": log_probs, "value_head": head}, None, batch, objectives.coefficients(config))[0]
+    def summed(config: Config, log_probs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        objective = objectives.make_objective(config, model)
 
-    def whole(log_probs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        parts = zip(jnp.split(log_probs, micro), _split(prepared_batch(config, batch), micro), strict=True)
-        losses, gradients = zip(*(jax.value_and_grad(loss_of)(*part) for part in parts), strict=True)
-        return sum(losses, jnp.zeros(())), jnp.concatenate(gradients)
+        def loss_of(log_probs: jax.Array, batch: Batch) -> jax.Array:
+            return objective({"params": log_probs, "value_head": head}, None, batch, objectives.coefficients(config))[0]
+
+        parts = jax.tree.map(lambda x: x.reshape(config.optim.micro_batches, -1, *x.shape[1:]), (log_probs, batch))
+        losses, gradients = jax.lax.map(lambda part: jax.value_and_grad(loss_of)(*part), parts)
+        return losses.sum(), gradients.reshape(log_probs.shape)
+
+    def whole(log_probs: jax.Array, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
+        prepared = prepared_batch(configs[0], batch)
+        return [summed(config, log_probs, prepared) for config in configs]
 
     with mock.patch.object(objectives, "token_stats", stats_of):
-        arguments = log_probs, full_batch(config.preset or "")
-        loss, cotangent = jax.jit(whole).lower(*arguments).compile(compiler_options=QUICK)(*arguments)
-    return float(loss), dict(_named(model, jax.device_get(pull(cotangent))))
+        arguments = log_probs, full_batch(configs[0].preset or "")
+        results = jax.jit(whole).lower(*arguments).compile(compiler_options=QUICK)(*arguments)
+    return ((float(loss), dict(_named(model, jax.device_get(pull(cotangent))))) for loss, cotangent in results)
 
 
-def compiled_update(config: Config) -> tuple[float, dict[str, np.ndarray]]:
+def compiled_update(configs: Sequence[Config]) -> Iterator[Update]:
     """The same from the trainer's own compiled functions, decoder included, with its micro-batches."""
     (model, params), mesh = loaded(), make_mesh()
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    copied = jax.tree.map(jnp.copy, params)
-    state = initial_state({"params": copied}, keep_gradient(), make_controllers(config), replicated)
-    prepared, _, _ = make_prepare(config, mesh)(full_batch(config.preset or ""), state.controllers)
-    step = make_update(config, model, keep_gradient(), state, mesh)
-    after, metrics = step(state, None, prepared, jnp.arange(recordings.ROWS), objectives.coefficients(config))
-    return float(metrics["loss"].value()), dict(_named(model, jax.device_get(after.opt_state["params"])))
-
-
-def _split(batch: Batch, count: int) -> Iterator[Batch]:
-    """Yields micro-batches of consecutive rows."""
-    rows = recordings.ROWS // count
-    return (take_rows(batch, slice(start, start + rows)) for start in range(0, recordings.ROWS, rows))
+    for config in configs:
+        copied = jax.tree.map(jnp.copy, params)
+        state = initial_state({"params": copied}, keep_gradient(), make_controllers(config), replicated)
+        prepared, _, _ = make_prepare(config, mesh)(full_batch(config.preset or ""), state.controllers)
+        step = make_update(config, model, keep_gradient(), state, mesh)
+        after, metrics = step(state, None, prepared, jnp.arange(recordings.ROWS), objectives.coefficients(config))
+        yield float(metrics["loss"].value()), dict(_named(model, jax.device_get(after.opt_state["params"])))
 
 
 def _named(model: Decoder, gradients: Tree) -> Iterator[tuple[str, np.ndarray]]:
@@ -223,23 +224,26 @@ def _named(model: Decoder, gradients: Tree) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def prove(
-    name: str, run: Callable[[Config], tuple[float, dict[str, np.ndarray]]] = update, micro_batches: int = 1
-) -> Proof:
-    """Runs a preset and compares it with its recording of one micro-batch."""
+    name: str, run: Callable[[Sequence[Config]], Iterator[Update]] = update, micro_batches: Sequence[int] = (1,)
+) -> list[Proof]:
+    """Runs a preset with each number of micro-batches, and compares it with its recording of one."""
     system, _, algorithm = name.partition("/")
     index, arrays = recording(system)
     entry = index["algorithms"][algorithm]["accumulation"]
-    with float64():
-        loss, gradients = run(config_of(name, micro_batches))
     theirs = {key.split("/", 2)[2]: array for key, array in arrays.items() if key.startswith(f"{algorithm}/1/")}
-    assert theirs.keys() == gradients.keys()
     expected = entry["1"]["loss"] - (empty_row_of_rloo() if name == "trl/rloo" else 0.0)
-    return Proof(
-        dtype=index["dtype"],
-        loss=abs(loss - expected) / abs(expected),
-        gradient=_distance(gradients, theirs),
-        accumulation=entry["2"]["distance"],
-    )
+
+    def compared(loss: float, gradients: Mapping[str, np.ndarray]) -> Proof:
+        assert theirs.keys() == gradients.keys()
+        return Proof(
+            dtype=index["dtype"],
+            loss=abs(loss - expected) / abs(expected),
+            gradient=_distance(gradients, theirs),
+            accumulation=entry["2"]["distance"],
+        )
+
+    with float64():
+        return [compared(*found) for found in run([config_of(name, count) for count in micro_batches])]
 
 
 def empty_row_of_rloo() -> float:

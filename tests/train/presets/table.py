@@ -20,7 +20,7 @@ def rows(names: list[str]) -> Iterator[str]:
             yield f"| `{name}` | | not recorded | | | |"
             continue
         index, _ = proof.recording(name.partition("/")[0])
-        found = proof.prove(name)
+        (found,) = proof.prove(name)
         changes = f"{found.accumulation:.0%}" if found.accumulation > 1e-9 else "same"
         yield (
             f"| `{name}` | {index['version']} | {found.dtype} | {found.loss:.0e} | {found.gradient:.0e} | {changes} |"

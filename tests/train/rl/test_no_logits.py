@@ -41,7 +41,8 @@ KINDS = {
     "lora": ("kl.loss.coef=0.1", "lora={rank: 2, alpha: 4.0}", "model.tie_embeddings=false"),
     "exact": ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}"),
 }
-MESHES = ((1, 1, 1), (2, 2, 2))
+ONE_DEVICE, EIGHT_DEVICES = (1, 1, 1), (2, 2, 2)
+MESHES = (EIGHT_DEVICES, pytest.param(ONE_DEVICE, marks=pytest.mark.thorough))
 SHAPE = re.compile(r"\b(?:pred|[a-z]+[0-9]+)\[([0-9,]+)\]")
 
 
@@ -107,8 +108,15 @@ def rl_programs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, jax.stages.Comp
     return {"score": compiled(score), "update": compiled(update)}
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *((kind, EIGHT_DEVICES) for kind in KINDS),
+        ("full", ONE_DEVICE),
+        *(pytest.param(kind, ONE_DEVICE, marks=pytest.mark.thorough) for kind in ("lora", "exact")),
+    ],
+    ids=str,
+)
 def test_scoring_and_updates_hold_no_logits(kind, shape):
     mesh = tiny.mesh_of(*shape)
     with jax.set_mesh(mesh):
