@@ -21,7 +21,7 @@ FEATURES = {
         "kl.loss.controller={type: pi, target: 0.1, kp: 0.1, ki: 0.1}",
         "kl.reward={coef: 0.1, controller: {type: adaptive, target: 0.1, horizon: 100}}",
     ),
-    "epochs": ("optim={epochs: 2, updates_per_batch: 2, micro_batches: 2}", "loss={type: kl_cov}"),
+    "epochs": ("optim={epochs: 2, updates_per_batch: 2, micro_batches: 2}", "loss={type: gspo}"),
     # Beyond the limit after nearly every step.
     "roll_back": ("guard={max_kl: 1e-6, action: roll_back, max_actions: 9}", "checkpoint.every=2"),
     "slower": ("guard={max_kl: 1e-6, action: lower_learning_rate, max_actions: 9}",),
