@@ -1,6 +1,7 @@
 """The tables of algorithms: complete, with the defaults of the library, and chosen by name."""
 
 import importlib
+import typing
 
 import pytest
 
@@ -17,6 +18,7 @@ from train.config.algorithms import (
 )
 from train.config.errors import ConfigError
 from train.config.fields import known_fields, variant_fields
+from train.config.kl import AdvantageKL, LossKL, RewardKL, RolloutKL
 from train.config.load import apply_overrides, dump_yaml, parse
 from train.config.loss import ADVANTAGE_VARIANTS, LOSS_VARIANTS
 from train.config.plan import Plan
@@ -228,3 +230,26 @@ def test_every_field_of_an_algorithm_has_a_meaning() -> None:
     sections = ("loss.", "advantage.", "correction.", "optim.optimizer.", "optim.schedule.", "kl.loss.controller.")
     for (path, variant), known in variant_fields().items():
         assert known.doc or not path.startswith(sections) or known_fields()[path].doc, (path, variant)
+
+
+TERMS = {
+    "kl_shaped_rewards": (RewardKL, {}),
+    "reference_kl_loss": (LossKL, {}),
+    "centered_kl_advantages": (AdvantageKL, {}),
+    # Zero, and another name of k3, are no penalties for a sampler that drifts.
+    "rollout_kl_loss": (RolloutKL, {"estimator": {"none", "low_var_kl"}}),
+}
+
+
+@pytest.mark.parametrize("function", TERMS)
+def test_a_term_of_the_kl_has_the_options_of_its_function(function: str) -> None:
+    section, without = TERMS[function]
+    fields = section.model_fields
+    for parameter in read_signature(f"kljax:{function}").parameters:
+        if parameter.type is None or parameter.name == "coef":
+            continue
+        assert fields[parameter.name].default == parameter.default, parameter.name
+        offered, known = (set(typing.get_args(of)) for of in (fields[parameter.name].annotation, parameter.type))
+        if all(isinstance(name, str) for name in known):
+            flat = {name for entry in offered for name in (typing.get_args(entry) or (entry,))}
+            assert flat - {"exact"} == known - without.get(parameter.name, set())
