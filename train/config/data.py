@@ -14,6 +14,7 @@ from train.config.types import (
     Operations,
     PathText,
     Positive,
+    Seconds,
     Section,
     Table,
     TemplateArguments,
@@ -101,5 +102,5 @@ class Rewards(Section):
     """Soft punishment of a completion of the full length."""
     workers: CountOrZero = 0
     """jsonl: processes that call data.reward, which may then hang or exit; 0: the trainer calls it itself."""
-    timeout: Positive = 60.0
+    timeout: Seconds = 60.0
     """jsonl: seconds that one call of data.reward may take."""

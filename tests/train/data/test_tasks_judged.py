@@ -343,6 +343,8 @@ def test_worker_processes_score_as_this_process_does(own):
 def test_only_a_task_of_one_s_own_has_worker_processes():
     with pytest.raises(UserError, match=r"rewards\.workers: task gsm8k does not read it, only jsonl"):
         parse({"steps": 1, "task": "gsm8k", "rewards": {"workers": 2}})
+    with pytest.raises(UserError, match=r"rewards\.timeout: got .*, expected a number > 0 and <= 1_000_000"):
+        parse({"steps": 1, "task": "jsonl", "rewards": {"timeout": 1e300}})
 
 
 @pytest.mark.parametrize(
