@@ -161,7 +161,8 @@ def restore_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None =
 
     Raises:
       FileNotFoundError: if there is no checkpoint at `path`.
-      ValueError: if the structure, a shape or a dtype differs, naming the first leaves that do.
+      ValueError: if the structure, a shape or a dtype differs, naming the first leaves that do; if an array cannot be
+        read, or differs from its digest, which the trainer saves beside its arrays.
 
     References:
       Orbax, `PyTreeRestore` with `partial_restore`.

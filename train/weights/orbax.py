@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 import kljax
+from kljax import _orbax
+from kljax.digests import array_digest, check_digests, seal, tree_digests
 from kljax.trees import first_five, named_leaves, shape_and_dtype
 from train.config.errors import UserError
 from train.config.schema import Checkpoint
@@ -45,10 +47,26 @@ def _items(state: TrainState) -> dict[str, Tree]:
     return {ITEM: saved_fields} if reference is None else {ITEM: saved_fields, REFERENCE: reference}
 
 
-def save_base(path: Path, params: Tree) -> None:
-    """Writes the base weights atomically: orbax renames the finished directory into place."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), params)
+def _with_digests(tree: Tree, content: Mapping[str, Any] | None = None) -> ocp.args.StandardSave:
+    """Makes the arguments of a save, with the digests of the arrays and further values sealed beside them."""
+    sealed = seal({"arrays": tree_digests(tree), **(content or {})})
+    return ocp.args.StandardSave(tree, custom_metadata=sealed)
+
+
+def save_base(path: Path, params: Tree, content: Mapping[str, Any] | None = None) -> None:
+    """Writes weights and their digests atomically: orbax renames the finished directory into place.
+
+    Args:
+      content: further JSON values to seal beside the arrays.
+    """
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        checkpointer.save(path.absolute(), args=_with_digests(params, content))
+
+
+def warn_without_digests(path: Path) -> None:
+    """Warns of a directory that was written before there were digests; raises as `kljax.restore_tree` does."""
+    if _orbax.saved_content(path) is None:
+        logging.getLogger(__name__).warning("%s has no digests, so damage to its arrays would not be noticed", path)
 
 
 def check_saved(step: int, saved: Sequence[int]) -> None:
@@ -83,16 +101,21 @@ class Checkpoints:
         check_saved(step, self.steps())
         return self._directory / str(step) / ITEM
 
-    def save(self, state: TrainState, step: int) -> None:
-        """Starts a save; the arrays are copied before it returns, so the state may be donated afterwards."""
-        items = {name: ocp.args.StandardSave(item) for name, item in _items(state).items()}
+    def save(self, state: TrainState, step: int, content: Mapping[str, Any] | None = None) -> None:
+        """Starts a save; the arrays are copied before it returns, so the state may be donated afterwards.
+
+        Args:
+          content: further JSON values to seal beside the state; `content` of the step reads them.
+        """
+        items = {name: _with_digests(item, content if name == ITEM else None) for name, item in _items(state).items()}
         self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore_last(self, like: TrainState) -> TrainState | None:
         """Restores the newest readable state with the shardings of `like`; returns None if there is none.
 
-        `reference` is None unless `like` and the checkpoint have a reference of the same layout. An unreadable
-        checkpoint is named in a warning, moved to `damaged` and skipped.
+        `reference` is None unless `like` and the checkpoint have a reference of the same layout. A checkpoint that
+        cannot be read, or with an array that differs from its digest, is named in a warning, moved to `damaged` and
+        skipped.
 
         Raises:
           UserError: a complete checkpoint has other names, shapes or dtypes than `like`; it is not moved.
@@ -102,7 +125,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             try:
                 return self._restore(step, like)
-            except UserError:
+            except (UserError, MemoryError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:
                 # Orbax raises several types for damaged files, some of them bare `Exception`.
@@ -116,18 +139,25 @@ class Checkpoints:
             del expected[REFERENCE]
         args = {name: ocp.args.StandardRestore(abstract(item)) for name, item in expected.items()}
         items = self._manager.restore(step, args=ocp.args.Composite(**args))
+        for name in expected:
+            self._check_item(step, name, items[name])
         return TrainState(**items[ITEM], reference=items[REFERENCE] if REFERENCE in expected else None)
+
+    def _check_item(self, step: int, item: str, tree: Tree) -> None:
+        """Raises ValueError if a restored item differs from its digests; warns if it has none."""
+        directory = self._directory / str(step) / item
+        content = _orbax.saved_content(directory)
+        if content is None:
+            warn_without_digests(directory)
+        else:
+            check_digests(f"checkpoint {directory}", tree, content["arrays"])
 
     def _saved_layout(self, step: int, item: str) -> dict[str, str] | None:
         """Reads the layout of an item of a step; None if the step has no such item."""
         directory = self._directory / str(step) / item
         if item != ITEM and not directory.is_dir():
             return None
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            metadata = checkpointer.metadata(directory).item_metadata
-        if metadata is None:
-            raise ValueError("its metadata cannot be read")
-        return _layout(metadata.tree)
+        return _layout(_orbax.saved_tree(directory))
 
     def _check_fits(self, step: int, like: Tree) -> None:
         saved, expected = self._saved_layout(step, ITEM) or {}, _layout(like)
@@ -146,9 +176,11 @@ class Checkpoints:
         damaged.mkdir(exist_ok=True)
         target = damaged / f"{step}-{len(list(damaged.iterdir()))}"
         shutil.move(self._directory / str(step), target)
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         logging.getLogger(__name__).warning(
-            "checkpoint %s is damaged and was skipped (moved to %s): %s", self._directory / str(step), target, reason
+            "checkpoint %s is damaged and was skipped (moved to %s): %s",
+            self._directory / str(step),
+            target,
+            _orbax.first_line(error),
         )
         self._manager = ocp.CheckpointManager(self._directory, options=self._options)
 
@@ -164,6 +196,7 @@ class Checkpoints:
 def restore_base(path: Path, abstract_params: Tree, field: str, *, item: str | None = None) -> Tree:
     """Restores base weights from a `save_base` directory or a checkpoint; raises `UserError` naming `field`."""
     try:
+        warn_without_digests(path)
         return kljax.restore_tree(path, abstract_params, item=item)
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"{field}: {error}") from error
@@ -174,19 +207,25 @@ def orbax_arrays(path: Path, item: str | None) -> dict[str, SavedArray]:
 
     Raises:
       FileNotFoundError: there is no readable checkpoint.
+      ValueError: it is damaged; reading an array raises this too.
     """
     directory = path.absolute()
-    with ocp.PyTreeCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(directory).item_metadata if directory.is_dir() else None
-    if metadata is None:
-        raise FileNotFoundError(f"no readable checkpoint at {directory}")
+    tree, content = _orbax.saved_tree(directory), _orbax.saved_content(directory)
+    digests = None if content is None else content["arrays"]
     prefix = "" if item is None else f"{item}."
 
     def lazy_array(name: str, leaf: Any) -> SavedArray:
         shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-        return SavedArray(shape, dtype, lambda: _read_leaf(directory, name, jax.ShapeDtypeStruct(shape, dtype)))
 
-    leaves = {name: leaf for name, leaf in named_leaves(metadata.tree).items() if name.startswith(prefix)}
+        def read() -> np.ndarray:
+            array = _read_leaf(directory, name, jax.ShapeDtypeStruct(shape, dtype))
+            if digests is not None and digests[name] != array_digest(array):
+                raise ValueError(f"checkpoint {directory} is damaged: {name} differs from its digest")
+            return array
+
+        return SavedArray(shape, dtype, read)
+
+    leaves = {name: leaf for name, leaf in named_leaves(tree).items() if name.startswith(prefix)}
     return {name.removeprefix(prefix): lazy_array(name, leaf) for name, leaf in leaves.items()}
 
 
@@ -197,5 +236,8 @@ def _read_leaf(directory: Path, name: str, abstract_leaf: jax.ShapeDtypeStruct) 
         item, restore_args = {key: item}, {key: restore_args}
     with ocp.PyTreeCheckpointer() as checkpointer:
         arguments = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
-        (leaf,) = jax.tree.leaves(checkpointer.restore(directory, args=arguments))
+        try:
+            (leaf,) = jax.tree.leaves(checkpointer.restore(directory, args=arguments))
+        except Exception as error:
+            raise ValueError(f"checkpoint {directory} is damaged: {_orbax.first_line(error)}") from error
     return np.asarray(leaf)

@@ -1,0 +1,112 @@
+"""Digests of arrays, with which damage on disk is noticed when the arrays are read back.
+
+The digest of an array hashes its sums along every axis, with its bits taken as unsigned integers. A flipped bit changes
+one sum of every axis, and a damaged block many. Sums of shards add up, so a digest does not depend on the sharding, is
+computed on the devices that have the array, and no host needs all of it. On the host it takes one pass at the speed of
+memory. Digests notice faults of disks and memory, not changes that someone makes on purpose.
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kljax.trees import first_five, named_leaves, shape_and_dtype
+
+Tree = Any
+CONTENT, SEAL = "kljax", "digest"
+
+
+def array_digest(array: Any) -> str:
+    """Computes the digest of an array: its dtype, its shape and 16 hexadecimal digits."""
+    on_host = isinstance(array, np.ndarray | np.generic) or _is_readable(array)
+    sums = _host_sums(np.asarray(array)) if on_host else jax.device_get(_device_sums(array))
+    hashed = hashlib.blake2b(digest_size=8)
+    for values in sums:
+        hashed.update(np.ascontiguousarray(values).data)
+    return f"{shape_and_dtype(array)} {hashed.hexdigest()}"
+
+
+def tree_digests(tree: Tree) -> dict[str, str]:
+    """Computes the digests of all arrays of a tree in parallel, by dotted name."""
+    leaves = named_leaves(tree)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(leaves, pool.map(array_digest, leaves.values()), strict=True))
+
+
+def check_digests(label: str, tree: Tree, digests: Mapping[str, str]) -> None:
+    """Compares the arrays of a tree with their digests; further digests are ignored.
+
+    Raises:
+      ValueError: with `label`, naming the first arrays that differ or have no digest.
+    """
+    differing = [
+        f"{name}: got {digest}, expected {digests.get(name, 'a digest')}"
+        for name, digest in tree_digests(tree).items()
+        if digest != digests.get(name)
+    ]
+    if differing:
+        raise ValueError(f"{label} is damaged: arrays differ from what was saved: {first_five(differing)}")
+
+
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts a digest beside JSON values, so that damage to the values is noticed too."""
+    return {CONTENT: content, SEAL: _json_digest(content)}
+
+
+def open_sealed(label: str, sealed: Any) -> dict[str, Any]:
+    """Returns the values that `seal` was given; raises ValueError with `label` if they or their digest changed."""
+    content = sealed.get(CONTENT) if isinstance(sealed, dict) else None
+    if not isinstance(content, dict) or sealed.get(SEAL) != _json_digest(content):
+        raise ValueError(f"{label} is damaged: it differs from what was saved")
+    return content
+
+
+def _json_digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _is_readable(array: jax.Array) -> bool:
+    """Whether the host reads the array where it is."""
+    return array.is_fully_addressable and all(device.platform == "cpu" for device in array.devices())
+
+
+def _host_sums(array: np.ndarray) -> list[np.ndarray]:
+    words = array.view(f"u{array.dtype.itemsize}")
+    sums = []
+    while words.ndim > 1:
+        sums.append(np.add.reduce(words.reshape(-1, words.shape[-1]), axis=0, dtype=words.dtype))
+        words = np.add.reduce(words, axis=-1, dtype=words.dtype)
+    return [*sums, words]
+
+
+def _device_sums(array: jax.Array) -> list[jax.Array]:
+    sharding = array.sharding
+    everywhere = None
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    return _compiled_sums(everywhere)(array)
+
+
+@functools.cache
+def _compiled_sums(everywhere: jax.sharding.Sharding | None) -> Any:
+    """Compiles the sums of `_host_sums` for arrays on devices; the sums are replicated."""
+
+    def sums(array: jax.Array) -> list[jax.Array]:
+        unsigned = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+        is_bool = array.dtype == jnp.bool_
+        words = array.astype(unsigned) if is_bool else jax.lax.bitcast_convert_type(array, unsigned)
+        found = []
+        while words.ndim > 1:
+            found.append(words.sum(axis=tuple(range(words.ndim - 1)), dtype=unsigned))
+            words = words.sum(axis=-1, dtype=unsigned)
+        return [*found, words]
+
+    return jax.jit(sums, out_shardings=everywhere)

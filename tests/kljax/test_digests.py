@@ -1,0 +1,97 @@
+"""Digests: every bit counts, shardings and devices do not, and records of digests are protected themselves."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kljax import digests
+
+ARRAYS = {
+    "matrix": np.arange(35, dtype=np.float32).reshape(5, 7),
+    "stacked": np.arange(60, dtype=np.int32).reshape(3, 4, 5),
+    "scalar": np.float32(3),
+    "row": np.arange(9, dtype=np.int8),
+    "half": np.arange(12).reshape(3, 4).astype(jnp.bfloat16),
+    "flags": np.array([[True, False], [True, True]]),
+    "long": np.arange(6, dtype=np.int64).reshape(2, 3) << 40,
+    "empty": np.zeros((0, 3), np.float32),
+}
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+def test_every_flipped_bit_changes_the_digest(array):
+    before = digests.array_digest(array)
+    raw = bytearray(np.asarray(array).tobytes())
+    for bit in range(8 * len(raw) if array.dtype != np.bool_ else 0):
+        raw[bit // 8] ^= 1 << bit % 8
+        flipped = np.frombuffer(bytes(raw), array.dtype).reshape(array.shape)
+        assert digests.array_digest(flipped) != before, f"bit {bit}"
+        raw[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
+def test_host_and_devices_agree(array):
+    on_device = jnp.asarray(array)
+    assert on_device.dtype == array.dtype
+    sums = digests._device_sums(on_device)
+    expected = digests._host_sums(np.asarray(array))
+    assert len(sums) == len(expected)
+    for got, wanted in zip(sums, expected, strict=True):
+        assert np.asarray(got).tobytes() == wanted.tobytes()
+    assert digests.array_digest(on_device) == digests.array_digest(array)
+
+
+def test_the_digest_does_not_depend_on_the_sharding():
+    values = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b"))
+    for spec in (PartitionSpec(), PartitionSpec("a"), PartitionSpec("b", "a"), PartitionSpec(None, ("a", "b"))):
+        sharded = jax.device_put(values, NamedSharding(mesh, spec))
+        assert digests.array_digest(sharded) == digests.array_digest(values)
+        for got, wanted in zip(digests._device_sums(sharded), digests._host_sums(values), strict=True):
+            assert np.asarray(got).tobytes() == wanted.tobytes()
+
+
+def test_order_shape_and_dtype_count():
+    values = np.arange(12, dtype=np.float32)
+    others = [values[::-1], np.roll(values, 1), values.reshape(3, 4), values.reshape(4, 3), values.view(np.int32)]
+    others += [values.reshape(3, 4)[::-1], values.reshape(3, 4)[:, ::-1]]
+    assert len({digests.array_digest(np.ascontiguousarray(x)) for x in [values, *others]}) == 8
+
+
+def test_arrays_that_differ_or_have_no_digest_are_named():
+    tree = {"a": {"w": np.ones(3, np.float32)}, "b": np.zeros((2, 2), np.float32)}
+    saved = digests.tree_digests(tree)
+    assert list(saved) == ["a.w", "b"]
+    digests.check_digests("it", tree, saved | {"more": "float32[] 00"})
+    changed = {**tree, "b": tree["b"] + 1}
+    with pytest.raises(
+        ValueError, match=r"^it is damaged: arrays differ .*: b: got float32\[2, 2\] \w+, expected float32"
+    ):
+        digests.check_digests("it", changed, saved)
+    with pytest.raises(ValueError, match=r"a\.w: got .*, expected a digest"):
+        digests.check_digests("it", tree, {"b": saved["b"]})
+
+
+def test_every_change_of_a_sealed_record_is_noticed():
+    content = {"arrays": {"w": "float32[2] 0a"}, "step": 3}
+    text = json.dumps(digests.seal(content))
+    assert digests.open_sealed("it", json.loads(text)) == content
+    noticed = 0
+    for position in range(len(text)):
+        for bit in range(7):
+            changed = text[:position] + chr(ord(text[position]) ^ 1 << bit) + text[position + 1 :]
+            try:
+                parsed = json.loads(changed)
+            except ValueError:
+                continue
+            with pytest.raises(ValueError, match=r"^it is damaged"):
+                digests.open_sealed("it", parsed)
+            noticed += 1
+    assert noticed > 300
+    for other in (None, [], {}, {"kljax": 3, "digest": ""}):
+        with pytest.raises(ValueError, match=r"^it is damaged"):
+            digests.open_sealed("it", other)
