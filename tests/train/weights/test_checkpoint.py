@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import kljax
+from kljax import _orbax
+from kljax.digests import array_digest
 from tests import tiny
 from train.config.errors import UserError
 from train.config.schema import Checkpoint
@@ -245,3 +248,47 @@ def test_a_state_without_a_controller_comes_back(tmp_path):
     checkpoints.close()
     assert restored.controllers == {}
     chex.assert_trees_all_equal(restored, state)
+
+
+def test_every_item_carries_the_digests_of_its_arrays(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", SECTION)
+    state = dataclasses.replace(state_of(1), reference={"w": jnp.arange(3.0)})
+    checkpoints.save(state, 1, {"note": [1, 2]})
+    checkpoints.close()
+    record = _orbax.saved_content(tmp_path / "checkpoints" / "1" / "state")
+    assert record["note"] == [1, 2]
+    assert record["arrays"]["trainable.params.w"] == array_digest(state.trainable["params"]["w"])
+    assert len(record["arrays"]) == len(jax.tree.leaves(state)) - 1
+    moving = _orbax.saved_content(tmp_path / "checkpoints" / "1" / "reference")
+    assert moving == {"arrays": {"w": array_digest(np.arange(3, dtype=np.float32))}}
+
+
+def test_what_was_written_before_there_were_digests_is_read_with_a_warning(tmp_path, caplog):
+    params = {"w": jnp.arange(6.0)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "base", params)
+    chex.assert_trees_all_equal(restore_base(tmp_path / "base", abstract(params), "base"), params)
+    assert [record.getMessage() for record in caplog.records if record.name == "train.weights.orbax"] == [
+        f"{tmp_path}/base has no digests, so damage to its arrays would not be noticed"
+    ]
+
+
+def test_a_damaged_record_of_digests_is_damage(run, caplog):
+    path = run / "checkpoints" / "4" / "state" / "_METADATA"
+    path.write_text(path.read_text().replace("float32[4, 300] ", "float32[4, 300]  ", 1))
+    checkpoints = opened(run)
+    chex.assert_trees_all_equal(checkpoints.restore_last(state_of(9)), state_of(3))
+    checkpoints.close()
+    assert "its record of digests is damaged" in caplog.text
+
+
+def test_full_memory_is_no_damage(run, monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    checkpoints = opened(run)
+    monkeypatch.setattr(checkpoints, "_restore", fail)
+    with pytest.raises(MemoryError):
+        checkpoints.restore_last(state_of(9))
+    checkpoints.close()
+    assert not (run / "damaged").exists()

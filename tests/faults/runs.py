@@ -1,0 +1,56 @@
+"""One tiny finished run of the real command, made once for all faults, and copies of it to harm."""
+
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+from tests.faults.case import Finished, run_command
+from tests.integration.command import PPO, Run, environment, finish, shared_run, start
+from train.__main__ import main
+
+NAME = "ppo_adaptive_kl"
+STEPS = 4
+RECIPE = PPO
+_SHARED: list[Path] = []
+
+
+def share(directory: Path) -> None:
+    """Takes the run from a directory that other tests use too, instead of making one."""
+    _SHARED.append(directory)
+    finished_run.cache_clear()
+
+
+@functools.cache
+def finished_run() -> Run:
+    """Returns the run; nobody may change what it wrote."""
+    return shared_run(_directory(), *RECIPE).succeeded()
+
+
+def _directory() -> Path:
+    if not _SHARED:
+        made = Path(tempfile.mkdtemp(prefix="faults-"))
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        _SHARED.append(made)
+    return _SHARED[-1]
+
+
+def copied_run(output: Path) -> Path:
+    """Copies the run below `output`, with the path of the output in its config left as it was."""
+    return Path(shutil.copytree(finished_run().root, output / NAME))
+
+
+def resume(output: Path, *overrides: str) -> Finished:
+    """Continues the copy below `output` in this process."""
+    return run_command(main, *RECIPE, f"output={output}", *overrides, "--resume")
+
+
+def command_environment() -> dict[str, str]:
+    """Returns the environment of a process of the command, with the compiled programs of the run."""
+    return environment(_directory())
+
+
+def started_run(*arguments: object) -> Run:
+    """Runs the command in a process of its own."""
+    return finish(start(command_environment(), *arguments))
