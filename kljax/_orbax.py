@@ -135,7 +135,7 @@ def sharded_on_first_device(tree: Tree) -> Tree:
 
 def first_line(error: Exception) -> str:
     """Returns the first line of an error, of which orbax writes many, or its type if it has no text."""
-    lines = str(error).strip().splitlines()
+    lines = str(error).partition(". See full TensorStore details")[0].strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
 

@@ -2,13 +2,19 @@
 
 import atexit
 import functools
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
+from tests import xla
 from tests.faults.case import Finished, run_command
 from tests.integration.command import PPO, Run, environment, finish, shared_run, start
 from train.__main__ import main
+
+# The run is compiled as the tests compile, and so must be what continues it in this process.
+os.environ.setdefault("XLA_FLAGS", xla.flags(devices=1))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 NAME = "ppo_adaptive_kl"
 STEPS = 4

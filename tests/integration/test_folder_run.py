@@ -19,6 +19,7 @@ from train.models.sharding import make_mesh
 from train.rl.policy import init_params, token_stats
 from train.run.run import run
 from train.run.saved import SavedRun
+from train.weights.files import read_record
 from train.weights.huggingface import folder_digest, load_params, save_folder
 from train.weights.huggingface.config import decoder_config
 from train.weights.model import make_model
@@ -81,7 +82,7 @@ def test_what_was_trained_is_exported_and_gives_the_same_log_probs(trained, tmp_
 
 def test_a_run_with_an_adapter_remembers_its_folder_instead_of_copying_it(trained):
     _, root, folder = trained
-    assert json.loads((root / "base.json").read_text()) == {"folder": str(folder), "digest": folder_digest(folder)}
+    assert read_record(root / "base.json", "") == {"folder": str(folder), "digest": folder_digest(folder)}
     assert not (root / "base").exists()
     assert sum(path.stat().st_size for path in (root / "checkpoints").rglob("*")) < 200_000
 
@@ -117,7 +118,7 @@ def test_a_base_in_int8_is_read_from_the_folder_again(trained, tmp_path):
     assert run(load(config, [*overrides, "steps=1"])) == 0
     assert run(load(config, overrides), resume=True) == 0
     root = tmp_path / "run"
-    assert json.loads((root / "base.json").read_text()) == {"folder": str(folder), "digest": folder_digest(folder)}
+    assert read_record(root / "base.json", "") == {"folder": str(folder), "digest": folder_digest(folder)}
     assert not (root / "base").exists()
     one, two = (
         [

@@ -10,7 +10,14 @@ from train.references.follow import (
     with_abstract_reference,
 )
 from train.references.load import check_reference, load_reference, pinned_steps, start_reference
-from train.references.record import assert_unchanged, is_recorded, record_reference, reference_fingerprint
+from train.references.record import (
+    assert_unchanged,
+    is_recorded,
+    record_reference,
+    reference_fingerprint,
+    restore_record,
+    saved_entries,
+)
 
 __all__ = [
     "assert_unchanged",
@@ -25,7 +32,9 @@ __all__ = [
     "pinned_steps",
     "record_reference",
     "reference_fingerprint",
+    "restore_record",
     "run_directory_of",
+    "saved_entries",
     "start_following",
     "start_reference",
     "warn_of_other_base",

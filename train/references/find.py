@@ -11,6 +11,7 @@ from train.config.schema import Config
 from train.config.yaml_text import parse_yaml
 from train.data.tokenizers import load_tokenizer
 from train.models import Decoder
+from train.weights.files import check_sealed_text
 from train.weights.huggingface.config import decoder_config
 from train.weights.model import make_model
 from train.weights.orbax import ITEM
@@ -122,6 +123,7 @@ def teacher_model(form: Format, path: Path, policy: Decoder) -> Decoder:
     run, param_dtype = run_directory_of(path), policy.config.param_dtype
     if run is not None:
         # Only the decoder's section is read: files that the rest of the config names may be gone.
+        check_sealed_text(run / "config.yaml", "restore it from a copy")
         raw, _ = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
         section = raw.get("model", {})
         if isinstance(section, dict):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 import kljax
-from train.config.errors import UserError
+from train.config.errors import UserError, warn
 from train.config.schema import Config
 from train.references.follow import follows_policy
 from train.rl.reference import Reference
-from train.weights.files import write_text_atomic
+from train.weights.files import read_record, write_record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +58,48 @@ def entry_of(config: Config, fingerprint: np.ndarray | None, step: int) -> Entry
     return Entry(step, identity, digest)
 
 
-def read_record(path: Path) -> list[Entry]:
-    """Reads the references that the run has had, the present one last."""
-    return [Entry(**entry) for entry in json.loads(path.read_text())] if path.is_file() else []
+def read_entries(path: Path) -> list[Entry]:
+    """Reads the references that the run has had, the present one last.
+
+    Raises:
+      UserError: the record is damaged.
+    """
+    hint = "restore it from a copy, or delete it if the weights of the reference are certain"
+    record = read_record(path, hint) if path.is_file() else []
+    entries: Any = record.get("references") if isinstance(record, dict) else record
+    try:
+        return [Entry(**entry) for entry in entries]
+    except TypeError as error:
+        raise UserError(f"{path} is damaged: expected a list of references; {hint}") from error
+
+
+def saved_entries(path: Path) -> list[dict[str, Any]]:
+    """Lists the recorded references as JSON values, for a checkpoint to carry."""
+    return [dataclasses.asdict(entry) for entry in read_entries(path)]
+
+
+def restore_record(path: Path, carried: Sequence[dict[str, Any]]) -> None:
+    """Writes the record again from the entries that a checkpoint carries, if it is gone or damaged, and says so.
+
+    Raises:
+      UserError: the record is damaged, and the checkpoint carries none.
+    """
+    if not carried:
+        read_entries(path)
+        return
+    problem = None if path.is_file() else f"{path} is gone"
+    try:
+        read_entries(path)
+    except UserError as error:
+        problem = str(error).partition(";")[0]
+    if problem is not None:
+        warn(f"{problem}; it is written again from the checkpoint")
+        write_record(path, {"references": list(carried)})
 
 
 def is_recorded(path: Path, config: Config) -> bool:
     """Whether the last recorded reference of the run is the one that this config names."""
-    entries = read_record(path)
+    entries = read_entries(path)
     return bool(entries) and entries[-1].identity == entry_of(config, None, 0).identity
 
 
@@ -75,7 +109,7 @@ def record_reference(path: Path, config: Config, fingerprint: np.ndarray | None,
     Raises:
       UserError: the weights differ from those that the run loaded first.
     """
-    entries, entry = read_record(path), entry_of(config, fingerprint, step)
+    entries, entry = read_entries(path), entry_of(config, fingerprint, step)
     if is_recorded(path, config):
         before = entries[-1]
         if before.digest != entry.digest:
@@ -86,5 +120,4 @@ def record_reference(path: Path, config: Config, fingerprint: np.ndarray | None,
                 "weights, or set `reference` to another source"
             )
         return
-    text = json.dumps([dataclasses.asdict(item) for item in [*entries, entry]], indent=2)
-    write_text_atomic(path, text + "\n")
+    write_record(path, {"references": [dataclasses.asdict(item) for item in [*entries, entry]]})

@@ -6,7 +6,6 @@ as it is stays where it is: `base.json` records its path and digest.
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from train.models.int8 import quantise_params
 from train.references import is_recorded, locate, run_directory_of
 from train.rl.policy import abstract_params
 from train.run.directory import RunDirectory
-from train.weights.files import write_text_atomic
+from train.weights.files import read_record, write_record
 from train.weights.huggingface import folder_arrays, folder_digest, load_params
 from train.weights.model import field_errors, unquantized
 from train.weights.orbax import orbax_arrays, restore_base
@@ -31,7 +30,7 @@ from train.weights.peft import is_peft
 from train.weights.saved_array import SavedArray
 
 Tree = Any
-RECORD = "base.json"
+RECORD_HINT = "restore it from a copy, or start a new run"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +99,23 @@ class ExpectedBase:
 def record_folder(root: Path, folder: str | Path) -> None:
     """Records in the run directory `root` that its base is a folder, with the digest of the folder."""
     record = {"folder": str(Path(folder).absolute()), "digest": folder_digest(folder)}
-    write_text_atomic(root / RECORD, json.dumps(record, indent=2) + "\n")
+    write_record(RunDirectory(root).base_record, record)
 
 
 def saved_base(root: Path) -> SavedBase | None:
-    """Locates the base that a run saved or recorded, or returns None if it has none yet."""
-    if (root / RECORD).is_file():
-        record = json.loads((root / RECORD).read_text(encoding="utf-8"))
-        return SavedBase(Path(record["folder"]), digest=record["digest"])
-    base = RunDirectory(root).base
+    """Locates the base that a run saved or recorded, or returns None if it has none yet.
+
+    Raises:
+      UserError: the record is damaged.
+    """
+    directory = RunDirectory(root)
+    if directory.base_record.is_file():
+        record = read_record(directory.base_record, RECORD_HINT)
+        try:
+            return SavedBase(Path(record["folder"]), digest=str(record["digest"]))
+        except (TypeError, KeyError) as error:
+            raise UserError(f"{directory.base_record} is damaged: expected folder and digest; {RECORD_HINT}") from error
+    base = directory.base
     return SavedBase(base) if base.is_dir() else None
 
 
@@ -126,7 +133,7 @@ def load_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
         if digest != base.digest:
             raise UserError(
                 f"model.path: {base.path} is not what {root} began with: its digest is {digest}, that of the run "
-                f"{base.digest} ({root / RECORD}); restore the weights, or start a new run"
+                f"{base.digest} ({directory.base_record}); restore the weights, or start a new run"
             )
         # These are the values that the run began with, whatever they are.
         return load_params(str(base.path), model, mesh, allow_nonfinite=True)

@@ -1,12 +1,17 @@
 """The directory of one run, and the rules for starting and resuming it. Files of other runs are never overwritten."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from train.config.errors import UserError
 from train.config.load import dump_yaml, load
 from train.config.schema import Config
-from train.weights.files import write_text_atomic
+from train.run.lock import claim, locked
+from train.weights.files import check_sealed_text, write_sealed_text
+
+CONFIG_HINT = "restore it from a copy, or delete its first line if the change is wanted"
 
 # Fields that may differ when a run is resumed. None of them changes an update, except the reference and the
 # guard, which a user switches on purpose: to a later step of the run, for example. A server may have moved.
@@ -47,6 +52,16 @@ class RunDirectory:
         return self.root / "base"
 
     @property
+    def base_record(self) -> Path:
+        """The record of a base that is a folder."""
+        return self.root / "base.json"
+
+    @property
+    def damaged(self) -> Path:
+        """Checkpoints that could not be read."""
+        return self.root / "damaged"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -68,26 +83,54 @@ class RunDirectory:
     def summary(self) -> Path:
         return self.root / "summary.json"
 
+    def check_config(self) -> None:
+        """Raises `UserError` if the config is not the one that the run wrote."""
+        check_sealed_text(self.config, CONFIG_HINT)
+
+    def check_base(self) -> None:
+        """Raises `UserError` if RL has begun, but the base is gone."""
+        begun = [path.name for path in (self.reference, self.summary, self.damaged) if path.exists()]
+        begun += [f"{self.checkpoints.name}/{step}" for step in self.steps()]
+        if begun and not self.base.is_dir() and not self.base_record.is_file():
+            raise UserError(
+                f"--resume: {self.base} is gone, although the run has {', '.join(begun)}; restore it or "
+                f"{self.base_record.name} from a copy, or start a new run"
+            )
+
     def steps(self) -> list[int]:
         """Lists the steps that have a checkpoint, in order, without opening any."""
         return sorted(int(path.name) for path in self.checkpoints.glob("*") if path.name.isdigit())
 
 
+@contextmanager
+def open_run(config: Config, *, resume: bool) -> Iterator[RunDirectory]:
+    """Starts or continues a run, and holds the lock of its directory inside the block.
+
+    Raises:
+      UserError: as `start_run` and `resume_run`, or another process writes the run.
+    """
+    directory = RunDirectory.of(config) if resume else start_run(config)
+    with locked(directory.root):
+        if resume:
+            resume_run(config)
+        yield directory
+
+
 def start_run(config: Config) -> RunDirectory:
     """Makes the directory `<output>/<name>`, or `<name>-2`, `<name>-3`, ... if that name is taken.
 
-    The config is written with the name of the directory, so that `--resume` finds it.
+    Two processes that start at one moment get two names. The config is written with the name of the directory, so that
+    `--resume` finds it.
     """
     first = RunDirectory.of(config).root
     root, number = first, 2
-    while root.exists() and not (root.is_dir() and not any(root.iterdir())):
-        root, number = first.with_name(f"{config.name}-{number}"), number + 1
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        while not claim(root):
+            root, number = first.with_name(f"{config.name}-{number}"), number + 1
+        run = RunDirectory(root)
+        write_sealed_text(run.config, dump_yaml(config.model_copy(update={"name": root.name})))
     except OSError as error:
         raise UserError(f"output: cannot create {root}: {error.strerror}") from error
-    run = RunDirectory(root)
-    write_text_atomic(run.config, dump_yaml(config.model_copy(update={"name": root.name})))
     return run
 
 
@@ -95,18 +138,23 @@ def resume_run(config: Config) -> RunDirectory:
     """Opens the directory of the run that `--resume` continues.
 
     Raises:
-      UserError: there is no such run, or the config differs in fields that change the result; the message names each.
+      UserError: there is no such run, its config was changed on disk, its base is gone, or the config differs in
+        fields that change the result; the message names each.
     """
     run = RunDirectory.of(config)
     if not run.config.is_file():
+        if run.steps():
+            raise UserError(f"--resume: {run.config} is gone, although the run has checkpoints; restore it from a copy")
         raise UserError(f"--resume: there is no run at {run.root}; leave the flag out to start one")
+    run.check_config()
+    run.check_base()
     before, now = (_flat(c.model_dump(mode="json")) for c in (load(run.config).config, config))
     differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     wrong = [key for key in differing if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
     if wrong:
         listed = "; ".join(f"{key}: the run has {before.get(key)!r}, got {now.get(key)!r}" for key in wrong)
         raise UserError(f"--resume: the config differs from that of {run.root}: {listed}")
-    write_text_atomic(run.config, dump_yaml(config))
+    write_sealed_text(run.config, dump_yaml(config))
     return run
 
 

@@ -1,15 +1,17 @@
 """The metrics of a run: `metrics.jsonl`, with equal bytes for equal values, and TensorBoard events."""
 
+import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 from tensorboardX import SummaryWriter
 
-from train.config.errors import UserError
-from train.weights.files import write_text_atomic
+from train.config.errors import UserError, warn
+from train.weights.files import text_digest, write_text_atomic
 
 FILE_NAME = "metrics.jsonl"
 PHASES = ("warm_start", "train", "eval")
@@ -48,6 +50,34 @@ def _dump(records: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(record, sort_keys=True, allow_nan=False) + "\n" for record in records)
 
 
+def _lines_up_to(path: Path, step: int) -> str:
+    """Reads the lines of the warm start, and those of RL up to a step."""
+    return _dump(r for r in read_metrics(path) if r["phase"] == "warm_start" or r["step"] <= step)
+
+
+def _lines_of_mark(path: Path, mark: Mapping[str, Any]) -> str:
+    """Reads the lines that a mark stands for; warns if the file is gone.
+
+    Raises:
+      UserError: the file is not what was written up to the mark.
+    """
+    try:
+        text = path.read_bytes()[: mark["bytes"]]
+    except FileNotFoundError:
+        if mark["bytes"]:
+            warn(f"{path} is gone: the run goes on, but the metrics of its steps so far are lost")
+        return ""
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if text_digest(text) != mark["digest"]:
+        what = f"got {len(text)} bytes, expected {mark['bytes']}" if len(text) < mark["bytes"] else "a line differs"
+        raise UserError(
+            f"{path} is damaged: it is not what the run had written when it saved its last checkpoint ({what}); "
+            "restore it from a copy, or delete it to go on without the metrics of the steps so far"
+        )
+    return text.decode()
+
+
 class MetricsWriter:
     """Appends the metrics of a run to `metrics.jsonl` and to TensorBoard, flushing every line.
 
@@ -56,23 +86,34 @@ class MetricsWriter:
     Write the lines of a step before its checkpoint: then the file of a resumed run equals that of an uninterrupted one.
     """
 
-    def __init__(self, directory: str | Path, resume_step: int | None = None) -> None:
+    def __init__(
+        self, directory: str | Path, resume_step: int | None = None, mark: Mapping[str, Any] | None = None
+    ) -> None:
         """Starts the files of `directory`, or continues them after `resume_step`.
 
         Args:
           directory: where to write; created if missing.
           resume_step: None removes the metrics of an earlier run. A step keeps its lines up to and with that step,
               and every line of the warm start, which is over when a step can be resumed from.
+          mark: the lines up to that step as `mark` returned them then, or None if nobody knows.
+
+        Raises:
+          UserError: the file is not what was written up to `mark`, or a line is not a record.
         """
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / FILE_NAME
-        records = read_metrics(path) if resume_step is not None and path.exists() else []
+        if resume_step is None:
+            text = ""
+        elif mark is None:
+            text = _lines_up_to(path, resume_step) if path.exists() else ""
+        else:
+            text = _lines_of_mark(path, mark)
         if resume_step is None:
             for events in self._directory.glob("tensorboard/*/events.out.tfevents.*"):
                 events.unlink()
-        kept = [r for r in records if r["phase"] == "warm_start" or r["step"] <= (resume_step or 0)]
-        write_text_atomic(path, _dump(kept))
+        write_text_atomic(path, text)
+        self._hash, self._size = hashlib.blake2b(text.encode(), digest_size=16), len(text.encode())
         self._file = path.open("a", encoding="utf-8", newline="\n")
         self._resume_step = resume_step
         self._boards: dict[str, SummaryWriter] = {}
@@ -107,9 +148,17 @@ class MetricsWriter:
         if reserved := {"phase", "step"} & set(values):
             raise ValueError(f"values: {', '.join(sorted(reserved))} cannot name a metric")
         plain = {name: finite_or_none(value) for name, value in values.items()}
-        self._file.write(_dump([{"phase": phase, "step": step, **plain}]))
+        line = _dump([{"phase": phase, "step": step, **plain}])
+        self._hash.update(line.encode())
+        self._size += len(line.encode())
+        self._file.write(line)
         self._file.flush()
         self._plot(phase, step, plain)
+
+    def mark(self) -> dict[str, Any]:
+        """Puts all lines on disk, and returns their size and digest, with which a resumed run finds them unchanged."""
+        os.fsync(self._file.fileno())
+        return {"bytes": self._size, "digest": self._hash.hexdigest()}
 
     def samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Writes the completions of an evaluation to `samples/<step>.jsonl`, one object a line."""

@@ -12,6 +12,8 @@ from train.references import (
     assert_unchanged,
     check_reference,
     pinned_steps,
+    restore_record,
+    saved_entries,
     start_reference,
     with_abstract_reference,
 )
@@ -20,16 +22,17 @@ from train.rl.state import TrainState, policy_of
 from train.rollouts import Source, open_source
 from train.rollouts.context import RunContext
 from train.run.base import check_same_base, load_base, saved_base
-from train.run.directory import RunDirectory, resume_run, start_run
+from train.run.directory import RunDirectory, open_run
 from train.run.guard import Watch
 from train.run.interrupt import Interrupt, listening
 from train.run.loop import Programs, train, write_evaluation
 from train.run.metrics import MetricsWriter, read_metrics
+from train.run.output import check_output
 from train.run.plots import write_curves
 from train.run.report import Start, default_console, print_comparison, progress, write_summary
 from train.run.setup import check_examples, check_start, first_state, make_base, make_context
 from train.weights.abandoned_reads import quiet_abandoned_reads
-from train.weights.orbax import Checkpoints
+from train.weights.orbax import Checkpoints, carried_with
 
 Tree = Any
 INTERRUPTED = 130
@@ -41,20 +44,21 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
     config, began, console = loaded.config, time.perf_counter(), default_console()
     quiet_abandoned_reads()
+    check_output(config)
     context = make_context(config)
     check_examples(context, before_warm_start=not (resume and saved_base(RunDirectory.of(config).root)))
     check_start(config, context.model)
     check_reference(config, context.model, context.mesh, RunDirectory.of(config).steps() if resume else [])
     expected = check_same_base(config, RunDirectory.of(config) if resume else None)
     source = open_source(context, continued=resume)
-    directory = resume_run(config) if resume else start_run(config)
-    console.print(f"run directory: {directory.root}", markup=False, highlight=False)
     with (
+        open_run(config, resume=resume) as directory,
         jax.set_mesh(context.mesh),
         closing(source),
         closing(Checkpoints(directory.checkpoints, config.checkpoint, pinned_steps(config))) as checkpoints,
         progress(console) as bars,
     ):
+        console.print(f"run directory: {directory.root}", markup=False, highlight=False)
         base, state, writer = _begin(context, directory, checkpoints, bars, continued=resume)
         first = int(state.step)
         with closing(writer), listening() as interrupt:
@@ -97,15 +101,30 @@ def _begin(
         first = first_state(config, model, mesh, base, context.optimizer)
         restored = checkpoints.restore_last(with_abstract_reference(config, first))
         state = first if restored is None else restored
-        writer = MetricsWriter(directory.root, resume_step=-1 if restored is None else int(state.step))
+        writer = _continue_records(directory, checkpoints, None if restored is None else int(state.step))
     else:
         with ExitStack() as unless_done:
             writer = unless_done.enter_context(closing(MetricsWriter(directory.root)))
             base = make_base(context, directory, bars=bars, writer=writer)
             state = first_state(config, model, mesh, base, context.optimizer)
             unless_done.pop_all()
+    checkpoints.carry = lambda: {"metrics": writer.mark(), "references": saved_entries(directory.reference)}
     # Without LoRA the base weights are the trainable ones, which the update donates.
     return base if config.lora is not None else None, state, writer
+
+
+def _continue_records(directory: RunDirectory, checkpoints: Checkpoints, step: int | None) -> MetricsWriter:
+    """Continues the metrics and the record of references after a step, compared with its checkpoint or with the base.
+
+    Raises:
+      UserError: the metrics or the record are damaged.
+    """
+    if step is not None:
+        carried = checkpoints.carried(step)
+    else:
+        carried = carried_with(directory.base) if directory.base.is_dir() else {}
+    restore_record(directory.reference, carried.get("references", ()))
+    return MetricsWriter(directory.root, -1 if step is None else step, carried.get("metrics"))
 
 
 def _reinforce(
@@ -159,15 +178,19 @@ def _before_and_after(directory: RunDirectory) -> tuple[dict[str, float], dict[s
     steps = [record for record in records if record["phase"] == "train"]
     last = steps[-1] if steps else {}
     measured: dict[str, float] = {name: last[name] for name in KLS if name in last}
-    before, after = ({name: record[name] for name in ACCURACIES} for record in (evaluations[0], evaluations[-1]))
+    # The metrics of the first steps may be lost.
+    first = evaluations[0] if evaluations and evaluations[0]["step"] == 0 else {}
+    before, after = (
+        {name: record[name] for name in ACCURACIES if name in record} for record in (first, (evaluations or [{}])[-1])
+    )
     return before, after | measured
 
 
 def _summary(before: dict[str, float], after: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
     """Summarises a run; a KL that was not computed is null. `seconds` counts from the last start."""
     return {
-        **{f"{name}_before": before[name] for name in ACCURACIES},
-        **{f"{name}_after": after[name] for name in ACCURACIES},
+        **{f"{name}_before": before.get(name) for name in ACCURACIES},
+        **{f"{name}_after": after.get(name) for name in ACCURACIES},
         "kl_reference": after.get("kl_reference"),
         "rollout_kl": after.get("rollout_kl"),
         "steps": steps,

@@ -31,11 +31,12 @@ class SavedRun:
         """Opens the run in a directory, with `key=value` overrides on top of its config.
 
         Raises:
-          UserError: there is no run, or its config cannot be read.
+          UserError: there is no run, or its config cannot be read or was changed on disk.
         """
         directory = RunDirectory(Path(path))
         if not directory.config.is_file():
             raise UserError(f"{path} is not the directory of a run: it has no {directory.config.name}")
+        directory.check_config()
         return cls(directory, load(directory.config, overrides).config)
 
     def step(self, wanted: int | None) -> int:

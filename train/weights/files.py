@@ -1,11 +1,20 @@
-"""Atomic writes of files and directories."""
+"""Atomic writes of files and directories, and small files that carry a digest of themselves."""
 
+import functools
+import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from train.config.errors import UserError, warn
+
+SEAL = "digest_of_record"
+FIRST_LINE = "# digest of the lines below: "
 
 
 def write_text_atomic(path: Path, text: str) -> None:
@@ -16,6 +25,68 @@ def write_text_atomic(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
+
+
+def text_digest(text: str | bytes) -> str:
+    """Computes the digest of a text, 32 hexadecimal digits."""
+    return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=16).hexdigest()
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Writes a JSON object with a digest of its other fields, atomically."""
+    sealed = {**record, SEAL: _record_digest(record)}
+    write_text_atomic(path, json.dumps(sealed, indent=2) + "\n")
+
+
+def read_record(path: Path, hint: str) -> Any:
+    """Reads a JSON object that `write_record` wrote, or older JSON without a digest, with a warning.
+
+    Raises:
+      UserError: it cannot be read or was changed, with `hint` for the next step.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: it is not JSON; {hint}") from error
+    if not isinstance(record, dict) or SEAL not in record:
+        _warn_without_digest(path)
+        return record
+    if record.pop(SEAL) != _record_digest(record):
+        raise UserError(f"{path} is damaged: it differs from what was written; {hint}")
+    return record
+
+
+@functools.cache
+def _warn_without_digest(path: Path) -> None:
+    """Warns once of a file that was written before files had digests."""
+    warn(f"{path} has no digest, so damage to it would not be noticed")
+
+
+def _record_digest(record: Mapping[str, Any]) -> str:
+    return text_digest(json.dumps(record, sort_keys=True))
+
+
+def write_sealed_text(path: Path, text: str) -> None:
+    """Writes a text below a comment with its digest, atomically."""
+    write_text_atomic(path, f"{FIRST_LINE}{text_digest(text)}\n{text}")
+
+
+def check_sealed_text(path: Path, hint: str) -> None:
+    """Compares a text with the digest in its first line; warns if there is none.
+
+    Raises:
+      UserError: the text cannot be read or was changed, with `hint` for the next step.
+    """
+    try:
+        first, _, rest = path.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if not first.startswith(FIRST_LINE.encode()):
+        _warn_without_digest(path)
+    elif first != f"{FIRST_LINE}{text_digest(rest)}".encode():
+        raise UserError(f"{path} is damaged: it differs from what the run wrote; {hint}")
 
 
 def check_free(path: Path) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,11 @@ def save_base(path: Path, params: Tree, content: Mapping[str, Any] | None = None
         checkpointer.save(path.absolute(), args=_with_digests(params, content))
 
 
+def carried_with(path: Path) -> dict[str, Any]:
+    """Reads the values that lie beside the arrays of an orbax directory; empty if it has none."""
+    return _orbax.saved_content(path) or {}
+
+
 def warn_without_digests(path: Path) -> None:
     """Warns of a directory that was written before there were digests; raises as `kljax.restore_tree` does."""
     if _orbax.saved_content(path) is None:
@@ -82,7 +87,12 @@ class Checkpoints:
     Saves run in the background and become visible by one rename. A killed run leaves a complete checkpoint or a
     temporary directory, which the next start removes. The newest `keep` checkpoints are kept, and so are the steps that
     a reference may load: step 0, the policy before RL, and the steps in `pinned`.
+
+    Attributes:
+      carry: returns JSON values to save beside each state, which `carried` reads; None for none.
     """
+
+    carry: Callable[[], Mapping[str, Any]] | None = None
 
     def __init__(self, directory: Path, section: Checkpoint, pinned: Sequence[int] = ()) -> None:
         self._directory = directory.absolute()
@@ -101,12 +111,13 @@ class Checkpoints:
         check_saved(step, self.steps())
         return self._directory / str(step) / ITEM
 
-    def save(self, state: TrainState, step: int, content: Mapping[str, Any] | None = None) -> None:
-        """Starts a save; the arrays are copied before it returns, so the state may be donated afterwards.
+    def carried(self, step: int) -> dict[str, Any]:
+        """Reads the values that were saved beside the state of a step, which is known to be undamaged."""
+        return carried_with(self.path(step))
 
-        Args:
-          content: further JSON values to seal beside the state; `content` of the step reads them.
-        """
+    def save(self, state: TrainState, step: int) -> None:
+        """Starts a save; the arrays are copied before it returns, so the state may be donated afterwards."""
+        content = None if self.carry is None else self.carry()
         items = {name: _with_digests(item, content if name == ITEM else None) for name, item in _items(state).items()}
         self._manager.save(step, args=ocp.args.Composite(**items))
 

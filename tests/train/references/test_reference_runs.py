@@ -18,6 +18,7 @@ from train.config.load import LoadedConfig
 from train.models import Decoder
 from train.run.base import ExpectedBase, SavedBase, check_same_base, record_folder
 from train.run.run import run
+from train.weights.files import read_record, write_record
 from train.weights.huggingface import folder_digest, load_params
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.contents import INDEX
@@ -41,6 +42,10 @@ def start(output: Path, *overrides: str, resume: bool = False, name: str = "run"
     config = tiny.config_of(*LORA, f"output={output}", f"name={name}", *overrides)
     assert run(LoadedConfig(config, (), Path("config.yaml")), resume=resume) == 0
     return output / name
+
+
+def entries_of(root: Path) -> list[dict]:
+    return read_record(root / "reference.json", "")["references"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -100,7 +105,7 @@ def test_a_continued_run_goes_on_with_the_average_it_had(sources, tmp_path):
         got, expected = (saved_arrays(run / "checkpoints" / "2" / item) for run in (root, sources["ema"]))
         assert_same_arrays(got, expected)
     assert (root / "metrics.jsonl").read_text() == (sources["ema"] / "metrics.jsonl").read_text()
-    assert len(json.loads((root / "reference.json").read_text())) == 1
+    assert len(entries_of(root)) == 1
 
 
 def test_other_weights_at_the_same_path_are_refused_by_name(first, sources, tmp_path):
@@ -108,19 +113,19 @@ def test_other_weights_at_the_same_path_are_refused_by_name(first, sources, tmp_
     path = tmp_path / "other"
     shutil.copytree(first / "checkpoints" / "1", path)
     option = f"reference={{source: adapter, path: {path}, monitor: true}}"
-    entries = json.loads((root / "reference.json").read_text())
+    entries = entries_of(root)
     assert [entry["from_step"] for entry in entries] == [0]
     # It was another adapter that this path held when the run was started.
     entries[0]["identity"]["path"] = str(path)
-    (root / "reference.json").write_text(json.dumps(entries))
+    write_record(root / "reference.json", {"references": entries})
     before = (root / "metrics.jsonl").read_text()
     with pytest.raises(UserError, match=rf"^reference\.path: got {path}, whose weights are not those .* since step 0"):
         start(tmp_path, option, "steps=3", name="adapter", resume=True)
     assert (root / "metrics.jsonl").read_text() == before
     entries[0]["identity"]["path"] = "elsewhere"
-    (root / "reference.json").write_text(json.dumps(entries))
+    write_record(root / "reference.json", {"references": entries})
     start(tmp_path, option, "steps=2", name="adapter", resume=True)
-    entries = json.loads((root / "reference.json").read_text())
+    entries = entries_of(root)
     assert [(entry["from_step"], entry["identity"]["path"]) for entry in entries] == [(0, "elsewhere"), (2, str(path))]
 
 

@@ -1,0 +1,109 @@
+"""One process writes a run: of two that start at one moment each gets a name, and of two that continue one goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tests import tiny
+from train.config.errors import UserError
+from train.run.directory import open_run, start_run
+from train.run.lock import claim, locked
+from train.run.output import check_output
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from train.run.lock import locked
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(100)
+"""
+
+
+def config_of(output, *overrides):
+    return tiny.config_of(f"output={output}", "name=first", *overrides)
+
+
+def test_starts_at_one_moment_get_names_of_their_own(tmp_path):
+    config, names, barrier = config_of(tmp_path / "runs"), [], threading.Barrier(8)
+
+    def start():
+        barrier.wait()
+        names.append(start_run(config).root.name)
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(names) == ["first", *(f"first-{number}" for number in range(2, 9))]
+
+
+def test_a_second_process_is_refused_until_the_first_one_dies(tmp_path):
+    root = start_run(config_of(tmp_path)).root
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(root)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        with (
+            pytest.raises(UserError, match=rf"^{root} is being written by another process; wait"),
+            open_run(config_of(tmp_path), resume=True),
+        ):
+            pass
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    with open_run(config_of(tmp_path), resume=True) as directory:
+        assert directory.root == root
+
+
+def test_a_name_is_claimed_once(tmp_path):
+    assert claim(tmp_path / "a" / "run")
+    assert not claim(tmp_path / "a" / "run")
+    (tmp_path / "file").write_text("")
+    assert not claim(tmp_path / "file")
+
+
+def test_a_directory_that_does_not_exist_is_not_made(tmp_path):
+    with locked(tmp_path / "run"):
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with locked(tmp_path):
+        assert f"warning: the file system of {tmp_path} has no locks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("a[x]", r"^output: got .*a\[x\]/first, in which orbax takes \[ for a pattern"),
+        ("a\\b", r"in which orbax takes \\ for a pattern"),
+        ("a/" + "x" * 300, r"^output: cannot create .*: a name of 300 bytes, expected at most 255$"),
+        ("file/below", r"^output: cannot create .*: .*/file is not a directory$"),
+    ],
+)
+def test_a_path_that_cannot_be_a_run_is_named(tmp_path, output, message):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=message):
+        check_output(config_of(tmp_path / output))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UserError, match=rf"^output: cannot create .*: {tmp_path} is not writable$"):
+        check_output(config_of(tmp_path / "runs"))
+
+
+def test_what_can_be_written_passes(tmp_path):
+    check_output(config_of(tmp_path))
+    check_output(config_of(tmp_path / "neu €" / "runs"))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,68 @@
+"""The lock on a run directory: one process writes a run at a time, and the lock ends with its process."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from train.config.errors import UserError, warn
+
+FILE_NAME = ".lock"
+# Errors of file systems that have no locks, such as some network mounts.
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+
+def claim(root: Path) -> bool:
+    """Makes an empty run directory with its lock file; returns False if the name is taken.
+
+    Of two processes that try at one moment, one gets the name: the lock file is created by one of them alone.
+
+    Raises:
+      OSError: the directory cannot be created or written.
+    """
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        return False
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        os.close(os.open(root / FILE_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    except FileExistsError:
+        return False
+    return True
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Holds the lock of a run directory inside the block; the system releases it if the process dies.
+
+    A directory that does not exist is not locked, so that nothing is created. Where the system or the file system has
+    no locks, a warning says so.
+
+    Raises:
+      UserError: another process has the lock.
+    """
+    if not root.is_dir():
+        yield
+        return
+    try:
+        import fcntl
+    except ImportError:
+        warn("this system has no file locks, so a second process that writes the same run is not noticed")
+        yield
+        return
+    try:
+        file = (root / FILE_NAME).open("a")
+    except OSError as error:
+        raise UserError(f"output: cannot write in {root}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{root} is being written by another process; wait until it ends, or give this run another name"
+            ) from None
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
+            warn(f"the file system of {root} has no locks, so a second process that writes the run is not noticed")
+        yield

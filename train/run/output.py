@@ -1,0 +1,56 @@
+"""Checks of the place of a run, before anything starts: the path, its length, and whether it can be written."""
+
+import errno
+import os
+from pathlib import Path
+
+from train.config.errors import UserError
+from train.config.schema import Config
+
+# Orbax looks for its own files with patterns, in which these have a meaning.
+PATTERN_CHARACTERS = "[\\"
+
+
+def check_output(config: Config) -> None:
+    """Raises `UserError` naming `output` if the directory of the run cannot be made or written."""
+    root = Path(config.output).absolute() / config.name
+    if wrong := sorted(set(PATTERN_CHARACTERS) & set(str(root))):
+        raise UserError(
+            f"output: got {_shown(root)}, in which orbax takes {' and '.join(wrong)} for a pattern; expected a path "
+            "without it"
+        )
+    try:
+        existing = next(path for path in (root, *root.parents) if _exists(path))
+    except OSError as error:
+        raise UserError(f"output: cannot create {_shown(root)}: {error.strerror}") from error
+    longest = os.pathconf(existing, "PC_NAME_MAX")
+    if too_long := [part for part in root.parts if len(os.fsencode(part)) > longest]:
+        raise UserError(
+            f"output: cannot create {_shown(root)}: a name of {len(os.fsencode(too_long[0]))} bytes, expected at most "
+            f"{longest}"
+        )
+    if not existing.is_dir():
+        if existing != root:
+            raise UserError(f"output: cannot create {_shown(root)}: {_shown(existing)} is not a directory")
+        existing = existing.parent
+    if not os.access(existing, os.W_OK | os.X_OK):
+        reason = "is on a read-only file system" if os.statvfs(existing).f_flag & os.ST_RDONLY else "is not writable"
+        raise UserError(f"output: cannot create {_shown(root)}: {_shown(existing)} {reason}")
+
+
+def _exists(path: Path) -> bool:
+    """Whether a path exists; raises OSError if it cannot be told."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
+    return True
+
+
+def _shown(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-97:]}"
