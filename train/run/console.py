@@ -10,6 +10,9 @@ from pathlib import Path
 
 from train.config.errors import UserError, warn
 from train.config.load import LoadedConfig, load
+from train.run.disk_problem import NEXT_STEP, disk_problem, handle_thread_errors
+from train.run.interrupt import ending_at_once
+from train.run.streams import guarded_streams
 
 
 @contextmanager
@@ -17,6 +20,8 @@ def quiet_orbax() -> Iterator[None]:
     """Hides orbax's messages below an error inside the block; the trainer reports those events itself."""
     logger = logging.getLogger("absl")
     before = logger.level
+    # A filter that is there already is not added again, and stays: threads of orbax outlive the block.
+    logger.addFilter(handle_thread_errors().filter)
     logger.setLevel(logging.ERROR)
     try:
         yield
@@ -47,19 +52,35 @@ def load_config(path: str | Path, overrides: Sequence[str]) -> LoadedConfig:
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Runs a command; returns its exit code or 0, 130 for Ctrl-C.
+    """Runs a command; returns its exit code or 0, 130 for a signal.
 
-    An error that the user can fix gives its own code: 2, or 3 if the guard stopped the run.
+    An error that the user can fix gives its own code: 2, or 3 if the guard stopped the run. Signals are Ctrl-C, SIGTERM
+    and SIGHUP. A standard output that cannot be written does not end the command.
     """
-    try:
-        with quiet_orbax(), rare_collections():
-            return command() or 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    hook = handle_thread_errors()
+    hook.problem, hook.ending = None, False
+    with guarded_streams():
+        try:
+            with quiet_orbax(), rare_collections(), ending_at_once():
+                code = command() or 0
+            if hook.problem is not None:
+                warn(hook.problem)
+            return code
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.code
+        except KeyboardInterrupt:
+            # Threads of orbax that the end cuts short have nothing to say.
+            hook.ending = True
+            print("interrupted", file=sys.stderr)
+            return 130
+        except Exception as error:
+            problem = disk_problem(error)
+            if problem is None:
+                raise
+            hook.ending = True
+            print(f"error: {problem}; {NEXT_STEP}", file=sys.stderr)
+            return 2
 
 
 class ShowVersion(argparse.Action):

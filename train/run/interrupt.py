@@ -1,10 +1,14 @@
-"""Ctrl-C and SIGTERM: stop at the end of the step."""
+"""Ctrl-C, SIGTERM and SIGHUP: RL stops at the end of the step and is saved; anything else ends at once."""
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+# SIGHUP comes when the terminal is closed; systems other than Unix have none.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+Handler = Callable[[int, FrameType | None], None]
 
 
 class Interrupt:
@@ -20,13 +24,38 @@ class Interrupt:
         print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
 
 
+def _end_now(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _handled(handler: Handler) -> Iterator[None]:
+    """Handles the signals inside the block, but for those that the command was started to ignore, as by nohup."""
+    try:
+        before = {number: signal.signal(number, handler) for number in SIGNALS if _is_heard(number)}
+    except ValueError:  # only the main thread may
+        before = {}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def _is_heard(number: int) -> bool:
+    return signal.getsignal(number) != signal.SIG_IGN
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Turns every signal into KeyboardInterrupt while the block runs."""
+    with _handled(_end_now):
+        yield
+
+
 @contextmanager
 def listening() -> Iterator[Interrupt]:
-    """Catches SIGINT and SIGTERM while the block runs."""
+    """Catches the signals while the block runs."""
     interrupt = Interrupt()
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handled(interrupt):
         yield interrupt
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

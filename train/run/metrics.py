@@ -171,7 +171,14 @@ class MetricsWriter:
         self._plot(phase, step, {f"time/{name}": finite_or_none(value) for name, value in values.items()})
 
     def close(self) -> None:
-        """Closes the files."""
-        self._file.close()
+        """Closes the files.
+
+        Raises:
+          OSError: the disk is full; TensorBoard is abandoned then, which would raise again when the process ends.
+        """
         for board in self._boards.values():
-            board.close()
+            try:
+                board.close()
+            except OSError:
+                board.file_writer.event_writer._closed = True
+        self._file.close()
