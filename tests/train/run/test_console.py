@@ -1,11 +1,29 @@
 """The process of a command."""
 
+import errno
 import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 
 from train.config.errors import UserError
 from train.run.console import run_command
+from train.run.disk_problem import handle_thread_errors
+
+PRINTS = """
+import sys
+from train.run.console import run_command
+def command():
+    for number in range(20000):
+        print(number)
+    return 7
+sys.exit(run_command(command))
+"""
 
 
 def test_a_command_collects_garbage_rarely_and_leaves_the_thresholds_as_they_were(capsys: pytest.CaptureFixture[str]):
@@ -23,3 +41,61 @@ def test_a_command_collects_garbage_rarely_and_leaves_the_thresholds_as_they_wer
         gc.set_threshold(*before)
     assert inside[0][0] >= 100 * 700
     assert capsys.readouterr().err == "error: seed: got x, expected an integer\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_command_with_a_line_and_its_code(number, capsys):
+    assert run_command(lambda: os.kill(os.getpid(), number)) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    handle_thread_errors().ending = False
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES])
+def test_an_error_of_the_disk_is_one_line(number, capsys):
+    error = OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
+    assert run_command(lambda: _raise(error)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: cannot write runs/a/metrics.jsonl: {os.strerror(number)}; checkpoints that were ")
+    handle_thread_errors().ending = False
+
+
+def test_an_error_of_the_disk_inside_others_is_found(capsys):
+    def command() -> None:
+        try:
+            raise ValueError("Error writing d/0a1b: [OS error 28: ENOSPC No space left on device]")
+        except ValueError:
+            raise RuntimeError("finalize failed") from None
+
+    assert run_command(command) == 2
+    assert "error: cannot write: No space left on device" in capsys.readouterr().err
+    handle_thread_errors().ending = False
+    with pytest.raises(RuntimeError, match="something else"):
+        run_command(lambda: _raise(RuntimeError("something else")))
+
+
+def test_an_error_of_the_disk_in_a_thread_is_a_warning_at_the_end(capsys):
+    def command() -> None:
+        thread = threading.Thread(target=_raise, args=(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),))
+        thread.start()
+        thread.join()
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            logging.getLogger("absl").exception("a thread of orbax raised")
+
+    assert run_command(command) == 0
+    assert capsys.readouterr().err == "warning: cannot write: No space left on device\n"
+
+
+@pytest.mark.parametrize("redirection", ["| head -1", ">&-", "> /dev/full"])
+def test_a_standard_output_that_nobody_reads_is_said_and_does_not_end_the_command(redirection):
+    shell = f"set -o pipefail; {sys.executable} -c '{PRINTS}' {redirection}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert done.returncode == 7
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("warning: standard output cannot be written (")
+    assert line.endswith("): the command goes on without it")

@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from train.run.interrupt import listening
+from train.run.interrupt import SIGNALS, ending_at_once, listening
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_is_a_wish_and_the_second_an_end(number, capsys):
     with listening() as interrupt:
         assert not interrupt.requested
@@ -21,9 +21,25 @@ def test_the_first_signal_is_a_wish_and_the_second_an_end(number, capsys):
 
 
 def test_the_handlers_of_before_come_back():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert len(SIGNALS) == 3
+    before = [signal.getsignal(number) for number in SIGNALS]
     with contextlib.suppress(ZeroDivisionError), listening() as interrupt:
-        assert signal.getsignal(signal.SIGINT) is interrupt
-        assert signal.getsignal(signal.SIGTERM) is interrupt
+        assert [signal.getsignal(number) for number in SIGNALS] == [interrupt] * 3
         _ = 1 / 0  # also when the block fails
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_elsewhere_a_signal_ends_the_command(number):
+    with ending_at_once(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+
+
+def test_a_signal_that_the_command_was_started_to_ignore_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with listening() as interrupt:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupt.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,154 @@
+"""Disks that fill up, limits on the size of a file, and paths that cannot hold a run."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.faults import runs
+from tests.faults.case import Fault, run_command
+from tests.integration.command import ROOT, TIMEOUT, saved_arrays
+from train.__main__ import main
+from train.run.console import quiet_orbax
+
+FULL, TOO_LARGE = "No space left on device", "File too large"
+SIZES = ("24k", "100k", "180k", "260k", "480k", "700k")
+LIMITS = (2_000, 12_000, 40_000)
+
+
+@contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Path]:
+    """Mounts a file system of a size, which only the superuser may."""
+    disk = place / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True, capture_output=True)
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def can_mount() -> bool:
+    """Whether this process may mount a file system."""
+    return (
+        os.geteuid() == 0 and subprocess.run(["mount", "--version"], capture_output=True, check=False).returncode == 0
+    )
+
+
+def full_disk(place: Path, size: str) -> str:
+    """Runs into a full disk, makes room, and continues."""
+    with small_disk(place, size) as disk:
+        done = runs.started_run(*runs.RECIPE, f"output={disk}")
+        outcome = _one_line(done.returncode, done.stderr, FULL)
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        return outcome if outcome != "refused" else _continued(disk)
+
+
+def file_too_large(place: Path, limit: int) -> str:
+    """Runs with a limit on the size of each file, and continues without it."""
+    script = (
+        "import resource, sys; from train.__main__ import main; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY)); sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *runs.RECIPE, f"output={place}"],
+        cwd=ROOT,
+        # Compiled programs that are kept would run into the limit too.
+        env={name: text for name, text in runs.command_environment().items() if "CACHE" not in name},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    outcome = _one_line(done.returncode, done.stderr, TOO_LARGE)
+    return outcome if outcome != "refused" else _continued(place)
+
+
+def _one_line(code: int, errors: str, reason: str) -> str:
+    if "Traceback" in errors:
+        return "traceback"
+    lines = [line for line in errors.splitlines() if line.startswith("error: ")]
+    return "refused" if code == 2 and len(lines) == 1 and reason in lines[0] else "silent"
+
+
+def _continued(output: Path) -> str:
+    """Continues the run, or starts it if there was none yet: "refused" if it ends as the uninterrupted one."""
+    expected, root = runs.finished_run().root, output / runs.NAME
+    flags = ["--resume"] if (root / "config.yaml").is_file() else []
+    done = runs.started_run(*runs.RECIPE, f"output={output}", *flags)
+    if done.returncode != 0:
+        return "traceback" if "Traceback" in done.stderr else "silent"
+    root = done.root
+    with quiet_orbax():
+        items = [(run / "checkpoints" / str(runs.STEPS) / "state", run / "base") for run in (root, expected)]
+        one, two = ([saved_arrays(item) for item in pair] for pair in items)
+    same = all(
+        first.keys() == second.keys()
+        and all(array.tobytes() == second[name].tobytes() for name, array in first.items())
+        for first, second in zip(one, two, strict=True)
+    )
+    same = same and (root / "metrics.jsonl").read_bytes() == (expected / "metrics.jsonl").read_bytes()
+    return "refused" if same else "silent"
+
+
+def bad_path(place: Path, output: str, *overrides: str) -> str:
+    """Starts a run where none can be: nothing is made, and `output` or `name` is named."""
+    (place / "file").write_text("")
+    read_only = place / "read-only"
+    read_only.mkdir()
+    before = sorted(place.rglob("*"))
+    done = run_command(main, *runs.RECIPE, f"output={json.dumps(str(place / output))}", *overrides)
+    if done.traceback:
+        return "traceback"
+    clear = done.code == 2 and ("output: " in done.text or "name: " in done.text)
+    return "refused" if clear and sorted(place.rglob("*")) == before else "silent"
+
+
+def read_only_disk(place: Path) -> str:
+    """Starts a run on a file system that is mounted read-only."""
+    with small_disk(place, "1m") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        done = run_command(main, *runs.RECIPE, f"output={disk}/runs")
+        if done.traceback:
+            return "traceback"
+        return "refused" if done.code == 2 and "output: " in done.text and "read-only" in done.text else "silent"
+
+
+PATHS = {
+    "the output is a file": ("file",),
+    "below a file": ("file/below",),
+    "a path with [": ("a[x]",),
+    "a path with \\": ("a\\b",),
+    "a name of 300 characters in the path": ("x" * 300 + "/runs",),
+    "the run's name is a path": ("runs", "name=../x"),
+    "the run's name begins with a dot": ("runs", "name=.x"),
+    "the run has no name": ("runs", "name=''"),
+    "the run's name has 101 characters": ("runs", f"name={'x' * 101}"),
+    "the run's name is not ASCII": ("runs", "name=läuft"),
+    "the run's name has a space": ("runs", "name='a b'"),
+    "the run's name is a number": ("runs", "name=12"),
+}
+
+
+def _faults() -> Iterator[Fault]:
+    if can_mount():
+        for size in SIZES:
+            run: Callable[[Path], str] = functools.partial(full_disk, size=size)
+            yield Fault("disk full / file-size limit", f"a disk of {size}", run)
+        yield Fault("places to write", "a read-only file system", read_only_disk)
+    for limit in LIMITS:
+        run = functools.partial(file_too_large, limit=limit)
+        yield Fault("disk full / file-size limit", f"files of at most {limit} bytes", run)
+    for name, (output, *overrides) in PATHS.items():
+        yield Fault("places to write", name, functools.partial(_bad_path, output=output, overrides=tuple(overrides)))
+
+
+def _bad_path(place: Path, output: str, overrides: tuple[str, ...]) -> str:
+    return bad_path(place, output, *overrides)
+
+
+FAULTS = list(_faults())

@@ -1,0 +1,71 @@
+"""Two processes that start a run of one name at one moment, or continue one that is alive."""
+
+import functools
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests import tiny
+from tests.faults.case import Fault, raised
+from train.run.directory import open_run, start_run
+
+ROUNDS = 30
+
+
+def _start_often(output: str, barrier: Any, names: Any) -> None:
+    for number in range(ROUNDS):
+        config = tiny.config_of(f"output={output}/{number}", "name=run")
+        barrier.wait()
+        try:
+            names.put((number, start_run(config).root.name))
+        except BaseException as error:
+            names.put((number, f"{type(error).__name__}: {error}"))
+
+
+@functools.cache
+def names_of_starts() -> dict[int, list[str]]:
+    """Starts a run in two processes at one moment, 30 times; returns the names that they got."""
+    context = multiprocessing.get_context("spawn")
+    barrier, names = context.Barrier(2), context.Queue()
+    with tempfile.TemporaryDirectory() as output:
+        processes = [context.Process(target=_start_often, args=(output, barrier, names)) for _ in range(2)]
+        for process in processes:
+            process.start()
+        got = [names.get(timeout=120) for _ in range(2 * ROUNDS)]
+        for process in processes:
+            process.join()
+    return {number: sorted(name for other, name in got if other == number) for number in range(ROUNDS)}
+
+
+def one_moment(_: Path, number: int) -> str:
+    """One of the starts at one moment: each process gets a name of its own."""
+    names = names_of_starts()[number]
+    if names == ["run", "run-2"]:
+        return "identical"
+    return "traceback" if any(":" in name for name in names) else "silent"
+
+
+def two_writers(place: Path) -> str:
+    """Continues a run that another process writes."""
+    config = tiny.config_of(f"output={place}", "name=run")
+    root = start_run(config).root
+
+    def again() -> None:
+        with open_run(config, resume=True):
+            pass
+
+    with open_run(config, resume=True):
+        before = sorted(os.listdir(root))
+        outcome = raised(again, str(root), "another process")
+        return outcome if sorted(os.listdir(root)) == before else "silent"
+
+
+FAULTS = [
+    *(
+        Fault("two processes", f"two starts at one moment, {number}", functools.partial(one_moment, number=number))
+        for number in range(ROUNDS)
+    ),
+    Fault("two processes", "--resume while the run is alive", two_writers),
+]

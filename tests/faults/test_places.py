@@ -1,0 +1,24 @@
+"""Paths that cannot hold a run, and processes that start or continue one together."""
+
+import pytest
+
+from tests.faults.case import BAD
+from tests.faults.places import FAULTS, PATHS
+from tests.faults.starts import two_writers
+
+CASES = [fault for fault in FAULTS if fault.name in PATHS]
+
+
+@pytest.mark.parametrize("fault", CASES, ids=lambda fault: fault.name)
+def test_a_path_that_cannot_hold_a_run_is_refused(fault, tmp_path):
+    assert fault.run(tmp_path) == "refused"
+
+
+def test_a_second_writer_is_refused(tmp_path):
+    assert two_writers(tmp_path) == "refused"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in CASES], ids=lambda fault: fault.name)
+def test_a_disk_that_fills_up_is_one_line(fault, tmp_path):
+    assert fault.run(tmp_path) not in BAD
