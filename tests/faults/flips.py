@@ -1,5 +1,6 @@
 """One bit flipped in the arrays of a run: newest checkpoint, base, a moving reference, an adapter, an export."""
 
+import dataclasses
 import functools
 import logging
 import random
@@ -106,8 +107,8 @@ def small_state(step: int) -> TrainState:
     params = {"w": jnp.asarray(rng.normal(size=(8, 300)), jnp.float32), "b": jnp.full(7, step / 3, jnp.bfloat16)}
     state = initial_state({"params": params}, optax.adamw(1e-3), {}, replicated(tiny.mesh_of()))
     moving = jax.tree.map(lambda x: x + 1, params)
-    placed = jax.device_put((jnp.int32(step), state.trainable, state.opt_state, moving), replicated(tiny.mesh_of()))
-    return TrainState(placed[0], placed[1], placed[2], {}, reference=placed[3])
+    state = dataclasses.replace(state, step=jnp.int32(step), reference=moving)
+    return jax.device_put(state, replicated(tiny.mesh_of()))
 
 
 def in_newest_checkpoint(place: Path, seed: str) -> str:

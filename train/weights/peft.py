@@ -22,6 +22,7 @@ from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
 from train.weights.files import new_directory, write_text_atomic
 from train.weights.peft_config import CONFIG_FILE, read_config, targeted
+from train.weights.tensor_digests import check_tensors, write_tensor_digests
 
 Tree = Any
 
@@ -106,6 +107,7 @@ def load_adapter(path: str | Path, model: Decoder, mesh: Mesh, *, allow_nonfinit
       ValueError: as `check_adapter`, before any tensor is read; or a value is not finite.
     """
     check_adapter(path, model)
+    check_tensors(path)
     with _open_weights(path) as file:
         keys = {(tensor.layer, tensor.leaf): tensor.key for tensor in _list_tensors(path, file)}
 
@@ -158,6 +160,7 @@ def save_adapter(
         (partial / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         text = json.dumps(_peft_config(lora, base_name), indent=2, sort_keys=True)
         write_text_atomic(partial / CONFIG_FILE, f"{text}\n")
+        write_tensor_digests(partial)
 
 
 def _prefix(source: str | Path | None) -> str:

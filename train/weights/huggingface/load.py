@@ -23,6 +23,7 @@ from train.rl.policy import abstract_params
 from train.weights.huggingface.contents import Contents, check_tied, read_contents
 from train.weights.huggingface.names import LeafMapping, leaf_mappings
 from train.weights.huggingface.safetensors import CHUNK_BYTES, DTYPES, Tensor
+from train.weights.tensor_digests import check_tensors
 
 Tree = Any
 
@@ -51,9 +52,11 @@ def load_params(
     Raises:
       FileNotFoundError: the folder or its safetensors files are missing.
       ValueError: tensors are missing, left over, or of another shape or dtype (checked before any read); the head is
-        tied, and the file has an LM head that differs from the embeddings; or a value is not finite.
+        tied, and the file has an LM head that differs from the embeddings; a value is not finite; or a tensor
+        differs from its digest.
     """
     contents = read_contents(folder, model)
+    check_tensors(folder)
     targets = abstract_params(model, mesh)
     check_tied(Path(folder), contents, chunk_bytes)
     by_path = {mapping.path: mapping for mapping in leaf_mappings(model)}

@@ -24,6 +24,7 @@ from train.weights.huggingface.config import hf_config
 from train.weights.huggingface.contents import CONFIG, INDEX, SINGLE
 from train.weights.huggingface.names import EMBEDDINGS, HEAD, PREFIXES, LeafMapping, full_name, leaf_mappings
 from train.weights.huggingface.safetensors import dtype_name, nbytes, write_file
+from train.weights.tensor_digests import write_tensor_digests
 
 Tree = Any
 MAX_FILE_BYTES = 5 * 10**9
@@ -52,7 +53,7 @@ def save_folder(
     dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> float | None:
-    """Writes a policy as a Hugging Face folder, atomically.
+    """Writes a policy as a Hugging Face folder, atomically, with the digests of its tensors.
 
     An adapter is merged into the weights one layer at a time, and a quantized base is dequantized. Tensors are copied
     to the host one by one. In a run of several processes, all processes call this function and the first one writes.
@@ -91,6 +92,7 @@ def save_folder(
         config = _config(model, source, tokenizer, stored)
         write_text_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
         _write_weights(folder, {name: (stored, mapping.shape) for name, mapping, _ in pieces}, arrays, max_file_bytes)
+        write_tensor_digests(folder)
     error, update = np.sum([np.asarray(pair, np.float64) for pair in sums], axis=0) if sums else (0.0, 0.0)
     return math.sqrt(error / update) if update > 0 else None
 

@@ -20,6 +20,7 @@ from train.rl.policy import token_stats
 from train.weights.huggingface import load_params, save_folder
 from train.weights.huggingface.config import decoder_config
 from train.weights.peft import base_model, load_adapter, read_peft_config, save_adapter
+from train.weights.tensor_digests import FILE_NAME
 
 GOLDENS = Path(__file__).parents[3] / "goldens"
 BASE, MERGED, ADAPTER = GOLDENS / "models" / "qwen3", GOLDENS / "exports" / "merged", GOLDENS / "exports" / "adapter"
@@ -53,8 +54,9 @@ def tensors(folder: Path) -> dict[str, tuple[str, np.ndarray]]:
 
 
 def others(folder: Path) -> dict[str, bytes]:
-    """Every file but the weights: those of the tokenizer and the config."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors"}
+    """Every file but the weights and their digests: those of the tokenizer and the config."""
+    paths = [path for path in folder.iterdir() if path.suffix != ".safetensors" and path.name != FILE_NAME]
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def assert_same_bytes(got: Path, want: Path) -> None:
