@@ -13,6 +13,8 @@ from train.config.errors import UserError
 from train.data.tokenizers import ByteTokenizer
 from train.rl.state import policy_of
 from train.rollouts import JaxSource, collect, open_source
+from train.rollouts.recorded import write_rows
+from train.rollouts.recorded.files import JsonLinesFile
 
 TOKENIZER = ByteTokenizer()
 EOS = TOKENIZER.eos_id
@@ -204,3 +206,25 @@ def test_parquet_without_pyarrow_says_what_to_do(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(UserError, match="is Parquet, which needs pyarrow; install it, or convert"):
         open_source(context_of(tmp_path / "a.parquet"))
+
+
+def test_every_damage_to_a_recorded_file_is_named(tmp_path):
+    path = tmp_path / "00000000.jsonl"
+    write_rows(tmp_path, 0, [row(1, sample, completion="a é") for sample in range(3)])
+    whole, rows = path.read_bytes(), list(JsonLinesFile(path))
+    assert [record for _, _, record in rows] == [row(1, sample, completion="a é") for sample in range(3)]
+    assert JsonLinesFile(path).read(rows[2][0]) == rows[2][2]
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :])
+        # A flip in the name of a check makes a row of others of it, whose values are unharmed.
+        if path.read_bytes().count(b'"kljax_check": ') == 3:
+            with pytest.raises(UserError, match=rf"{path}, line "):
+                list(JsonLinesFile(path))
+    lines = whole.splitlines(keepends=True)
+    for left, message in ((lines[:2], "got 2 rows, expected 3"), (lines[1:], "got row 2 of 3, expected row 1")):
+        path.write_bytes(b"".join(left))
+        with pytest.raises(UserError, match=message):
+            list(JsonLinesFile(path))
+    path.write_bytes(whole.replace(b"-0.5", b"-0.6"))
+    with pytest.raises(ValueError, match="the row is damaged"):
+        JsonLinesFile(path).read(0)

@@ -1,11 +1,13 @@
 """Random access to the rows of recorded files: JSON lines and Parquet."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from train.config.errors import UserError
 from train.config.json_text import parse_json
+from train.rollouts.recorded.check import FIELD, RowCounter, take_check
 
 SUFFIXES = {".jsonl": "JSON lines", ".json": "JSON lines", ".parquet": "Parquet"}
 
@@ -37,12 +39,24 @@ class JsonLinesFile:
         self.path = path
 
     def __iter__(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        offset = 0
+        offset, line, counter = 0, 0, RowCounter()
         with self.path.open("rb") as file:
             for line, text in enumerate(file, start=1):
                 if text.strip():
-                    yield offset, line, self._parse(text, line)
+                    record = self._parse(text, line)
+                    with self._errors(line):
+                        counter.add(take_check(record))
+                    yield offset, line, record
                 offset += len(text)
+        with self._errors(line):
+            counter.finish()
+
+    @contextmanager
+    def _errors(self, line: int) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise UserError(f"rollout.source.path: {self.path}, line {line}: {error}") from error
 
     def read(self, offset: int) -> dict[str, Any]:
         """Reads the line that begins at byte `offset`."""
@@ -51,6 +65,7 @@ class JsonLinesFile:
             record = parse_json(file.readline(), unique_keys=True)
         if not isinstance(record, dict):
             raise ValueError("not an object")
+        take_check(record)
         return record
 
     def _parse(self, text: bytes, line: int) -> dict[str, Any]:
@@ -97,7 +112,7 @@ def _drop_empty(record: dict[str, Any]) -> dict[str, Any]:
     return {
         name: _drop_empty(value) if isinstance(value, dict) else value
         for name, value in record.items()
-        if value is not None
+        if value is not None and name != FIELD
     }
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from train.config.errors import UserError
+from train.rollouts.recorded.check import with_checks
 from train.rollouts.source import Completions, SourceError
 from train.weights.files import usable_directory, write_text_atomic
 
@@ -62,7 +63,7 @@ def write_rows(directory: Path, step: int, rows: list[dict[str, Any]]) -> None:
     Raises:
       SourceError: the file cannot be written.
     """
-    lines = "".join(_escape(json.dumps(row, ensure_ascii=False)) + "\n" for row in rows)
+    lines = "".join(_escape(json.dumps(row, ensure_ascii=False)) + "\n" for row in with_checks(rows))
     file = directory / f"{step:08d}.jsonl"
     try:
         write_text_atomic(file, lines)
