@@ -23,6 +23,8 @@ from kljax.parity.dump import write_dump
 from kljax.parity.search import Report
 
 DIRECTORY = pathlib.Path(__file__).parent / "goldens/parity"
+# `tests.goldens.parity.record` makes the first, `tests.goldens.presets.dump` the second.
+FILES = ("dumps", "steps")
 # The results that a short recorder does not have.
 LOSS_ONLY = ("token_loss", "kl", "ratio", "weights", "metric/kl")
 
@@ -40,13 +42,13 @@ class Outcome(NamedTuple):
 
 @functools.cache
 def _arrays() -> Mapping[str, np.ndarray]:
-    return dict(np.load(DIRECTORY / "dumps.npz"))
+    return {name: array for file in FILES for name, array in np.load(DIRECTORY / f"{file}.npz").items()}
 
 
 @functools.cache
 def dumps() -> tuple[dict[str, Any], ...]:
     """The recorded dumps."""
-    return tuple(json.loads((DIRECTORY / "dumps.json").read_text())["dumps"])
+    return tuple(dump for file in FILES for dump in json.loads((DIRECTORY / f"{file}.json").read_text())["dumps"])
 
 
 def write(dump: Mapping[str, Any], path: pathlib.Path, *, detail: str = "full") -> None:

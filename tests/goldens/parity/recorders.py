@@ -3,7 +3,6 @@
 import atexit
 import json
 import pathlib
-import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,17 +12,11 @@ import numpy as np
 import torch
 
 from tests.goldens.parity import other_updates as others
+from tests.goldens.parity.page import SHARED, blocks
 from tests.goldens.systems import art, openrlhf, release, skyrl, trinity, trl, verl
 from tests.goldens.systems.record import Given
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs/parity.md"
-SHARED = "Shared by all PyTorch systems"
 Run = Callable[[], torch.Tensor]
-
-
-def blocks() -> dict[str, str]:
-    """The code of each recorder by the title above it."""
-    return dict(re.findall(r"^### (.+?)\n.*?^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 
 
 def run_verl(root: pathlib.Path, given: Given) -> Run:

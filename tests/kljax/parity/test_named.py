@@ -17,6 +17,7 @@ STAGES = (
     *("verl-reference-off-by-one", "verl-ratio-swapped", "verl-weights-uncapped", "verl-kl-abs", "verl-kl-detached"),
     *("verl-ddof-0", "verl-no-dual-clip", "verl-2-micro-batches", "verl-loss-mask-no-eos", "verl-gradient-times-4"),
     *("verl-pair-00", "trl-loss-type-grpo", "openrlhf-kl-kl-estimator-k3", "trl-recorder", "art-clean"),
+    *("slime-recorder", "prime-rl-recorder", "tunix-recorder"),
 )
 
 
@@ -59,5 +60,5 @@ def test_the_recorders_on_the_page_are_short() -> None:
     for title, code in recorders:
         assert len(code.splitlines()) <= 15, title
     recorded = {dump["name"] for dump in parity.dumps()}
-    for system in ("verl", "trl", "openrlhf", "skyrl", "trinity", "art"):
+    for system in ("verl", "trl", "openrlhf", "skyrl", "trinity", "art", "slime", "prime-rl", "tunix"):
         assert f"{system}-recorder" in recorded
