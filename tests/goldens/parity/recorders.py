@@ -22,7 +22,7 @@ Run = Callable[[], torch.Tensor]
 def run_verl(root: pathlib.Path, given: Given) -> Run:
     """verl's loss and KL term through its registry, as `workers/utils/losses.py` calls them."""
     core, _, _ = verl.load(root)
-    config = verl.Config(**{**verl.DEFAULTS, "clip_ratio_high": 0.28}, global_batch_info={})
+    config = verl.Config(**{**verl.actor_defaults(root), "clip_ratio_high": 0.28}, global_batch_info={})
 
     def run() -> torch.Tensor:
         loss, _ = core.get_policy_loss_fn("vanilla")(

@@ -1,6 +1,7 @@
 """One update as verl's worker composes it from verl's own functions, with switches that plant faults."""
 
 import dataclasses
+import pathlib
 import types
 from typing import Any
 from unittest import mock
@@ -207,7 +208,8 @@ def _micro_batch(
     policy, mask, weights = lp["policy"][rows], lp["used"][rows], lp["weights"][rows]
     old = moved(lp[s.old].detach(), s.old_shift)[rows]
     numerator, denominator = (policy, old) if s.ratio_sign == 1 else (old, policy)
-    config = verl.Config(**{**verl.DEFAULTS, **CLIPS, **dict(s.clips)}, global_batch_info={})
+    defaults = verl.actor_defaults(pathlib.Path(core.__file__ or "").parents[3])
+    config = verl.Config(**{**defaults, **CLIPS, **dict(s.clips)}, global_batch_info={})
     seen: list[torch.Tensor] = []
     real = core.agg_loss
 
