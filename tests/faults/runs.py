@@ -13,7 +13,7 @@ from tests.integration.command import PPO, Run, environment, finish, shared_run,
 from train.__main__ import main
 
 # The run is compiled as the tests compile, and so must be what continues it in this process.
-os.environ.setdefault("XLA_FLAGS", xla.flags(devices=1))
+os.environ.setdefault("XLA_FLAGS", xla.flags(devices=8))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 NAME = "ppo_adaptive_kl"
@@ -31,7 +31,9 @@ def share(directory: Path) -> None:
 @functools.cache
 def finished_run() -> Run:
     """Returns the run; nobody may change what it wrote."""
-    return shared_run(_directory(), *RECIPE).succeeded()
+    directory = _directory() / "runs"
+    directory.mkdir(exist_ok=True)
+    return shared_run(directory, *RECIPE, command=started_run).succeeded()
 
 
 def _directory() -> Path:

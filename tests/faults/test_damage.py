@@ -26,9 +26,7 @@ CASES = {fault.name: fault for fault in FAULTS}
 
 @pytest.fixture(scope="module", autouse=True)
 def _shared_run(tmp_path_factory):
-    directory = programs.session_directory(tmp_path_factory.getbasetemp()) / "integration"
-    directory.mkdir(exist_ok=True)
-    runs.share(directory)
+    runs.share(programs.session_directory(tmp_path_factory.getbasetemp()))
 
 
 @pytest.mark.parametrize("name", CHEAP)
