@@ -48,6 +48,11 @@ def test_whole_models(name: str, part: str) -> None:
     assert render(ModelSuite(part), found, Work) + "\n" + section == text
 
 
+def test_two_checkouts() -> None:
+    found, text = read("train-step-linen-cpu")
+    assert render(ModelSuite("step"), found, Work) == text
+
+
 def test_plans_of_compilers() -> None:
     found, text = read("head-aot")
     names = {field.name for field in dataclasses.fields(plans.Plan)}
