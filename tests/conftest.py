@@ -17,6 +17,7 @@ gc.set_threshold(100_000, 50, 100)
 from tests import programs  # noqa: E402 (starts JAX)
 
 programs.share_mlir_context()
+programs.write_whole_files()
 
 hypothesis.settings.register_profile("kljax", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("kljax")

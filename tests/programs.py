@@ -3,10 +3,13 @@
 import contextlib
 import functools
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax._src import lru_cache
 from jax._src.interpreters import mlir
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -20,6 +23,23 @@ def share_mlir_context() -> None:
     make = getattr(mlir, "make_ir_context", None)
     if make is not None:
         mlir.make_ir_context = functools.cache(make)
+
+
+def write_whole_files() -> None:
+    """Lets JAX put a compiled program into a directory at once, so that no other process reads a part of it.
+
+    A release of JAX without this private class keeps its default.
+    """
+    cache, suffix = getattr(lru_cache, "LRUCache", None), getattr(lru_cache, "_CACHE_SUFFIX", None)
+    if cache is None or suffix is None:
+        return
+
+    def put(self: Any, key: str, value: bytes) -> None:
+        with tempfile.NamedTemporaryFile(dir=self.path, delete=False) as part:
+            part.write(value)
+        Path(part.name).replace(self.path / f"{key}{suffix}")
+
+    cache.put = put
 
 
 def session_directory(base: Path) -> Path:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import jax
 import pytest
 
+from tests import programs
+
 HERE = pathlib.Path(__file__).parent
 STRICT = {"jax_enable_x64": True, "jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise"}
 
@@ -32,3 +34,10 @@ def _strict() -> Iterator[None]:
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The processes of a session compile the many small programs of these tests once between them."""
+    with programs.kept_in(programs.session_directory(tmp_path_factory.getbasetemp()) / "programs"):
+        yield
