@@ -1,12 +1,12 @@
 """`python -m train CONFIG [key=value ...] [--resume]`."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from train.config.explain import explain
 from train.config.help import algorithm_help, field_help
 from train.run.console import ShowVersion, load_config, run_command
+from train.run.interrupt import exit_with
 
 EXAMPLES = """\
 examples:
@@ -54,4 +54,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main())

@@ -1,13 +1,13 @@
 """`python -m train.eval RUN_OR_CONFIG`: a policy on the held-out prompts, sampled at the temperature and greedily."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config.errors import UserError
 from train.run.console import ShowVersion, load_config, run_command
+from train.run.interrupt import exit_with
 
 if TYPE_CHECKING:
     import kljax
@@ -108,4 +108,4 @@ def _initial_policy(context: "RunContext") -> "kljax.Policy":
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main())

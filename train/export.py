@@ -1,13 +1,13 @@
 """`python -m train.export RUN --to FOLDER`: a step of a run as a Hugging Face, a PEFT or an orbax folder."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.config.errors import UserError, warn
 from train.run.console import ShowVersion, run_command
+from train.run.interrupt import exit_with
 
 if TYPE_CHECKING:
     import kljax
@@ -167,4 +167,4 @@ def _format(form: str | None, *, lora: bool, merge: bool, dtype: str | None) -> 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main())

@@ -59,10 +59,11 @@ def run_command(command: Callable[[], int | None]) -> int:
     """
     hook = handle_thread_errors()
     hook.problem, hook.ending = None, False
-    with guarded_streams():
+    with guarded_streams(), ending_at_once() as ending:
         try:
-            with quiet_orbax(), rare_collections(), ending_at_once():
+            with quiet_orbax(), rare_collections():
                 code = command() or 0
+            ending.over = True
             if hook.problem is not None:
                 warn(hook.problem)
             return code
@@ -70,6 +71,7 @@ def run_command(command: Callable[[], int | None]) -> int:
             print(f"error: {error}", file=sys.stderr)
             return error.code
         except KeyboardInterrupt:
+            ending.over = True
             # Threads of orbax that the end cuts short have nothing to say.
             hook.ending = True
             print("interrupted", file=sys.stderr)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 # SIGHUP comes when the terminal is closed; systems other than Unix have none.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -24,8 +25,15 @@ class Interrupt:
         print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
 
 
-def _end_now(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+class Ending:
+    """A signal handler: every signal ends the command at once, until the command is `over`."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.over:
+            raise KeyboardInterrupt
 
 
 @contextmanager
@@ -47,10 +55,18 @@ def _is_heard(number: int) -> bool:
 
 
 @contextmanager
-def ending_at_once() -> Iterator[None]:
+def ending_at_once() -> Iterator[Ending]:
     """Turns every signal into KeyboardInterrupt while the block runs."""
-    with _handled(_end_now):
-        yield
+    ending = Ending()
+    with _handled(ending):
+        yield ending
+
+
+def exit_with(code: int) -> NoReturn:
+    """Ends the process; signals that come while the interpreter shuts down are ignored."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
 
 
 @contextmanager
