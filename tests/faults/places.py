@@ -54,11 +54,12 @@ def file_too_large(place: Path, limit: int) -> str:
         "import resource, sys; from train.__main__ import main; "
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY)); sys.exit(main(sys.argv[1:]))"
     )
+    # Files that others read, bytecode and compiled programs, must not be cut by the limit.
+    env = {name: text for name, text in runs.command_environment().items() if "CACHE" not in name}
     done = subprocess.run(
-        [sys.executable, "-c", script, *runs.RECIPE, f"output={place}"],
+        [sys.executable, "-B", "-c", script, *runs.RECIPE, f"output={place}"],
         cwd=ROOT,
-        # Compiled programs that are kept would run into the limit too.
-        env={name: text for name, text in runs.command_environment().items() if "CACHE" not in name},
+        env=env,
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
