@@ -29,7 +29,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     command.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
-    command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
+    command.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="dotted path of a field and its YAML value"
+    )
     command.add_argument("--explain", action="store_true", help="print the algorithm and the origin of its fields")
     command.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint of the run")
     command.add_argument("--version", action=ShowVersion)

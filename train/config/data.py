@@ -8,6 +8,7 @@ from train.config.types import (
     CountOrZero,
     Fraction,
     Judge,
+    Length,
     NonNegative,
     NumberCount,
     Operand,
@@ -53,9 +54,9 @@ class Data(Section):
     """gsm8k, math, jsonl: training set: JSON lines, or datasets:NAME:CONFIG:SPLIT."""
     eval: PathText | None = None
     """gsm8k, math, jsonl: held-out set, in the same form."""
-    max_prompt_length: Count = 7
+    max_prompt_length: Length = 7
     """Prompt length in tokens; longer prompts are counted and left out. The default depends on the task."""
-    max_completion_length: Count = 4
+    max_completion_length: Length = 4
     """Max new tokens, EOS included. The default depends on the task."""
     chat: bool | None = None
     """Format prompts by the chat template of model.path; null: if it has one."""

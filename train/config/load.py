@@ -95,6 +95,8 @@ def apply_overrides(raw: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         path, equals, text = override.partition("=")
         if not equals:
             problems.append(f"{show(override)}: got no '=', expected an override of the form key=value")
+        elif not path.strip():
+            problems.append(f"{show(override)}: got no field before '=', expected an override of the form key=value")
         elif path not in known_fields():
             problems.append(unknown_field(path))
         elif inside := known_fields()[path].list_path:

@@ -103,6 +103,8 @@ def _wrong_value(path: str, value: Any, known: Known, item: dict[str, Any]) -> s
         expected = expected.replace("a number", "a finite number")
     if item["type"] == "string_type" and isinstance(value, bool | int | float):
         expected += f" (quote it: {show(str(value))})"
+    if item["type"] == "string_type" and isinstance(value, dict):
+        expected += " (quote text with a colon at its end or before a blank)"
     hint = did_you_mean(value, known.choices, cutoff=0.5) if isinstance(value, str) else ""
     return f"{path}: got {show(value)}{reason}, expected {expected}{hint}"
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from train.config.types import Count, EvenCount, LoraTargets, PathText, Positive, Section
+from train.config.types import EvenSize, LoraTargets, PathText, Positive, Section, Size
 
 DType = Literal["float32", "bfloat16"]
 Quantization = Annotated[
@@ -46,17 +46,17 @@ class Model(Section):
     """Rematerialisation: full: recompute the whole layer; dots: keep the outputs of projections."""
     allow_nonfinite: bool = False
     """Load weights of folders that have NaN or infinity; false: refuse them."""
-    layers: Count = 2
+    layers: Size = 2
     """Decoder layers."""
-    width: Count = 128
+    width: Size = 128
     """Model width, the size of the residual stream."""
-    heads: Count = 4
+    heads: Size = 4
     """Query heads."""
-    kv_heads: Count = 2
+    kv_heads: Size = 2
     """Key and value heads; a divisor of heads."""
-    head_dim: EvenCount = 32
+    head_dim: EvenSize = 32
     """Width of a head."""
-    mlp_width: Count = 384
+    mlp_width: Size = 384
     """Hidden size of the gated MLP."""
     rope_theta: Positive = 10000.0
     """Base of the rotary frequencies."""
@@ -103,7 +103,7 @@ def without_warm_start(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Lora(Section):
-    rank: Count = 8
+    rank: Size = 8
     """Rank of the adapter matrices."""
     alpha: Positive = 16.0
     """Scale: the adapter's output is multiplied by alpha / rank."""

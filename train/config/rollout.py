@@ -4,7 +4,18 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from train.config.types import Count, CountOrZero, Fraction, PathText, Positive, Section, Text, tag_defaults_to
+from train.config.types import (
+    Count,
+    CountOrZero,
+    Fraction,
+    Lag,
+    PathText,
+    Positive,
+    Section,
+    Size,
+    Text,
+    tag_defaults_to,
+)
 
 Url = Annotated[str, Field(pattern="^https?://"), "text that starts with http:// or https://"]
 TopP = Annotated[float, Field(gt=0, le=1)]
@@ -36,7 +47,7 @@ class OpenAISource(Section):
     """openai: largest answer, also after decompression; null: 16 MiB and 1 KiB for each token of it."""
     retries: CountOrZero = 6
     """openai: retries of a failed request, each after a longer wait."""
-    concurrency: Count = 64
+    concurrency: Size = 64
     """openai: requests at one time, one for each prompt."""
 
 
@@ -54,9 +65,9 @@ CompletionSource = Annotated[
 
 
 class Rollout(Section):
-    prompts_per_step: Count = 16
+    prompts_per_step: Size = 16
     """Prompts in a rollout batch."""
-    samples_per_prompt: Count = 8
+    samples_per_prompt: Size = 8
     """Completions of each prompt, which form a group."""
     source: CompletionSource = JaxSource(type="jax")
     """Source of the completions."""
@@ -68,7 +79,7 @@ class Rollout(Section):
     """Sample from tokens with at least this fraction of the highest probability; 0: from all."""
     stop: Stops = ()
     """Stop strings; a completion includes the one that ends it."""
-    slots: Count | None = None
+    slots: Size | None = None
     """jax: slots of continuous batching, refilled as rows end; null: one for each row."""
     record_log_probs: bool = True
     """Record the sampler's log-probs (rollout_log_probs)."""
@@ -76,7 +87,7 @@ class Rollout(Section):
     """jax: record the tokens that top_k, top_p and min_p keep, and renormalise all log-probs over them; needs top_k."""
     mismatch_by_position: CountOrZero = 0
     """Report the mismatch of trainer and sampler in this many equal ranges of positions; 0: over all of them."""
-    policy_lag: CountOrZero = 0
+    policy_lag: Lag = 0
     """Sample with the policy of this many steps ago; the state holds that many copies of the trained weights."""
     record: PathText | None = None
     """Write each rollout batch to a file in this directory, for `source.type=file`."""

@@ -6,22 +6,40 @@ from typing import Any
 
 import yaml
 
+# Digits in groups: 1_000, and no 1__0 or 10_.
+DIGITS = r"[0-9]+(?:_[0-9]+)*"
 # The core schema of YAML 1.2. PyYAML's own rules read 1e-3 as text, `no` as false, 010 as 8 and 1:30 as 90.
 SCALARS = (
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", tuple("tTfF")),
-    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*)", tuple("-+0123456789")),
+    ("tag:yaml.org,2002:int", rf"[-+]?(?:0|(?!0){DIGITS})", tuple("-+0123456789")),
     (
         "tag:yaml.org,2002:float",
-        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+        rf"[-+]?(?:{DIGITS}\.(?:{DIGITS})?(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|{DIGITS}[eE][-+]?[0-9]+"
         r"|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
         tuple("-+.0123456789"),
     ),
 )
 
 
+SHOWN = 40
+"""Characters of a scalar that a message shows."""
+
+
 class _Loader(yaml.SafeLoader):
     """Reads with the rules above."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Makes the value of a node; names the place of a scalar that its tag does not fit."""
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            if not isinstance(node, yaml.ScalarNode):
+                raise
+            kind, text = node.tag.rpartition(":")[2], node.value
+            shown = repr(text) if len(text) <= SHOWN else f"{text[:SHOWN]!r}... ({len(text)} characters)"
+            problem = f"{shown} cannot be read as {kind}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
 class _Dumper(yaml.SafeDumper):

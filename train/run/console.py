@@ -77,12 +77,21 @@ def run_command(command: Callable[[], int | None]) -> int:
             print("interrupted", file=sys.stderr)
             return 130
         except Exception as error:
-            problem = disk_problem(error)
+            problem = disk_problem(error) or memory_problem(error)
             if problem is None:
                 raise
             hook.ending = True
             print(f"error: {problem}; {NEXT_STEP}", file=sys.stderr)
             return 2
+
+
+def memory_problem(error: Exception) -> str | None:
+    """Describes an allocation that failed, on the host or on a device; None for every other error."""
+    text = str(error).strip()
+    if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in text:
+        return None
+    first = text.splitlines()[0][:200] if text else "an allocation failed"
+    return f"out of memory: {first}; shorter lengths, more optim.micro_batches or fewer rollout.slots need less"
 
 
 class ShowVersion(argparse.Action):

@@ -134,6 +134,16 @@ def start_run(config: Config) -> RunDirectory:
     return run
 
 
+def existing_run(config: Config) -> RunDirectory:
+    """Returns the directory of the run that `--resume` continues; raises `UserError` if there is no such run."""
+    run = RunDirectory.of(config)
+    if run.config.is_file():
+        return run
+    if run.steps():
+        raise UserError(f"--resume: {run.config} is gone, although the run has checkpoints; restore it from a copy")
+    raise UserError(f"--resume: there is no run at {run.root}; leave the flag out to start one")
+
+
 def resume_run(config: Config) -> RunDirectory:
     """Opens the directory of the run that `--resume` continues.
 
@@ -141,11 +151,7 @@ def resume_run(config: Config) -> RunDirectory:
       UserError: there is no such run, its config was changed on disk, its base is gone, or the config differs in
         fields that change the result; the message names each.
     """
-    run = RunDirectory.of(config)
-    if not run.config.is_file():
-        if run.steps():
-            raise UserError(f"--resume: {run.config} is gone, although the run has checkpoints; restore it from a copy")
-        raise UserError(f"--resume: there is no run at {run.root}; leave the flag out to start one")
+    run = existing_run(config)
     run.check_config()
     run.check_base()
     before, now = (_flat(c.model_dump(mode="json")) for c in (load(run.config).config, config))

@@ -8,7 +8,7 @@ from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 REFUSED = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ESTALE)
-NEXT_STEP = "checkpoints that were complete are intact: make room, then continue with --resume"
+NEXT_STEP = "complete checkpoints are intact: make room, then continue with --resume"
 
 
 def disk_problem(error: BaseException | None) -> str | None:

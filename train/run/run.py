@@ -22,7 +22,7 @@ from train.rl.state import TrainState, policy_of
 from train.rollouts import Source, open_source
 from train.rollouts.context import RunContext
 from train.run.base import check_same_base, load_base, saved_base
-from train.run.directory import RunDirectory, open_run
+from train.run.directory import RunDirectory, existing_run, open_run
 from train.run.guard import Watch
 from train.run.interrupt import Interrupt, listening
 from train.run.loop import Programs, train, write_evaluation
@@ -45,6 +45,8 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     config, began, console = loaded.config, time.perf_counter(), default_console()
     quiet_abandoned_reads()
     check_output(config)
+    if resume:
+        existing_run(config)
     context = make_context(config)
     check_examples(context, before_warm_start=not (resume and saved_base(RunDirectory.of(config).root)))
     check_start(config, context.model)

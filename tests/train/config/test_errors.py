@@ -77,7 +77,7 @@ def test_every_problem_is_reported_at_once(write):
         ("loss.dual_clip=1", "loss.dual_clip: got 1, expected a number > 1 or null"),
         (
             "model.head_dim=3",
-            "model.head_dim: got 3, expected an integer >= 2 and <= 1_000_000_000 and a multiple of 2",
+            "model.head_dim: got 3, expected an integer >= 2 and <= 1_000_000 and a multiple of 2",
         ),
         ("model.qk_norm=yes", "model.qk_norm: got 'yes', expected true or false"),
         ("output=7", "output: got 7, expected text (quote it: '7')"),

@@ -59,7 +59,7 @@ def test_an_error_of_the_disk_is_one_line(number, capsys):
     error = OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
     assert run_command(lambda: _raise(error)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: cannot write runs/a/metrics.jsonl: {os.strerror(number)}; checkpoints that were ")
+    assert line.startswith(f"error: cannot write runs/a/metrics.jsonl: {os.strerror(number)}; complete checkpoints ")
     handle_thread_errors().ending = False
 
 
@@ -99,3 +99,13 @@ def test_a_standard_output_that_nobody_reads_is_said_and_does_not_end_the_comman
     (line,) = done.stderr.splitlines()
     assert line.startswith("warning: standard output cannot be written (")
     assert line.endswith("): the command goes on without it")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), MemoryError("Unable to allocate 4 GiB"), RuntimeError("RESOURCE_EXHAUSTED: Out of memory")]
+)
+def test_an_allocation_that_fails_is_one_line(error, capsys):
+    assert run_command(lambda: _raise(error)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: out of memory: ")
+    assert "optim.micro_batches" in line
