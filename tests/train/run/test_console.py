@@ -109,3 +109,4 @@ def test_an_allocation_that_fails_is_one_line(error, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: out of memory: ")
     assert "optim.micro_batches" in line
+    handle_thread_errors().ending = False
