@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 import kljax
-from train.config.schema import Config
 
 Tree = Any
 
@@ -106,10 +105,3 @@ def keep_unless(finite: jax.Array, new: Tree, old: Tree) -> Tree:
     `finite` comes from the gradient and not from `new`, so that `new` can take the memory of a donated `old`.
     """
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-
-
-def scale_changes(config: Config, changes: Tree, guard: GuardState) -> Tree:
-    """Multiplies the changes of the optimizer by the rate of the guard, if the config may lower it."""
-    if config.guard.action != "lower_learning_rate":
-        return changes
-    return jax.tree.map(lambda x: x * guard.rate.astype(x.dtype), changes)

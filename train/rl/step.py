@@ -24,7 +24,7 @@ from train.rl.layout import Layout
 from train.rl.metrics import Metrics, single
 from train.rl.policy import paired_hidden_states, token_stats, token_values
 from train.rl.reference import Reference, reference_head, restore_shared_base
-from train.rl.state import TrainState, keep_unless, policy_of, scale_changes
+from train.rl.state import GuardState, TrainState, keep_unless, policy_of
 from train.rl.tracing import traced_once
 
 Tree = Any
@@ -177,7 +177,7 @@ def make_update(
         metrics = found.reduce().of_update() | {"grad_norm": single(norm)}
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
         changes, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
-        changes = scale_changes(config, changes, state.guard)
+        changes = _slowed(config, changes, state.guard)
         trained = optax.apply_updates(state.trainable, changes), opt_state
         trainable, opt_state = keep_unless(finite, trained, (state.trainable, state.opt_state))
         guard = state.guard.after(finite, grads)
@@ -186,6 +186,13 @@ def make_update(
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(traced_once(update), donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+
+
+def _slowed(config: Config, changes: Tree, guard: GuardState) -> Tree:
+    """Multiplies the changes of the optimizer by the rate of the guard, if the config may lower it."""
+    if config.guard.action != "lower_learning_rate":
+        return changes
+    return jax.tree.map(lambda x: x * guard.rate.astype(x.dtype), changes)
 
 
 def update_rows(config: Config, key: jax.Array) -> list[jax.Array]:
