@@ -2,17 +2,14 @@
 
 import gc
 import os
-import signal
 
 import hypothesis
 
-from tests import xla
+from tests import processes, xla
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla.flags(devices=8)}".strip()
-# A shell starts a background job to ignore Ctrl-C, and so would every command that a test starts.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+processes.hear_interrupts()
 # A program says where its operations come from for a debugger, which tests do not have.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Traces make many objects that live long: at the default Python walks them for a tenth of the time.

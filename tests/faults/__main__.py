@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from tests import faults
 from tests.faults.case import BAD, OUTCOMES, Fault, count
+from tests.processes import hear_interrupts
 
 
 def areas() -> dict[str, list[Fault]]:
@@ -40,6 +41,7 @@ def table(counts: dict[str, collections.Counter[str]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
+    hear_interrupts()
     found = areas()
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
