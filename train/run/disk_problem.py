@@ -53,7 +53,8 @@ class ThreadErrors:
     def _handles(self, error: BaseException | None) -> bool:
         problem = disk_problem(error)
         self.problem = problem or self.problem
-        return self.ending or problem is not None
+        # The command itself says that a signal ended it.
+        return self.ending or problem is not None or isinstance(error, KeyboardInterrupt)
 
 
 def handle_thread_errors() -> ThreadErrors:

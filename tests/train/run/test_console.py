@@ -110,3 +110,11 @@ def test_an_allocation_that_fails_is_one_line(error, capsys):
     assert line.startswith("error: out of memory: ")
     assert "optim.micro_batches" in line
     handle_thread_errors().ending = False
+
+
+def test_a_thread_that_a_signal_cuts_short_logs_nothing():
+    def record(error):
+        return logging.LogRecord("absl", logging.ERROR, "manager.py", 1, "failed", (), (type(error), error, None))
+
+    assert not handle_thread_errors().filter(record(KeyboardInterrupt()))
+    assert handle_thread_errors().filter(record(ValueError("another")))
