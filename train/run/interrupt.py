@@ -1,7 +1,9 @@
 """Ctrl-C, SIGTERM and SIGHUP: RL stops at the end of the step and is saved; anything else ends at once."""
 
+import _thread
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -43,9 +45,20 @@ def _handled(handler: Handler) -> Iterator[None]:
         before = {number: signal.signal(number, handler) for number in SIGNALS if _is_heard(number)}
     except ValueError:  # only the main thread may
         before = {}
+    show = sys.unraisablehook
+
+    def raise_again(lost: "sys.UnraisableHookArgs") -> None:
+        # Python drops what is raised in a callback of the garbage collector: once more, when that is over.
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            threading.Timer(0.05, _thread.interrupt_main).start()
+        else:
+            show(lost)
+
+    sys.unraisablehook = raise_again
     try:
         yield
     finally:
+        sys.unraisablehook = show
         for number, previous in before.items():
             signal.signal(number, previous)
 

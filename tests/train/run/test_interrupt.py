@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import time
 
 import pytest
 
@@ -43,3 +44,18 @@ def test_a_signal_that_the_command_was_started_to_ignore_stays_ignored():
             assert not interrupt.requested
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_comes_in_a_callback_is_not_lost(capsys):
+    class Closing:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    def command() -> None:
+        Closing()
+        for _ in range(1000):
+            time.sleep(0.001)
+
+    with ending_at_once(), pytest.raises(KeyboardInterrupt):
+        command()
+    assert capsys.readouterr().err == ""
