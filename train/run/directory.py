@@ -109,7 +109,7 @@ def open_run(config: Config, *, resume: bool) -> Iterator[RunDirectory]:
     Raises:
       UserError: as `start_run` and `resume_run`, or another process writes the run.
     """
-    directory = RunDirectory.of(config) if resume else start_run(config)
+    directory = existing_run(config) if resume else start_run(config)
     with locked(directory.root):
         if resume:
             resume_run(config)

@@ -45,13 +45,12 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     config, began, console = loaded.config, time.perf_counter(), default_console()
     quiet_abandoned_reads()
     check_output(config)
-    if resume:
-        existing_run(config)
+    continued = existing_run(config) if resume else None
     context = make_context(config)
-    check_examples(context, before_warm_start=not (resume and saved_base(RunDirectory.of(config).root)))
+    check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
     check_start(config, context.model)
-    check_reference(config, context.model, context.mesh, RunDirectory.of(config).steps() if resume else [])
-    expected = check_same_base(config, RunDirectory.of(config) if resume else None)
+    check_reference(config, context.model, context.mesh, [] if continued is None else continued.steps())
+    expected = check_same_base(config, continued)
     source = open_source(context, continued=resume)
     with (
         open_run(config, resume=resume) as directory,
