@@ -31,9 +31,13 @@ find_nonfinite = jax.jit(first_nonfinite)
 
 def nonfinite_array(tree: Tree) -> str | None:
     """Returns the dotted name of the first array of a tree that is not finite; None if all are."""
-    names = list(named_leaves(tree))
-    found = int(find_nonfinite(tree)) if names else -1
-    return None if found < 0 else names[found]
+    return _first_name(named_leaves(tree))
+
+
+def _first_name(arrays: Mapping[str, jax.Array]) -> str | None:
+    """Returns the first name, in the order of the mapping, whose array is not finite; None if all are."""
+    found = int(find_nonfinite(list(arrays.values()))) if arrays else -1
+    return None if found < 0 else list(arrays)[found]
 
 
 def check_finite(tree: Tree, what: str) -> None:
@@ -72,9 +76,9 @@ class Watch:
         weights = nonfinite_array(state.trainable)
         if weights is not None:
             return f"the weight {weights}"
-        for name in FIELDS:
-            if getattr(batch, name) is not None and nonfinite_array(getattr(batch, name)) is not None:
-                return name
+        field = _first_name({name: getattr(batch, name) for name in FIELDS if getattr(batch, name) is not None})
+        if field is not None:
+            return field
         index = int(state.guard.nonfinite)
         return "the loss, or the norm of the gradient," if index < 0 else _gradient_of(state.trainable, index)
 
