@@ -1,4 +1,4 @@
-"""Types of config fields: names to choose from, number ranges, the base class of sections."""
+"""Types of config fields: names to choose from, number ranges, the largest number, the base class of sections."""
 
 import math
 import os
@@ -199,8 +199,21 @@ RANGES_OF: Mapping[tuple[str, str], Any] = {
 }
 """Exceptions from `RANGES`, by function and parameter."""
 
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+"""The largest float32; larger numbers become infinite on the devices."""
 
-FLOAT32_MAX = 3.4028234663852886e38
+
+def fits_float32(value: object) -> bool:
+    """Returns whether a value is a number, not a bool, that is finite in float32.
+
+    Example:
+        >>> [fits_float32(value) for value in (0.5, -3, 1e38, 1e39, 10**400, float("nan"), True, "1")]
+        [True, True, True, False, False, False, False, False]
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    # Integers are compared as they are: a long one has no float.
+    return not (isinstance(value, float) and math.isnan(value)) and -FLOAT32_MAX <= value <= FLOAT32_MAX
 
 
 class Section(BaseModel):
@@ -216,7 +229,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _fits_float32(cls, value: Any) -> Any:
-        if isinstance(value, float) and abs(value) > FLOAT32_MAX:
+        if isinstance(value, float) and not fits_float32(value):
             raise ValueError("infinite in float32")
         return value
 

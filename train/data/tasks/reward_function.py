@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import math
 import signal
 import sys
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config.errors import UserError
-from train.config.numbers import FLOAT32_MAX
+from train.config.types import fits_float32
 from train.data.tasks.task import Example
 from train.data.workers.process import START_SECONDS, NoAnswer, NotStarted, WorkerPool
 
@@ -65,13 +64,7 @@ def _number(value: Any) -> float | None:
     """Converts a number, a NumPy scalar or an array without axes; None if it is no finite float32."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
-    if not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) and abs(number) <= FLOAT32_MAX else None
+    return float(value) if isinstance(value, bool) or fits_float32(value) else None
 
 
 def _shown(value: Any) -> str:

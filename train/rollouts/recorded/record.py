@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from train.config.numbers import fits_float32
+from train.config.types import fits_float32
 from train.data.prompts import encode_prompts
 from train.data.tasks import Example
 from train.rollouts.context import RunContext

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from train.config.numbers import FLOAT32_MAX
+from train.config.types import FLOAT32_MAX
 from train.rollouts.source import MAX_LOG_PROB
 
 IDS_NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
