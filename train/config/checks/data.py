@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from train.config.checks.problem import Problem, problem
-from train.config.data import Rewards
+from train.config.checks.problem import Problem, changed, problem
 from train.config.schema import Config
 
 FROM_FILES = ("gsm8k", "math", "jsonl")
@@ -54,9 +53,8 @@ def _arithmetic(config: Config) -> Iterator[Problem]:
 
 def _owned(config: Config) -> Iterator[Problem]:
     data = config.data
-    for name, task in OWNED.items():
-        if config.task != task and getattr(data, name) != type(data).model_fields[name].default:
-            yield problem(f"task {config.task} does not read it, only {task}", f"data.{name}", "task")
+    for name, _, _ in changed(data, (name for name, task in OWNED.items() if config.task != task)):
+        yield problem(f"task {config.task} does not read it, only {OWNED[name]}", f"data.{name}", "task")
     if config.task == "jsonl" and data.reward is None:
         yield problem("missing; task jsonl needs a reward function: data.reward=module:function", "data.reward", "task")
     if data.reward is not None and not all(data.reward.rpartition(":")[::2]):
@@ -83,9 +81,8 @@ def _rewards(config: Config) -> Iterator[Problem]:
             "rewards.overlong_buffer",
             "data.max_completion_length",
         )
-    for name in ("workers", "timeout"):
-        if config.task != "jsonl" and getattr(config.rewards, name) != Rewards.model_fields[name].default:
-            yield problem(f"task {config.task} does not read it, only jsonl", f"rewards.{name}", "task")
+    for name, _, _ in changed(config.rewards, () if config.task == "jsonl" else ("workers", "timeout")):
+        yield problem(f"task {config.task} does not read it, only jsonl", f"rewards.{name}", "task")
 
 
 CHECKS = (_files, _arithmetic, _owned, _template, _rewards)

@@ -2,25 +2,26 @@
 
 from collections.abc import Iterator
 
-from train.config.checks.problem import Problem, problem
+from train.config.checks.problem import Problem, changed, problem
 from train.config.plan import Plan
-from train.config.schema import Config, Guard
+from train.config.schema import Config
 
 
 def _limits(config: Config) -> Iterator[Problem]:
     """Checks that the KL of a limit is measured, and that no field is set that no limit uses."""
     guard, plan = config.guard, Plan.of(config)
+    set_fields = {name for name, _, _ in changed(guard, ("action", "learning_rate_factor", "max_actions"))}
     exact = plan.exact_loss and config.kl.loss.direction == "reverse"
     if guard.max_kl is not None and not plan.ref_log_probs and not exact:
         text = f"got {guard.max_kl:g}, but no KL to the reference is measured; set reference.monitor=true"
         yield problem(text, "guard.max_kl", "reference.monitor")
-    if guard.max_kl is None and guard.min_entropy is None and guard.action != Guard().action:
+    if guard.max_kl is None and guard.min_entropy is None and "action" in set_fields:
         text = f"got {guard.action}, which answers a limit, but there is none; set guard.max_kl or guard.min_entropy"
         yield problem(text, "guard.action")
-    if guard.action != "lower_learning_rate" and guard.learning_rate_factor != Guard().learning_rate_factor:
+    if guard.action != "lower_learning_rate" and "learning_rate_factor" in set_fields:
         text = f"got {guard.learning_rate_factor:g}, which guard.action {guard.action} does not use; remove it"
         yield problem(text, "guard.learning_rate_factor", "guard.action")
-    if guard.action == "stop" and guard.max_actions != Guard().max_actions:
+    if guard.action == "stop" and "max_actions" in set_fields:
         text = f"got {guard.max_actions}, which guard.action stop does not use; remove it"
         yield problem(text, "guard.max_actions", "guard.action")
 

@@ -1,8 +1,10 @@
 """A problem that a check finds, and helpers that make it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from train.config.types import Section
 
 
 class Problem(NamedTuple):
@@ -15,6 +17,14 @@ class Problem(NamedTuple):
 def problem(text: str, *fields: str) -> Problem:
     """A line about the first field."""
     return Problem(fields, f"{fields[0]}: {text}")
+
+
+def changed(section: Section, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields name, value and default of the fields that are not at their default."""
+    for name in names:
+        value, default = getattr(section, name), type(section).model_fields[name].get_default()
+        if value != default:
+            yield name, value, default
 
 
 def missing_path(name: str, path: str) -> Iterator[Problem]:

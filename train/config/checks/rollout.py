@@ -2,26 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from train.config.address import url_problem, without_password
-from train.config.checks.problem import Problem, problem
+from train.config.checks.problem import Problem, changed, problem
 from train.config.plan import Plan
-from train.config.rollout import Rollout
 from train.config.schema import Config
 
 SAMPLING = ("top_k", "top_p", "min_p", "stop")
 CUTS = ("top_k", "top_p", "min_p")
 MOST_STOPS = 4
 """What the API of OpenAI allows, and vLLM too."""
-
-
-def _changed(section: Rollout, names: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value and default of the fields that are not at their default."""
-    for name in names:
-        value, default = getattr(section, name), Rollout.model_fields[name].get_default()
-        if value != default:
-            yield name, value, default
 
 
 def _ignored(config: Config) -> Iterator[Problem]:
@@ -32,7 +22,7 @@ def _ignored(config: Config) -> Iterator[Problem]:
         "openai": ("slots", "record_kept_tokens"),
         "file": (*SAMPLING, "slots", "record_kept_tokens", "policy_lag", "record"),
     }[kind]
-    for name, value, default in _changed(section, ignored):
+    for name, value, default in changed(section, ignored):
         off = "false" if default is False else {None: "null", (): "[]"}.get(default, default)
         shown = list(value) if isinstance(value, tuple) else value
         yield problem(
@@ -78,7 +68,7 @@ def _server(config: Config) -> Iterator[Problem]:
             "rollout.stop",
             "rollout.source.type",
         )
-    for name, value, _ in _changed(section, CUTS):
+    for name, value, _ in changed(section, CUTS):
         if section.record_log_probs and config.temperature != 1:
             yield problem(
                 f"got {value}, but a server has log-probs of all tokens only at temperature 1, not at "
