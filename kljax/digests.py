@@ -1,4 +1,4 @@
-"""Digests of arrays, with which damage on disk is noticed when the arrays are read back.
+"""Digests of arrays and texts, with which damage on disk is noticed when these are read back.
 
 The digest of an array hashes its sums along the last axis, with its bits taken as 32-bit words. Damage within one word
 always changes a sum; damage to more words of a row is missed with a probability of 2^-32, to more rows with that of all
@@ -54,22 +54,27 @@ def check_digests(label: str, tree: Tree, digests: Mapping[str, str]) -> None:
         raise ValueError(f"{label} is damaged: arrays differ from what was saved: {first_five(differing)}")
 
 
+def text_hash(text: str | bytes) -> hashlib.blake2b:
+    """Starts the hash of a text, to which `update` appends; its `hexdigest` has 32 digits."""
+    return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=16)
+
+
+def json_digest(content: Mapping[str, Any]) -> str:
+    """Computes the digest of JSON values, 32 hexadecimal digits, whatever the order of their keys."""
+    return text_hash(json.dumps(content, sort_keys=True)).hexdigest()
+
+
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     """Puts a digest beside JSON values, so that damage to the values is noticed too."""
-    return {CONTENT: content, SEAL: _json_digest(content)}
+    return {CONTENT: content, SEAL: json_digest(content)}
 
 
 def open_sealed(label: str, sealed: Any) -> dict[str, Any]:
     """Returns the values that `seal` was given; raises ValueError with `label` if they or their digest changed."""
     content = sealed.get(CONTENT) if isinstance(sealed, dict) else None
-    if not isinstance(content, dict) or sealed.get(SEAL) != _json_digest(content):
+    if not isinstance(content, dict) or sealed.get(SEAL) != json_digest(content):
         raise ValueError(f"{label} is damaged: it differs from what was saved")
     return content
-
-
-def _json_digest(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _is_readable(array: jax.Array) -> bool:

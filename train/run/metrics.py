@@ -1,6 +1,5 @@
 """The metrics of a run: `metrics.jsonl`, with equal bytes for equal values, and TensorBoard events."""
 
-import hashlib
 import json
 import math
 import os
@@ -10,8 +9,9 @@ from typing import Any, SupportsFloat
 
 from tensorboardX import SummaryWriter
 
+from kljax.digests import text_hash
 from train.config.errors import UserError, warn
-from train.weights.files import text_digest, write_text_atomic
+from train.weights.files import write_text_atomic
 
 FILE_NAME = "metrics.jsonl"
 PHASES = ("warm_start", "train", "eval")
@@ -69,7 +69,7 @@ def _lines_of_mark(path: Path, mark: Mapping[str, Any]) -> str:
         return ""
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    if text_digest(text) != mark["digest"]:
+    if text_hash(text).hexdigest() != mark["digest"]:
         what = f"got {len(text)} bytes, expected {mark['bytes']}" if len(text) < mark["bytes"] else "a line differs"
         raise UserError(
             f"{path} is damaged: it is not what the run had written when it saved its last checkpoint ({what}); "
@@ -113,7 +113,7 @@ class MetricsWriter:
             for events in self._directory.glob("tensorboard/*/events.out.tfevents.*"):
                 events.unlink()
         write_text_atomic(path, text)
-        self._hash, self._size = hashlib.blake2b(text.encode(), digest_size=16), len(text.encode())
+        self._hash, self._size = text_hash(text), len(text.encode())
         self._file = path.open("a", encoding="utf-8", newline="\n")
         self._resume_step = resume_step
         self._boards: dict[str, SummaryWriter] = {}

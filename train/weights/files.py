@@ -1,7 +1,6 @@
 """Atomic writes of files and directories, and small files that carry a digest of themselves."""
 
 import functools
-import hashlib
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kljax.digests import json_digest, text_hash
 from train.config.errors import UserError, warn
 
 SEAL = "digest_of_record"
@@ -27,14 +27,9 @@ def write_text_atomic(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def text_digest(text: str | bytes) -> str:
-    """Computes the digest of a text, 32 hexadecimal digits."""
-    return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=16).hexdigest()
-
-
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Writes a JSON object with a digest of its other fields, atomically."""
-    sealed = {**record, SEAL: _record_digest(record)}
+    sealed = {**record, SEAL: json_digest(record)}
     write_text_atomic(path, json.dumps(sealed, indent=2) + "\n")
 
 
@@ -53,7 +48,7 @@ def read_record(path: Path, hint: str) -> Any:
     if not isinstance(record, dict) or SEAL not in record:
         _warn_without_digest(path)
         return record
-    if record.pop(SEAL) != _record_digest(record):
+    if record.pop(SEAL) != json_digest(record):
         raise UserError(f"{path} is damaged: it differs from what was written; {hint}")
     return record
 
@@ -64,13 +59,9 @@ def _warn_without_digest(path: Path) -> None:
     warn(f"{path} has no digest, so damage to it would not be noticed")
 
 
-def _record_digest(record: Mapping[str, Any]) -> str:
-    return text_digest(json.dumps(record, sort_keys=True))
-
-
 def write_sealed_text(path: Path, text: str) -> None:
     """Writes a text below a comment with its digest, atomically."""
-    write_text_atomic(path, f"{FIRST_LINE}{text_digest(text)}\n{text}")
+    write_text_atomic(path, f"{FIRST_LINE}{text_hash(text).hexdigest()}\n{text}")
 
 
 def check_sealed_text(path: Path, hint: str) -> None:
@@ -85,7 +76,7 @@ def check_sealed_text(path: Path, hint: str) -> None:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not first.startswith(FIRST_LINE.encode()):
         _warn_without_digest(path)
-    elif first != f"{FIRST_LINE}{text_digest(rest)}".encode():
+    elif first != f"{FIRST_LINE}{text_hash(rest).hexdigest()}".encode():
         raise UserError(f"{path} is damaged: it differs from what the run wrote; {hint}")
 
 

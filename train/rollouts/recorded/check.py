@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from train.weights.files import text_digest
+from kljax.digests import text_hash
 
 FIELD = "kljax_check"
 
@@ -58,4 +58,4 @@ class RowCounter:
 
 
 def _digest(row: Mapping[str, Any]) -> str:
-    return text_digest(json.dumps(row, ensure_ascii=True))
+    return text_hash(json.dumps(row, ensure_ascii=True)).hexdigest()
