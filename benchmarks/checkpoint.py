@@ -71,8 +71,8 @@ def _measure_once(tree: Any, abstract: Any) -> dict[str, float]:
         content: dict[str, Any] = {}
         found["digests of a save"] = seconds(lambda: content.update(seal({"arrays": tree_digests(tree)})))
         save(sealed, tree, content)
-        found["restore"] = seconds(lambda: _orbax.restore(plain, abstract))
-        restored, saved = _orbax.restore(plain, abstract), _orbax.saved_content(sealed)
+        found["restore"] = seconds(lambda: _orbax.restore(_orbax.read_metadata(plain), abstract))
+        restored, saved = _orbax.restore(_orbax.read_metadata(plain), abstract), _orbax.read_metadata(sealed).content
         assert saved is not None
         found["digests of a restore"] = seconds(lambda: check_digests("", restored, saved["arrays"]))
     return found

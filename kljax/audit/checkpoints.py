@@ -15,7 +15,6 @@ from kljax._typing import Array, ArrayLike
 from kljax.audit.logits import Block, Options, host_mask, measure
 from kljax.audit.report import Audit
 from kljax.log_probs import kl_from_hidden
-from kljax.reference import restore_tree
 
 __all__ = ["Checkpoints", "audit_checkpoints"]
 
@@ -142,12 +141,13 @@ class Checkpoints:
           ValueError: if a checkpoint does not fit `abstract`.
         """
         paths = [path for path in (self.policy, self.reference, self.behaviour) if path is not None]
-        return [restore_tree(path, self._abstract(path), item=self.item) for path in paths]
+        return [self._restore(path) for path in paths]
 
-    def _abstract(self, path: Path) -> Any:
-        if self.abstract is not None:
-            return self.abstract
-        return _orbax.sharded_on_first_device(_orbax.saved_tree(path, self.item))
+    def _restore(self, path: Path) -> Any:
+        metadata, abstract = _orbax.read_metadata(path), self.abstract
+        if abstract is None:
+            abstract = _orbax.sharded_on_first_device(metadata.subtree(self.item))
+        return _orbax.restore(metadata, abstract, self.item)
 
 
 def _head(head: Head, params: Any, layout: str) -> Array:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from kljax import _orbax
 from kljax._typing import Array
-from kljax.trees import named_leaves
 
 __all__ = [
     "Policy",
@@ -176,8 +175,7 @@ def restore_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None =
       >>> print(kljax.restore_tree(path, abstract, item="policy")["w"])
       [1. 1.]
     """
-    check_tree(path, abstract, item=item)
-    return _orbax.restore(path, abstract, item)
+    return _orbax.restore(_orbax.read_metadata(path), abstract, item)
 
 
 def check_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None = None) -> None:
@@ -209,9 +207,7 @@ def check_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None = N
       ...     print(str(error).split(" at ")[0])
       no checkpoint
     """
-    saved, expected = _orbax.saved_tree(path), _orbax.nest(abstract, item)
-    label = f"checkpoint {pathlib.Path(path).absolute()}"
-    _orbax.check_leaves(label, named_leaves(saved), named_leaves(expected))
+    _orbax.check_fits(_orbax.read_metadata(path), abstract, item)
 
 
 def fingerprint(tree: Tree) -> Array:

@@ -12,9 +12,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-import kljax
 from kljax import _orbax
-from kljax.digests import array_digest, check_digests, seal, tree_digests
+from kljax.digests import array_digest, seal, tree_digests
 from kljax.trees import first_five, named_leaves, shape_and_dtype
 from train.config.errors import UserError
 from train.config.schema import Checkpoint
@@ -65,13 +64,14 @@ def save_base(path: Path, params: Tree, content: Mapping[str, Any] | None = None
 
 def carried_with(path: Path) -> dict[str, Any]:
     """Reads the values that lie beside the arrays of an orbax directory; empty if it has none."""
-    return _orbax.saved_content(path) or {}
+    return _orbax.read_metadata(path).content or {}
 
 
-def warn_without_digests(path: Path) -> None:
-    """Warns of a directory that was written before there were digests; raises as `kljax.restore_tree` does."""
-    if _orbax.saved_content(path) is None:
-        logging.getLogger(__name__).warning("%s has no digests, so damage to its arrays would not be noticed", path)
+def _warn_without_digests(metadata: _orbax.CheckpointMetadata) -> None:
+    """Warns of a directory that was written before there were digests."""
+    if metadata.content is None:
+        text = "%s has no digests, so damage to its arrays would not be noticed"
+        logging.getLogger(__name__).warning(text, metadata.path)
 
 
 def check_saved(step: int, saved: Sequence[int]) -> None:
@@ -145,33 +145,29 @@ class Checkpoints:
 
     def _restore(self, step: int, like: TrainState) -> TrainState:
         expected = _items(like)
-        self._check_fits(step, expected[ITEM])
-        if REFERENCE in expected and self._saved_layout(step, REFERENCE) != _layout(expected[REFERENCE]):
-            del expected[REFERENCE]
+        saved = {ITEM: _orbax.read_metadata(self._directory / str(step) / ITEM)}
+        self._check_fits(step, saved[ITEM], expected[ITEM])
+        if REFERENCE in expected:
+            reference = self._fitting_reference(step, expected[REFERENCE])
+            if reference is None:
+                del expected[REFERENCE]
+            else:
+                saved[REFERENCE] = reference
         args = {name: ocp.args.StandardRestore(abstract(item)) for name, item in expected.items()}
         items = self._manager.restore(step, args=ocp.args.Composite(**args))
-        for name in expected:
-            self._check_item(step, name, items[name])
+        for name, metadata in saved.items():
+            _warn_without_digests(metadata)
+            _orbax.check_restored(metadata, items[name])
         return TrainState(**items[ITEM], reference=items[REFERENCE] if REFERENCE in expected else None)
 
-    def _check_item(self, step: int, item: str, tree: Tree) -> None:
-        """Raises ValueError if a restored item differs from its digests; warns if it has none."""
-        directory = self._directory / str(step) / item
-        content = _orbax.saved_content(directory)
-        if content is None:
-            warn_without_digests(directory)
-        else:
-            check_digests(f"checkpoint {directory}", tree, content["arrays"])
+    def _fitting_reference(self, step: int, like: Tree) -> _orbax.CheckpointMetadata | None:
+        """Reads the metadata of the reference of a step; None if the step has none, or one of another layout."""
+        directory = self._directory / str(step) / REFERENCE
+        metadata = _orbax.read_metadata(directory) if directory.is_dir() else None
+        return None if metadata is None or _layout(metadata.tree) != _layout(like) else metadata
 
-    def _saved_layout(self, step: int, item: str) -> dict[str, str] | None:
-        """Reads the layout of an item of a step; None if the step has no such item."""
-        directory = self._directory / str(step) / item
-        if item != ITEM and not directory.is_dir():
-            return None
-        return _layout(_orbax.saved_tree(directory))
-
-    def _check_fits(self, step: int, like: Tree) -> None:
-        saved, expected = self._saved_layout(step, ITEM) or {}, _layout(like)
+    def _check_fits(self, step: int, metadata: _orbax.CheckpointMetadata, like: Tree) -> None:
+        saved, expected = _layout(metadata.tree), _layout(like)
         differing = (name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name))
         # Weights first: their optimizer moments differ in the same way.
         names = sorted(differing, key=lambda name: (not name.startswith("trainable"), name))
@@ -207,8 +203,9 @@ class Checkpoints:
 def restore_base(path: Path, abstract_params: Tree, field: str, *, item: str | None = None) -> Tree:
     """Restores base weights from a `save_base` directory or a checkpoint; raises `UserError` naming `field`."""
     try:
-        warn_without_digests(path)
-        return kljax.restore_tree(path, abstract_params, item=item)
+        metadata = _orbax.read_metadata(path)
+        _warn_without_digests(metadata)
+        return _orbax.restore(metadata, abstract_params, item)
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"{field}: {error}") from error
 
@@ -220,9 +217,8 @@ def orbax_arrays(path: Path, item: str | None) -> dict[str, SavedArray]:
       FileNotFoundError: there is no readable checkpoint.
       ValueError: it is damaged; reading an array raises this too.
     """
-    directory = path.absolute()
-    tree, content = _orbax.saved_tree(directory), _orbax.saved_content(directory)
-    digests = None if content is None else content["arrays"]
+    metadata = _orbax.read_metadata(path)
+    directory, digests = metadata.path, None if metadata.content is None else metadata.content["arrays"]
     prefix = "" if item is None else f"{item}."
 
     def lazy_array(name: str, leaf: Any) -> SavedArray:
@@ -236,7 +232,7 @@ def orbax_arrays(path: Path, item: str | None) -> dict[str, SavedArray]:
 
         return SavedArray(shape, dtype, read)
 
-    leaves = {name: leaf for name, leaf in named_leaves(tree).items() if name.startswith(prefix)}
+    leaves = {name: leaf for name, leaf in named_leaves(metadata.tree).items() if name.startswith(prefix)}
     return {name.removeprefix(prefix): lazy_array(name, leaf) for name, leaf in leaves.items()}
 
 

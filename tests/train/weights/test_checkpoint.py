@@ -258,10 +258,10 @@ def test_every_item_carries_the_digests_of_its_arrays(tmp_path):
     checkpoints.wait()
     assert checkpoints.carried(1)["note"] == [1, 2]
     checkpoints.close()
-    record = _orbax.saved_content(tmp_path / "checkpoints" / "1" / "state")
+    record = _orbax.read_metadata(tmp_path / "checkpoints" / "1" / "state").content
     assert record["arrays"]["trainable.params.w"] == array_digest(state.trainable["params"]["w"])
     assert len(record["arrays"]) == len(jax.tree.leaves(state)) - 1
-    moving = _orbax.saved_content(tmp_path / "checkpoints" / "1" / "reference")
+    moving = _orbax.read_metadata(tmp_path / "checkpoints" / "1" / "reference").content
     assert moving == {"arrays": {"w": array_digest(np.arange(3, dtype=np.float32))}}
 
 
@@ -282,6 +282,22 @@ def test_a_damaged_record_of_digests_is_damage(run, caplog):
     chex.assert_trees_all_equal(checkpoints.restore_last(state_of(9)), state_of(3))
     checkpoints.close()
     assert "its record of digests is damaged" in caplog.text
+
+
+def test_a_restore_reads_the_metadata_once(tmp_path, monkeypatch):
+    params, reads = {"w": jnp.arange(6.0)}, []
+    save_base(tmp_path / "base", params)
+    checkpoints, state = opened(tmp_path), dataclasses.replace(state_of(1), reference=params)
+    checkpoints.save(state, 1)
+    checkpoints.wait()
+    read = ocp.PyTreeCheckpointer.metadata
+    monkeypatch.setattr(
+        ocp.PyTreeCheckpointer, "metadata", lambda self, path: reads.append(path.name) or read(self, path)
+    )
+    chex.assert_trees_all_equal(restore_base(tmp_path / "base", abstract(params), "base"), params)
+    chex.assert_trees_all_equal(checkpoints.restore_last(state), state)
+    checkpoints.close()
+    assert reads == ["base", "state", "reference"]
 
 
 def test_full_memory_is_no_damage(run, monkeypatch):
