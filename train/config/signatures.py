@@ -1,11 +1,16 @@
-"""Signatures of functions, read from their source: a config is checked without importing JAX or the library."""
+"""Functions by name: their signatures, read from the source, and their import.
+
+A config is checked by signatures alone, without importing JAX or the library.
+"""
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import re
+import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -108,6 +113,25 @@ def read_signature(target: str) -> Signature:
         for argument, keyword, default in _arguments(node.args)
     )
     return Signature(target, doc.partition("\n")[0].strip(), parameters, _kind(node.returns))
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """Imports `module:function` or `path/to/file.py:function`.
+
+    Raises:
+      ModuleNotFoundError: there is no such module or file. Errors of the imported code pass through.
+      AttributeError: the module has no such function.
+    """
+    place, _, name = target.rpartition(":")
+    if not place.endswith(".py"):
+        return getattr(importlib.import_module(place), name)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    if spec is None or spec.loader is None or not Path(place).is_file():
+        raise ModuleNotFoundError(f"there is no file {place}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
 def _arguments(arguments: ast.arguments) -> Iterator[tuple[ast.arg, bool, Any]]:

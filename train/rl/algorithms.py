@@ -5,11 +5,7 @@ or of the user. Parameters that are arrays are supplied by their names, others a
 """
 
 import functools
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -23,7 +19,7 @@ from train.config.kl import ScheduledController
 from train.config.optim import CosineSchedule, LinearSchedule, Optim, WsdSchedule
 from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, arrays_of
 from train.config.schema import Config
-from train.config.signatures import Signature
+from train.config.signatures import Signature, load_function
 from train.rl.batch import Batch, required
 
 Array = jax.Array
@@ -36,20 +32,6 @@ CLIPS_NO_RATIO = ("gmpo_loss", "dppo_loss", "rec_loss")
 """Losses whose `clip_low` and `clip_high` bound something else than a ratio of one level, or not always."""
 
 LEVELS = get_args(kljax.typing.Level)
-
-
-def load_function(target: str) -> Callable[..., Any]:
-    """Imports `module:function` or `path/to/file.py:function`."""
-    place, _, name = target.rpartition(":")
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), name)
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot import {place}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
 
 
 def call_by_name(signature: Signature, section: Algorithm, arrays: Supply, **others: Any) -> Any:

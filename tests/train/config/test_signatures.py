@@ -12,8 +12,7 @@ import pytest
 
 import kljax
 from train.config.algorithms import ADVANTAGES, CONTROLLERS, KL_SCHEDULES, LOSSES, OPTIMIZERS
-from train.config.signatures import REQUIRED, read_signature
-from train.rl.algorithms import load_function
+from train.config.signatures import REQUIRED, load_function, read_signature
 
 TARGETS = [target for table in (LOSSES, ADVANTAGES, CONTROLLERS, KL_SCHEDULES, OPTIMIZERS) for target in table.values()]
 

@@ -1,16 +1,13 @@
 """The reward function of the user: found by name, called within a limit of time, and its result checked."""
 
-import importlib
-import importlib.util
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from train.config.errors import UserError
+from train.config.signatures import load_function
 from train.config.types import fits_float32
 from train.data.tasks.task import Example
 from train.data.workers.process import START_SECONDS, NoAnswer, NotStarted, WorkerPool
@@ -30,27 +27,14 @@ class _Late(BaseException):
     """Raised in a reward function that takes too long."""
 
 
-def _module(name: str) -> Any:
-    if not name.endswith(".py"):
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
-    if spec is None or spec.loader is None or not Path(name).is_file():
-        raise ModuleNotFoundError(f"there is no file {name}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 def find_function(name: str) -> RewardFunction:
     """Imports `module:function` or `path/to/file.py:function`.
 
     Raises:
       UserError: the import fails, or the object is not callable.
     """
-    source, _, attribute = name.rpartition(":")
     try:
-        function = getattr(_module(source), attribute)
+        function = load_function(name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # any error of the user's module, also SystemExit
