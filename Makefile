@@ -95,7 +95,7 @@ test-newest: $(NEWEST_VENV)/.ready ## the library, and three runs of the trainer
 
 # The compiler of TPUs runs in processes of an environment of its own: libtpu changes what JAX finds at its start.
 $(AOT_VENV)/.ready: pyproject.toml uv.lock
-	$(call make-environment,$(PYTHON),$(AOT_VENV),--no-default-groups --group aot)
+	$(call make-environment,$(PYTHON),$(AOT_VENV),--no-default-groups --group train --group aot)
 
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compiler of TPUs plans
 	$(BIN)/python $(PYTEST) -m "not thorough" tests/benchmarks/test_head_aot_plans.py $(ARGS)

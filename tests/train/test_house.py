@@ -11,7 +11,7 @@ MODULES = {
     for path in sorted((ROOT / "train").rglob("*.py"))
 }
 # A module imports from its own folder or one before it.
-FOLDERS = ("config", "models", "rl", "data", "weights", "references", "rollouts", "run", "commands")
+FOLDERS = ("config", "hardware", "models", "rl", "data", "weights", "references", "rollouts", "run", "commands")
 COMMANDS = ("train", "train.__main__", "train.eval", "train.export")
 
 

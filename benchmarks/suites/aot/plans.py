@@ -2,14 +2,12 @@
 
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.report import MIB, join, table, targets, text_columns
 from benchmarks.harness.results import Check, ratio
 
-GPU_TARGETS = pathlib.Path(__file__).parents[2] / "gpu_targets"
 LAYOUTS = {"one": "one device", "sharded": "16 devices, fsdp=4 x tensor=4"}
 TITLES = {
     "naive": "naive JAX",
@@ -48,8 +46,8 @@ DEVICES = {
     "v5e": Device("tpu", "v5e:2x2", "v5e:4x4", 1.5e9),
     "v5p": Device("tpu", "v5p:2x2x1", "v5p:2x2x4", 1.75e9),
     "v6e": Device("tpu", "v6e:2x2", "v6e:4x4", 1.75e9),
-    "h100": Device("cuda", "1x1x1"),
-    "h200": Device("cuda", "1x1x1"),
+    "h100": Device("cuda", "h100:1"),
+    "h200": Device("cuda", "h200:1"),
 }
 
 

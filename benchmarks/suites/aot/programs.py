@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kljax
-from benchmarks.suites.aot.plans import DEVICES, GPU_TARGETS, Problem
+from benchmarks.suites.aot.plans import DEVICES, Problem
 from benchmarks.suites.head.jax_forms import Constants, Stats, naive, of_kind, tiled, tunix_chunk
 from kljax.log_probs._head import default_tile
+from train.hardware.topology import parse_topology, topology_devices
 
 Array = jax.Array
 AXES = ("data", "fsdp", "tensor")
@@ -23,23 +23,13 @@ TOKENS = P(("data", "fsdp"))
 HEAD = P("fsdp", "tensor")
 
 
-def describe(name: str, topology: str) -> list[jax.Device]:
-    """Returns the devices of a topology, to compile for."""
-    if DEVICES[name].platform == "tpu":
-        return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
-    target = (GPU_TARGETS / f"{name}.txtpb").read_text()
-    return topologies.get_topology_desc(
-        topology_name="", platform="cuda", target_config=target, topology=topology
-    ).devices
-
-
 def mesh_of(name: str, layout: str) -> Mesh:
     """Returns a mesh of one device, or of 16 as `fsdp=4 x tensor=4`, with all axes of the trainer."""
     device = DEVICES[name]
     if layout == "one":
-        return Mesh(np.array(describe(name, device.one)[:1]).reshape(1, 1, 1), AXES)
+        return Mesh(np.array(topology_devices(parse_topology(device.one))[:1]).reshape(1, 1, 1), AXES)
     assert device.many is not None
-    return Mesh(np.array(describe(name, device.many)).reshape(1, 4, 4), AXES)
+    return Mesh(np.array(topology_devices(parse_topology(device.many))).reshape(1, 4, 4), AXES)
 
 
 class Program(NamedTuple):

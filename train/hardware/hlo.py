@@ -160,12 +160,25 @@ def group_size(line: str) -> int:
 
 
 def _payload(kind: str, instruction: Instruction) -> int:
-    sizes = array_bytes(instruction.shape)
-    if kind == "reduce-scatter":
-        # The type of an asynchronous operation has its operand too.
-        return max(sizes) if instruction.opcode.endswith("-start") else sum(sizes) * group_size(instruction.line)
-    asynchronous = instruction.opcode.endswith("-start") and kind != "all-reduce"
-    return max(sizes) if asynchronous or kind == "collective-permute" else sum(sizes)
+    shape, asynchronous = instruction.shape, instruction.opcode.endswith("-start")
+    if asynchronous and kind != "all-reduce":
+        # The type of an asynchronous operation has operands, results, and perhaps its state.
+        operands, results = _parts(shape)[:2]
+        return sum(array_bytes(operands if kind == "reduce-scatter" else results))
+    sizes = array_bytes(shape)
+    return sum(sizes) * group_size(instruction.line) if kind == "reduce-scatter" else sum(sizes)
+
+
+def _parts(shape: str) -> list[str]:
+    """Splits the text of a tuple type into its parts; nested tuples stay whole."""
+    parts, depth = [""], 0
+    for character in shape.strip()[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def collectives(module: Module) -> list[Collective]:

@@ -4,8 +4,8 @@ import pathlib
 
 import pytest
 
-from benchmarks.suites.aot import hlo
-from benchmarks.suites.aot.hlo import executions, parse, trip_count
+from train.hardware import hlo
+from train.hardware.hlo import executions, parse, trip_count
 
 TEXTS = pathlib.Path(__file__).parent / "hlo"
 # As the TPU's compiler prints it: tuples with layouts, no trip counts, cycles in the configuration of a kernel.
@@ -73,6 +73,14 @@ def test_collectives_by_loops():
 def test_asynchronous_collectives():
     found = {(c.kind, c.payload, c.executions) for c in hlo.collectives(parse(GPU))}
     assert found == {("all-reduce", 16, 6), ("all-gather", 16, 6), ("reduce-scatter", 32, 6)}
+
+
+def test_asynchronous_collectives_of_several_arrays():
+    text = GPU.replace(
+        "(f16[2]{0}, f16[8]{0}) all-gather", "((f16[2]{0}, f16[4,1]{0,1}), (f16[8]{0}, f16[4,4]{0,1})) all-gather"
+    )
+    gathers = [c.payload for c in hlo.collectives(parse(text)) if c.kind == "all-gather"]
+    assert gathers == [2 * (8 + 16)]
 
 
 def test_steps_of_one_collective_count_once():

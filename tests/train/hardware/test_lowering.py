@@ -1,0 +1,38 @@
+"""Compiled programs and their memory, on the CPU, whose compiler reports in the same words."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from train.hardware import hlo
+from train.hardware.lowering import compile_program, needed_memory
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        ("the total memory required for HLO temporaries (21.12G) exceeds available HBM (15.75G).", 21.12 * 2**30),
+        ("XLA:TPU compile permanent error. Used 512.5M of 15.75G hbm. Exceeded hbm capacity", 512.5 * 2**20),
+    ],
+)
+def test_a_program_that_does_not_fit(message, size):
+    assert needed_memory(f"RESOURCE_EXHAUSTED: {message}") == round(size)
+
+
+def test_another_error_is_an_error():
+    assert needed_memory("INTERNAL: RET_CHECK failure") is None
+
+
+def test_memory_of_a_program_whose_argument_is_donated():
+    def update(state, x):
+        return state + x @ x.T, x.sum()
+
+    state, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    found = compile_program(jax.jit(update, donate_argnums=0).lower(state, x))
+    assert found.arguments == 4 * (64 * 64 + 64 * 32)
+    assert found.aliased == 4 * 64 * 64
+    # The results are the state, a scalar and the table of both.
+    assert found.aliased < found.results < found.aliased + 100
+    assert found.host == 0
+    assert hlo.parse(found.text).entry
+    assert "BufferAssignment" in found.assignment
