@@ -4,9 +4,10 @@ import math
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import IO
 
 import numpy as np
+
+from kljax._npy import read_header
 
 # A compressed array is read into memory: a file of some kilobytes may stand for gigabytes.
 MAX_COMPRESSED = 1 << 30
@@ -92,7 +93,7 @@ def _member(where: str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
         )
     try:
         with archive.open(info) as member:
-            shape, fortran, dtype = _header(member)
+            shape, fortran, dtype = read_header(member)
             size = info.file_size - member.tell()
             _check_dtype(where, dtype, "fiub")
             if math.prod(shape) * dtype.itemsize != size:
@@ -101,13 +102,6 @@ def _member(where: str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
     except BROKEN as error:
         raise UserError(f"{where}: cannot be read as an array: {error}") from error
     return values.reshape(shape, order="F" if fortran else "C")
-
-
-def _header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    version = np.lib.format.read_magic(member)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(member)
-    return shape, fortran, dtype
 
 
 def _check_dtype(where: str, dtype: np.dtype, kinds: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from kljax._checks import closest
+from kljax._npy import read_header
 from kljax.parity.fields import FIELDS, FORMAT, HEADER, METRIC, field_of
 
 MAX_HEADER = 100_000_000
@@ -179,9 +180,7 @@ def _npz_member(path: pathlib.Path, archive: zipfile.ZipFile, info: zipfile.ZipI
         raise DumpError(f"{name}: {info.file_size} bytes are compressed; store it with numpy.savez, uncompressed")
     try:
         with archive.open(info) as member:
-            version = np.lib.format.read_magic(member)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = read(member)
+            shape, fortran, dtype = read_header(member)
             begin = member.tell()
             if dtype.hasobject:
                 raise DumpError(f"{name}: holds Python objects, which need pickle; store numbers")

@@ -1,0 +1,20 @@
+"""The header of an array in NumPy's format."""
+
+from typing import IO
+
+import numpy as np
+
+
+def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Reads the header of an `.npy` file, and leaves the file at the first byte of the array.
+
+    Returns:
+      Shape, whether the array is stored in Fortran order, and dtype.
+
+    Raises:
+      ValueError: the bytes are no such header.
+    """
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    return shape, fortran, dtype
