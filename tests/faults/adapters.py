@@ -1,5 +1,6 @@
 """PEFT folders that are damaged, senseless or hostile."""
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.faults.case import Fault, raised
+from tests.faults.case import Fault, damaged
 from tests.faults.folders import DEEP, GOLDENS, LONG, write_header
 from train.models import Decoder
 from train.models.sharding import make_mesh
@@ -35,15 +36,7 @@ def check(path: Path) -> None:
         load_adapter(path, model, make_mesh())
 
 
-def damaged(change: Callable[[Path], None], *words: str) -> Callable[[Path], str]:
-    """Makes a fault of a folder that must be refused."""
-
-    def run(directory: Path) -> str:
-        path = adapter(directory)
-        change(path)
-        return raised(lambda: check(path), "lora.path", *words)
-
-    return run
+damaged_adapter = functools.partial(damaged, adapter, check, "lora.path")
 
 
 def with_fields(*words: str, **fields: object) -> Callable[[Path], str]:
@@ -52,12 +45,12 @@ def with_fields(*words: str, **fields: object) -> Callable[[Path], str]:
     def change(path: Path) -> None:
         (path / CONFIG_FILE).write_text(json.dumps(json.loads((path / CONFIG_FILE).read_text()) | fields))
 
-    return damaged(change, *words)
+    return damaged_adapter(change, *words)
 
 
 def with_text(text: str, *words: str) -> Callable[[Path], str]:
     """Makes a fault of another `adapter_config.json`."""
-    return damaged(lambda path: (path / CONFIG_FILE).write_text(text) and None, CONFIG_FILE, *words)
+    return damaged_adapter(lambda path: (path / CONFIG_FILE).write_text(text), CONFIG_FILE, *words)
 
 
 def hangs(name: str, **fields: object) -> Callable[[Path], str]:
@@ -94,9 +87,7 @@ def deep(path: Path) -> None:
 CASES = {
     "config nested too deeply": with_text(DEEP, "nested too deeply"),
     "config with a number of 6,000 digits": with_text('{"r": ' + LONG + "}", "cannot be read"),
-    "config that is not UTF-8": damaged(
-        lambda path: (path / CONFIG_FILE).write_bytes(b'{"r": "\xff"}') and None, "utf"
-    ),
+    "config that is not UTF-8": damaged_adapter(lambda path: (path / CONFIG_FILE).write_bytes(b'{"r": "\xff"}'), "utf"),
     "rank of -1": with_fields("r: got -1, expected a positive number", r=-1),
     "rank of 10 ** 30": with_fields("r: got 1000", r=10**30),
     "rank that is a float": with_fields("r: got 4.5", r=4.5),
@@ -116,8 +107,8 @@ CASES = {
     "a broken pattern of layers": with_fields("layers_pattern", layers_to_transform=[0], layers_pattern="("),
     "layers that are no numbers": with_fields("layers_to_transform: got 1.5", layers_to_transform=1.5),
     "modules that are no names": with_fields("target_modules: got [1", target_modules=[1, 2]),
-    "weights cut off": damaged(cut, "not a complete safetensors file"),
-    "NaN in a matrix": damaged(not_a_number, "not finite"),
-    "header nested too deeply": damaged(deep, "not a complete safetensors file"),
+    "weights cut off": damaged_adapter(cut, "not a complete safetensors file"),
+    "NaN in a matrix": damaged_adapter(not_a_number, "not finite"),
+    "header nested too deeply": damaged_adapter(deep, "not a complete safetensors file"),
 }
 FAULTS = [Fault("adapter folders", name, run) for name, run in CASES.items()]

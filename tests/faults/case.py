@@ -89,6 +89,31 @@ def raised(call: Callable[[], object], *words: str, error: type[Exception] = Use
     return "silent"
 
 
+def damaged(
+    make: Callable[[pathlib.Path], pathlib.Path],
+    check: Callable[[pathlib.Path], object],
+    label: str,
+    change: Callable[[pathlib.Path], object],
+    *words: str,
+) -> Callable[[pathlib.Path], str]:
+    """Makes a fault of a folder that must be refused once it is changed.
+
+    Args:
+      make: puts the undamaged folder into a directory and returns it.
+      check: reads the folder as a run does.
+      label: the field that the message names.
+      change: damages the folder.
+      words: what the message says too.
+    """
+
+    def run(directory: pathlib.Path) -> str:
+        path = make(directory)
+        change(path)
+        return raised(lambda: check(path), label, *words)
+
+    return run
+
+
 def count(faults: Sequence[Fault], directory: pathlib.Path) -> Iterator[tuple[Fault, str]]:
     """Runs the faults one after the other and yields what came of each."""
     for number, fault in enumerate(faults):

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.faults.case import Fault, raised
+from tests.faults.case import Fault, damaged, raised
 from train.data.tokenizers.files import load_folder
 from train.models import Decoder
 from train.models.sharding import make_mesh
@@ -41,15 +41,7 @@ def check(path: Path) -> None:
         check_folder(path, decoder())
 
 
-def damaged(change: Callable[[Path], None], *words: str) -> Callable[[Path], str]:
-    """Makes a fault of a folder that must be refused."""
-
-    def run(directory: Path) -> str:
-        path = folder(directory)
-        change(path)
-        return raised(lambda: check(path), "model.path", *words)
-
-    return run
+damaged_folder = functools.partial(damaged, folder, check, "model.path")
 
 
 def split_header(path: Path) -> tuple[dict, bytes]:
@@ -215,26 +207,28 @@ def both_kinds(directory: Path) -> str:
 DEEP = "[" * 100_000
 LONG = "1" * 6000
 CASES = {
-    "offsets overlap": damaged(with_header(overlap), "not a complete safetensors file"),
-    "negative offsets": damaged(with_header(negative), "safetensors"),
-    "negative shape": damaged(with_header(negative_shape), "safetensors"),
-    "bytes that no tensor covers": damaged(lengthened, "not a complete safetensors file"),
-    "weights cut off": damaged(cut, "cut off"),
-    "header nested too deeply": damaged(with_header_text('{"a":' + DEEP), "nested too deeply"),
-    "header with a number of 6,000 digits": damaged(with_header_text('{"a":' + LONG + "}"), "cannot be read"),
-    "header that is a list": damaged(with_header_text("[]"), "cannot be read"),
+    "offsets overlap": damaged_folder(with_header(overlap), "not a complete safetensors file"),
+    "negative offsets": damaged_folder(with_header(negative), "safetensors"),
+    "negative shape": damaged_folder(with_header(negative_shape), "safetensors"),
+    "bytes that no tensor covers": damaged_folder(lengthened, "not a complete safetensors file"),
+    "weights cut off": damaged_folder(cut, "cut off"),
+    "header nested too deeply": damaged_folder(with_header_text('{"a":' + DEEP), "nested too deeply"),
+    "header with a number of 6,000 digits": damaged_folder(with_header_text('{"a":' + LONG + "}"), "cannot be read"),
+    "header that is a list": damaged_folder(with_header_text("[]"), "cannot be read"),
     "NaN in a norm": loaded(with_value("model.norm.weight", np.nan), "model.norm.weight"),
     "infinity in a matrix": loaded(
         with_value("model.layers.1.mlp.up_proj.weight", -np.inf, ml_dtypes.bfloat16), "layers.1.mlp.up_proj"
     ),
     "NaN in the embeddings": loaded(with_value("model.embed_tokens.weight", np.nan, np.float16), "embed_tokens"),
-    "a tied head that differs": damaged(other_head, "ties the output head to the embeddings"),
-    "index leaves the folder": damaged(indexed("../elsewhere.safetensors"), "expected files inside the folder"),
-    "index leaves the folder and returns": damaged(indexed("../folder/a.safetensors"), "inside the folder"),
-    "index with an absolute path": damaged(indexed("ABSOLUTE/away.safetensors"), "expected files inside the folder"),
-    "index names a system file": damaged(index_of('{"weight_map": {"a": "/etc/passwd"}}'), "inside the folder"),
-    "index nested too deeply": damaged(index_of('{"weight_map":' + DEEP), "nested too deeply"),
-    "index that is a list": damaged(index_of("[]"), "expected a JSON object with weight_map"),
+    "a tied head that differs": damaged_folder(other_head, "ties the output head to the embeddings"),
+    "index leaves the folder": damaged_folder(indexed("../elsewhere.safetensors"), "expected files inside the folder"),
+    "index leaves the folder and returns": damaged_folder(indexed("../folder/a.safetensors"), "inside the folder"),
+    "index with an absolute path": damaged_folder(
+        indexed("ABSOLUTE/away.safetensors"), "expected files inside the folder"
+    ),
+    "index names a system file": damaged_folder(index_of('{"weight_map": {"a": "/etc/passwd"}}'), "inside the folder"),
+    "index nested too deeply": damaged_folder(index_of('{"weight_map":' + DEEP), "nested too deeply"),
+    "index that is a list": damaged_folder(index_of("[]"), "expected a JSON object with weight_map"),
     "index beside model.safetensors": both_kinds,
     "config nested too deeply": config_that_is(DEEP, "nested too deeply"),
     "config with a number of 6,000 digits": config_that_is('{"vocab_size": ' + LONG + "}", "not valid JSON"),
