@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from train.config.explain import explain
 from train.config.help import algorithm_help, field_help
-from train.run.console import ShowVersion, load_config, run_command
+from train.run.console import ShowVersion, add_process_flags, join_processes, load_config, run_command
 from train.run.interrupt import exit_with
 
 EXAMPLES = """\
@@ -16,6 +16,7 @@ examples:
   python -m train configs/quickstart.yaml lora.rank=8 'reference={source: step, step: 0}'
   python -m train configs/quickstart.yaml preset=trl/grpo --explain
   python -m train configs/quickstart.yaml --resume
+  python -m train configs/quickstart.yaml --coordinator 10.0.0.1:8476 --process 0 --processes 2
 """
 
 
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--explain", action="store_true", help="print the algorithm and the origin of its fields")
     command.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint of the run")
     command.add_argument("--version", action=ShowVersion)
+    add_process_flags(command)
     return command
 
 
@@ -47,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.explain:
             print(explain(loaded))
             return 0
+        join_processes(options)
         # Imported late, so that an error in the config shows before JAX starts.
         from train.run.run import run
 

@@ -11,7 +11,10 @@ MODULES = {
     for path in sorted((ROOT / "train").rglob("*.py"))
 }
 # A module imports from its own folder or one before it.
-FOLDERS = ("config", "hardware", "models", "rl", "data", "weights", "references", "rollouts", "run", "commands")
+FOLDERS = (
+    *("config", "distributed", "hardware", "models", "rl", "data", "weights", "references", "rollouts", "run"),
+    "commands",
+)
 COMMANDS = ("train", "train.__main__", "train.eval", "train.export")
 
 
@@ -68,8 +71,8 @@ def test_the_compute_core_is_small() -> None:
     assert core
     for module in core:
         loaded = reached(module) - {"train"}
-        assert len(loaded) <= 42, f"{module} loads {len(loaded)} modules of the trainer: {sorted(loaded)}"
-        assert {folder_of(name) for name in loaded} <= {"config", "models", "rl"}
+        assert len(loaded) <= 46, f"{module} loads {len(loaded)} modules of the trainer: {sorted(loaded)}"
+        assert {folder_of(name) for name in loaded} <= {"config", "distributed", "models", "rl"}
 
 
 def test_a_config_loads_without_jax() -> None:
@@ -81,3 +84,13 @@ def test_a_config_loads_without_jax() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             roots = {name.split(".")[0] for name in names}
             assert not roots & {"jax", "flax", "tokenizers", "optax", "orbax", "numpy"}, f"{module} imports {roots}"
+
+
+def test_one_folder_asks_how_many_processes_there_are() -> None:
+    """Everything else goes through `train.distributed`, so that one process and many take the same way."""
+    asked = ("process_index", "process_count", "is_fully_addressable", "multihost_utils", "addressable_shards")
+    asked += ("make_array_from_process_local_data", "jax.distributed", "_src")
+    for module, path in MODULES.items():
+        if folder_of(module) != "distributed":
+            found = [word for word in asked if word in path.read_text()]
+            assert not found, f"{module} asks for {', '.join(found)}; call train.distributed"

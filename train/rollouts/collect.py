@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from train.data.tasks.rewards import compose, judge
+from train.distributed import is_leader
 from train.models.sharding import shard_rows
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
@@ -48,7 +49,7 @@ def collect(context: RunContext, source: Source, step: int) -> Rollout:
         key=purpose_key(config.seed, "sample", step),
     )
     rollout = make_rollout(context, source.sample(request))
-    if config.rollout.record is not None and jax.process_index() == 0:
+    if config.rollout.record is not None and is_leader():
         rows = record_rows(rollout.completions, rollout.scores, config.rollout.samples_per_prompt)
         write_rows(Path(config.rollout.record), step, rows)
     return rollout

@@ -51,6 +51,26 @@ def load_config(path: str | Path, overrides: Sequence[str]) -> LoadedConfig:
     return loaded
 
 
+def add_process_flags(command: argparse.ArgumentParser) -> None:
+    """Adds the flags of a run in several processes, which `join_processes` reads."""
+    group = command.add_argument_group("several processes (docs/pods.md); a TPU pod, SLURM and Open MPI need none")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, the same in every process")
+    group.add_argument("--process", metavar="I", type=int, help="number of this process, from 0")
+    group.add_argument("--processes", metavar="N", type=int, help="number of processes")
+
+
+def join_processes(options: argparse.Namespace) -> None:
+    """Joins the other processes of the run, if there are any, before a device is used.
+
+    Raises:
+      UserError: the flags do not fit, or the others cannot be reached.
+    """
+    # Imported late, so that an error in the config shows before JAX starts.
+    from train import distributed
+
+    distributed.start(distributed.peers_of(options.coordinator, options.process, options.processes))
+
+
 def run_command(command: Callable[[], int | None]) -> int:
     """Runs a command; returns its exit code or 0, 130 for a signal.
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from train.distributed import map_shards
 from train.models.decoder import Decoder
 from train.models.int8 import is_int8, quantise
 from train.rl.policy import abstract_params
@@ -88,8 +89,7 @@ def _view_as(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
     """Views the bits of a leaf as the target dtype; memory of a CPU device is shared, not copied."""
     if leaf.dtype == target.dtype:
         return leaf
-    shards = [jax.device_put(np.asarray(x.data).view(target.dtype), x.device) for x in leaf.addressable_shards]
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+    return map_shards(lambda shard: shard.view(target.dtype), leaf)
 
 
 def _fill(

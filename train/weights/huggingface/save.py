@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import kljax
+from train.distributed import is_leader
 from train.models.decoder import Decoder
 from train.models.int8 import dequantise, is_int8
 from train.models.merge import merge, rounded_away
@@ -82,7 +83,7 @@ def save_folder(
     pieces = list(_tensors(model))
     sums: list[jax.Array] = []
     arrays = _arrays(model, policy, pieces, stored, sums)
-    if jax.process_index() != 0:
+    if not is_leader():
         for _ in arrays:
             pass
         return None

@@ -1,0 +1,105 @@
+"""One of two processes that try every function of the door; it prints a line when all holds."""
+
+import argparse
+import sys
+import time
+
+import jax
+import numpy as np
+
+from train import distributed
+from train.config.errors import GuardError, UserError
+from train.models.sharding import batch_sharding, make_mesh, replicated
+from train.run.console import add_process_flags, join_processes
+
+MESHES = ((4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 1, 4), (2, 2, 1))
+
+
+def check_rows(shape: tuple[int, int, int]) -> None:
+    """Rows go to the devices and come back, whole and in part, and each is judged once."""
+    mesh = make_mesh(*shape)
+    sharding = batch_sharding(mesh)
+    whole = {"a": np.arange(24, dtype=np.float32).reshape(8, 3) / 7, "flag": np.arange(8) % 3 == 0}
+    held = distributed.held_rows(sharding, 8)
+    placed = distributed.place_rows({name: value[held] for name, value in whole.items()}, sharding)
+    assert placed["a"].shape == (8, 3)
+    for name, value in distributed.to_host(placed).items():
+        np.testing.assert_array_equal(value, whole[name])
+    for name, value in distributed.to_host_rows(placed).items():
+        np.testing.assert_array_equal(value, whole[name][held])
+    total = jax.jit(lambda x: x.sum(), out_shardings=replicated(mesh))(placed["a"])
+    assert abs(float(total) - whole["a"].sum()) < 1e-4
+    np.testing.assert_array_equal(
+        distributed.to_host(distributed.place_whole(whole["a"], replicated(mesh))), whole["a"]
+    )
+    own = distributed.own_rows(sharding, 8)
+    assert set(own) <= set(held)
+    gathered = distributed.gather_rows("rewards", {name: value[own] for name, value in whole.items()}, own, 8)
+    for name, value in gathered.items():
+        assert value.tobytes() == whole[name].tobytes()
+    assert sorted(np.concatenate([np.array(x) for x in distributed.exchange_json("rows", own.tolist())])) == [*range(8)]
+
+
+def error_of(function) -> Exception:
+    try:
+        function()
+    except Exception as error:
+        return error
+    raise AssertionError("no error")
+
+
+def check_agreement(number: int) -> None:
+    """Values are compared, and an error of one process is raised in both."""
+    distributed.agree("seed", 1)
+    error = error_of(lambda: distributed.agree("seed", number))
+    assert isinstance(error, UserError)
+    assert str(error).startswith("seed: process 0 has 0, process 1 has 1; "), error
+    assert [distributed.any_of("flag", number == 1), distributed.any_of("flag", False)] == [True, False]
+
+    def fail_in_one() -> int:
+        if number == 1:
+            raise GuardError("a limit was left")
+        return 7
+
+    error = error_of(lambda: distributed.run_together("work", fail_in_one))
+    assert (type(error), str(error)) == (GuardError, "process 1 of 2: a limit was left")
+    bug = error_of(lambda: distributed.run_together("work", lambda: [0][number]))
+    assert isinstance(bug, IndexError if number == 1 else distributed.ProcessError)
+    assert distributed.run_together("work", lambda: number) == number
+    assert distributed.on_leader("name", lambda: f"run-{number}") == "run-0"
+    assert "process 0 of 2: no" in str(error_of(lambda: distributed.on_leader("name", refuse)))
+    distributed.barrier("end")
+    assert "different places" in str(error_of(lambda: distributed.barrier(f"place {number}")))
+
+
+def refuse() -> None:
+    raise UserError("no")
+
+
+def check_failure(number: int) -> None:
+    """A process that ends alone is named to the one that waits for it."""
+    if number == 1:
+        distributed.report_failure("the disk is full")
+        time.sleep(2)
+    else:
+        error = error_of(lambda: distributed.barrier("never"))
+        assert str(error) == "process 1 of 2 failed: the disk is full"
+
+
+def main() -> None:
+    command = argparse.ArgumentParser()
+    add_process_flags(command)
+    join_processes(command.parse_args())
+    number = distributed.process()
+    assert distributed.processes() == 2
+    assert distributed.is_leader() == (number == 0)
+    for shape in MESHES:
+        check_rows(shape)
+    check_agreement(number)
+    check_failure(number)
+    distributed.stop()
+    print(f"process {number}: all holds")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The door with two real processes, and what its flags refuse."""
+
+import os
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests import peers
+from train import distributed
+from train.config.errors import UserError
+from train.models.sharding import batch_sharding, make_mesh
+
+
+def test_two_processes_share_rows_values_and_errors() -> None:
+    ended = peers.run("tests.train.distributed.peer", processes=2, devices=2, env=os.environ, seconds=120)
+    for number, (code, out, err) in enumerate(ended):
+        # The collectives of CPU devices print lines of their own.
+        assert (code, out.splitlines()[-1:]) == (0, [f"process {number}: all holds"]), err
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("host:1", None, 2), "--process: missing; set all of --coordinator, --process, --processes, or none"),
+        ((None, 0, 2), "--coordinator: missing"),
+        (("host", 0, 2), "--coordinator: got 'host', expected HOST:PORT"),
+        (("host:70000", 0, 2), "--coordinator: got 'host:70000'"),
+        (("host:1", 2, 2), "--process: got 2, expected 0 to 1"),
+        (("host:1", -1, 2), "--process: got -1, expected 0 to 1"),
+        (("host:1", 0, 0), "--processes: got 0, expected at least 1"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags, text) -> None:
+    with pytest.raises(UserError, match=r"^--") as caught:
+        distributed.peers_of(*flags)
+    assert text in str(caught.value)
+
+
+def test_one_process_needs_no_flags_and_no_network() -> None:
+    assert distributed.peers_of(None, None, None) is None
+    distributed.start(None)
+    distributed.start(distributed.peers_of("nowhere.invalid:1", 0, 1))
+    assert (distributed.process(), distributed.processes(), distributed.is_leader()) == (0, 1, True)
+    distributed.stop()
+
+
+class Device(NamedTuple):
+    """A device of some process."""
+
+    id: int
+    process_index: int
+
+
+class Spread:
+    """A sharding whose devices belong to several processes, `per_process` devices each."""
+
+    def __init__(self, sharding: NamedSharding, per_process: int) -> None:
+        self._sharding, self._per_process = sharding, per_process
+
+    def devices_indices_map(self, shape):
+        indices = self._sharding.devices_indices_map(shape)
+        return {Device(d.id, d.id // self._per_process): index for d, index in indices.items()}
+
+
+@pytest.mark.parametrize("per_process", [1, 2, 4, 8])
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 1, 8), (1, 4, 2), (4, 1, 2)])
+def test_every_row_is_judged_once_by_a_process_that_holds_it(shape, per_process) -> None:
+    sharding = Spread(batch_sharding(make_mesh(*shape)), per_process)
+    owners = distributed.row_owners(sharding, 16)
+    holders = [
+        {d.process_index for d, i in sharding.devices_indices_map((16,)).items() if row in range(16)[i[0]]}
+        for row in range(16)
+    ]
+    assert all(owner in held for owner, held in zip(owners, holders, strict=True))
+    counts = np.bincount(owners, minlength=8 // per_process)
+    assert counts.max() - counts.min() == 0  # the work is shared evenly
+
+
+def test_in_one_process_rows_are_those_of_the_array() -> None:
+    sharding = batch_sharding(make_mesh(2, 2, 2))
+    rows = np.arange(16.0).reshape(8, 2)
+    assert distributed.own_rows(sharding, 8).tolist() == distributed.held_rows(sharding, 8).tolist() == [*range(8)]
+    placed = distributed.place_rows({"x": rows}, sharding)
+    assert placed["x"].sharding == sharding
+    np.testing.assert_array_equal(distributed.to_host(placed)["x"], rows)
+    np.testing.assert_array_equal(distributed.to_host_rows(placed)["x"], rows)
+
+
+def test_a_shard_is_changed_on_the_host() -> None:
+    mesh = make_mesh(2, 2, 2)
+    placed = distributed.place_whole(np.arange(8, dtype=np.uint16), NamedSharding(mesh, PartitionSpec("fsdp")))
+    changed = distributed.map_shards(lambda x: x.view(np.int16) - np.int16(1), placed)
+    assert changed.sharding == placed.sharding
+    np.testing.assert_array_equal(changed, np.arange(-1, 7, dtype=np.int16))
+
+
+def test_with_one_process_an_error_is_raised_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        distributed.run_together("work", lambda: 1 // 0)
+    assert distributed.run_together("work", lambda: 3) == 3
+    assert distributed.on_leader("name", lambda: "run") == "run"
+    distributed.agree("seed", 3)
+    distributed.barrier("end")
+    assert distributed.any_of("flag", True)
+    values = distributed.gather_rows("rewards", {"reward": np.ones(3)}, np.arange(3), 3)
+    assert values["reward"].tolist() == [1, 1, 1]

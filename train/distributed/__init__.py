@@ -1,0 +1,60 @@
+"""The door to many processes: their start, rows of global arrays, and agreement on values and errors.
+
+Every process runs the same program. Arrays live on the devices of all processes; small values on the host travel
+through the coordination service of JAX. With one process every function is a no-op or a plain copy. Nothing else in the
+trainer asks how many processes there are, or which devices belong to this one.
+"""
+
+from train.distributed.exchange import (
+    ProcessError,
+    agree,
+    any_of,
+    barrier,
+    exchange,
+    exchange_json,
+    on_leader,
+    raise_together,
+    report_failure,
+    run_together,
+)
+from train.distributed.peers import Peers, is_leader, peers_of, process, processes, start, stop
+from train.distributed.rows import (
+    gather_rows,
+    held_rows,
+    map_shards,
+    own_rows,
+    place_rows,
+    place_whole,
+    row_owners,
+    to_host,
+    to_host_rows,
+)
+
+__all__ = [
+    "Peers",
+    "ProcessError",
+    "agree",
+    "any_of",
+    "barrier",
+    "exchange",
+    "exchange_json",
+    "gather_rows",
+    "held_rows",
+    "is_leader",
+    "map_shards",
+    "on_leader",
+    "own_rows",
+    "peers_of",
+    "place_rows",
+    "place_whole",
+    "process",
+    "processes",
+    "raise_together",
+    "report_failure",
+    "row_owners",
+    "run_together",
+    "start",
+    "stop",
+    "to_host",
+    "to_host_rows",
+]

@@ -1,0 +1,171 @@
+"""Small values of the host between processes: exchange, agreement, and errors that end all of them.
+
+Values travel through the coordination service of JAX, in the same order in every process. No device takes part.
+"""
+
+import itertools
+import json
+import struct
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+
+from train.config.errors import UserError, warn
+from train.distributed.peers import coordination, is_leader, process, processes
+
+T = TypeVar("T")
+SLOW_SECONDS = 60.0
+"""The leader names a process that it has waited for this long."""
+POLL_MILLISECONDS = 500
+"""A wait ends this often, so that signals are heard."""
+FAILED = "kljax/failed"
+_rounds = itertools.count()
+
+
+class ProcessError(UserError):
+    """Another process failed, with an error that the user may not be able to fix."""
+
+
+def agree(label: str, value: Any) -> None:
+    """Checks that a JSON value is the same in every process.
+
+    Raises:
+      UserError: in every process, naming two processes that differ and their values.
+    """
+    values = exchange_json(label, value)
+    for number, other in enumerate(values):
+        if other != values[0]:
+            raise UserError(
+                f"{label}: process 0 has {short(values[0])}, process {number} has {short(other)}; start all "
+                "processes with the same command, config, files and release of the package"
+            )
+
+
+def any_of(label: str, flag: bool) -> bool:
+    """Whether a flag is set in any process."""
+    return any(exchange_json(label, bool(flag)))
+
+
+def raise_together(label: str, error: Exception | None) -> None:
+    """Raises the first error of any process in every process, naming the process; a no-op if there is none."""
+    if processes() == 1:
+        if error is not None:
+            raise error
+        return
+    report = None if error is None else {"kind": type(error).__name__, "text": str(error)}
+    reports = exchange_json(label, report)
+    first = next((number for number, failed in enumerate(reports) if failed is not None), None)
+    if first is None:
+        return
+    if error is not None and not isinstance(error, UserError):
+        raise error
+    kind, text = reports[first]["kind"], reports[first]["text"]
+    raise _user_error(kind, f"process {first} of {processes()}: {text}") from error
+
+
+def run_together(label: str, function: Callable[[], T]) -> T:
+    """Calls a function in every process; an error of one process is raised in all."""
+    result, error = None, None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+    raise_together(label, error)
+    return result  # type: ignore[return-value]
+
+
+def on_leader(label: str, function: Callable[[], T]) -> T:
+    """Calls a function in the leader while the others wait; all return its JSON value, or raise its error."""
+    result = run_together(label, function if is_leader() else lambda: None)
+    return result if processes() == 1 else exchange_json(label, result)[0]  # type: ignore[return-value]
+
+
+def barrier(label: str) -> None:
+    """Waits until every process has come this far."""
+    exchange(label, b"")
+
+
+def exchange_json(label: str, value: Any) -> list[Any]:
+    """Sends a JSON value to all processes; returns those of all, by process number."""
+    return [json.loads(part) for part in exchange(label, json.dumps(value).encode())]
+
+
+def exchange(label: str, value: bytes) -> list[bytes]:
+    """Sends bytes to all processes; returns those of all, by process number.
+
+    The leader collects the values and sends them on, so the work grows with the number of processes, not its square.
+
+    Raises:
+      RuntimeError: the processes are not at the same place of the program.
+      ProcessError: a process has failed.
+    """
+    if processes() == 1:
+        return [value]
+    service, number = coordination(), next(_rounds)
+    prefix = f"kljax/{number}"
+    if not is_leader():
+        service.key_value_set_bytes(f"{prefix}/{process()}", join([label.encode(), value]))
+        labels, *values = split(_wait(f"{prefix}/all", 0, label))
+    else:
+        received = [split(_wait(f"{prefix}/{peer}", peer, label)) for peer in range(1, processes())]
+        labels = json.dumps([label, *(part[0].decode() for part in received)]).encode()
+        values = [value, *(part[1] for part in received)]
+        service.key_value_set_bytes(f"{prefix}/all", join([labels, *values]))
+        # Every process has read the values of the round before, since it has sent those of this one.
+        service.key_value_delete(f"kljax/{number - 1}/")
+    if len(set(found := json.loads(labels))) > 1:
+        raise RuntimeError(f"the processes are at different places of the program: {', '.join(found)}")
+    return values
+
+
+def report_failure(text: str) -> None:
+    """Tells the other processes that this one ends with an error, so that none waits for it."""
+    if coordination() is not None:
+        coordination().key_value_set(f"{FAILED}/{process()}", text)
+
+
+def _wait(key: str, peer: int, label: str) -> bytes:
+    """Waits for a value of another process, in short steps that signals can end."""
+    service, began, slow = coordination(), time.monotonic(), SLOW_SECONDS
+    while True:
+        try:
+            return service.blocking_key_value_get_bytes(key, POLL_MILLISECONDS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        for name, text in service.key_value_dir_get(FAILED):
+            raise ProcessError(f"process {name.rpartition('/')[2]} of {processes()} failed: {text}")
+        if is_leader() and time.monotonic() - began > slow:
+            slow *= 2
+            warn(f"process {peer} is slow: waited {time.monotonic() - began:.0f} s for it ({label})")
+
+
+def _user_error(kind: str, text: str) -> UserError:
+    """Makes an error of the kind that another process raised; of `ProcessError` if it is none of the user."""
+    waiting: list[type[UserError]] = [UserError]
+    for known in waiting:
+        waiting += known.__subclasses__()
+        if known.__name__ == kind and known.__init__ is UserError.__init__:
+            return known(text)
+    return ProcessError(f"{text} ({kind})")
+
+
+def short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def join(parts: Iterable[bytes]) -> bytes:
+    """Concatenates byte strings, each behind its length."""
+    return b"".join(struct.pack("<q", len(part)) + part for part in parts)
+
+
+def split(joined: bytes) -> list[bytes]:
+    parts, position = [], 0
+    while position < len(joined):
+        (length,) = struct.unpack_from("<q", joined, position)
+        parts.append(joined[position + 8 : position + 8 + length])
+        position += 8 + length
+    return parts
