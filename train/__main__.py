@@ -1,12 +1,14 @@
-"""`python -m train CONFIG [key=value ...] [--resume]`."""
+"""`python -m train CONFIG [key=value ...] [--resume] [--supervise]`."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from train.config.explain import explain
 from train.config.help import algorithm_help, field_help
 from train.run.console import ShowVersion, add_process_flags, join_processes, load_config, run_command
 from train.run.interrupt import exit_with
+from train.run.supervise import RESTARTS, supervise
 
 EXAMPLES = """\
 examples:
@@ -17,6 +19,7 @@ examples:
   python -m train configs/quickstart.yaml preset=trl/grpo --explain
   python -m train configs/quickstart.yaml --resume
   python -m train configs/quickstart.yaml --coordinator 10.0.0.1:8476 --process 0 --processes 2
+  python -m train configs/quickstart.yaml --supervise
 """
 
 
@@ -35,14 +38,45 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--explain", action="store_true", help="print the algorithm and the origin of its fields")
     command.add_argument("--resume", action="store_true", help="continue from the last complete checkpoint of the run")
+    command.add_argument("--supervise", action="store_true", help="restart the run with --resume after a loss")
+    command.add_argument(
+        "--restarts",
+        metavar="N",
+        type=_count,
+        help=f"--supervise: largest number of restarts in a row without a new checkpoint (default {RESTARTS})",
+    )
     command.add_argument("--version", action=ShowVersion)
     add_process_flags(command)
     return command
 
 
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise ValueError(text)
+    return count
+
+
+def _unsupervised(arguments: Sequence[str]) -> list[str]:
+    """Drops the flags of the supervisor, which the supervised command must not see."""
+    kept = [text for text in arguments if text != "--supervise" and not text.startswith("--restarts=")]
+    if "--restarts" in kept:
+        del kept[(place := kept.index("--restarts")) : place + 2]
+    return kept
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit code is 0, 2 for an error that the user can fix, 3 for the guard, 130 for Ctrl-C."""
-    options = parser().parse_intermixed_args(arguments)
+    """Runs the command.
+
+    The exit code is 0, 2 for an error that the user can fix, 3 for the guard, 75 for a lost process, 130 for Ctrl-C.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command_line = parser()
+    options = command_line.parse_intermixed_args(arguments)
+    if options.supervise:
+        return supervise(_unsupervised(arguments), restarts=options.restarts or RESTARTS)
+    if options.restarts is not None:
+        command_line.error("argument --restarts: set --supervise too")
 
     def command() -> int:
         loaded = load_config(options.config, options.overrides)

@@ -22,6 +22,12 @@ class GuardError(UserError):
     code = 3
 
 
+class LostProcessError(UserError):
+    """A process of the run is gone; the others end, and the run continues from its last checkpoint."""
+
+    code = 75
+
+
 class ConfigError(UserError):
     """All problems of one config; `problems` holds one line each."""
 

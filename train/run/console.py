@@ -11,7 +11,7 @@ from pathlib import Path
 from train.config.errors import UserError, warn
 from train.config.load import LoadedConfig, load
 from train.run.disk_problem import NEXT_STEP, disk_problem, handle_thread_errors
-from train.run.interrupt import ending_at_once
+from train.run.interrupt import INTERRUPTED, ending_at_once
 from train.run.streams import guarded_streams
 
 
@@ -95,7 +95,7 @@ def run_command(command: Callable[[], int | None]) -> int:
             # Threads of orbax that the end cuts short have nothing to say.
             hook.ending = True
             print("interrupted", file=sys.stderr)
-            return 130
+            return INTERRUPTED
         except Exception as error:
             problem = disk_problem(error) or memory_problem(error)
             if problem is None:

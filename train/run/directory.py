@@ -9,6 +9,7 @@ from train.config.errors import UserError
 from train.config.load import dump_yaml, load
 from train.config.schema import Config
 from train.run.lock import claim, locked
+from train.run.paths import RunPaths
 from train.weights.files import check_sealed_text, write_sealed_text
 
 CONFIG_HINT = "restore it from a copy, or delete its first line if the change is wanted"
@@ -32,56 +33,13 @@ MAY_CHANGE = ("steps", "output", "eval", "checkpoint", "reference", "guard", "ro
 
 
 @dataclasses.dataclass(frozen=True)
-class RunDirectory:
-    """Paths below `<output>/<name>`."""
-
-    root: Path
+class RunDirectory(RunPaths):
+    """The directory of a run, `<output>/<name>`, with its checks."""
 
     @classmethod
     def of(cls, config: Config) -> "RunDirectory":
         """Returns the directory of the run of this name, whether or not it exists."""
         return cls(Path(config.output) / config.name)
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def base(self) -> Path:
-        """The weights before RL."""
-        return self.root / "base"
-
-    @property
-    def base_record(self) -> Path:
-        """The record of a base that is a folder."""
-        return self.root / "base.json"
-
-    @property
-    def damaged(self) -> Path:
-        """Checkpoints that could not be read."""
-        return self.root / "damaged"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def reference(self) -> Path:
-        """The record of the references of the run."""
-        return self.root / "reference.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def nonfinite(self) -> Path:
-        """The batches of skipped updates."""
-        return self.root / "nonfinite"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
 
     def check_config(self) -> None:
         """Raises `UserError` if the config is not the one that the run wrote."""
@@ -96,10 +54,6 @@ class RunDirectory:
                 f"--resume: {self.base} is gone, although the run has {', '.join(begun)}; restore it or "
                 f"{self.base_record.name} from a copy, or start a new run"
             )
-
-    def steps(self) -> list[int]:
-        """Lists the steps that have a checkpoint, in order, without opening any."""
-        return sorted(int(path.name) for path in self.checkpoints.glob("*") if path.name.isdigit())
 
 
 @contextmanager

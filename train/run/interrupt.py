@@ -11,6 +11,8 @@ from typing import NoReturn
 
 # SIGHUP comes when the terminal is closed; systems other than Unix have none.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+INTERRUPTED = 130
+"""The exit code after a signal."""
 Handler = Callable[[int, FrameType | None], None]
 
 
@@ -39,7 +41,7 @@ class Ending:
 
 
 @contextmanager
-def _handled(handler: Handler) -> Iterator[None]:
+def handled(handler: Handler) -> Iterator[None]:
     """Handles the signals inside the block, but for those that the command was started to ignore, as by nohup."""
     try:
         before = {number: signal.signal(number, handler) for number in SIGNALS if _is_heard(number)}
@@ -71,7 +73,7 @@ def _is_heard(number: int) -> bool:
 def ending_at_once() -> Iterator[Ending]:
     """Turns every signal into KeyboardInterrupt while the block runs."""
     ending = Ending()
-    with _handled(ending):
+    with handled(ending):
         yield ending
 
 
@@ -86,5 +88,5 @@ def exit_with(code: int) -> NoReturn:
 def listening() -> Iterator[Interrupt]:
     """Catches the signals while the block runs."""
     interrupt = Interrupt()
-    with _handled(interrupt):
+    with handled(interrupt):
         yield interrupt

@@ -24,18 +24,18 @@ from train.rollouts.context import RunContext
 from train.run.base import check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, open_run
 from train.run.guard import Watch
-from train.run.interrupt import Interrupt, listening
+from train.run.interrupt import INTERRUPTED, Interrupt, listening
 from train.run.loop import Programs, train, write_evaluation
 from train.run.metrics import MetricsWriter, read_metrics
 from train.run.output import check_output
 from train.run.plots import write_curves
 from train.run.report import Start, default_console, print_comparison, progress, write_summary
 from train.run.setup import check_examples, check_start, first_state, make_base, make_context
+from train.run.supervise import tell_supervisor
 from train.weights.abandoned_reads import quiet_abandoned_reads
 from train.weights.orbax import Checkpoints, carried_with
 
 Tree = Any
-INTERRUPTED = 130
 ACCURACIES = ("accuracy", "accuracy_greedy")
 KLS = ("kl_reference", "kl_reference_exact", "rollout_kl")
 
@@ -59,6 +59,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
         closing(Checkpoints(directory.checkpoints, config.checkpoint, pinned_steps(config))) as checkpoints,
         progress(console) as bars,
     ):
+        tell_supervisor(directory.root)
         console.print(f"run directory: {directory.root}", markup=False, highlight=False)
         base, state, writer = _begin(context, directory, checkpoints, bars, continued=resume)
         first = int(state.step)

@@ -1,0 +1,127 @@
+"""`--supervise`: a parent process, without JAX, that runs the command as its child and restarts it after a loss."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from train.config.errors import LostProcessError, warn
+from train.run.interrupt import INTERRUPTED, handled
+from train.run.paths import RunPaths
+
+RESTARTS = 5
+"""Restarts in a row without a new checkpoint, by default."""
+LONGEST_WAIT = 60.0
+VARIABLE = "KLJAX_RUN_FILE"
+"""Environment variable with the file in which a supervised command names its run directory."""
+# The kernel kills with SIGKILL when memory is short; the others are crashes in compiled code.
+CRASHES = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS") if hasattr(signal, name))
+
+
+def tell_supervisor(root: Path) -> None:
+    """Names the run directory to the supervisor, if there is one; a restart continues this run."""
+    file = os.environ.get(VARIABLE)
+    if file:
+        Path(file).write_text(json.dumps(str(root.absolute())))
+
+
+class Supervisor:
+    """Runs a command until it ends by itself, and restarts it with `--resume` after a loss.
+
+    A loss is exit code 75, or the end by SIGKILL, SIGSEGV, SIGABRT or SIGBUS. The waits double from restart to restart;
+    a new checkpoint starts the count and the waits anew.
+
+    Attributes:
+      stopped: is set by the first signal; nothing is restarted after it.
+    """
+
+    def __init__(self, command: Sequence[str], file: Path, *, restarts: int = RESTARTS, wait: float = 1.0) -> None:
+        """Takes the command without `--resume`, the file for the run directory, and the first wait in seconds."""
+        self.stopped = threading.Event()
+        self._command, self._file = tuple(command), file
+        self._restarts, self._first_wait = restarts, wait
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Passes a signal on to the command."""
+        self.stopped.set()
+        if self._child is None:
+            self._early = number
+        else:
+            self._child.send_signal(number)
+
+    def run(self) -> int:
+        """Returns the exit code of the last start; a signal that ended it counts 128 and its number."""
+        restarts, best, arguments = 0, (False, -1), self._command
+        while True:
+            code = self._start(arguments)
+            if self.stopped.is_set() or not _is_loss(code):
+                return INTERRUPTED if -code in (signal.SIGINT, signal.SIGTERM) else _exit_code(code)
+            directory = self._directory()
+            progress = (False, -1) if directory is None else _progress(directory)
+            restarts, best = (restarts + 1, best) if progress <= best else (1, progress)
+            if restarts > self._restarts:
+                warn(f"{_described(code)}, after {self._restarts} restarts without a new checkpoint: not started again")
+                return _exit_code(code)
+            seconds = min(self._first_wait * 2 ** (restarts - 1), LONGEST_WAIT)
+            arguments = self._command if directory is None else _continued(self._command, directory)
+            start = "from the beginning" if directory is None else f"{directory.root} with --resume"
+            count = f"restart {restarts} of {self._restarts}"
+            warn(f"{_described(code)}: {count} without a new checkpoint, in {seconds:g} s: {start}")
+            if self.stopped.wait(seconds):
+                return INTERRUPTED
+
+    def _start(self, command: Sequence[str]) -> int:
+        # Ctrl-C in a terminal comes to the whole process group: the command must get it once.
+        environment = os.environ | {VARIABLE: str(self._file)}
+        self._child = subprocess.Popen(command, env=environment, process_group=0)
+        try:
+            if self._early is not None:
+                self._child.send_signal(self._early)
+            return self._child.wait()
+        finally:
+            self._child = None
+
+    def _directory(self) -> RunPaths | None:
+        return RunPaths(Path(json.loads(self._file.read_text()))) if self._file.exists() else None
+
+
+def _is_loss(code: int) -> bool:
+    return code == LostProcessError.code or -code in CRASHES
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def _described(code: int) -> str:
+    if code == LostProcessError.code:
+        return "the run lost a process"
+    name = signal.Signals(-code).name
+    return f"the process was killed by {name}" + (", as it is without memory" if name == "SIGKILL" else "")
+
+
+def _progress(directory: RunPaths) -> tuple[bool, int]:
+    """Returns whether the run has a base, and its newest checkpoint."""
+    return directory.base.is_dir() or directory.base_record.is_file(), max(directory.steps(), default=-1)
+
+
+def _continued(command: Sequence[str], directory: RunPaths) -> tuple[str, ...]:
+    """Adds the name of the directory, which a first start may have numbered, and `--resume`."""
+    return (*command, f"name={json.dumps(directory.root.name)}", "--resume")
+
+
+def supervise(arguments: Sequence[str], *, restarts: int) -> int:
+    """Runs `python -m train` with these arguments, which have no `--supervise`, under a supervisor."""
+    command = [sys.executable, "-m", "train", *arguments]
+    with tempfile.TemporaryDirectory() as directory:
+        supervisor = Supervisor(command, Path(directory) / "run", restarts=restarts)
+        with handled(supervisor):
+            return supervisor.run()
