@@ -71,7 +71,7 @@ def test_the_compute_core_is_small() -> None:
     assert core
     for module in core:
         loaded = reached(module) - {"train"}
-        assert len(loaded) <= 46, f"{module} loads {len(loaded)} modules of the trainer: {sorted(loaded)}"
+        assert len(loaded) <= 35, f"{module} loads {len(loaded)} modules of the trainer: {sorted(loaded)}"
         assert {folder_of(name) for name in loaded} <= {"config", "distributed", "models", "rl"}
 
 

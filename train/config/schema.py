@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from train.config.correction import CorrectionSection, default_correction
 from train.config.data import Data, Rewards, task_lengths
@@ -10,9 +10,20 @@ from train.config.kl import KL
 from train.config.loss import DEFAULT_ADVANTAGE, DEFAULT_LOSS, AdvantageSection, LossSection
 from train.config.model import MODEL_EXPECTED, Lora, Model, without_warm_start
 from train.config.optim import Optim
-from train.config.reference import BaseReference, ReferenceSection
 from train.config.rollout import Rollout
-from train.config.types import Count, CountOrZero, PathText, Positive, RunName, Section, Seed, TaskName, Text
+from train.config.types import (
+    Count,
+    CountOrZero,
+    Decay,
+    PathText,
+    Positive,
+    RunName,
+    Section,
+    Seed,
+    TaskName,
+    Text,
+    tag_defaults_to,
+)
 
 
 class Mesh(Section):
@@ -49,6 +60,50 @@ class WarmStart(Section):
     def trains(self) -> bool:
         """Whether a new run has a warm start."""
         return self.steps > 0 and self.checkpoint is None
+
+
+class BaseReference(Section):
+    source: Literal["base"]
+    """`base`: adapter off, or the weights before RL; `step`: of this run; others: saved, or an average."""
+    refresh_every: Count | None = None
+    """base, step: replace the reference by the policy every so many steps; null: never."""
+    monitor: bool = False
+    """Compute the reference KL as a metric even if no coefficient needs it."""
+
+
+class StepReference(Section):
+    source: Literal["step"]
+    step: CountOrZero
+    """step: the step of this run that is the reference; 0 is the policy before RL."""
+    refresh_every: Count | None = None
+    monitor: bool = False
+
+
+class AdapterReference(Section):
+    source: Literal["adapter"]
+    path: PathText
+    """adapter: a PEFT folder or orbax directory; checkpoint: a Hugging Face folder or orbax directory."""
+    monitor: bool = False
+
+
+class CheckpointReference(Section):
+    source: Literal["checkpoint"]
+    path: PathText
+    monitor: bool = False
+
+
+class EmaReference(Section):
+    source: Literal["ema"]
+    decay: Decay = 0.99
+    """ema: weight of the old average after each step; the new policy has the rest."""
+    monitor: bool = False
+
+
+ReferenceSection = Annotated[
+    BaseReference | StepReference | AdapterReference | CheckpointReference | EmaReference,
+    Field(discriminator="source"),
+    BeforeValidator(tag_defaults_to("source", "base")),
+]
 
 
 class Guard(Section):

@@ -1,11 +1,9 @@
 """The decoder and its adapters."""
 
-from train.models.cache import KeyValues, LayerCache, SlotCache
-from train.models.config import DecoderConfig, LinearScaling, Llama3Scaling, Rope, YarnScaling
+from train.models.cache import GroupCache, KeyValues, LayerCache, SlotCache
+from train.models.config import DecoderConfig, LinearScaling, Llama3Scaling, LoraConfig, Rope, YarnScaling
 from train.models.decoder import Decoder
-from train.models.group_cache import GroupCache
 from train.models.layers import ValueHead
-from train.models.lora import LoraConfig
 from train.models.rope import RopeTables, rope_tables
 from train.models.transformer import Transformer
 

@@ -1,9 +1,8 @@
-"""The shape of a decoder of any family: everything that `config.json` decides."""
+"""The shape of a decoder of any family, everything that `config.json` decides, and of its adapter."""
 
 import dataclasses
+import math
 from typing import Literal, TypeAlias, get_args
-
-from train.models.lora import LoraConfig
 
 LayerKind: TypeAlias = Literal["full", "sliding"]
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
@@ -11,6 +10,7 @@ DType: TypeAlias = Literal["float32", "bfloat16"]
 Kernels: TypeAlias = Literal["auto", "xla"]
 Remat: TypeAlias = Literal["full", "dots"]
 Quantization: TypeAlias = Literal["int8"]
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,38 @@ class Rope:
     def __post_init__(self) -> None:
         if not self.theta > 0:
             raise ValueError(f"rope_theta: got {self.theta}, expected a number > 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """The shape of an adapter.
+
+    Attributes:
+      rank: inner size of `A B`.
+      alpha: numerator of the scale.
+      targets: projections that get an adapter.
+      rslora: divide by sqrt(rank) in place of rank (rank-stabilised LoRA, `use_rslora` of PEFT).
+
+    Raises:
+      ValueError: rank below 1, no target, or a target that is not a projection of the decoder.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora.rank: got {self.rank}, expected at least 1")
+        unknown = sorted(set(self.targets) - set(PROJECTIONS))
+        if unknown or not self.targets:
+            raise ValueError(f"lora.targets: got {unknown or 'none'}, expected some of {', '.join(PROJECTIONS)}")
+
+    @property
+    def scale(self) -> float:
+        """The factor of `A B`."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 @dataclasses.dataclass(frozen=True)

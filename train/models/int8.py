@@ -9,26 +9,14 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-
-from train.models.parameters import param
 
 Tree = Any
 Int8Arrays: TypeAlias = Mapping[str, jax.Array]
 """`qvalue` int8 [..., in, out] and `scale` float32 [..., out]."""
 
 LARGEST = 127
-
-
-class Int8Kernel(nnx.Module):
-    """A kernel in int8: `qvalue` [in, out] and `scale` [out]."""
-
-    def __init__(self, kernel: jax.Array, axes: tuple[str, str]):
-        quantised = quantise(kernel)
-        self.qvalue = param(quantised["qvalue"], axes)
-        self.scale = param(quantised["scale"], axes[1:])
 
 
 def is_int8(kernel: Any) -> bool:

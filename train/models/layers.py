@@ -1,17 +1,57 @@
-"""Projections, norms and embeddings. Shapes: T tokens (rows flattened), I and O inputs and outputs, D model width."""
+"""Projections, norms and embeddings, and the keys and logical axes of their parameters.
 
+Shapes: T tokens (rows flattened), I and O inputs and outputs, D model width. An adapter of a projection is low-rank,
+`y = x W + scale (x A) B`, with A and B a tree of their own, float32 on any base.
+"""
+
+import dataclasses
+import hashlib
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from train.models.int8 import Int8Kernel
-from train.models.lora import LoraConfig, add_low_rank, kaiming_uniform
-from train.models.parameters import InitKey, param
+from train.models.config import LoraConfig
+from train.models.int8 import quantise
 from train.models.sharding import constrain
 
 EMBEDDING_STD = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class InitKey:
+    """The random key of a module.
+
+    Attributes:
+      key: the key of the whole tree, or of one layer of the stack.
+      path: the names that lead to the module in the parameter tree.
+      stacked: whether the module is inside the stack of layers.
+    """
+
+    key: jax.Array
+    path: tuple[str, ...] = ()
+    stacked: bool = False
+
+    def child(self, name: str) -> "InitKey":
+        """Returns the key of a submodule."""
+        return dataclasses.replace(self, path=(*self.path, name))
+
+    def draw(self, index: int, count: int) -> jax.Array:
+        """Derives the key of parameter `index` (from 0) of the `count` parameters of this module.
+
+        These are the keys of flax Linen, which hashed the path and a counter, so that a seed keeps its weights. Linen
+        traced the stacked layer twice, and its counter went on: hence the second `count`.
+        """
+        number = index + 1 + (count if self.stacked else 0)
+        hashed = hashlib.sha1("".join(self.path).encode() + bytes([number]), usedforsecurity=False).digest()
+        return jax.random.fold_in(self.key, jnp.uint32(int.from_bytes(hashed[:4], "big")))
+
+
+def param(value: jax.Array, axes: tuple[str, ...], kind: type[nnx.Param] = nnx.Param) -> nnx.Param:
+    """Makes a parameter with its logical axes, which `train.models.sharding` maps to mesh axes."""
+    # nnx would place the value at once, and knows no logical axes.
+    return kind(value, out_sharding=axes, eager_sharding=False)
 
 
 def compute_cast(x: jax.Array, dtype: str) -> jax.Array:
@@ -36,6 +76,37 @@ def over_all_tokens(function: Callable[..., jax.Array], x: jax.Array, weight: ja
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return function(x.astype(wide), weight.astype(wide)).astype(x.dtype)
+
+
+def kaiming_uniform(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """Draws a matrix [in, rank] from U(-1/sqrt(in), 1/sqrt(in)), as PEFT draws `lora_A` (Kaiming with a = sqrt(5))."""
+    bound = shape[-2] ** -0.5
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def add_low_rank(x: jax.Array, y: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: float) -> jax.Array:
+    """Computes `y + scale (x A) B`.
+
+    Args:
+      x: [..., I], input of the projection.
+      y: [..., O], output of the projection.
+      lora_a: [I, rank].
+      lora_b: [rank, O].
+      scale: `LoraConfig.scale`.
+    """
+    tokens = x.reshape(-1, x.shape[-1])
+    update = jnp.einsum("TR,RO->TO", jnp.einsum("TI,IR->TR", tokens, lora_a), lora_b).reshape(y.shape)
+    # Rounds once, after the sum, if the base computes in bfloat16.
+    return (y + scale * update).astype(y.dtype)
+
+
+class Int8Kernel(nnx.Module):
+    """A kernel in int8: `qvalue` [in, out] and `scale` [out]."""
+
+    def __init__(self, kernel: jax.Array, axes: tuple[str, str]):
+        quantised = quantise(kernel)
+        self.qvalue = param(quantised["qvalue"], axes)
+        self.scale = param(quantised["scale"], axes[1:])
 
 
 def int8_matmul(x: jax.Array, kernel: Int8Kernel, axes: tuple[str, str]) -> jax.Array:

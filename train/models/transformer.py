@@ -16,17 +16,19 @@ from flax import nnx
 from train.models.attention import (
     AttentionMask,
     AttentionOptions,
+    SharedPromptMask,
     cache_mask,
     causal_mask,
+    pack,
+    shared_prompt_mask,
     token_positions,
+    unpack,
 )
 from train.models.cache import KeyValues, LayerCache
 from train.models.config import DecoderConfig
-from train.models.layers import Embed, Linear, RMSNorm
-from train.models.parameters import InitKey
+from train.models.layers import Embed, InitKey, Linear, RMSNorm
 from train.models.rope import RopeTables, apply_rope, rope_tables
 from train.models.sharding import constrain
-from train.models.shared import SharedPromptMask, pack, shared_prompt_mask, unpack
 
 Cache: TypeAlias = KeyValues | Sequence[LayerCache]
 

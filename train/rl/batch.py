@@ -5,13 +5,11 @@ added tomorrow travels through all of them without being listed anywhere.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-
-from train.config.errors import UserError
 
 Array = jax.Array
 Metadata = Mapping[str, Any]
@@ -80,19 +78,10 @@ class Batch:
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
-def require(batch: Batch, names: Iterable[str], what: str) -> None:
-    """Raises `UserError` naming the fields that `what` needs and `batch` lacks; on the host, before any device work."""
-    missing = [name for name in names if getattr(batch, name) is None]
-    if missing:
-        raise UserError(
-            f"the batch lacks {', '.join(missing)}, which {what} needs; present: {', '.join(_present(batch))}"
-        )
-
-
 def required(field: Array | None) -> Array:
-    """Returns a field that `require` has checked; raises ValueError if it is None."""
+    """Returns a field that the plan of the config needs; raises ValueError if it is None."""
     if field is None:
-        raise ValueError("a field of the batch is missing; `require` names it when it is called before")
+        raise ValueError("a field of the batch is missing")
     return field
 
 

@@ -15,13 +15,12 @@ import kljax
 from kljax.typing import Estimator
 from train.config.kl import LossKL
 from train.config.loss import Loss
-from train.config.plan import Plan
+from train.config.plan import Layout, Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.rl import algorithms
 from train.rl.batch import Batch, required
 from train.rl.correction import correct, loss_mask
-from train.rl.layout import Layout
 from train.rl.metrics import Metrics, single
 from train.rl.policy import token_stats, token_values
 from train.rl.state import keep_unless, policy_of

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 import kljax
 from kljax.trees import named_leaves
+from train.config.plan import ROWS, Layout
 from train.models import Decoder, Transformer, ValueHead
 from train.models.sharding import constrain, mesh_is_set, param_shardings, partition_spec
-from train.rl.layout import ROWS, Layout
 
 Tree = Any
 

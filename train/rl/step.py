@@ -14,13 +14,12 @@ import optax
 from jax.sharding import Mesh
 
 import kljax
-from train.config.plan import Plan
+from train.config.plan import Layout, Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.batch import Batch, map_micro_batches, micro_batches, row_count, take_rows
-from train.rl.layout import Layout
 from train.rl.metrics import Metrics, single
 from train.rl.policy import paired_hidden_states, token_stats, token_values
 from train.rl.reference import Reference, reference_head, restore_shared_base

@@ -2,16 +2,17 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 import kljax
+from train.config.errors import UserError
 from train.config.plan import Plan
 from train.data.tasks.reward_function import RewardError
 from train.references import current_reference, make_follow, with_abstract_reference
-from train.rl.batch import Batch, require
+from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.metrics import single, to_host
 from train.rl.objective import coefficients
@@ -78,7 +79,7 @@ def rl_step(
     reference, following = current_reference(frozen.reference, state), state.reference
     past, state = next_past(state), _updated_part(state)
     recorded = [name for name in plan.fields if name not in SCORED]
-    require(rollout.batch, recorded, "the objective of this config")
+    require_fields(rollout.batch, recorded)
     batch = programs.score(state.trainable, base, drop_shared_base(reference, base), rollout.batch)
     batch, controllers, totals = programs.prepare(batch, state.controllers)
     coefs, ref_head = coefficients(config, controllers), reference_head(config, reference)
@@ -100,6 +101,17 @@ def rl_step(
         inspect(batch, state)
     seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}
     return state, values, seconds | rollout.timings
+
+
+def require_fields(batch: Batch, names: Iterable[str]) -> None:
+    """Raises `UserError` naming the fields of a batch that the objective reads and that are missing."""
+    missing = [name for name in names if getattr(batch, name) is None]
+    if missing:
+        present = [field.name for field in dataclasses.fields(batch) if getattr(batch, field.name) is not None]
+        raise UserError(
+            f"the batch lacks {', '.join(missing)}, which the objective of this config needs; present: "
+            f"{', '.join(present)}"
+        )
 
 
 def _updated_part(state: TrainState) -> TrainState:

@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 
 import kljax
 from train.config.errors import GuardError
+from train.config.plan import Layout
 from train.config.schema import Config
 from train.data.prompts import Supervised, SupervisedBatch
 from train.models import Decoder
 from train.models.sharding import replicated, shard_rows
 from train.rl import objective as objectives
 from train.rl.algorithms import chain_optimizer
-from train.rl.layout import Layout
 from train.rl.policy import token_stats
 from train.rl.state import keep_unless
 from train.rl.tracing import traced_once

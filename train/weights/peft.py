@@ -17,7 +17,7 @@ from safetensors.numpy import save
 
 from kljax.trees import first_five, named_leaves
 from train.models import Decoder, LoraConfig
-from train.models.lora import PROJECTIONS
+from train.models.config import PROJECTIONS
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
 from train.weights.files import new_directory, write_text_atomic

@@ -15,12 +15,12 @@ from benchmarks.harness.measure import Clock, Memory
 from benchmarks.suites.model import problem
 from benchmarks.suites.model.problem import ModelContender, Work
 from train.config.load import parse
+from train.config.plan import Layout
 from train.config.schema import Config
 from train.models import Decoder
 from train.models.sharding import make_mesh, shard_rows
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
-from train.rl.layout import Layout
 from train.rl.objective import coefficients
 from train.rl.policy import abstract_params, token_stats
 from train.rl.reference import Reference

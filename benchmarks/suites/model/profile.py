@@ -26,8 +26,8 @@ from benchmarks.suites.model import problem
 from benchmarks.suites.model.kljax import KljaxContender, load, save_weights
 from benchmarks.suites.model.problem import Work
 from benchmarks.suites.model.suite import works_of
+from train.config.plan import Layout
 from train.rl.algorithms import make_optimizer
-from train.rl.layout import Layout
 from train.rl.objective import coefficients
 from train.rl.policy import hidden_states
 from train.rl.step import update_rows

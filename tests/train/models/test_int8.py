@@ -15,11 +15,10 @@ from flax import nnx
 import kljax
 from kljax.trees import named_leaves
 from train.models import Decoder, DecoderConfig, LoraConfig
-from train.models.int8 import Int8Kernel, dequantise, dequantise_params, is_int8, quantise, quantise_params
-from train.models.layers import Linear, int8_matmul
-from train.models.lora import PROJECTIONS
+from train.models.config import PROJECTIONS
+from train.models.int8 import dequantise, dequantise_params, is_int8, quantise, quantise_params
+from train.models.layers import InitKey, Int8Kernel, Linear, int8_matmul
 from train.models.merge import merge
-from train.models.parameters import InitKey
 from train.models.sharding import batch_sharding, make_mesh
 from train.rl.policy import (
     abstract_adapter,

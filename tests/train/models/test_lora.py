@@ -12,10 +12,9 @@ from flax import nnx
 
 import kljax
 from train.models import Decoder, DecoderConfig, LoraConfig
-from train.models.layers import Linear
-from train.models.lora import PROJECTIONS
+from train.models.config import PROJECTIONS
+from train.models.layers import InitKey, Linear
 from train.models.merge import merge
-from train.models.parameters import InitKey
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter, init_adapter, init_params
 from train.rl.policy import hidden_states as eager_hidden_states

@@ -11,12 +11,19 @@ import pytest
 
 import kljax
 from tests.train.models.test_rows import CONFIG, PAD, jit, weights
+from train.config.plan import Layout
 from train.models import Decoder, attention, kernels
-from train.models.attention import AttentionOptions, attend, causal_mask
+from train.models.attention import (
+    AttentionOptions,
+    attend,
+    attend_shared,
+    causal_mask,
+    pack,
+    shared_prompt_mask,
+    unpack,
+)
 from train.models.kernels import choose_kernel, splash_attention
 from train.models.sharding import make_mesh
-from train.models.shared import attend_shared, pack, shared_prompt_mask, unpack
-from train.rl.layout import Layout
 from train.rl.policy import hidden_states
 
 PROMPTS, GROUP, PROMPT, ROOM = 2, 3, 7, 5

@@ -12,7 +12,7 @@ from tests import tiny
 from train.config.errors import UserError
 from train.config.schema import Config, Lora, WarmStart
 from train.models import Decoder
-from train.models.lora import LoraConfig
+from train.models.config import LoraConfig
 from train.references import check_reference, load_reference
 from train.rl.reference import Reference
 from train.run.setup import check_start

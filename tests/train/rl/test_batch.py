@@ -1,7 +1,6 @@
 """Every field of a batch goes through padding, slicing, joining and splitting, whatever its name and whenever added."""
 
 import dataclasses
-import re
 
 import chex
 import hypothesis
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests import tiny
-from train.config.errors import UserError
+from train.config.plan import Layout
 from train.rl.batch import (
     PER_ROW,
     Batch,
@@ -22,12 +21,10 @@ from train.rl.batch import (
     micro_batches,
     pad_columns,
     pad_rows,
-    require,
     required,
     row_count,
     take_rows,
 )
-from train.rl.layout import Layout
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
 from train.rl.policy import token_stats
 
@@ -200,17 +197,6 @@ def test_what_does_not_fit_is_said():
         micro_batches(batch, 4)
     with pytest.raises(ValueError, match="a field of the batch is missing"):
         required(batch.rewards)
-
-
-def test_require_names_what_is_missing_and_what_is_there():
-    batch = batch_of(["rewards", "values"])
-    require(batch, ["rewards", "values"], "this test")
-    message = (
-        "the batch lacks returns, ref_log_probs, which the loss needs; present: tokens, token_mask, completion_mask, "
-        "rewards, values"
-    )
-    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        require(batch, ["returns", "values", "ref_log_probs"], "the loss")
 
 
 CONFIG = tiny.config_of(

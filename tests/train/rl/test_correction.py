@@ -13,8 +13,8 @@ import kljax
 from tests import oracles, tiny
 from tests.train.rl.test_objective import controllers_of, measured, numbers, ppo
 from tests.train.rl.test_step import keep_gradient, wide, x64
+from train.config.plan import Layout
 from train.rl.batch import Batch
-from train.rl.layout import Layout
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
 from train.rl.policy import token_stats
 from train.rl.step import make_update

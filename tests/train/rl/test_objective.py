@@ -15,10 +15,9 @@ from kljax.aggregation import MODES
 from kljax.kl import ESTIMATORS
 from tests import oracles, tiny
 from train.config import types
-from train.config.plan import Plan
+from train.config.plan import Layout, Plan
 from train.rl.algorithms import make_controllers
 from train.rl.batch import Batch
-from train.rl.layout import Layout
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
 from train.rl.policy import hidden_states, stored_head, token_stats, token_values
 

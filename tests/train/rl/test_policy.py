@@ -12,9 +12,9 @@ from flax import nnx
 
 import kljax
 from tests import tiny
+from train.config.plan import Layout
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.sharding import make_mesh
-from train.rl.layout import Layout
 from train.rl.policy import (
     bind,
     head,

@@ -13,11 +13,11 @@ import pytest
 
 import kljax
 from tests import tiny
+from train.config.plan import Layout
 from train.models.sharding import batch_sharding
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
-from train.rl.layout import Layout
 from train.rl.objective import coefficients
 from train.rl.policy import head, hidden_states
 from train.rl.reference import Reference, reference_head

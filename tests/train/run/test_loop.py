@@ -1,6 +1,7 @@
 """Steps as the loop runs them: no program is compiled twice, and each step starts where the one before ended."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from train.rl.reference import FrozenWeights, Reference
 from train.rollouts import JaxSource
 from train.run.guard import Watch
 from train.run.interrupt import Interrupt
-from train.run.loop import Programs, rl_step, train
+from train.run.loop import Programs, require_fields, rl_step, train
 
 CONTROLLER = "{type: adaptive, target: 0.1, horizon: 100}"
 CONFIG = tiny.config_of(
@@ -45,6 +46,17 @@ def test_a_rollout_without_a_field_that_is_needed_stops_before_the_device():
         programs = dataclasses.replace(Programs.of(context, state), score=never, prepare=never, update=never)
         with pytest.raises(UserError, match="lacks rollout_log_probs"):
             rl_step(context, programs, JaxSource(context), frozen_of(CONFIG), state, step=0)
+
+
+def test_fields_that_are_missing_are_named_with_those_that_are_there():
+    batch = tiny.rollout_batch()
+    require_fields(batch, ["rewards", "rollout_log_probs"])
+    message = (
+        "the batch lacks returns, ref_log_probs, which the objective of this config needs; present: tokens, "
+        "token_mask, completion_mask, rewards, group_ids, rollout_log_probs"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        require_fields(batch, ["returns", "rewards", "ref_log_probs"])
 
 
 class FakeCheckpoints:

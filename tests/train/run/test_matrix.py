@@ -19,11 +19,10 @@ from train.config.kl import CONTROLLER_VARIANTS, KL_SCHEDULE_VARIANTS
 from train.config.load import parse
 from train.config.loss import ADVANTAGE_VARIANTS, LOSS_VARIANTS
 from train.config.optim import OPTIMIZER_VARIANTS, SCHEDULE_VARIANTS
-from train.config.plan import Plan
+from train.config.plan import Layout, Plan
 from train.config.schema import Checkpoint, Config
 from train.config.types import AGGREGATIONS, ESTIMATORS, KL_GRADIENTS
 from train.references import with_abstract_reference
-from train.rl.layout import Layout
 from train.rl.reference import FrozenWeights, Reference
 from train.rl.step import make_control, make_prepare, make_score, make_update
 from train.run import loop

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from train.models import Decoder, DecoderConfig, LoraConfig
-from train.models.lora import PROJECTIONS
+from train.models.config import PROJECTIONS
 from train.models.sharding import make_mesh
 from train.rl.policy import init_adapter
 from train.weights.peft import check_adapter, is_peft, load_adapter, read_peft_config, save_adapter

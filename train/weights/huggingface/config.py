@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from train.config.json_text import parse_json
-from train.models.config import DecoderConfig, DType, Kernels, LayerKind, Quantization, Remat, Rope
-from train.models.lora import LoraConfig
+from train.models.config import DecoderConfig, DType, Kernels, LayerKind, LoraConfig, Quantization, Remat, Rope
 from train.weights.huggingface.families import (
     ACTIVATIONS,
     ALLOWED_VALUES,
