@@ -33,6 +33,8 @@ class Mesh(Section):
     """Devices that split rows and parameters."""
     tensor: Count = 1
     """Devices that split heads, MLP and vocabulary."""
+    slices: Count = 1
+    """Slices of TPUs, or groups of hosts, that only a network connects; each has an equal part of data."""
 
 
 class Tile(Section):

@@ -1,10 +1,11 @@
 """The mesh, and the one table that says which mesh axis each logical axis of an array lives on."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
@@ -22,23 +23,66 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
 }
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, slices: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """A mesh over the first `data * fsdp * tensor` devices.
 
+    With slices, each has an equal part of axis data, whose collectives alone go over the network between them.
+
+    Args:
+      data, fsdp, tensor: sizes of the axes.
+      slices: a divisor of `data`.
+      devices: the devices to choose from; None: all devices of the run.
+
     Raises:
-      ValueError: an axis below 1, or fewer devices than the mesh needs.
+      ValueError: an axis below 1, fewer devices than the mesh needs, or slices that the devices do not lie in.
     """
     shape = (data, fsdp, tensor)
-    for name, size in zip(AXES, shape, strict=True):
+    for name, size in zip((*AXES, "slices"), (*shape, slices), strict=True):
         if size < 1:
             raise ValueError(f"mesh.{name}: got {size}, expected at least 1")
-    needed, devices = data * fsdp * tensor, jax.devices()
+    if data % slices:
+        raise ValueError(f"mesh.slices: got {slices}, expected a divisor of mesh.data = {data}")
+    needed, devices = data * fsdp * tensor, jax.devices() if devices is None else devices
     if needed > len(devices):
         raise ValueError(
             f"mesh: data={data} x fsdp={fsdp} x tensor={tensor} needs {needed} devices, "
             f"got {len(devices)} ({devices[0].platform})"
         )
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:needed])
+    types = (AxisType.Auto,) * len(AXES)
+    blocks = [
+        jax.make_mesh((data // slices, fsdp, tensor), AXES, axis_types=types, devices=block).devices
+        for block in split_slices(devices, slices, needed // slices)
+    ]
+    return Mesh(np.concatenate(blocks), AXES, axis_types=types)
+
+
+def split_slices(devices: Sequence[jax.Device], slices: int, size: int) -> list[list[jax.Device]]:
+    """Takes `size` devices of each slice; equal runs of devices where the backend knows no slices, as on a CPU.
+
+    Raises:
+      ValueError: the devices lie in another number of slices, or a slice has fewer devices.
+    """
+    by_slice: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    if len(by_slice) == slices:
+        blocks = [by_slice[number] for number in sorted(by_slice)]
+    elif devices[0].platform == "tpu" and len(by_slice) > 1:
+        used = {getattr(device, "slice_index", None) for device in devices[:size]} if slices == 1 else set(by_slice)
+        if len(used) > 1:
+            raise ValueError(
+                f"mesh.slices: got {slices}, but the devices lie in {len(by_slice)} slices; set it to that"
+            )
+        blocks = [list(devices)]
+    else:
+        # Hosts with GPUs may count as slices of their own; they come in order.
+        blocks = [list(devices[number * size :]) for number in range(slices)]
+    small = next((block for block in blocks if len(block) < size), None)
+    if small is not None:
+        raise ValueError(f"mesh: needs {size} devices in each of {slices} slices, got {len(small)}")
+    return [block[:size] for block in blocks]
 
 
 def mesh_axes(axis: str | None, rules: Mapping[str, str | tuple[str, ...] | None] = RULES) -> tuple[str, ...]:

@@ -14,6 +14,8 @@ from benchmarks.harness.process import ROOT, start
 from benchmarks.suites.aot.plans import DEVICES, Order, Plan
 from benchmarks.suites.aot.programs import build, mesh_of
 from train.hardware import hlo
+from train.hardware.buffers import largest_buffers
+from train.hardware.collectives import collectives
 from train.hardware.lowering import DoesNotFitError, compile_program
 from train.hardware.topology import QUIET
 
@@ -74,14 +76,14 @@ def plan(order: Order) -> Plan:
         pathlib.Path(order.keep, f"{name}.hlo.txt").write_text(compiled.text)
         pathlib.Path(order.keep, f"{name}.buffers.txt").write_text(compiled.assignment)
     module, hertz = hlo.parse(compiled.text), DEVICES[order.device].hertz
-    moved = hlo.collectives(module)
+    moved = collectives(module)
     return Plan(
         temp_bytes=compiled.temporary,
         seconds=None if hertz is None else hlo.estimated_cycles(module) / hertz,
-        collective_bytes=sum(one.total for one in moved),
-        collective_executions=sum(one.executions for one in moved),
-        collectives=[one._asdict() for one in moved],
-        largest_buffers=[one._asdict() for one in hlo.largest_buffers(compiled.assignment)],
+        collective_bytes=round(sum(one.total for one in moved)),
+        collective_executions=round(sum(one.executions for one in moved)),
+        collectives=[dataclasses.asdict(one) for one in moved],
+        largest_buffers=[one._asdict() for one in largest_buffers(compiled.assignment)],
         compile_seconds=round(compiled.seconds, 1),
     )
 

@@ -116,8 +116,8 @@ class Plan:
       seconds: the compiler's estimate, see `hlo.estimated_cycles`; None where it makes none.
       collective_bytes: sum of the payloads over all executions.
       collective_executions: their number.
-      collectives: largest first, see `hlo.Collective`.
-      largest_buffers: of the temporary memory, see `hlo.Buffer`.
+      collectives: largest first, see `hardware.collectives.Collective`.
+      largest_buffers: of the temporary memory, see `hardware.buffers.Buffer`.
       compile_seconds: time to compile.
     """
 

@@ -79,6 +79,7 @@ def test_k1_loss_is_fine_otherwise(change):
         (("reference={source: checkpoint, path: /no/where}",), "reference.path: got '/no/where', expected a saved"),
         (("warm_start.checkpoint=/no/where",), "warm_start.checkpoint: got '/no/where', expected a saved"),
         (("model.kv_heads=3",), "model.heads: got 4, expected a multiple of model.kv_heads = 3"),
+        (("mesh.slices=2", "mesh.data=1"), "mesh.slices: got 2, expected a divisor of mesh.data = 1"),
         (("mesh.tensor=4",), "model.kv_heads: got 2, expected a multiple of mesh.tensor = 4"),
         (("mesh.tensor=2", "model.mlp_width=5"), "model.mlp_width: got 5, expected a multiple of mesh.tensor = 2"),
         (

@@ -1,4 +1,4 @@
-"""Reading compiled programs: loops, collectives, cycles and buffers, on small texts that can be counted by hand."""
+"""Reading compiled programs: loops and cycles, on small texts that can be counted by hand."""
 
 import pathlib
 
@@ -12,9 +12,6 @@ TEXTS = pathlib.Path(__file__).parent / "hlo"
 TPU = (TEXTS / "tpu.txt").read_text()
 # As the GPU's compiler prints it: trip counts, asynchronous pairs.
 GPU = (TEXTS / "gpu.txt").read_text()
-# One gather of an asynchronous fusion, printed with its first and its last step.
-ASYNC = (TEXTS / "async.txt").read_text()
-ASSIGNMENT = (TEXTS / "assignment.txt").read_text()
 
 
 def test_computations_and_instructions():
@@ -57,53 +54,23 @@ def test_a_trip_count_that_depends_on_data_is_an_error(condition):
         trip_count(module, loop)
 
 
-def test_collectives_by_loops():
-    found = {(c.kind, c.payload, c.executions) for c in hlo.collectives(parse(TPU))}
-    assert found == {
-        ("all-gather", 64 * 128 * 2, 3),
-        ("all-reduce", 16 * 256 * 4, 3),  # the scatter that is a kernel of its own
-        ("collective-permute", 2 * 8 * 4, 1),  # start and done are one
-        ("all-reduce", 2 * 32 * 4, 1),
-        ("reduce-scatter", 4 * 2 * 128 * 4, 1),  # what goes in
-    }
-    most = hlo.collectives(parse(TPU))[0]
-    assert most.total == 3 * 64 * 128 * 2 == 3 * 16 * 256 * 4
+def test_a_loop_that_depends_on_data_is_counted_by_its_scope():
+    text = TPU.replace("body=%outer_body", 'body=%outer_body, metadata={op_name="jit(f)/decode/while"}')
+    loop = next(i for i in parse(text).computations["main"] if i.opcode == "while")
+    assert loop.op_name == "jit(f)/decode/while"
+    assert trip_count(parse(text), loop, {"decode": 7.5}) == 7.5
+    assert trip_count(parse(text), loop, {"code": 7.5}) == 3
+    assert executions(parse(text), expected={"decode": 7})["inner_body"] == 35
 
 
-def test_asynchronous_collectives():
-    found = {(c.kind, c.payload, c.executions) for c in hlo.collectives(parse(GPU))}
-    assert found == {("all-reduce", 16, 6), ("all-gather", 16, 6), ("reduce-scatter", 32, 6)}
-
-
-def test_asynchronous_collectives_of_several_arrays():
-    text = GPU.replace(
-        "(f16[2]{0}, f16[8]{0}) all-gather", "((f16[2]{0}, f16[4,1]{0,1}), (f16[8]{0}, f16[4,4]{0,1})) all-gather"
-    )
-    gathers = [c.payload for c in hlo.collectives(parse(text)) if c.kind == "all-gather"]
-    assert gathers == [2 * (8 + 16)]
-
-
-def test_steps_of_one_collective_count_once():
-    assert [(c.kind, c.payload, c.executions) for c in hlo.collectives(parse(ASYNC))] == [("all-gather", 32, 2)]
-
-
-@pytest.mark.parametrize(
-    ("groups", "members"),
-    [
-        ("{{0,4,8},{1,5,9}}", 3),
-        ("[4,2]<=[8]", 2),
-        ("[2,4]<=[4,2]T(1,0)", 4),
-        ("mesh['x'=4,'y'=1,'z'=2] {'x','z'}", 8),
-        ("@mesh['x'=4,'y'=2] {'y'}", 2),
-    ],
-)
-def test_group_sizes(groups, members):
-    assert hlo.group_size(f"  %r = f32[2] reduce-scatter(%a), replica_groups={groups}, dimensions={{0}}") == members
-
-
-def test_unknown_groups_are_an_error():
-    with pytest.raises(ValueError, match="replica_groups: got"):
-        hlo.group_size("  %r = f32[2] reduce-scatter(%a), replica_groups=everyone")
+def test_operands_and_called_computations():
+    lines = {one.name: one for one in parse(TPU).computations["outer_body"]}
+    assert lines["scatter"].operands == ["b.1"]
+    assert lines["scatter"].called("calls") == "all-reduce-scatter"
+    assert lines["copy"].called("calls") == ""
+    typed = "  %z = f32[2]{0:T(128)} fusion(f32[2]{0:T(128)} %x, (f32[2], s32[]) %y.1), kind=kLoop, calls=%k\n"
+    (one,) = parse(f"ENTRY %main () -> f32[2] {{\n{typed}}}\n").computations["main"]
+    assert one.operands == ["x", "y.1"]
 
 
 def test_bytes_of_types():
@@ -113,9 +80,3 @@ def test_bytes_of_types():
 def test_cycles_by_loops():
     # 15 kernels of the inner loop, 3 copies, 1 at the end; nothing inside a kernel, nothing without an estimate.
     assert hlo.estimated_cycles(parse(TPU)) == 15 * 100 + 3 * 10 + 1
-
-
-def test_largest_buffers():
-    assert hlo.largest_buffers(ASSIGNMENT, 1) == [(200, "f32[32], f32[50]")]
-    assert hlo.largest_buffers(ASSIGNMENT)[1:] == [(64, "(s32[], f32[32])")]
-    assert hlo.largest_buffers("") == []

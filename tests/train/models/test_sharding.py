@@ -1,5 +1,8 @@
 """The mesh, the table of axes, and parameters that do not depend on either."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,7 @@ from train.models.sharding import (
     partition_spec,
     replicated,
     shard_rows,
+    split_slices,
 )
 from train.rl.policy import abstract_adapter, abstract_params, init_adapter, init_params
 
@@ -39,6 +43,50 @@ def test_a_mesh_that_cannot_be_is_explained():
         make_mesh(4, 4, 1)
     with pytest.raises(ValueError, match=r"mesh\.fsdp: got 0"):
         make_mesh(1, 0, 1)
+
+
+def test_slices_split_the_data_axis_first():
+    mesh = make_mesh(4, 1, 2, slices=2)
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
+    first, second = jax.devices()[:4], jax.devices()[4:]
+    assert set(mesh.devices[:2].flat) == set(first)
+    assert set(mesh.devices[2:].flat) == set(second)
+
+
+def test_slices_that_cannot_be_are_explained():
+    with pytest.raises(ValueError, match=r"mesh\.slices: got 3, expected a divisor of mesh\.data = 4"):
+        make_mesh(4, 1, 2, slices=3)
+    with pytest.raises(ValueError, match=r"mesh\.slices: got 0, expected at least 1"):
+        make_mesh(4, 1, 2, slices=0)
+
+
+def fake_devices(*slices: int | None, platform: str = "tpu") -> list[Any]:
+    return [SimpleNamespace(id=number, slice_index=of, platform=platform) for number, of in enumerate(slices)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "slices", "size", "expected"),
+    [
+        (fake_devices(0, 1, 0, 1), 2, 2, [[0, 2], [1, 3]]),
+        (fake_devices(1, 1, 0, 0), 2, 1, [[2], [0]]),
+        (fake_devices(None, None, None, None), 1, 3, [[0, 1, 2]]),
+        (fake_devices(0, 0, 1, 1), 1, 2, [[0, 1]]),
+        (fake_devices(*[None] * 6, platform="cpu"), 2, 3, [[0, 1, 2], [3, 4, 5]]),
+        (fake_devices(0, 0, 1, 1, 2, 2, 3, 3, platform="gpu"), 2, 4, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (fake_devices(0, 0, 1, 1, platform="gpu"), 1, 4, [[0, 1, 2, 3]]),
+    ],
+)
+def test_devices_of_a_slice_stay_together(devices, slices, size, expected):
+    assert [[device.id for device in block] for block in split_slices(devices, slices, size)] == expected
+
+
+def test_devices_in_other_slices_are_an_error():
+    with pytest.raises(ValueError, match=r"mesh\.slices: got 1, but the devices lie in 2 slices; set it to that"):
+        split_slices(fake_devices(0, 0, 1, 1), 1, 4)
+    with pytest.raises(ValueError, match=r"mesh\.slices: got 3, but the devices lie in 2 slices; set it to that"):
+        split_slices(fake_devices(0, 0, 1, 1), 3, 1)
+    with pytest.raises(ValueError, match=r"needs 2 devices in each of 2 slices, got 1"):
+        split_slices(fake_devices(0, 0, 0, 1), 2, 2)
 
 
 def test_logical_axes_follow_the_table():

@@ -31,6 +31,12 @@ def _rows(config: Config) -> Iterator[Problem]:
         )
 
 
+def _slices(config: Config) -> Iterator[Problem]:
+    mesh = config.mesh
+    if mesh.data % mesh.slices:
+        yield problem(f"got {mesh.slices}, expected a divisor of mesh.data = {mesh.data}", "mesh.slices", "mesh.data")
+
+
 def divisions(shape: Mapping[str, int], mesh: Mesh) -> Iterator[tuple[str, str]]:
     """Finds sizes of a decoder that do not divide: name and message of each. `vocab_size` is optional."""
     pairs = (
@@ -110,4 +116,4 @@ def _quantization(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_rows, _divisions, _folder, _trained_dtype, _quantization)
+CHECKS = (_rows, _slices, _divisions, _folder, _trained_dtype, _quantization)

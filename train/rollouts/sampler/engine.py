@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 import kljax
 from train.models import Decoder, KeyValues, RopeTables, Transformer, rope_tables
+from train.models.kernels import device_kind
 from train.models.sharding import axis_size, batch_sharding, replicated
 from train.rl.policy import bind, head
 from train.rollouts.sampler.draw import Sampling, draw, kept_tokens, token_uniforms
@@ -91,7 +92,7 @@ def sample(
         hidden=hidden,
         cache=cache,
     )
-    unroll = jax.default_backend() == "cpu" if unroll is None else unroll
+    unroll = device_kind() == "cpu" if unroll is None else unroll
     columns = jnp.arange(prompts.shape[1] + max_new_tokens)
     engine = Engine(
         transformer=transformer.unrolled() if unroll else transformer,
@@ -251,7 +252,10 @@ class Engine:
         def advance(slots: Slots) -> Slots:
             return self.draw_tokens(self.refill(self.decode(slots)))
 
-        slots = lax.while_loop(is_running, advance, self.draw_tokens(self.refill(slots)))
+        slots = self.draw_tokens(self.refill(slots))
+        # The names tell a plan of the program which loop depends on the data.
+        with jax.named_scope("decode"):
+            slots = lax.while_loop(is_running, advance, slots)
         if slots.outputs is not None:
             return slots, slots.write_outputs()
         # Every row has its slot and started in the first step, so no completion wraps around.
@@ -302,4 +306,5 @@ class Engine:
             slots = dataclasses.replace(slots, outputs=slots.evict(slot), taken=taken + 1)
             return slots.load(slot, self.queue, self.queue.order[taken])
 
-        return lax.while_loop(can_refill, refill_slot, slots)
+        with jax.named_scope("refill"):
+            return lax.while_loop(can_refill, refill_slot, slots)

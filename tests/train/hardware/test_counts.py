@@ -1,0 +1,185 @@
+"""Operations and bytes of compiled programs, on texts counted by hand and on programs whose counts are known."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train.hardware.devices import DEVICES
+from train.hardware.flops import count_flops
+from train.hardware.hlo import parse
+from train.hardware.roofline import Work
+from train.hardware.traffic import count_traffic, memory_bytes
+
+
+def program(*lines: str, others: str = "") -> str:
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"{others}\nENTRY %main (a: f32[1]) -> f32[1] {{\n{body}\n}}\n"
+
+
+def flops_of(*lines: str) -> float:
+    return count_flops(parse(program(*lines)))
+
+
+def test_a_dot():
+    a, b = "%a = bf16[3,7,5]{2,1,0} parameter(0)", "%b = bf16[3,5,11]{2,1,0} parameter(1)"
+    dims = "lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}"
+    assert flops_of(a, b, f"ROOT %c = f32[3,7,11]{{2,1,0}} dot(%a, %b), {dims}") == 2 * 3 * 7 * 5 * 11
+
+
+def test_a_matmul_of_cublas():
+    a, b = "%a = bf16[7,5]{1,0} parameter(0)", "%b = bf16[5,11]{1,0} parameter(1)"
+    config = '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    options = f'custom_call_target="__cublas$gemm", backend_config={config}'
+    call = f"%c = (bf16[7,11]{{1,0}}, s8[64]{{0}}) custom-call(%a, %b), {options}"
+    assert flops_of(a, b, call) == 2 * 7 * 5 * 11
+
+
+def test_kernels_of_attention():
+    operands = [f"%{name} = bf16[2,{length},4,8]{{3,2,1,0}} parameter(0)" for name, length in (("q", 6), ("k", 10))]
+    call = (
+        '%c = (bf16[2,4,6,8]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaMaskSoftmax"'
+    )
+    assert flops_of(*operands, call) == 2 * 2 * 2 * 4 * 6 * 10 * 8
+    options = 'custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"1234"}}'
+    assert flops_of(*operands, f"%c = f32[2]{{0}} custom-call(%q), {options}") == 1234
+
+
+def naive_window(size: int, kernel: int, output: int, options: dict[str, int]) -> int:
+    """Walks over all positions of a window over an input with holes and padding."""
+    spaced = np.zeros((size - 1) * options["base"] + 1, bool)
+    spaced[:: options["base"]] = True
+    hits = 0
+    for place, tap in itertools.product(range(output), range(kernel)):
+        index = place * options["stride"] - options["pad"] + tap * options["spread"]
+        hits += 0 <= index < len(spaced) and bool(spaced[index])
+    return hits
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_convolution_counts_what_meets_the_input(seed):
+    rng = np.random.default_rng(seed)
+    size, kernel, output = (int(rng.integers(1, 9)) for _ in range(3))
+    options = {name: int(rng.integers(1, 4)) for name in ("stride", "base", "spread")} | {
+        "pad": int(rng.integers(-3, 9))
+    }
+    window = "size={}x1 stride={}x1 pad={}_0x0_0 lhs_dilate={}x1 rhs_dilate={}x1".format(
+        kernel, options["stride"], options["pad"], options["base"], options["spread"]
+    )
+    found = flops_of(
+        f"%a = bf16[{size},3,1,5]{{3,2,1,0}} parameter(0)",
+        f"%b = bf16[{kernel},5,1,7]{{3,2,1,0}} parameter(1)",
+        f"%c = f32[{output},3,1,7]{{3,2,1,0}} convolution(%a, %b), window={{{window}}}, dim_labels=0b1f_0i1o->0b1f",
+    )
+    assert found == 2 * 3 * 5 * 7 * naive_window(size, kernel, output, options)
+
+
+def test_a_batched_matmul_as_a_tpu_writes_it():
+    # One of the 8 positions of the window meets the input for each of the 8 outputs.
+    window = "window={size=8 stride=7 pad=0_0 lhs_dilate=8}"
+    found = flops_of(
+        "%a = bf16[8,128,64]{2,1,0} parameter(0)",
+        "%b = bf16[8,64,32]{2,1,0} parameter(1)",
+        f"ROOT %c = f32[8,128,32]{{2,1,0}} convolution(%a, %b), {window}, dim_labels=0bf_0io->0bf",
+    )
+    assert found == 2 * 8 * 128 * 64 * 32
+
+
+def test_a_program_of_this_machine_with_loops():
+    layers, rows, width, hidden = 5, 6, 8, 12
+    weights = (jnp.zeros((layers, width, hidden)), jnp.zeros((layers, hidden, width)))
+
+    def loss(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return jnp.sin(jnp.sin(x @ pair[0]) @ pair[1]), None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, weights)[0].sum()
+
+    x = jnp.ones((rows, width))
+    one = 2 * rows * width * hidden * layers
+    forward = jax.jit(loss).lower(weights, x).compile().as_text()
+    assert count_flops(parse(forward)) == 2 * one
+    # Two matmuls forward, both recomputed as their results are needed, and four of the gradients.
+    both = jax.jit(jax.grad(loss)).lower(weights, x).compile().as_text()
+    assert count_flops(parse(both)) == 8 * one
+
+
+def test_a_loop_whose_end_depends_on_data():
+    def run(x: jax.Array) -> jax.Array:
+        with jax.named_scope("decode"):
+            return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
+
+    text = jax.jit(run).lower(jnp.ones((4, 4))).compile().as_text()
+    with pytest.raises(ValueError, match="got the limits"):
+        count_flops(parse(text))
+    assert count_flops(parse(text), {"decode": 9}) == 9 * 2 * 4**3
+
+
+KERNELS = """
+%slice_kernel (p: f32[6,100], i: s32[]) -> f32[100] {
+  %p = f32[6,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %cut = f32[1,100]{1,0} dynamic-slice(%p, %i, %i), dynamic_slice_sizes={1,100}
+  ROOT %b = f32[100]{0} bitcast(%cut)
+}
+
+%update_kernel (p: f32[6,100], x: f32[1,100], i: s32[]) -> f32[6,100] {
+  %p.1 = f32[6,100]{1,0} parameter(0)
+  %x = f32[1,100]{1,0} parameter(1)
+  %i.1 = s32[] parameter(2)
+  ROOT %u = f32[6,100]{1,0} dynamic-update-slice(%p.1, %x, %i.1, %i.1)
+}
+
+%outer (p: f32[6,100], i: s32[]) -> f32[100] {
+  %p.2 = f32[6,100]{1,0} parameter(0)
+  %i.2 = s32[] parameter(1)
+  ROOT %inner = f32[100]{0} fusion(%p.2, %i.2), kind=kLoop, calls=%slice_kernel
+}
+"""
+ARGUMENTS = ("%a = f32[6,100]{1,0} parameter(0)", "%i = s32[] parameter(1)", "%x = f32[1,100]{1,0} parameter(2)")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("%r = f32[6,100]{1,0} add(%a, %a)", 3 * 2400),
+        ("%r = f32[6,100]{1,0:T(8,128)S(1)} copy(%a)", 2400),
+        ("%r = f32[1,100]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,100}", 2 * 400),
+        ("%r = f32[6,100]{1,0} dynamic-update-slice(%a, %x, %i, %i)", 2 * 400),
+        ("%r = f32[100]{0} fusion(%a, %i), kind=kLoop, calls=%slice_kernel", 400 + 4 + 400),
+        ("%r = f32[100]{0} fusion(%a, %i), kind=kLoop, calls=%outer", 400 + 4 + 400),
+        ("%r = f32[6,100]{1,0} fusion(%a, %x, %i), kind=kLoop, calls=%update_kernel", 400 + 4 + 400),
+        ("%r = (f32[6,100]{1,0}, s32[]) tuple(%a, %i)", 0),
+        ("%r = (f32[6,100]{1,0:S(1)}, f32[6,100]{1,0}, u32[]{:S(2)}) copy-start(%a)", 2400),
+        ("%r = f32[6,100]{1,0:S(1)} copy-done(%a)", 0),
+    ],
+)
+def test_bytes_that_move(line, expected):
+    assert count_traffic(parse(program(*ARGUMENTS, line, others=KERNELS))) == expected
+
+
+def test_bytes_of_a_loop():
+    def run(stack: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, stack)[0]
+
+    layers, rows, width = 7, 4, 64
+    text = jax.jit(run).lower(jnp.zeros((layers, width, width)), jnp.zeros((rows, width))).compile().as_text()
+    # Every layer is read once, not the whole stack in every step; the compiler may copy it out first.
+    weights = 4 * layers * width * width
+    assert weights <= count_traffic(parse(text)) <= 3 * weights + 100 * layers * rows * width
+
+
+def test_memory_on_the_chip_is_not_main_memory():
+    assert memory_bytes("(bf16[8,2]{1,0:T(8,128)(2,1)S(1)}, f32[3]{0}, f32[4]{0:S(0)}, s32[]{:S(5)})") == 12 + 16
+
+
+def test_a_roofline():
+    device = DEVICES["v5e"]
+    work = Work(flops=197e12, memory=819e9 / 2, links=0, network=3.125e9)
+    assert work.seconds(device) == {"matrix units": 1, "memory": 0.5, "links": 0, "network": 1}
+    assert (work + work).bound(device) == ("matrix units", 2)
+    assert (work * 3).memory == 3 * work.memory
+    assert math.isclose(Work(memory=1).bound(device)[1], 1 / 819e9)

@@ -1,0 +1,163 @@
+"""The collectives of a compiled program: their kinds, bytes and groups, with the iterations of loops."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from train.hardware.hlo import Instruction, Module, array_bytes, executions
+
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+          "collective-broadcast")  # fmt: skip
+_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\S+(?: \{[^}]*\})?)(?:,|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective operation of a program.
+
+    Attributes:
+      kind: "all-gather", "all-reduce", "reduce-scatter", ...
+      shape: of its result, as the compiler writes it, without layouts.
+      payload: bytes of the whole array that is gathered, reduced or sent, on one device.
+      executions: in one run of the program.
+      groups: the devices that take part in each exchange, as the compiler writes them.
+      scope: named scopes and operation that it comes from, as JAX writes them.
+    """
+
+    kind: str
+    shape: str
+    payload: int
+    executions: float
+    groups: str = ""
+    scope: str = ""
+
+    @property
+    def total(self) -> float:
+        """Returns the bytes on one device in one run of the program."""
+        return self.payload * self.executions
+
+
+class Sent(NamedTuple):
+    """Bytes that a device sends: over the links of its slice or host, and over the network between these."""
+
+    links: float
+    network: float
+
+
+def collectives(module: Module, expected: Mapping[str, float] | None = None) -> list[Collective]:
+    """Lists the collectives, largest first; equal ones at different places are merged.
+
+    Args:
+      module: the program.
+      expected: iterations of loops that depend on data, see `hlo.trip_count`.
+    """
+    counts, sites = executions(module, expected=expected), dict[object, Collective]()
+    for name, instructions in module.computations.items():
+        for instruction in instructions:
+            kind = instruction.opcode.removesuffix("-start")
+            if kind not in _KINDS or not counts.get(name):
+                continue
+            shape, groups = re.sub(r"\{[^{}]*\}", "", instruction.shape), _GROUPS.search(instruction.line)
+            payload, written = _payload(kind, instruction), groups[1] if groups else ""
+            collective = Collective(kind, shape, payload, counts[name], written, instruction.op_name)
+            channel = re.search(r"channel_id=(\d+)", instruction.line)
+            # The steps of one asynchronous collective are printed in several fusions.
+            fused = "async_collective_fusion" in name
+            sites[(kind, shape, channel and channel[1]) if fused else (name, instruction.name)] = collective
+    merged: Counter[Collective] = Counter()
+    for collective in sites.values():
+        merged[dataclasses.replace(collective, executions=0)] += collective.executions  # type: ignore[assignment]
+    found = (dataclasses.replace(collective, executions=times) for collective, times in merged.items())
+    return sorted(found, key=lambda one: -one.total)
+
+
+def bytes_by_kind(found: Sequence[Collective]) -> dict[str, tuple[float, float]]:
+    """Sums executions and bytes of each kind, largest first."""
+    sums: dict[str, tuple[float, float]] = {}
+    for one in found:
+        times, size = sums.get(one.kind, (0.0, 0.0))
+        sums[one.kind] = (times + one.executions, size + one.total)
+    return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
+
+
+def sent(collective: Collective, islands: Sequence[int]) -> Sent:
+    """Computes the bytes that a device sends in one run, at least, by the best algorithm of the kind.
+
+    In a group of n, an all-gather brings (n - 1) / n of its payload to every device; an all-reduce is a reduce-scatter
+    and an all-gather. Where a group lies in several islands, every device gets the part of its own from its neighbours
+    and shares the rest of the network with them.
+
+    Args:
+      collective: the collective.
+      islands: [devices], the slice (TPU) or host (GPU) of each device in the order of the mesh.
+    """
+    if collective.kind == "collective-permute":
+        pairs = [(islands[a], islands[b]) for a, b in group_members(collective.groups, len(islands)) if a != b]
+        crossing = sum(a != b for a, b in pairs) / max(len(pairs), 1)
+        return Sent(collective.total * (1 - crossing), collective.total * crossing)
+    group = group_members(collective.groups, len(islands))[0]
+    members, parts = len(group), len({islands[device] for device in group})
+    twice = 2 if collective.kind == "all-reduce" else 1
+    neighbours = members / parts
+    across = twice * collective.total * (1 - 1 / parts) / neighbours
+    return Sent(twice * collective.total * (1 - 1 / neighbours), across)
+
+
+def group_members(groups: str, devices: int) -> list[list[int]]:
+    """Lists the devices of each group of a collective.
+
+    Groups are a list, `{{0,4},{1,5}}`, which is empty for all devices; a grid, `[groups,members]<=[4,4]T(1,0)`; or axes
+    of a mesh, `mesh['a'=4,'b'=2] {'b'}`.
+
+    Args:
+      groups: as the compiler writes them.
+      devices: the number of devices of the program.
+
+    Raises:
+      ValueError: the text has none of these forms.
+    """
+    if listed := re.fullmatch(r"\{((?:\{[\d,]*\},?)*)\}", groups):
+        found = [[int(one) for one in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", listed[1])]
+        return found or [list(range(devices))]
+    if grid := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", groups):
+        shape, order, axes = ([int(one) for one in (text or "").split(",") if one] for text in grid.groups())
+        numbers = np.arange(np.prod(order)).reshape(order)
+        return (numbers.transpose(axes) if axes else numbers).reshape(-1, shape[-1]).tolist()
+    if mesh := re.fullmatch(r"\S*mesh\[([^\]]*)\] \{([^}]*)\}", groups):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        inner = re.findall(r"'([^']+)'", mesh[2])
+        names = list(sizes)
+        numbers = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
+        outer = [name for name in names if name not in inner]
+        moved = numbers.transpose([names.index(name) for name in (*outer, *inner)])
+        return moved.reshape(-1, int(np.prod([sizes[name] for name in inner]))).tolist()
+    raise ValueError(f"replica_groups: got {groups[:200]!r}, expected lists, a grid or axes of a mesh")
+
+
+def _payload(kind: str, instruction: Instruction) -> int:
+    shape, asynchronous = instruction.shape, instruction.opcode.endswith("-start")
+    if asynchronous and kind != "all-reduce":
+        # The type of an asynchronous operation has operands, results, and perhaps its state.
+        operands, results = _parts(shape)[:2]
+        return sum(array_bytes(operands if kind == "reduce-scatter" else results))
+    sizes = array_bytes(shape)
+    if kind != "reduce-scatter":
+        return sum(sizes)
+    groups = _GROUPS.search(instruction.line)
+    return sum(sizes) * len(group_members(groups[1] if groups else "", 1)[0])
+
+
+def _parts(shape: str) -> list[str]:
+    """Splits the text of a tuple type into its parts; nested tuples stay whole."""
+    parts, depth = [""], 0
+    for character in shape.strip()[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts

@@ -1,0 +1,102 @@
+"""Operations of the matmuls of a compiled program, with the iterations of its loops.
+
+`cost_analysis` of JAX counts the body of a loop once, which is off by the number of layers and more.
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping
+
+from train.hardware.hlo import Instruction, Module, array_sizes, executions
+
+Sizes = tuple[int, ...]
+_FLOPS = re.compile(r'"flops":"?(\d+)')
+_WINDOW = ("stride", "lhs_dilate", "rhs_dilate", "pad")
+
+
+def count_flops(module: Module, expected: Mapping[str, float] | None = None) -> float:
+    """Counts two operations for each multiplication of a matmul or convolution, on one device in one run.
+
+    Kernels of attention count what they are said to compute (TPU) or the products of all queries and keys (cuDNN).
+
+    Args:
+      module: the program.
+      expected: iterations of loops that depend on data, see `hlo.trip_count`.
+    """
+    total = 0.0
+    for name, times in executions(module, expected=expected).items():
+        if times:
+            shapes = {instruction.name: instruction.shape for instruction in module.computations[name]}
+            total += times * sum(_flops(instruction, shapes) for instruction in module.computations[name])
+    return total
+
+
+def _flops(instruction: Instruction, shapes: Mapping[str, str]) -> float:
+    if instruction.opcode not in ("dot", "convolution", "custom-call"):
+        return 0
+    operands = [_only(shapes[name]) for name in instruction.operands if name in shapes]
+    if instruction.opcode == "dot":
+        return 2 * math.prod(_only(instruction.shape)) * _contracted(instruction.line, operands[0])
+    if instruction.opcode == "convolution":
+        return _convolution(instruction, *operands[:2])
+    return _custom_call(instruction, operands)
+
+
+def _only(shape: str) -> Sizes:
+    """Returns the sizes of the first array of a type."""
+    arrays = array_sizes(shape)
+    return arrays[0][1] if arrays else ()
+
+
+def _contracted(line: str, left: Sizes) -> int:
+    axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", line)
+    return math.prod(left[int(axis)] for axis in axes[1].split(",") if axis) if axes else 1
+
+
+def _convolution(instruction: Instruction, left: Sizes, right: Sizes) -> float:
+    """Counts the positions of a window that lie in the input, which are few where a TPU writes a batched matmul so."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.line)
+    assert labels is not None, instruction.line
+    found = re.search(r"window=\{([^}]*)\}", instruction.line)
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", found[1] if found else ""))
+    output = _only(instruction.shape)
+    total = 2 * left[labels[1].index("b")] * output[labels[3].index("f")] * right[labels[2].index("i")]
+    groups = re.search(r"batch_group_count=(\d+)", instruction.line)
+    total //= int(groups[1]) if groups else 1
+    arrays = tuple(zip((left, right, output), labels.groups(), strict=True))
+    for axis in range(sum(label.isdigit() for label in labels[3])):
+        size, kernel, count = (array[names.index(str(axis))] for array, names in arrays)
+        options = [window[name].split("x")[axis] if name in window else "" for name in _WINDOW]
+        stride, base, spread = (int(option or 1) for option in options[:3])
+        pad = int((options[3] or "0").split("_")[0])
+        starts = [position * spread - pad for position in range(kernel)]
+        total *= sum(_window_hits(start, size, count, stride, base) for start in starts)
+    return total
+
+
+@functools.cache
+def _window_hits(start: int, size: int, output: int, stride: int, base: int) -> int:
+    """Counts the outputs o that read an element of the input, at `(o * stride + start) / base`, along one axis."""
+    first, last = max(0, -(start // stride)), min(output - 1, ((size - 1) * base - start) // stride)
+    period = base // math.gcd(stride, base)
+    hits = (o for o in range(first, min(first + period, last + 1)) if (o * stride + start) % base == 0)
+    least = next(hits, None)
+    return 0 if least is None else (last - least) // period + 1
+
+
+def _custom_call(instruction: Instruction, operands: list[Sizes]) -> float:
+    """Counts kernels: matmuls of cuBLAS, attention of cuDNN, and kernels that say what they compute."""
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
+    name = target[1] if target else ""
+    if name.startswith("__cublas$"):
+        config = json.loads(re.search(r"backend_config=(\{.*\})", instruction.line)[1])  # type: ignore[index]
+        axes = config["gemm_backend_config"]["dot_dimension_numbers"]["lhs_contracting_dimensions"]
+        return 2 * math.prod(_only(instruction.shape)) * math.prod(operands[0][int(axis)] for axis in axes)
+    if name.startswith("__cudnn$fmha") and len(operands) >= 2:
+        (rows, queries, heads, width), keys = operands[0], operands[1][1]
+        matmuls = 5 if "Backward" in name else 2
+        return 2.0 * matmuls * rows * heads * queries * keys * width
+    said = _FLOPS.search(instruction.line)
+    return float(said[1]) if said else 0.0

@@ -1,0 +1,111 @@
+"""Bytes that a compiled program reads from and writes to the main memory of a device, with the iterations of its loops.
+
+Each kernel reads its operands and writes its results once. Slices of an array count instead of the array where a kernel
+reads or writes only these, as a loop over stacked layers does.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+
+from train.hardware.hlo import CONTROL, Instruction, Module, array_bytes, executions
+
+_FREE = CONTROL | {
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
+    "opt-barrier",
+}  # fmt: skip
+_SLICES = ("dynamic-slice", "slice", "gather")
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Kernels that write in place, with the operand that they write."""
+# Space 0, the default, is the main memory. Others are on the chip, or in the host.
+_ELSEWHERE = re.compile(r"\w+\[[\d,]*\]\{[^{}]*S\([1-9]\d*\)[^{}]*\}")
+
+
+def count_traffic(module: Module, expected: Mapping[str, float] | None = None) -> float:
+    """Counts the bytes of the main memory that one device reads and writes in one run.
+
+    Args:
+      module: the program.
+      expected: iterations of loops that depend on data, see `hlo.trip_count`.
+    """
+    kernels, total = _Kernels(module), 0.0
+    for name, times in executions(module, kernels=False, expected=expected).items():
+        if times:
+            shapes = {instruction.name: instruction.shape for instruction in module.computations[name]}
+            total += times * sum(kernels.moved(instruction, shapes) for instruction in module.computations[name])
+    return total
+
+
+def memory_bytes(shape: str) -> int:
+    """Counts the bytes of the arrays of a type that lie in the main memory."""
+    return sum(array_bytes(_ELSEWHERE.sub("", shape)))
+
+
+class _Kernels:
+    """The kernels of a program; what a fusion reads and writes is found once."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self.read, self.written = functools.cache(self._read), functools.cache(self._written)
+
+    def moved(self, instruction: Instruction, shapes: Mapping[str, str]) -> int:
+        """Counts the bytes of one execution of an instruction outside kernels."""
+        opcode, shape = instruction.opcode, instruction.shape
+        if opcode in _FREE or opcode.endswith("-done"):
+            return 0
+        operands = [shapes.get(name, "") for name in instruction.operands]
+        if opcode in _SLICES:
+            return 2 * memory_bytes(shape)
+        if opcode in _UPDATES:
+            return 2 * memory_bytes(operands[_UPDATES[opcode]])
+        if opcode == "copy-start":
+            return memory_bytes(shape)
+        called = instruction.called("calls")
+        if opcode == "fusion" and called in self._module.computations:
+            read = [(memory_bytes(operand), self.read(called, number)) for number, operand in enumerate(operands)]
+            whole = sum(size if part is None else min(size, part) for size, part in read)
+            return whole + min(memory_bytes(shape), self.written(called))
+        return sum(map(memory_bytes, operands)) + memory_bytes(shape)
+
+    def _read(self, computation: str, number: int) -> int | None:
+        """Counts the bytes that a kernel reads of a parameter; None: all of it."""
+        instructions = self._module.computations[computation]
+        names = {one.name for one in instructions if one.opcode == "parameter" and f"parameter({number})" in one.line}
+        total = 0
+        for one in instructions:
+            places = [place for place, name in enumerate(one.operands) if name in names]
+            if not places or one.opcode == "parameter":
+                continue
+            if one.opcode == "bitcast":
+                names.add(one.name)
+            elif one.opcode in _SLICES and places == [0]:
+                total += sum(array_bytes(one.shape))
+            elif one.opcode in _UPDATES and places == [0]:
+                continue
+            elif one.opcode == "fusion" and one.called("calls") in self._module.computations:
+                inner = [self.read(one.called("calls"), place) for place in places]
+                if None in inner:
+                    return None
+                total += sum(size for size in inner if size is not None)
+            else:
+                return None
+        return total
+
+    def _written(self, computation: str) -> int:
+        """Counts the bytes that a kernel writes: its results, or the part of them that it updates."""
+        instructions = self._module.computations[computation]
+        by_name = {one.name: one for one in instructions}
+        root = next(one for one in reversed(instructions) if one.line.lstrip().startswith("ROOT"))
+
+        def source(one: Instruction) -> Instruction:
+            return source(by_name[one.operands[0]]) if one.opcode == "bitcast" else one
+
+        root, total = source(root), 0
+        for one in [source(by_name[name]) for name in root.operands] if root.opcode == "tuple" else [root]:
+            if one.opcode in _UPDATES:
+                total += sum(array_bytes(by_name[one.operands[_UPDATES[one.opcode]]].shape))
+                continue
+            called = one.called("calls") if one.opcode == "fusion" else ""
+            known = called in self._module.computations
+            total += self.written(called) if known else sum(array_bytes(one.shape))
+        return total
