@@ -25,7 +25,14 @@ CONTENT, SEAL = "kljax", "digest"
 
 
 def array_digest(array: Any) -> str:
-    """Computes the digest of an array: its dtype, its shape and 16 hexadecimal digits."""
+    """Computes the digest of an array: its dtype, its shape and 16 hexadecimal digits.
+
+    Args:
+      array: of any shape, dtype and sharding, on the host or on devices.
+
+    Returns:
+      Text such as `float32[8, 4] 0123456789abcdef`.
+    """
     on_host = isinstance(array, np.ndarray | np.generic) or _is_readable(array)
     sums = _host_sums(np.asarray(array)) if on_host else jax.device_get(_device_sums(array))
     hashed = hashlib.blake2b(np.ascontiguousarray(sums).data, digest_size=8)
@@ -33,7 +40,14 @@ def array_digest(array: Any) -> str:
 
 
 def tree_digests(tree: Tree) -> dict[str, str]:
-    """Computes the digests of all arrays of a tree in parallel, by dotted name."""
+    """Computes the digests of all arrays of a tree in parallel, by dotted name.
+
+    Args:
+      tree: pytree of arrays.
+
+    Returns:
+      The `array_digest` of each array.
+    """
     leaves = named_leaves(tree)
     with ThreadPoolExecutor() as pool:
         return dict(zip(leaves, pool.map(array_digest, leaves.values()), strict=True))
@@ -41,6 +55,11 @@ def tree_digests(tree: Tree) -> dict[str, str]:
 
 def check_digests(label: str, tree: Tree, digests: Mapping[str, str]) -> None:
     """Compares the arrays of a tree with their digests; further digests are ignored.
+
+    Args:
+      label: how the message begins, such as `checkpoint PATH`.
+      tree: pytree of arrays as they were read back.
+      digests: `tree_digests` of the arrays as they were saved.
 
     Raises:
       ValueError: with `label`, naming the first arrays that differ or have no digest.
@@ -60,17 +79,33 @@ def text_hash(text: str | bytes) -> hashlib.blake2b:
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
-    """Computes the digest of JSON values, 32 hexadecimal digits, whatever the order of their keys."""
+    """Computes the digest of JSON values, 32 hexadecimal digits, whatever the order of their keys.
+
+    Args:
+      content: values that `json.dumps` takes.
+    """
     return text_hash(json.dumps(content, sort_keys=True)).hexdigest()
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts a digest beside JSON values, so that damage to the values is noticed too."""
+    """Puts a digest beside JSON values, so that damage to the values is noticed too.
+
+    Args:
+      content: values that `json.dumps` takes.
+
+    Returns:
+      An object of JSON for `open_sealed`.
+    """
     return {CONTENT: content, SEAL: json_digest(content)}
 
 
 def open_sealed(label: str, sealed: Any) -> dict[str, Any]:
-    """Returns the values that `seal` was given; raises ValueError with `label` if they or their digest changed."""
+    """Returns the values that `seal` was given; raises ValueError with `label` if they or their digest changed.
+
+    Args:
+      label: how the message of the error begins.
+      sealed: the object as it was read back, or anything else in its place.
+    """
     content = sealed.get(CONTENT) if isinstance(sealed, dict) else None
     if not isinstance(content, dict) or sealed.get(SEAL) != json_digest(content):
         raise ValueError(f"{label} is damaged: it differs from what was saved")

@@ -33,6 +33,11 @@ class UserError(Exception):
 def read_array(option: str, path: str, *, kinds: str = "fiub") -> np.ndarray:
     """Maps the array of an `.npy` file into memory.
 
+    Args:
+      option: name of the option in messages.
+      path: an `.npy` file.
+      kinds: the kinds of dtype that are allowed, as `dtype.kind`.
+
     Raises:
       UserError: there is no such file, it is no array, or its dtype is of none of the kinds.
     """
@@ -48,6 +53,12 @@ def read_array(option: str, path: str, *, kinds: str = "fiub") -> np.ndarray:
 
 def read_batch(option: str, path: str, *, needed: Sequence[str], others: Sequence[str]) -> Mapping[str, np.ndarray]:
     """Reads arrays of numbers by name from an `.npz` file; those of `others` only if they are there.
+
+    Args:
+      option: name of the option in messages.
+      path: an `.npz` file.
+      needed: arrays that must be there.
+      others: arrays that may be there.
 
     Raises:
       UserError: there is no such file, it is no archive, or an array is missing, damaged, too large or no numbers.

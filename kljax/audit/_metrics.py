@@ -59,7 +59,13 @@ def gradient_labels(corrections: tuple[str, ...]) -> list[Labels]:
 
 
 def token_level(moments: Moments, mask: np.ndarray, *, by_row: bool) -> Level:
-    """Sums the moments `[..., N, T]` per row or per position, with every token on its own."""
+    """Sums the moments `[..., N, T]` per row or per position, with every token on its own.
+
+    Args:
+      moments: their positions are the last two axes.
+      mask: `[N, T]` bool.
+      by_row: whether a unit is a row with tokens; otherwise it is an unmasked token.
+    """
     value = _value_fields(moments)
     mean = _tokens_mean(moments.mean, mask)
     zero = np.zeros_like(moments.mean)
@@ -78,6 +84,14 @@ def sequence_level(moments: Moments, mask: np.ndarray, *, draws: int) -> Level:
     """Sums the moments `[..., N, T]` per row: estimates add up, and a reward goes to all tokens before it.
 
     The tokens of a row are independent given the prefixes of the logits, so variances add up.
+
+    Args:
+      moments: their positions are the last two axes.
+      mask: `[N, T]` bool.
+      draws: tokens drawn at each position; 0 for exact moments.
+
+    Returns:
+      Sums whose units are the rows with tokens.
     """
     moments = _zero_under(moments, mask)
     variance = moments.square - moments.mean_squared
@@ -104,7 +118,14 @@ def sequence_level(moments: Moments, mask: np.ndarray, *, draws: int) -> Level:
 
 
 def value_metrics(sums: Mapping[str, Any]) -> Sums:
-    """Computes the metrics of values from sums over units."""
+    """Computes the metrics of values from sums over units.
+
+    Args:
+      sums: `[..., results]` sums of `Level.value`; `count` is `[..., 1]`.
+
+    Returns:
+      `[..., results]` numbers by metric, in nats; `variance` in nats squared; `relative_bias` and `snr` without unit.
+    """
     count = sums["count"]
     exact, mean, variance = (sums[name] / count for name in ("exact", "mean", "variance"))
     return {
@@ -118,7 +139,15 @@ def value_metrics(sums: Mapping[str, Any]) -> Sums:
 
 
 def gradient_metrics(sums: Mapping[str, Any], *, eps: float) -> Sums:
-    """Computes the metrics of expected gradients from sums over units; `eps` is that of their dtype."""
+    """Computes the metrics of expected gradients from sums over units.
+
+    Args:
+      sums: `[..., results]` sums of `Level.gradient`; `count` is `[..., 1]`.
+      eps: distance of 1 to the next number in the dtype of the gradients.
+
+    Returns:
+      `[..., results]` numbers by metric.
+    """
     exact, inner, second = (sums[name] for name in ("exact", "inner", "second"))
     # Rounding leaves a zero gradient with a direction that has no meaning.
     norm = np.where(sums["norm"] <= (64 * eps) ** 2 * second, 0, sums["norm"])
@@ -138,7 +167,18 @@ def gradient_metrics(sums: Mapping[str, Any], *, eps: float) -> Sums:
 def summarize(
     key: Array, replicates: int, confidence: float, sums: Sums, metrics: Callable[[Sums], Sums]
 ) -> dict[str, list[Interval]]:
-    """Computes each metric of each column with its bootstrap interval."""
+    """Computes each metric of each column with its bootstrap interval.
+
+    Args:
+      key: random key of the resampling.
+      replicates: bootstrap replicates; 0 leaves the intervals NaN.
+      confidence: share of the replicates inside an interval.
+      sums: `[units, results]`.
+      metrics: `value_metrics` or `gradient_metrics`.
+
+    Returns:
+      By metric, an interval of each column.
+    """
     values = metrics(weighted(sums, np.ones(len(sums["count"]))))
     if replicates:
         ends = bootstrap(key, sums, metrics, replicates=replicates, confidence=confidence)
@@ -153,7 +193,13 @@ def summarize(
 def label_results(
     columns: dict[str, list[Interval]], labels: Iterable[Labels], kind: str, level: str, how: str
 ) -> list[Result]:
-    """Makes one result of each column and its label."""
+    """Makes one result of each column and its label.
+
+    Args:
+      columns: of `summarize`.
+      labels: one of each column, in their order.
+      kind, level, how: as in `Result`.
+    """
     return [
         Result(kind, level, how, *label, {name: column[i] for name, column in columns.items()})
         for i, label in enumerate(labels)
@@ -168,7 +214,15 @@ def check_intervals(replicates: int, confidence: float) -> None:
 
 
 def bootstrap(key: Array, sums: Sums, metrics: Callable[[Sums], Sums], *, replicates: int, confidence: float) -> Sums:
-    """Computes percentile intervals `[2, results]` of each metric over resampled units."""
+    """Computes percentile intervals `[2, results]` of each metric over resampled units.
+
+    Args:
+      key: random key of the resampling.
+      sums: `[units, results]`.
+      metrics: `value_metrics` or `gradient_metrics`.
+      replicates: number of resamplings, at least 1.
+      confidence: share of the replicates inside an interval.
+    """
     units = len(sums["count"])
     replicated: dict[str, list[Any]] = {}
     for start in range(0, replicates, _REPLICATES):

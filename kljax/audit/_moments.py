@@ -124,7 +124,17 @@ def sampled_moments(
     keys: Array,
     draws: int,
 ) -> Moments:
-    """Computes the moments from `draws` tokens, drawn at each position with its own key."""
+    """Computes the moments from `draws` tokens, drawn at each position with its own key.
+
+    Args:
+      logits: `[C, V]` of the policy.
+      ref_logits: `[C, V]` of the reference.
+      sampling_logits: `[C, V]` of the behaviour, which draws.
+      caps: `[K]` bounds of the importance ratios; None: uncorrected.
+      kl: `[C]` exact KL; None computes it from the logits.
+      keys: `[C]` random keys.
+      draws: at least 2.
+    """
     position = _position(logits, ref_logits, sampling_logits, kl)
     return _collect(_draws(position, keys, draws), position, caps)
 

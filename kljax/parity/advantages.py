@@ -27,7 +27,11 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the advantages of tokens, recorded or recomputed, with a KL in the advantage, and their bounds."""
+    """Returns the advantages of tokens, recorded or recomputed, with a KL in the advantage, and their bounds.
+
+    Returns:
+      `[B, T]` advantages and `[B, T]` bounds.
+    """
     value, bound = replay.input("advantages", recipe)
     if value.ndim == 1:
         value, bound = (np.broadcast_to(array[:, None], replay.shape) for array in (value, bound))

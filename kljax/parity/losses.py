@@ -23,7 +23,16 @@ OTHER_POLICIES = ("rollout_log_probs", "sampling_log_probs", "ref_log_probs")
 
 
 def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
-    """Computes the policy loss per token at other log-probs; differentiable in them."""
+    """Computes the policy loss per token at other log-probs; differentiable in them.
+
+    Args:
+      replay: the recorded arrays.
+      policy: `[B, T]` log-probs of the policy in nats.
+      recipe: settings of the loss and of the stages before it.
+
+    Returns:
+      `[B, T]` losses before the reduction.
+    """
     step, used = recipe.loss or Step(), replay.used_mask(recipe)
     fields = {name: replay.array_name("loss", name) for name in OTHER_POLICIES}
     arrays = {name: replay.arrays[field] for name, field in fields.items() if field in replay.arrays}
@@ -79,7 +88,16 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def token_weights(replay: Replay, recipe: Recipe, reduction: Reduction) -> np.ndarray:
-    """Returns the weight of each token in the loss."""
+    """Returns the weight of each token in the loss.
+
+    Args:
+      replay: the recorded arrays.
+      recipe: settings of the mask.
+      reduction: settings of the reduction.
+
+    Returns:
+      `[B, T]` float64; NaN if the groups of the reduction are not recorded.
+    """
     key = ("token_weights", recipe.mask, reduction)
     weights: np.ndarray = replay.remember(
         key, lambda: _token_weights(replay.used_mask(recipe), reduction, replay.arrays)

@@ -45,7 +45,11 @@ def _scored(name: str, replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the log-probs whose difference is the log-ratio of the policy loss."""
+    """Returns the log-probs whose difference is the log-ratio of the policy loss.
+
+    Returns:
+      `[B, T]` log-probs of the policy and of the old policy, in nats.
+    """
     policy, settings = replay.arrays["log_probs"], recipe.ratio
     old = shift_rows(replay.arrays.get(settings.old, policy), settings.shift)
     if settings.recorded:
@@ -83,7 +87,17 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def kl_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> Any:
-    """Estimates the KL per token at other log-probs of the policy; differentiable in them."""
+    """Estimates the KL per token at other log-probs of the policy; differentiable in them.
+
+    Args:
+      replay: the recorded arrays.
+      policy: `[B, T]` log-probs of the policy in nats.
+      kl: settings of the KL term.
+      used: `[B, T]` bool, the tokens of the estimate.
+
+    Returns:
+      `[B, T]` estimates in nats times `kl.scale`; 0 where masked.
+    """
     reference = shift_rows(replay.arrays[kl.reference], kl.shift)
     first, second = (reference, policy) if kl.swapped else (policy, reference)
     sampling = replay.arrays[replay.plan.recipe.ratio.old] if kl.corrected else None
@@ -117,7 +131,16 @@ def kl_per_token(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def kl_move(replay: Replay, kl: Kl, unit: float) -> np.ndarray:
-    """Returns how far rounding moves the log-ratios of a KL estimate."""
+    """Returns how far rounding moves the log-ratios of a KL estimate.
+
+    Args:
+      replay: the recorded arrays.
+      kl: settings of the KL term.
+      unit: unit roundoff of the estimate.
+
+    Returns:
+      `[B, T]` distances in nats.
+    """
     policy = kl_policy(replay, kl)
     distance = np.abs(policy - shift_rows(replay.arrays[kl.reference], kl.shift))
     if kl.corrected:
@@ -126,7 +149,16 @@ def kl_move(replay: Replay, kl: Kl, unit: float) -> np.ndarray:
 
 
 def kl_cancellation(replay: Replay, kl: Kl, unit: float) -> np.ndarray:
-    """Returns the rounding of the terms of k3, which cancel near 0, in value and in derivative."""
+    """Returns the rounding of the terms of k3, which cancel near 0, in value and in derivative.
+
+    Args:
+      replay: the recorded arrays.
+      kl: settings of the KL term.
+      unit: unit roundoff of the estimate.
+
+    Returns:
+      `[B, T]` bounds in nats; 0 for other estimators.
+    """
     if kl.estimator not in ("k3", "low_var_kl"):
         return np.zeros(replay.shape)
     policy = kl_policy(replay, kl)

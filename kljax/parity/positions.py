@@ -8,7 +8,12 @@ from kljax.parity.recipe import MaskRule
 
 
 def apply_rule(mask: np.ndarray, rule: MaskRule) -> np.ndarray:
-    """Returns the mask with the faults of a rule."""
+    """Returns the mask with the faults of a rule.
+
+    Args:
+      mask: `[B, T]` bool, the tokens of the completions.
+      rule: the faults.
+    """
     position = np.arange(mask.shape[1])
     some = mask.any(1, keepdims=True)
     first = np.where(some, mask.argmax(1)[:, None], 0)
@@ -24,7 +29,12 @@ def apply_rule(mask: np.ndarray, rule: MaskRule) -> np.ndarray:
 
 
 def shift_rows(array: np.ndarray, by: int) -> np.ndarray:
-    """Moves rows to the right by a number of positions, filled with 0; negative moves to the left."""
+    """Moves rows to the right by a number of positions, filled with 0; negative moves to the left.
+
+    Args:
+      array: `[B, T]`.
+      by: number of positions.
+    """
     if by == 0:
         return array
     result = np.zeros_like(array)
@@ -38,7 +48,16 @@ def shift_rows(array: np.ndarray, by: int) -> np.ndarray:
 def value_and_change(
     function: Callable[[np.ndarray], np.ndarray], at: np.ndarray, move: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a function's value and the largest change that moving its argument up or down makes."""
+    """Returns a function's value and the largest change that moving its argument up or down makes.
+
+    Args:
+      function: of arrays, number by number or row by row.
+      at: the argument.
+      move: how far each number of the argument moves, of its shape.
+
+    Returns:
+      Value and change in float64; the change is 0 where it is not a number.
+    """
     value, up, down = (np.asarray(function(at + sign * move), np.float64) for sign in (0, 1, -1))
     with np.errstate(all="ignore"):
         return value, np.nan_to_num(np.maximum(np.abs(up - value), np.abs(down - value)))

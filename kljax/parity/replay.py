@@ -22,7 +22,13 @@ MEMORY = 1 << 27
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """A recomputed result and how far rounding may move it; `at` are the positions where it is compared."""
+    """A recomputed result.
+
+    Attributes:
+      value: `[B, T]`, `[B]` or a scalar, as the field of the dump.
+      bound: how far rounding may move each number of it.
+      at: the numbers that are compared, bool.
+    """
 
     value: np.ndarray
     bound: np.ndarray
@@ -55,7 +61,12 @@ class Replay:
         return prediction
 
     def input(self, name: str, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the recorded array, exact, or the recomputed one with its bound."""
+        """Returns the recorded array, exact, or the recomputed one with its bound.
+
+        Args:
+          name: a field of the dump, `[B, T]` or `[B]`.
+          recipe: the settings to recompute it with.
+        """
         if name in self.arrays:
             return self.arrays[name], np.zeros(self.arrays[name].shape)
         prediction = self.predict(name, recipe)
@@ -136,7 +147,13 @@ _COMPILED: dict[str, Callable[..., Any]] = {}
 
 
 def run_call(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
-    """Runs a call on arrays, compiled; returns the first of several results."""
+    """Runs a call on arrays, compiled; returns the first of several results.
+
+    Args:
+      call: a call of `kljax.systems`.
+      arrays: the arrays that the call names.
+      keywords: further arguments; they are part of the compiled program.
+    """
 
     def compute(arrays: Mapping[str, Any]) -> Any:
         result = run(call, arrays, **keywords)

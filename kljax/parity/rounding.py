@@ -51,7 +51,15 @@ def narrowest_dtype(values: np.ndarray) -> str:
 
 
 def round_to(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Rounds to the significant bits of a dtype, ties to even; its exponent range is not applied."""
+    """Rounds to the significant bits of a dtype, ties to even; its exponent range is not applied.
+
+    Args:
+      values: float64.
+      dtype: a key of `UNITS`.
+
+    Returns:
+      The rounded values, float64.
+    """
     if dtype == "float64":
         return values
     mantissa, exponent = np.frexp(values)

@@ -49,7 +49,18 @@ def score(
 def log_softmax_at(
     logits: np.ndarray, errors: np.ndarray, ids: np.ndarray, settings: LogProbs, unit: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the log-probs of some ids and the bounds that the errors of the logits and the softmax's own add to."""
+    """Returns the log-probs of some ids and the bounds that the errors of the logits and the softmax's own add to.
+
+    Args:
+      logits: `[P, V]` float64, one row a position.
+      errors: `[P, V]` bounds of the errors of the logits.
+      ids: `[P]` token ids.
+      settings: temperature, cap, scale, vocabulary and set of likely tokens.
+      unit: unit roundoff of the softmax.
+
+    Returns:
+      `[P]` log-probs in nats, NaN for ids outside the vocabulary, and `[P]` bounds.
+    """
     z, e = settings.logit_scale * logits, abs(settings.logit_scale) * errors
     if settings.logits_dtype is not None:
         z = round_to(z, settings.logits_dtype)
@@ -79,7 +90,16 @@ def log_softmax_at(
 
 
 def top_p_set(logits: np.ndarray, top_p: float, ids: np.ndarray) -> np.ndarray:
-    """Returns the smallest set of likely tokens whose mass reaches `top_p`; the sampled token belongs to it."""
+    """Returns the smallest set of likely tokens whose mass reaches `top_p`; the sampled token belongs to it.
+
+    Args:
+      logits: `[P, V]`.
+      top_p: mass in (0, 1].
+      ids: `[P]` sampled tokens.
+
+    Returns:
+      `[P, V]` bool.
+    """
     order = np.argsort(-logits, -1, kind="stable")
     ordered = np.take_along_axis(logits, order, -1)
     probs = np.exp(ordered - ordered[:, :1])
