@@ -1,0 +1,279 @@
+"""The watch over the other processes: a lost one is named by all that are left, which end with exit code 75.
+
+Each process writes its step and phase to the coordination service of JAX every second, and reads those of the others.
+JAX decides that a process is gone: by the heartbeats of a thread in C++, which goes on while Python is busy, by the
+closed connection to process 0, or by a collective that fails. It then aborts without a name. The watch names the
+process that is silent. A process that is slow is warned of, and nothing else.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from train.config.errors import LostProcessError, UserError, warn
+from train.distributed.exchange import FAILED, SLOW_SECONDS, ProcessError, exchange_json
+from train.distributed.peers import HEARTBEAT_SECONDS, coordination, is_leader, process, processes
+
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 5.0
+"""A process that has not written for this long is named, if something says that a process is lost."""
+LEADER_SECONDS = 2.5
+"""The leader ends this much later than the others, which read the name from the service that ends with it."""
+LOST = "kljax/lost"
+PROGRESS = "kljax/progress"
+# Collectives of CPU devices raise ValueError with the text of Gloo.
+OF_CONNECTIONS = (
+    "Gloo",
+    "UNAVAILABLE",
+    "onnection",
+    "Socket closed",
+    "DEADLINE_EXCEEDED",
+    "NCCL",
+    "heartbeat",
+    "ABORTED",
+)
+
+
+class Progress(NamedTuple):
+    """How far a process is: the number of phases begun, the step, and the phase."""
+
+    phases: int
+    step: int
+    phase: str
+
+
+@dataclasses.dataclass
+class Peer:
+    """Another process: its host and pid, its progress, when it last wrote and moved on (s), and how often it wrote."""
+
+    name: str
+    progress: Progress
+    heard: float
+    moved: float
+    beats: int = 0
+
+    def hear(self, beats: int, progress: Progress, now: float) -> None:
+        """Takes over what the process has written."""
+        if beats != self.beats:
+            self.heard = now
+        if progress.phases != self.progress.phases:
+            self.moved = now
+        self.beats, self.progress = beats, progress
+
+
+class Watch:
+    """The progress of all processes, as this process has read them.
+
+    Attributes:
+      ending: the message and exit code of an error of this process, which come before the loss of another.
+    """
+
+    def __init__(self, names: Iterable[str], service: Any, number: int) -> None:
+        """Takes the host and pid of every process, the coordination service, and the number of this process."""
+        now = time.monotonic()
+        first = Progress(0, 0, "start")
+        self.peers = {peer: Peer(name, first, now, now) for peer, name in enumerate(names)}
+        self.ending: tuple[str, int] | None = None
+        self._service, self._number = service, number
+        self._reason: UserError | None = None
+        self._beaten, self._slow = now, SLOW_SECONDS
+
+    def enter(self, step: int, phase: str) -> None:
+        """Notes that this process begins a phase of a step."""
+        me = self.peers[self._number]
+        me.progress, me.moved = Progress(me.progress.phases + 1, step, phase), time.monotonic()
+
+    def beat(self) -> None:
+        """Writes the progress of this process and reads that of the others."""
+        me, now = self.peers[self._number], time.monotonic()
+        me.beats, me.heard = me.beats + 1, now
+        text = json.dumps([me.beats, *me.progress])
+        self._service.key_value_set(f"{PROGRESS}/{self._number}", text, allow_overwrite=True)
+        if now - self._beaten > SILENT_SECONDS / 2:
+            # This process was stopped, so the silence of the others says nothing.
+            for peer in self.peers.values():
+                peer.heard = now
+        self._beaten = now
+        for key, text in self._service.key_value_dir_get(PROGRESS):
+            number = int(key.rpartition("/")[2])
+            if number != self._number:
+                beats, *progress = json.loads(text)
+                self.peers[number].hear(beats, Progress(*progress), now)
+        for key, text in self._service.key_value_dir_get(FAILED):
+            self._reason = ProcessError(f"process {key.rpartition('/')[2]} of {len(self.peers)} failed: {text}")
+        for _, text in self._service.key_value_dir_get(LOST):
+            self._reason = LostProcessError(text)
+
+    def reason(self) -> UserError | None:
+        """Returns why this process has to end: a failed or lost process that another told of, or a silent one."""
+        return self._reason or self._silent(SILENT_SECONDS)
+
+    def reason_of_abort(self, reachable: Callable[[], bool]) -> UserError | None:
+        """Returns why JAX may have aborted: `reason`, the most silent process, or process 0 if it is not reachable."""
+        # The heartbeats of JAX stop no later than what it writes, and are missed five seconds later.
+        reason = self._reason or self._silent(SILENT_SECONDS / 2)
+        return self._lost(0) if reason is None and self._number != 0 and not reachable() else reason
+
+    def _silent(self, seconds: float) -> UserError | None:
+        others = [number for number in self.peers if number != self._number]
+        last = min(others, key=lambda number: self.peers[number].heard)
+        return self._lost(last) if time.monotonic() - self.peers[last].heard > seconds else None
+
+    def _lost(self, number: int) -> LostProcessError:
+        peer = self.peers[number]
+        seconds = time.monotonic() - peer.heard
+        return LostProcessError(
+            f"{self._described(number)} is lost: nothing was heard from it for {seconds:.0f} s, last at "
+            f"{_text(peer.progress)}; start all processes again with --resume, or use --supervise"
+        )
+
+    def _described(self, number: int) -> str:
+        return f"process {number} of {len(self.peers)} ({self.peers[number].name})"
+
+    def slow(self) -> str | None:
+        """Describes the process that all others wait for, once it is longer than a limit that doubles every time."""
+        now = time.monotonic()
+        last = min(self.peers, key=lambda n: self.peers[n].progress.phases)
+        others = [peer for number, peer in self.peers.items() if number != last]
+        if any(peer.progress.phases <= self.peers[last].progress.phases for peer in others):
+            self._slow = SLOW_SECONDS
+            return None
+        waited = min(now - peer.moved for peer in others)
+        if waited < self._slow:
+            return None
+        self._slow *= 2
+        progress, silent = self.peers[last].progress, now - self.peers[last].heard
+        more = f", and silent for {silent:.0f} s" if silent > SILENT_SECONDS else ""
+        since = f"the others have waited {waited:.0f} s for it"
+        return f"{self._described(last)} is slow: {since}; it is at {_text(progress)}{more}"
+
+
+def _text(progress: Progress) -> str:
+    return f"step {progress.step} ({progress.phase})"
+
+
+_watch: Watch | None = None
+
+
+def enter(step: int, phase: str) -> None:
+    """Notes that this process begins a phase of a step, which the others name if it is lost or slow."""
+    if _watch is not None:
+        _watch.enter(step, phase)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[None]:
+    """Watches the other processes inside the block; all processes enter it together. A no-op for one process."""
+    global _watch  # noqa: PLW0603 (a process has one watch)
+    if processes() == 1:
+        yield
+        return
+    names = exchange_json("the names of the processes", f"{socket.gethostname()}, pid {os.getpid()}")
+    _watch = Watch(names, coordination(), process())
+    over = threading.Event()
+    thread = threading.Thread(target=_beat_until, args=(_watch, over), name="watch", daemon=True)
+    with _abort_handled(_watch):
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            _watch = None
+
+
+def _beat_until(watch: Watch, over: threading.Event) -> None:
+    # The service answers some ten thousand values a second.
+    seconds = BEAT_SECONDS * max(1.0, len(watch.peers) / 128)
+    while not over.wait(seconds):
+        # If process 0 is gone, JAX aborts; after the end of the service there is nothing to write.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            watch.beat()
+        text = watch.slow() if is_leader() else None
+        if text is not None:
+            warn(text)
+
+
+def cause(error: BaseException) -> UserError | None:
+    """Waits for the loss or failure of another process that explains an error; None if there is none."""
+    if _watch is None or not _is_of_connections(error):
+        return None
+    until = time.monotonic() + HEARTBEAT_SECONDS + SILENT_SECONDS
+    while time.monotonic() < until:
+        reason = _watch.reason()
+        if reason is not None:
+            return reason
+        time.sleep(BEAT_SECONDS / 10)
+    return None
+
+
+def _is_of_connections(error: BaseException | None) -> bool:
+    if error is None or isinstance(error, UserError):
+        return False
+    if isinstance(error, (jax.errors.JaxRuntimeError, ValueError)) and any(x in str(error) for x in OF_CONNECTIONS):
+        return True
+    return _is_of_connections(error.__cause__ or error.__context__)
+
+
+def leave(text: str, code: int, reason: BaseException) -> None:
+    """Ends this process at once, after telling the others why; a wait for them could not end."""
+    assert _watch is not None
+    _watch.ending = (text, code)
+    told = f"{LOST}/reason" if isinstance(reason, LostProcessError) else f"{FAILED}/{process()}"
+    # Another process may have told it first, or the service may be gone.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        coordination().key_value_set(told, str(reason) or type(reason).__name__)
+    if is_leader():
+        time.sleep(LEADER_SECONDS)
+    print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def _abort_handled(watch: Watch) -> Iterator[None]:
+    """Ends the process with a reason where JAX aborts it; another abort stays one.
+
+    JAX aborts in a thread of C++, with no hook that works; a handler of Python would run in the main thread, too late.
+    """
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def handle(number: int) -> None:
+        reason = None if watch.ending is not None else watch.reason_of_abort(_coordinator_answers)
+        if reason is not None:
+            watch.ending = (f"error: {reason}", reason.code)
+        if watch.ending is None:
+            library.signal(number, before)
+        else:
+            os.write(2, f"{watch.ending[0]}\n".encode())
+            os._exit(watch.ending[1])
+
+    before = library.signal(signal.SIGABRT, ctypes.cast(handle, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        library.signal(signal.SIGABRT, before)
+
+
+def _coordinator_answers() -> bool:
+    from jax._src import distributed
+
+    host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+    except OSError:
+        return False
+    return True
