@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from train.config.model import DType
 from train.config.types import (
     Count,
     CountOrZero,
@@ -64,6 +65,13 @@ CompletionSource = Annotated[
 ]
 
 
+class SamplingMesh(Section):
+    data: Count = 1
+    """Devices that split the rows and replicate the weights."""
+    tensor: Count = 1
+    """Devices that split the weights, the KV cache by heads, and the vocabulary."""
+
+
 class Rollout(Section):
     prompts_per_step: Size = 16
     """Prompts in a rollout batch."""
@@ -81,6 +89,12 @@ class Rollout(Section):
     """Stop strings; a completion includes the one that ends it."""
     slots: Size | None = None
     """jax: slots of continuous batching, refilled as rows end; null: one for each row."""
+    mesh: SamplingMesh | None = None
+    """Mesh of the weights for sampling, over the devices of `mesh`; null: chosen by the size of model and memory."""
+    in_place: bool = False
+    """Sample with the weights as the update lays them out, and copy none."""
+    dtype: DType | None = None
+    """Dtype of the sampler's computation and of its weights, rounded if narrower; null: the values of the update."""
     record_log_probs: bool = True
     """Record the sampler's log-probs (rollout_log_probs)."""
     record_kept_tokens: bool = False

@@ -85,6 +85,19 @@ def split_slices(devices: Sequence[jax.Device], slices: int, size: int) -> list[
     return [block[:size] for block in blocks]
 
 
+def reshape_mesh(mesh: Mesh, data: int, tensor: int) -> Mesh:
+    """Arranges the devices of a mesh, in its order, as `data x tensor`; axis fsdp has size 1.
+
+    One program may use both meshes, as its devices have one order.
+
+    Raises:
+      ValueError: another number of devices.
+    """
+    if data * tensor != mesh.size:
+        raise ValueError(f"rollout.mesh: got data={data} x tensor={tensor}, expected {mesh.size} devices")
+    return Mesh(mesh.devices.reshape(data, 1, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def mesh_axes(axis: str | None, rules: Mapping[str, str | tuple[str, ...] | None] = RULES) -> tuple[str, ...]:
     """The mesh axes of one logical axis; none for None.
 

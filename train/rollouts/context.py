@@ -1,6 +1,7 @@
 """The run context: objects that a run builds from its config before the first step."""
 
 import dataclasses
+from functools import cached_property
 
 import optax
 from jax.sharding import Mesh
@@ -10,6 +11,8 @@ from train.data.prompts import Prompts
 from train.data.tasks import Example, Task
 from train.data.tokenizers import Tokenizer
 from train.models import Decoder
+from train.rollouts.layout import SamplingLayout
+from train.rollouts.make_layout import device_memory, make_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,3 +32,8 @@ class RunContext:
     task: Task
     prompts: Prompts
     held_out: list[Example]
+
+    @cached_property
+    def layout(self) -> SamplingLayout:
+        """The layout of the weights for sampling, which rollouts and evaluations share."""
+        return make_layout(self.config, self.model, self.mesh, self.optimizer, memory=device_memory(self.mesh))

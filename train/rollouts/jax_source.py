@@ -72,7 +72,11 @@ def make_sampler(
     }
 
     def run_program(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
-        return programs[prompts.shape[1]](policy, prompts, prompt_mask, key)
+        weights, key_data = context.layout.weights(policy), np.asarray(jax.random.key_data(key))
+        with context.layout.active():
+            # A key belongs to the mesh under which it was made.
+            key = jax.random.wrap_key_data(key_data)
+            return programs[prompts.shape[1]](weights, prompts, prompt_mask, key)
 
     return run_program
 
@@ -81,7 +85,7 @@ def sampling_program(
     context: RunContext, name: str, prompt_length: int, samples: int, *, sampling: Sampling, stop: StopTable | None
 ) -> Any:
     """Makes the jitted, not yet compiled program of `make_sampler` for one prompt length."""
-    config, model = context.config, context.model
+    config, layout = context.config, context.layout
     padding = config.data.max_prompt_length - prompt_length
 
     def pad_left(x: jax.Array, fill: int = 0) -> jax.Array:
@@ -89,7 +93,7 @@ def sampling_program(
 
     def draw(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
         samples_of_bucket = sample(
-            model,
+            layout.model,
             policy,
             prompts,
             prompt_mask,
@@ -102,7 +106,7 @@ def sampling_program(
             group=samples,
         )
         kept_ids, log_kept_mass = samples_of_bucket.kept_ids, samples_of_bucket.log_kept_mass
-        return dataclasses.replace(
+        padded = dataclasses.replace(
             samples_of_bucket,
             tokens=pad_left(samples_of_bucket.tokens, context.tokenizer.pad_id),
             token_mask=pad_left(samples_of_bucket.token_mask),
@@ -111,6 +115,8 @@ def sampling_program(
             kept_ids=None if kept_ids is None else pad_left(kept_ids, -1),
             log_kept_mass=None if log_kept_mass is None else pad_left(log_kept_mass),
         )
+        # The rows of the update must not become the rows of the decode loop.
+        return jax.lax.with_sharding_constraint(padded, samples_sharding(layout.mesh, sampling))
 
     return jax.jit(traced_once(draw, name), out_shardings=samples_sharding(context.mesh, sampling))
 
@@ -124,19 +130,19 @@ def sample_completions(
     longest = mask.sum(axis=1).max()
     bucket = next(bucket for bucket in prompt_buckets(max_prompt_length) if bucket >= longest)
     # Prompts are padded on the left, so the last columns have all their tokens.
-    prompts, prompt_mask = shard_rows((tokens[:, -bucket:], mask[:, -bucket:]), context.mesh)
+    prompts, prompt_mask = shard_rows((tokens[:, -bucket:], mask[:, -bucket:]), context.layout.mesh)
     samples = sampler(policy, prompts, prompt_mask, key)
     tokens, mask, finished = jax.device_get((samples.tokens, samples.completion_mask, samples.finished))
     return DecodedSamples(samples, decode_completions(tokens, mask, context.tokenizer), finished)
 
 
 class JaxSource:
-    """Samples in this process, with the weights in place."""
+    """Samples in this process, with the weights as the update has them or laid out for sampling."""
 
     def __init__(self, context: RunContext, sampler: Sampler | None = None) -> None:
-        section, mesh = context.config.rollout, context.mesh
+        section = context.config.rollout
         # The mesh must divide the rows: if it does not divide the prompts, they are repeated before the program.
-        divides = section.prompts_per_step % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
+        divides = section.prompts_per_step % context.layout.row_parts == 0
         self._repeats = 1 if divides else section.samples_per_prompt
         samples = section.samples_per_prompt // self._repeats
         self._context = context

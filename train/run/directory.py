@@ -29,7 +29,7 @@ SERVER = tuple(
         "concurrency",
     )
 )
-MAY_CHANGE = ("steps", "output", "eval", "checkpoint", "reference", "guard", "rollout.record", *SERVER)
+MAY_CHANGE = ("steps", "output", "eval", "checkpoint", "reference", "guard", "rollout.record", "rollout.mesh", "rollout.in_place", *SERVER)
 
 
 @dataclasses.dataclass(frozen=True)

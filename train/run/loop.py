@@ -75,6 +75,7 @@ def rl_step(
     plan = Plan.of(config)
     source.update(*sampling_policy(state, base))
     rollout = collect(context, source, step)
+    context.layout.release()
     sampled = time.perf_counter()
     reference, following = current_reference(frozen.reference, state), state.reference
     past, state = next_past(state), _updated_part(state)

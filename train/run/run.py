@@ -61,6 +61,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     ):
         tell_supervisor(directory.root)
         console.print(f"run directory: {directory.root}", markup=False, highlight=False)
+        console.print(context.layout.line, markup=False, highlight=False)
         base, state, writer = _begin(context, directory, checkpoints, bars, continued=resume)
         first = int(state.step)
         with closing(writer), listening() as interrupt:

@@ -70,5 +70,6 @@ def fitting(config: Config) -> Config:
     try:
         config_mesh(config)
     except UserError:
-        return config.model_copy(update={"mesh": MeshSection()})
+        rollout = config.rollout.model_copy(update={"mesh": None})
+        return config.model_copy(update={"mesh": MeshSection(), "rollout": rollout})
     return config

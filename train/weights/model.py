@@ -27,7 +27,7 @@ def make_model(config: Config, tokenizer: Tokenizer) -> Decoder:
         return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **options))
     with field_errors(f"model.path {section.path}"):
         decoder = decoder_config(section.path, lora=lora, **options)
-    lines = [f"{name}: {line}" for name, line in divisions(dataclasses.asdict(decoder), config.mesh)]
+    lines = [f"{name}: {line}" for name, line in divisions(dataclasses.asdict(decoder), config)]
     if tokenizer.vocab_size > decoder.vocab_size:
         lines.append(f"vocab_size: got {decoder.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens")
     if lines:

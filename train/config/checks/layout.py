@@ -4,7 +4,10 @@ from collections.abc import Iterator, Mapping
 
 from train.config.checks.problem import Problem, problem
 from train.config.model import BYTE_VOCABULARY, PRESETS
-from train.config.schema import Config, Mesh
+from train.config.schema import Config
+
+SPLIT_BY_TENSOR = ("heads", "kv_heads", "mlp_width", "vocab_size")
+"""Sizes of a decoder that the tensor axis of a mesh splits."""
 
 
 def _rows(config: Config) -> Iterator[Problem]:
@@ -37,19 +40,16 @@ def _slices(config: Config) -> Iterator[Problem]:
         yield problem(f"got {mesh.slices}, expected a divisor of mesh.data = {mesh.data}", "mesh.slices", "mesh.data")
 
 
-def divisions(shape: Mapping[str, int], mesh: Mesh) -> Iterator[tuple[str, str]]:
+def divisions(shape: Mapping[str, int], config: Config) -> Iterator[tuple[str, str]]:
     """Finds sizes of a decoder that do not divide: name and message of each. `vocab_size` is optional."""
-    pairs = (
-        ("heads", "heads", shape["kv_heads"], "model.kv_heads"),
-        ("heads", "heads", mesh.tensor, "mesh.tensor"),
-        ("kv_heads", "kv_heads", mesh.tensor, "mesh.tensor"),
-        ("mlp_width", "mlp_width", mesh.tensor, "mesh.tensor"),
-        ("width", "width", mesh.fsdp, "mesh.fsdp"),
-        ("vocab_size", "vocab_size", mesh.tensor, "mesh.tensor"),
-    )
-    for name, key, divisor, by in pairs:
-        if shape.get(key, 0) % divisor:
-            yield name, f"got {shape[key]}, expected a multiple of {by} = {divisor}"
+    mesh, sampling = config.mesh, config.rollout.mesh
+    pairs = [("heads", shape["kv_heads"], "model.kv_heads"), ("width", mesh.fsdp, "mesh.fsdp")]
+    pairs += [(name, mesh.tensor, "mesh.tensor") for name in SPLIT_BY_TENSOR]
+    if sampling is not None:
+        pairs += [(name, sampling.tensor, "rollout.mesh.tensor") for name in SPLIT_BY_TENSOR]
+    for name, divisor, by in pairs:
+        if shape.get(name, 0) % divisor:
+            yield name, f"got {shape[name]}, expected a multiple of {by} = {divisor}"
 
 
 def _divisions(config: Config) -> Iterator[Problem]:
@@ -61,10 +61,46 @@ def _divisions(config: Config) -> Iterator[Problem]:
             yield problem(line, f"{name}.batch_size", "mesh.data", "mesh.fsdp")
     if model.path is not None:
         return  # whether config.json fits is checked where it is read
-    for name, line in divisions(model.shape(), mesh):
+    for name, line in divisions(model.shape(), config):
         yield problem(line, f"model.{name}", line.rpartition(" of ")[2].partition(" = ")[0])
-    if BYTE_VOCABULARY % mesh.tensor:
-        yield problem(f"got {mesh.tensor}, expected a divisor of the vocabulary of {BYTE_VOCABULARY}", "mesh.tensor")
+    tensors = {"mesh.tensor": mesh.tensor}
+    if config.rollout.mesh is not None:
+        tensors["rollout.mesh.tensor"] = config.rollout.mesh.tensor
+    for name, tensor in tensors.items():
+        if BYTE_VOCABULARY % tensor:
+            yield problem(f"got {tensor}, expected a divisor of the vocabulary of {BYTE_VOCABULARY}", name)
+
+
+def _sampling_mesh(config: Config) -> Iterator[Problem]:
+    mesh, sampling = config.mesh, config.rollout.mesh
+    for name in ("mesh", "dtype"):
+        if config.rollout.in_place and getattr(config.rollout, name) is not None:
+            line = f"got true, but rollout.{name} needs a copy of the weights; set only one of them"
+            yield problem(line, "rollout.in_place", f"rollout.{name}")
+    if sampling is None:
+        return
+    fields = ("rollout.mesh.data", "rollout.mesh.tensor", "mesh.data", "mesh.fsdp", "mesh.tensor")
+    devices = mesh.data * mesh.fsdp * mesh.tensor
+    if sampling.data * sampling.tensor != devices:
+        line = (
+            f"got data={sampling.data} x tensor={sampling.tensor} = {sampling.data * sampling.tensor} devices, "
+            f"expected the {devices} of mesh.data x mesh.fsdp x mesh.tensor"
+        )
+        yield Problem(fields, f"rollout.mesh: {line}")
+        return
+    parts = mesh.fsdp * mesh.tensor
+    # Otherwise weights could not move in parts, and each would be whole on every device for a moment.
+    if parts % sampling.tensor:
+        line = f"got {sampling.tensor}, expected a divisor of mesh.fsdp x mesh.tensor = {parts}"
+        yield problem(line, "rollout.mesh.tensor", "mesh.fsdp", "mesh.tensor")
+    elif sampling.tensor % mesh.tensor and mesh.tensor % sampling.tensor:
+        line = f"got {sampling.tensor}, expected a divisor or a multiple of mesh.tensor = {mesh.tensor}"
+        yield problem(line, "rollout.mesh.tensor", "mesh.tensor")
+    rows = {"rollout.prompts_per_step x rollout.samples_per_prompt": config.rows_per_batch()}
+    for name, size in (rows | {"eval.batch_size": config.eval.batch_size}).items():
+        if size % sampling.data:
+            line = f"got {sampling.data}, expected a divisor of {name} = {size}"
+            yield problem(line, "rollout.mesh.data", *name.split(" x "))
 
 
 def _folder(config: Config) -> Iterator[Problem]:
@@ -116,4 +152,4 @@ def _quantization(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_rows, _slices, _divisions, _folder, _trained_dtype, _quantization)
+CHECKS = (_rows, _slices, _divisions, _sampling_mesh, _folder, _trained_dtype, _quantization)

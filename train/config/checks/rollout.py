@@ -81,13 +81,17 @@ def _server(config: Config) -> Iterator[Problem]:
 
 
 def _slots(config: Config) -> Iterator[Problem]:
-    slots, parts = config.rollout.slots, config.mesh.data * config.mesh.fsdp
+    slots, sampling = config.rollout.slots, config.rollout.mesh
+    parts, name = config.mesh.data * config.mesh.fsdp, "mesh.data x mesh.fsdp"
+    if sampling is not None:
+        parts, name = sampling.data, "rollout.mesh.data"
     if slots is not None and slots % parts:
         yield problem(
-            f"got {slots}, expected a multiple of mesh.data x mesh.fsdp = {parts}, over which rows are split",
+            f"got {slots}, expected a multiple of {name} = {parts}, over which rows are split",
             "rollout.slots",
             "mesh.data",
             "mesh.fsdp",
+            "rollout.mesh.data",
         )
 
 

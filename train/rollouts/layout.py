@@ -1,0 +1,141 @@
+"""The layout of the weights for sampling: a mesh of the same devices, on which no decode step gathers a weight."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import kljax
+from train.models import Decoder
+from train.models.sharding import AXES
+from train.rl.policy import abstract_adapter, abstract_params
+from train.rl.tracing import traced_once
+
+Tree = Any
+
+
+class SamplingLayout:
+    """A mesh, the shardings and dtypes of weights on it, and the weights that were laid out last.
+
+    Attributes:
+      mesh: of the sampler's programs; axis fsdp has size 1, unless it is the mesh of the update.
+      model: the decoder with the sampler's dtype.
+      in_place: whether the sampler reads the weights where the update has them.
+      line: the choice in one line, for the user.
+    """
+
+    def __init__(self, training: Mesh, mesh: Mesh, model: Decoder, *, wide_head: bool = True) -> None:
+        self.mesh, self.model, self.line = mesh, model, ""
+        self._training = training
+        self._wide_head = wide_head
+        # Adapters are small, and stay in the dtype in which they are trained.
+        self._parts = {"params": self._narrowed(abstract_params(model, mesh))}
+        if model.config.lora is not None:
+            self._parts["adapter"] = abstract_adapter(model, mesh)
+        before = abstract_params(model, training)
+        self.in_place = mesh is training and _dtypes(before) == _dtypes(self._parts["params"])
+        self._programs: dict[str, Callable[[Tree], Tree]] = {}
+        self._laid_out: dict[str, tuple[list[Any], Tree]] = {}
+
+    def weights(self, policy: kljax.Policy) -> kljax.Policy:
+        """Lays out the weights of a policy, in one compiled program; the last ones are kept until they change.
+
+        With an adapter the base is laid out once: only the adapter changes from step to step.
+        """
+        if self.in_place:
+            return policy
+        adapter = None if policy.adapter is None else self._lay_out("adapter", policy.adapter)
+        return kljax.Policy(self._lay_out("params", policy.params), adapter)
+
+    def release(self) -> None:
+        """Frees the weights that the update is about to change; those of a frozen base stay."""
+        self._laid_out.pop("adapter" if "adapter" in self._laid_out else "params", None)
+
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        """Sets the mesh of the sampler's programs; a no-op if the weights stay in place."""
+        return contextlib.nullcontext() if self.in_place else jax.set_mesh(self.mesh)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on a device of the weights that are laid out."""
+        return sum(device_bytes(tree) for tree in self._parts.values())
+
+    @property
+    def row_parts(self) -> int:
+        """Number of parts that the mesh splits rows into."""
+        return int(self.mesh.shape["data"] * self.mesh.shape["fsdp"])
+
+    def program(self, part: str) -> Callable[[Tree], Tree]:
+        """Makes the jitted program that lays out "params" or "adapter"; it compiles on first use.
+
+        Every leaf is rounded before it moves, and moves on its own: no leaf is whole on a device, unless the layout
+        wants it whole.
+        """
+        if part not in self._programs:
+            target = self._parts[part]
+
+            def lay_out(tree: Tree) -> Tree:
+                rounded = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), tree, target)
+                return jax.lax.with_sharding_constraint(rounded, self._halfway(part))
+
+            shardings = jax.tree.map(lambda x: x.sharding, target)
+            self._programs[part] = jax.jit(traced_once(lay_out, f"lay_out_{part}"), out_shardings=shardings)
+        return self._programs[part]
+
+    def _lay_out(self, part: str, tree: Tree) -> Tree:
+        leaves = jax.tree.leaves(tree)
+        if part in self._laid_out:
+            known, result = self._laid_out[part]
+            if len(known) == len(leaves) and all(a is b for a, b in zip(known, leaves, strict=True)):
+                return result
+            # Freed before the next ones are made: there are never two copies.
+            del self._laid_out[part], result
+        result = self.program(part)(tree)
+        self._laid_out[part] = leaves, result
+        return result
+
+    def _halfway(self, part: str) -> Tree:
+        """Makes shardings between those of the update and those for sampling, which every leaf passes through.
+
+        Where tensor grows, a part of axis fsdp moves to it first: an all-to-all. Without this step the partitioner of
+        XLA may hold whole leaves on every device ("involuntary full rematerialization").
+        """
+        data, fsdp, tensor = (self._training.shape[name] for name in AXES)
+        split = max(self.mesh.shape["tensor"] // tensor, 1)
+        devices = self._training.devices.reshape(data, fsdp // split, split, tensor)
+        mesh = Mesh(devices, ("data", "fsdp", "split", "tensor"), axis_types=(AxisType.Auto,) * 4)
+        describe = abstract_params if part == "params" else abstract_adapter
+
+        def sharding_of(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+            spec = (("tensor", "split") if axis == "tensor" else axis for axis in leaf.sharding.spec)
+            return NamedSharding(mesh, PartitionSpec(*spec))
+
+        return jax.tree.map(sharding_of, describe(self.model, self._training))
+
+    def _narrowed(self, params: Tree) -> Tree:
+        """Gives weights that the decoder rounds to its dtype before use this dtype, if theirs is wider."""
+        dtype, config = jnp.dtype(self.model.config.dtype), self.model.config
+        wide = {"embed_tokens"} if config.tie_embeddings else {"lm_head"}
+
+        def narrow(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            # Scales of norms and of int8 kernels are used in float32.
+            rounded = path[-1].key in ("kernel", "bias", "embedding")
+            if not rounded or leaf.dtype.itemsize <= dtype.itemsize or (self._wide_head and path[0].key in wide):
+                return leaf
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+        return jax.tree_util.tree_map_with_path(narrow, params)
+
+
+def device_bytes(tree: Tree) -> int:
+    """Counts the bytes on a device of arrays, or of shapes with shardings."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _dtypes(tree: Tree) -> list[jnp.dtype]:
+    return [leaf.dtype for leaf in jax.tree.leaves(tree)]
+

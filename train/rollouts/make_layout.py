@@ -1,0 +1,121 @@
+"""The layout for sampling that a config asks for, or the one that fits the devices."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from train.config.checks.layout import SPLIT_BY_TENSOR
+from train.config.plan import Plan
+from train.config.schema import Config
+from train.distributed import exchange_json
+from train.hardware.devices import find_device
+from train.models import Decoder
+from train.models.sharding import reshape_mesh
+from train.rl.policy import abstract_adapter, abstract_params
+from train.rollouts.choose_layout import Choice, Option, choose, describe, tensor_sizes
+from train.rollouts.layout import SamplingLayout, device_bytes
+
+Tree = Any
+LOGITS = 4
+"""Arrays of the size of the logits in a draw: logits, their exponentials, running sums, and the filtered ones."""
+
+
+def make_layout(
+    config: Config, model: Decoder, mesh: Mesh, optimizer: optax.GradientTransformation, *, memory: int | None
+) -> SamplingLayout:
+    """Makes the layout that the config names, or chooses one.
+
+    Args:
+      config: the config.
+      model: the decoder.
+      mesh: of the update.
+      optimizer: its moments take memory while the sampler runs.
+      memory: bytes of a device; None: unknown.
+    """
+    section, devices = config.rollout, mesh.size
+    sampler = Decoder(dataclasses.replace(model.config, dtype=section.dtype or model.config.dtype))
+
+    def layout_of(tensor: int | None) -> SamplingLayout:
+        same = tensor is None or dict(mesh.shape) == {"data": devices // tensor, "fsdp": 1, "tensor": tensor}
+        target = mesh if same else reshape_mesh(mesh, devices // tensor, tensor)
+        return SamplingLayout(mesh, target, sampler, wide_head=section.dtype is None)
+
+    def option_of(tensor: int) -> Option:
+        cache = _cache_bytes(config, sampler, data=devices // tensor, tensor=tensor)
+        return Option(tensor, layout_of(tensor).bytes, cache)
+
+    resident = _resident_bytes(config, model, mesh, optimizer)
+    if section.in_place:
+        choice = Choice(None, "rollout.in_place")
+    elif section.mesh is not None:
+        choice = Choice(section.mesh.tensor, "rollout.mesh")
+    else:
+        rows = [config.rows_per_batch(), section.slots or config.rows_per_batch(), config.eval.batch_size]
+        sizes = [getattr(model.config, name) for name in SPLIT_BY_TENSOR]
+        tensors = tensor_sizes(devices, mesh.shape["tensor"], mesh.shape["fsdp"] * mesh.shape["tensor"], sizes, rows)
+        choice = choose(
+            [option_of(tensor) for tensor in tensors],
+            resident=resident,
+            memory=memory,
+            gathers=mesh.shape["fsdp"] > 1,
+            narrows=not layout_of(None).in_place,
+        )
+    layout = layout_of(choice.tensor)
+    shape = layout.mesh.shape
+    layout.line = describe(
+        choice,
+        Option(shape["tensor"], 0 if layout.in_place else layout.bytes,
+               _cache_bytes(config, sampler, data=layout.row_parts, tensor=shape["tensor"])),
+        data=layout.row_parts,
+        dtype=sampler.config.dtype,
+        resident=resident,
+        memory=memory,
+    )  # fmt: skip
+    return layout
+
+
+def device_memory(mesh: Mesh) -> int | None:
+    """Returns the bytes that programs may use on a device of a mesh, the fewest of all processes; None if unknown.
+
+    The backend says how many; for devices without memory, of a topology that is compiled for, a table does.
+    """
+    known = find_device(mesh.devices.flat[0].device_kind)
+    memory = None if known is None else known.memory
+    if mesh.local_devices:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            memory = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", memory)
+    found = exchange_json("memory of a device", memory)
+    return None if None in found else min(found)
+
+
+def _resident_bytes(config: Config, model: Decoder, mesh: Mesh, optimizer: optax.GradientTransformation) -> int:
+    """Estimates the bytes on a device of everything but the sampler's weights, KV cache and temporaries.
+
+    Moments are counted as split over fsdp and tensor, as the weights are.
+    """
+    params = abstract_params(model, mesh)
+    trained = params if config.lora is None else abstract_adapter(model, mesh)
+    moments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(optimizer.init, trained)))
+    copies = config.rollout.policy_lag
+    # An adapter that is switched off, or another one, has no weights of its own.
+    own = config.reference.source == "checkpoint" or config.lora is None
+    references = device_bytes(params) if Plan.of(config).reference and own else 0
+    adapter = 0 if config.lora is None else device_bytes(trained)
+    moments_of_device = moments // (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    return device_bytes(params) + adapter + references + copies * device_bytes(trained) + moments_of_device
+
+
+def _cache_bytes(config: Config, model: Decoder, *, data: int, tensor: int) -> int:
+    """Estimates the bytes on a device of the KV cache and of the logits of a decode step."""
+    shape, section = model.config, config.rollout
+    slots = max(section.slots or config.rows_per_batch(), config.eval.batch_size)
+    prompts = max(section.prompts_per_step, config.eval.batch_size)
+    columns = config.data.max_prompt_length + config.data.max_completion_length
+    tokens = slots * columns + prompts * config.data.max_prompt_length
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * (2 if shape.dtype == "bfloat16" else 4)
+    logits = LOGITS * slots * shape.vocab_size * 4
+    return (tokens * token + logits) // (data * tensor)
