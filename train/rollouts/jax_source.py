@@ -75,7 +75,7 @@ def make_sampler(
         weights, key_data = context.layout.weights(policy), np.asarray(jax.random.key_data(key))
         with context.layout.active():
             # A key belongs to the mesh under which it was made.
-            key = jax.random.wrap_key_data(key_data)
+            key = jax.random.wrap_key_data(jnp.asarray(key_data))
             return programs[prompts.shape[1]](weights, prompts, prompt_mask, key)
 
     return run_program

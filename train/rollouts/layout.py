@@ -26,14 +26,24 @@ class SamplingLayout:
       model: the decoder with the sampler's dtype.
       in_place: whether the sampler reads the weights where the update has them.
       line: the choice in one line, for the user.
+
+    Args:
+      training: the mesh of the update.
+      mesh: over the same devices in the same order, from `reshape_mesh`; or the mesh of the update itself.
+      model: the decoder with the sampler's dtype.
+      narrows: whether weights that the decoder rounds before use are rounded once, when they are laid out.
+      wide_head: leaves the LM head in its dtype, as the update reads it.
     """
 
-    def __init__(self, training: Mesh, mesh: Mesh, model: Decoder, *, wide_head: bool = True) -> None:
+    def __init__(
+        self, training: Mesh, mesh: Mesh, model: Decoder, *, narrows: bool = True, wide_head: bool = True
+    ) -> None:
         self.mesh, self.model, self.line = mesh, model, ""
         self._training = training
         self._wide_head = wide_head
         # Adapters are small, and stay in the dtype in which they are trained.
-        self._parts = {"params": self._narrowed(abstract_params(model, mesh))}
+        params = abstract_params(model, mesh)
+        self._parts = {"params": self._narrowed(params) if narrows else params}
         if model.config.lora is not None:
             self._parts["adapter"] = abstract_adapter(model, mesh)
         before = abstract_params(model, training)
@@ -138,4 +148,3 @@ def device_bytes(tree: Tree) -> int:
 
 def _dtypes(tree: Tree) -> list[jnp.dtype]:
     return [leaf.dtype for leaf in jax.tree.leaves(tree)]
-

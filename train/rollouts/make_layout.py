@@ -40,9 +40,12 @@ def make_layout(
     sampler = Decoder(dataclasses.replace(model.config, dtype=section.dtype or model.config.dtype))
 
     def layout_of(tensor: int | None) -> SamplingLayout:
-        same = tensor is None or dict(mesh.shape) == {"data": devices // tensor, "fsdp": 1, "tensor": tensor}
-        target = mesh if same else reshape_mesh(mesh, devices // tensor, tensor)
-        return SamplingLayout(mesh, target, sampler, wide_head=section.dtype is None)
+        if tensor is None or (mesh.shape["fsdp"] == 1 and mesh.shape["tensor"] == tensor):
+            target = mesh
+        else:
+            target = reshape_mesh(mesh, devices // tensor, tensor)
+        copied = tensor is not None or section.dtype is not None
+        return SamplingLayout(mesh, target, sampler, narrows=copied, wide_head=section.dtype is None)
 
     def option_of(tensor: int) -> Option:
         cache = _cache_bytes(config, sampler, data=devices // tensor, tensor=tensor)
@@ -62,7 +65,7 @@ def make_layout(
             resident=resident,
             memory=memory,
             gathers=mesh.shape["fsdp"] > 1,
-            narrows=not layout_of(None).in_place,
+            narrows=not SamplingLayout(mesh, mesh, sampler).in_place,
         )
     layout = layout_of(choice.tensor)
     shape = layout.mesh.shape

@@ -29,7 +29,18 @@ SERVER = tuple(
         "concurrency",
     )
 )
-MAY_CHANGE = ("steps", "output", "eval", "checkpoint", "reference", "guard", "rollout.record", "rollout.mesh", "rollout.in_place", *SERVER)
+MAY_CHANGE = (
+    "steps",
+    "output",
+    "eval",
+    "checkpoint",
+    "reference",
+    "guard",
+    "rollout.record",
+    "rollout.mesh",
+    "rollout.in_place",
+    *SERVER,
+)
 
 
 @dataclasses.dataclass(frozen=True)

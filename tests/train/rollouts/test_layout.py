@@ -1,0 +1,198 @@
+"""Sampling on a mesh of its own: the tokens of one device, weights that move in parts, no gather in a decode step."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kljax
+from tests import programs, tiny
+from tests.train.rollouts.census import weight_collectives
+from train.data.tasks import load_task
+from train.hardware import hlo
+from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models.sharding import make_mesh, reshape_mesh
+from train.rl.policy import abstract_params, init_adapter, init_params
+from train.rollouts import make_sampler, sample_completions, sampling_program
+from train.rollouts.context import RunContext
+from train.rollouts.layout import SamplingLayout
+from train.rollouts.sampler import Samples, Sampling
+
+SHAPE = "model={layers: 2, width: 16, heads: 8, kv_heads: 8, head_dim: 4, mlp_width: 40}"
+LENGTH = 6
+OPTIONS = (SHAPE, f"data.max_completion_length={LENGTH}", "eval.batch_size=8", "warm_start.batch_size=8")
+LORA = "lora={rank: 2, alpha: 8, targets: [q_proj, v_proj, down_proj]}"
+
+
+def context_on(shape: tuple[int, int, int], *overrides: str) -> RunContext:
+    mesh = "mesh={{data: {}, fsdp: {}, tensor: {}}}".format(*shape)
+    return tiny.context_of(tiny.config_of(*OPTIONS, mesh, *overrides), mesh=make_mesh(*shape))
+
+
+def policy_on(context: RunContext) -> kljax.Policy:
+    """The same weights on every mesh, large enough for tokens that depend on them; with lora, an adapter that acts."""
+    adapter = None
+    if context.config.lora is not None:
+        drawn = init_adapter(context.model, jax.random.key(3), context.mesh)
+        adapter = jax.tree.map(lambda x: x + 0.3, drawn)
+    params = init_params(context.model, jax.random.key(0), context.mesh)
+    return kljax.Policy(jax.tree.map(lambda x: x * (4 if x.ndim > 2 else 1), params), adapter)
+
+
+def sampled(context: RunContext, policy: kljax.Policy | None = None) -> Samples:
+    examples = load_task(context.config).train[:8]
+    with jax.set_mesh(context.mesh):
+        sampler = make_sampler(context, name="test")
+        policy = policy_on(context) if policy is None else policy
+        return sample_completions(context, sampler, policy, examples, jax.random.key(1)).samples
+
+
+@pytest.fixture(scope="module")
+def one_device() -> Samples:
+    return sampled(context_on((1, 1, 1)))
+
+
+def sampling_mesh(data: int, tensor: int) -> str:
+    return f"rollout.mesh={{data: {data}, tensor: {tensor}}}"
+
+
+@pytest.mark.parametrize(
+    ("training", "sampling"),
+    [
+        ((1, 4, 2), (4, 2)),
+        pytest.param((1, 4, 2), (2, 4), marks=pytest.mark.thorough),
+        ((2, 2, 2), (2, 4)),
+        pytest.param((2, 4, 1), (4, 2), marks=pytest.mark.thorough),
+        pytest.param((1, 2, 4), (8, 1), marks=pytest.mark.thorough),
+        pytest.param((2, 1, 4), (4, 2), marks=pytest.mark.thorough),
+    ],
+)
+def test_tokens_are_those_of_one_device(one_device, training, sampling):
+    context = context_on(training, sampling_mesh(*sampling))
+    samples = sampled(context)
+    assert not context.layout.in_place
+    assert dict(context.layout.mesh.shape) == {"data": sampling[0], "fsdp": 1, "tensor": sampling[1]}
+    np.testing.assert_array_equal(samples.tokens, one_device.tokens)
+    np.testing.assert_array_equal(samples.completion_mask, one_device.completion_mask)
+    np.testing.assert_allclose(samples.log_probs, one_device.log_probs, atol=2e-6)
+    # The update gets rows as its own mesh splits them.
+    assert samples.tokens.sharding.mesh.shape == context.mesh.shape
+    assert samples.tokens.sharding.spec[0] == ("data", "fsdp")
+
+
+def test_an_adapter_and_refilled_slots_change_no_token():
+    overrides = (LORA, "rollout.slots=4")
+    expected = sampled(context_on((1, 1, 1), *overrides))
+    samples = sampled(context_on((1, 4, 2), *overrides, sampling_mesh(4, 2)))
+    np.testing.assert_array_equal(samples.tokens, expected.tokens)
+    np.testing.assert_allclose(samples.log_probs, expected.log_probs, atol=2e-6)
+
+
+def test_rounded_weights_give_the_bits_of_weights_in_place():
+    """The decoder rounds weights to bfloat16 before it uses them, so that a rounded copy changes no bit."""
+    wide = context_on((1, 1, 1), "model.dtype=bfloat16")
+    narrow = dataclasses.replace(wide)
+    narrow.__dict__["layout"] = layout = SamplingLayout(wide.mesh, wide.mesh, wide.model)
+    policy = policy_on(wide)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(layout.weights(policy).params["layers"]["mlp"])}
+    assert dtypes == {jnp.dtype(jnp.bfloat16)}
+    assert not layout.in_place
+    assert wide.layout.in_place
+    expected, samples = sampled(wide, policy), sampled(narrow, policy)
+    np.testing.assert_array_equal(samples.tokens, expected.tokens)
+    np.testing.assert_array_equal(samples.log_probs, expected.log_probs)
+
+
+def test_a_dtype_of_the_sampler_rounds_the_head_too():
+    context = context_on((1, 1, 1), "rollout.dtype=bfloat16")
+    policy = policy_on(context)
+    weights = context.layout.weights(policy).params
+    assert weights["embed_tokens"]["embedding"].dtype == jnp.bfloat16
+    assert weights["norm"]["scale"].dtype == jnp.float32
+    assert policy.params["embed_tokens"]["embedding"].dtype == jnp.float32
+    assert context.layout.model.config.dtype == "bfloat16"
+
+
+def test_weights_are_laid_out_once_until_they_change():
+    context = context_on((1, 4, 2), LORA, sampling_mesh(4, 2))
+    policy, layout = policy_on(context), context.layout
+    first = layout.weights(policy)
+    assert layout.weights(policy) == first
+    layout.release()
+    changed = kljax.Policy(policy.params, jax.tree.map(lambda x: x + 1, policy.adapter))
+    second = layout.weights(changed)
+    # The base is frozen: laid out once in a run.
+    assert second.params is first.params
+    np.testing.assert_array_equal(*(jax.tree.leaves(one.adapter)[0] for one in (second, changed)))
+    moved = kljax.Policy(jax.tree.map(lambda x: x + 1, policy.params), policy.adapter)
+    np.testing.assert_array_equal(*(jax.tree.leaves(one.params)[0] for one in (layout.weights(moved), moved)))
+
+
+def test_all_weights_are_freed_before_the_update():
+    context = context_on((1, 4, 2), sampling_mesh(4, 2))
+    policy, layout = policy_on(context), context.layout
+    first = layout.weights(policy).params
+    assert layout.weights(policy).params is first
+    layout.release()
+    assert layout.weights(policy).params is not first
+
+
+TREE = DecoderConfig(
+    vocab_size=64, layers=2, width=32, heads=8, kv_heads=8, head_dim=4, mlp_width=40, qkv_bias=True,
+    lora=LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "down_proj")), dtype="bfloat16",
+)  # fmt: skip
+
+
+def largest_array(text: str) -> int:
+    """Number of values of the largest array in a program."""
+    shapes = re.findall(r"[a-z]\w*\[([\d,]*)\]", text)
+    return max(math.prod(int(size) for size in shape.split(",") if size) for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("training", "tensor"), [((2, 4, 1), 2), ((2, 2, 2), 4), ((1, 4, 2), 8), ((1, 4, 2), 2), ((1, 2, 4), 2)]
+)
+def test_no_leaf_is_larger_on_its_way_than_where_it_arrives(training, tensor):
+    mesh, model = make_mesh(*training), Decoder(TREE)
+    layout = SamplingLayout(mesh, reshape_mesh(mesh, 8 // tensor, tensor), model)
+    with programs.compiled_anew():
+        compiled = layout.program("params").lower(abstract_params(model, mesh)).compile()
+    params = init_params(model, jax.random.key(0), mesh)
+    result = layout.weights(kljax.Policy(params)).params
+    parts = [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(result)]
+    assert largest_array(compiled.as_text()) == max(parts)
+    jax.tree.map(lambda new, old: np.testing.assert_array_equal(new, old.astype(new.dtype)), result, params)
+
+
+def decode_program(context: RunContext) -> str:
+    """The text of the compiled program of a sampler."""
+    # A number of rows that is no size of a weight.
+    layout, prompts = context.layout, jnp.zeros((12, tiny.PROMPT), jnp.int32)
+    weights = layout.weights(policy_on(context))
+    program = sampling_program(context, "census", tiny.PROMPT, 2, sampling=Sampling(), stop=None)
+    with layout.active(), programs.compiled_anew():
+        return program.lower(weights, prompts, prompts >= 0, jax.random.key(0)).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    ("slots", "tensor"), [("null", 2), pytest.param("null", 4, marks=pytest.mark.thorough), ("4", 2)]
+)
+def test_no_collective_of_the_sampler_moves_a_weight(slots, tensor):
+    context = context_on((1, 4, 2), f"rollout.slots={slots}", sampling_mesh(8 // tensor, tensor))
+    params = context.model.structure().params
+    assert weight_collectives(hlo.parse(decode_program(context)), params, context.mesh) == []
+
+
+def test_in_place_every_weight_is_gathered_in_every_decode_step():
+    """The control of the test above."""
+    context = context_on((1, 4, 2))
+    with jax.set_mesh(context.mesh):
+        text = decode_program(context)
+    found = weight_collectives(hlo.parse(text), context.model.structure().params, context.mesh)
+    # Seven projections in the prefill, seven of each of the two layers and the embedding in the loop.
+    assert len(found) >= 7 + 2 * 7 + 1
+    assert {one.partition(" ")[0] for one in found} == {"all-gather"}
