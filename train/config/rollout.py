@@ -66,9 +66,9 @@ CompletionSource = Annotated[
 
 
 class SamplingMesh(Section):
-    data: Count = 1
+    data: Count
     """Devices that split the rows and replicate the weights."""
-    tensor: Count = 1
+    tensor: Count
     """Devices that split the weights, the KV cache by heads, and the vocabulary."""
 
 

@@ -34,6 +34,49 @@ def test_k1_loss_is_fine_otherwise(change):
     build(*K1, change)
 
 
+MESH = "mesh={fsdp: 4, tensor: 2}"
+HEADS = "model={heads: 8, kv_heads: 8}"
+SAMPLING_MESHES = [
+    (
+        (MESH, "rollout.mesh={data: 2, tensor: 2}"),
+        "rollout.mesh: got data=2 x tensor=2 = 4 devices, expected the 8 of mesh.data x mesh.fsdp x mesh.tensor",
+    ),
+    (
+        (MESH, "rollout.mesh={data: 2, tensor: 4}"),
+        "model.kv_heads: got 2, expected a multiple of rollout.mesh.tensor = 4",
+    ),
+    (
+        ("mesh={data: 2, fsdp: 4}", HEADS, "rollout.mesh={data: 1, tensor: 8}"),
+        "rollout.mesh.tensor: got 8, expected a divisor of mesh.fsdp x mesh.tensor = 4",
+    ),
+    (
+        ("mesh={fsdp: 3, tensor: 2}", "model={heads: 6, kv_heads: 6, width: 96}", "rollout.prompts_per_step=18",
+         "eval.batch_size=6", "warm_start.batch_size=6", "rollout.mesh={data: 2, tensor: 3}"),
+        "rollout.mesh.tensor: got 3, expected a divisor or a multiple of mesh.tensor = 2",
+    ),
+    (
+        ("mesh.tensor=8", HEADS, "rollout.mesh={data: 8, tensor: 1}", "eval.batch_size=4"),
+        "rollout.mesh.data: got 8, expected a divisor of eval.batch_size = 4",
+    ),
+    (
+        ("mesh.tensor=8", HEADS, "rollout={prompts_per_step: 3, samples_per_prompt: 4, mesh: {data: 8, tensor: 1}}"),
+        "rollout.mesh.data: got 8, expected a divisor of rollout.prompts_per_step x rollout.samples_per_prompt = 12",
+    ),
+    (
+        ("mesh.tensor=8", HEADS, "rollout.mesh={data: 8, tensor: 1}", "rollout.slots=4"),
+        "rollout.slots: got 4, expected a multiple of rollout.mesh.data = 8, over which rows are split",
+    ),
+    (
+        (MESH, "rollout.mesh={data: 4, tensor: 2}", "rollout.in_place=true"),
+        "rollout.in_place: got true, but rollout.mesh needs a copy of the weights; set only one of them",
+    ),
+    (
+        ("rollout.dtype=bfloat16", "rollout.in_place=true"),
+        "rollout.in_place: got true, but rollout.dtype needs a copy of the weights; set only one of them",
+    ),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("overrides", "start"),
     [
@@ -87,6 +130,7 @@ def test_k1_loss_is_fine_otherwise(change):
             "mesh.tensor: got 16, expected a divisor of the vocabulary of 264",
         ),
         (("mesh.fsdp=2", "model.width=33"), "model.width: got 33, expected a multiple of mesh.fsdp = 2"),
+        *SAMPLING_MESHES,
         (
             ("mesh.data=2", "eval.batch_size=3"),
             "eval.batch_size: got 3, expected a multiple of mesh.data x mesh.fsdp = 2",
