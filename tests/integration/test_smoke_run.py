@@ -60,9 +60,10 @@ def scalars(directory):
 def test_it_shows_progress_and_the_table_and_nothing_else(smoke):
     lines = smoke.stdout.splitlines()
     assert lines[0] == f"run directory: {smoke.root}"
-    assert lines[1].startswith(f"warm start {STEPS}/{STEPS}  loss ")
-    assert lines[2].startswith(f"RL {STEPS}/{STEPS}  reward ")
-    table = "\n".join(lines[3:])
+    assert lines[1].startswith("sampling: weights in place, float32 (the memory of this device is not known); ")
+    assert lines[2].startswith(f"warm start {STEPS}/{STEPS}  loss ")
+    assert lines[3].startswith(f"RL {STEPS}/{STEPS}  reward ")
+    table = "\n".join(lines[4:])
     assert "before" in table
     assert "after" in table
     for row in ("held-out accuracy, sampled (%)", "KL(policy || reference) (nats/token)", "rollout KL (nats/token)"):

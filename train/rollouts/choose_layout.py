@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-GIB = 2**30
 USABLE = 0.9
 """The part of a device's memory that both layouts together may fill; the rest is for programs and fragments."""
 
@@ -86,7 +85,7 @@ def choose(options: Sequence[Option], *, resident: int, memory: int | None, gath
             why = "no decode step gathers weights" if gathers else "decode steps read fewer bytes"
             return Choice(option.tensor, f"{why}, and both layouts fit")
     least = min(option.weights + option.cache for option in options)
-    return Choice(None, f"both layouts need {(resident + least) / GIB:.1f} GiB of {memory / GIB:.1f} GiB")
+    return Choice(None, f"both layouts need {_size(resident + least)} of {_size(memory)}")
 
 
 def describe(choice: Choice, option: Option, *, data: int, dtype: str, resident: int, memory: int | None) -> str:
@@ -103,8 +102,12 @@ def describe(choice: Choice, option: Option, *, data: int, dtype: str, resident:
     where = "laid out once per step" if option.weights else "in place"
     if choice.tensor is not None:
         where += f", data={data} x tensor={choice.tensor}"
-    total = "" if memory is None else f" of {memory / GIB:.1f}"
+    total = "" if memory is None else f", of {_size(memory)}"
     return (
-        f"sampling: weights {where}, {dtype} ({choice.reason}); a device holds {resident / GIB:.2f} GiB of state, "
-        f"{option.weights / GIB:.2f} of weights for sampling, {option.cache / GIB:.2f} of KV cache and logits{total}"
+        f"sampling: weights {where}, {dtype} ({choice.reason}); a device holds {_size(resident)} of state, "
+        f"{_size(option.weights)} of weights for sampling, {_size(option.cache)} of KV cache and logits{total}"
     )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.1f} MiB"
