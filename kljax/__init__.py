@@ -85,6 +85,7 @@ from kljax.log_probs import (
     log_probs_from_hidden,
     renormalized_log_probs,
     token_log_probs,
+    token_loss_from_hidden,
 )
 from kljax.losses import (
     append_tail,
@@ -291,6 +292,7 @@ __all__ = [
     "sppo_loss",
     "subtract_kl",
     "token_log_probs",
+    "token_loss_from_hidden",
     "token_ratios",
     "token_weights",
     "top_k_forward_kl",

@@ -10,6 +10,7 @@ from kljax.log_probs._api import (
 )
 from kljax.log_probs._head import Head, HeadSharding, Tile
 from kljax.log_probs._inputs import ReferenceStates
+from kljax.log_probs._token_loss import token_loss_from_hidden
 
 __all__ = [
     "Head",
@@ -22,4 +23,5 @@ __all__ = [
     "log_probs_from_hidden",
     "renormalized_log_probs",
     "token_log_probs",
+    "token_loss_from_hidden",
 ]

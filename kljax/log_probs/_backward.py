@@ -68,11 +68,12 @@ class Gradients(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """Per-row inputs of the backward pass: tokens, residuals, cotangents."""
+    """Per-row inputs of the backward pass: tokens, residuals, cotangents; and hidden states as `[D, rows]`, or None."""
 
     tokens: Tokens
     residuals: Residuals
     cotangents: Cotangents
+    turned: Array | None = None
 
 
 # ---- the differentiable operation ----
@@ -80,10 +81,10 @@ class RowInputs(NamedTuple):
 
 def tiled_stats(spec: Spec, weights: Weights, constants: Constants) -> Stats:
     """Computes the requested statistics tile by tile; 0 where the mask is 0."""
-    return _stats(spec, *_vary_alike((weights, constants)))
+    return _stats(spec, *vary_alike((weights, constants)))
 
 
-def _vary_alike(tree: Any) -> Any:
+def vary_alike(tree: Any) -> Any:
     """Makes all arrays vary over the same axes of a caller's `shard_map`, so that loops carry one type."""
     axes = {axis for x in jax.tree.leaves(tree) for axis in jax.typeof(x).manual_axis_type.varying}
 
@@ -94,7 +95,7 @@ def _vary_alike(tree: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
-def _specs_of(spec: Spec, fields: Any) -> Any:
+def specs_of(spec: Spec, fields: Any) -> Any:
     """Returns the `PartitionSpec` of every array of a named tuple."""
     known = spec.specs()
     return type(fields)(
@@ -112,7 +113,7 @@ def _run_forward(
     mapped = jax.shard_map(
         local,
         mesh=spec.sharding.resolved_mesh(),
-        in_specs=(_specs_of(spec, weights), _specs_of(spec, constants)),
+        in_specs=(specs_of(spec, weights), specs_of(spec, constants)),
         out_specs=spec.sharding.tokens,
         check_vma=False,
     )
@@ -133,14 +134,14 @@ def _run_backward(
     mapped = jax.shard_map(
         local,
         mesh=spec.sharding.resolved_mesh(),
-        in_specs=(_specs_of(spec, weights), _specs_of(spec, constants), spec.sharding.tokens),
-        out_specs=_specs_of(spec, _needed(weights, needs)),
+        in_specs=(specs_of(spec, weights), specs_of(spec, constants), spec.sharding.tokens),
+        out_specs=specs_of(spec, needing_gradient(weights, needs)),
         check_vma=False,
     )
     return mapped(weights, constants, per_token)
 
 
-def _needed(weights: Weights, needs: NeedsGradient) -> Gradients:
+def needing_gradient(weights: Weights, needs: NeedsGradient) -> Gradients:
     """Returns the weights that need a gradient."""
     return Gradients(*(x if need else None for x, need in zip(weights, needs, strict=True)))
 
@@ -212,7 +213,7 @@ def backward(
     rows = RowInputs(
         device.tokens, pack(device.packing, residuals), pack(device.packing, cotangents, zero_padding=True)
     )
-    needed = _needed(weights, needs)
+    needed = needing_gradient(weights, needs)
     like = needed._replace(
         hidden=device.tokens.hidden if needs.hidden else None,
         ref_hidden=device.tokens.ref_hidden if needs.ref_hidden else None,
@@ -257,8 +258,19 @@ def _add_chunk(device: DeviceView, chunk: Chunk, rows: RowInputs, carry: Gradien
 
 
 def _add_tile(device: DeviceView, chunk: Chunk, rows: RowInputs, index: Array, sums: Gradients) -> Gradients:
-    tile, spec = device.get_tile(index, rows), device.spec
+    tile = device.get_tile(index, rows)
     policy, ref = device.logits(chunk, tile.tokens)
+    hidden, ref_hidden = device.get_tile(index, (sums.hidden, sums.ref_hidden))
+    new = add_products(device, chunk, tile, (policy, ref), sums._replace(hidden=hidden, ref_hidden=ref_hidden))
+    whole = device.set_tile(index, (sums.hidden, sums.ref_hidden), (new.hidden, new.ref_hidden))
+    return new._replace(hidden=whole[0], ref_hidden=whole[1])
+
+
+def add_products(
+    device: DeviceView, chunk: Chunk, tile: RowInputs, logits: tuple[Logits, Logits | None], sums: Gradients
+) -> Gradients:
+    """Adds the gradients of one tile of logits to those of its rows and of the columns of its chunk."""
+    spec, (policy, ref) = device.spec, logits
     to_policy, to_ref = _logit_grads(device, chunk, tile, policy, ref)
     raw = to_policy * policy.slope
     if sums.bias is not None:
@@ -266,10 +278,12 @@ def _add_tile(device: DeviceView, chunk: Chunk, rows: RowInputs, index: Array, s
     # The barrier keeps compilers from computing this anew inside either product.
     products = lax.optimization_barrier((raw * device.constants.logit_scale).astype(chunk.head.dtype))
     if sums.hidden is not None:
-        more = device.grad_hidden(products, chunk.head, spec.layout)
-        sums = sums._replace(hidden=_add_rows(device, index, sums.hidden, more))
+        sums = sums._replace(hidden=sums.hidden + device.grad_hidden(products, chunk.head, spec.layout))
     if sums.head is not None:
-        more = device.grad_head(products, tile.tokens.hidden, chunk.head, spec.layout)
+        if tile.turned is None:
+            more = device.grad_head(products, tile.tokens.hidden, chunk.head, spec.layout)
+        else:
+            more = device.grad_head_of_turned(products, tile.turned)
         sums = sums._replace(head=sums.head + more)
     if ref is None or to_ref is None:
         return sums
@@ -280,15 +294,11 @@ def _add_tile(device: DeviceView, chunk: Chunk, rows: RowInputs, index: Array, s
     assert chunk.ref_head is not None
     if sums.ref_hidden is not None:
         more = device.grad_hidden(products, chunk.ref_head, spec.ref_layout)
-        sums = sums._replace(ref_hidden=_add_rows(device, index, sums.ref_hidden, more))
+        sums = sums._replace(ref_hidden=sums.ref_hidden + more)
     if sums.ref_head is not None and tile.tokens.ref_hidden is not None:
         more = device.grad_head(products, tile.tokens.ref_hidden, chunk.ref_head, spec.ref_layout)
         sums = sums._replace(ref_head=sums.ref_head + more)
     return sums
-
-
-def _add_rows(device: DeviceView, index: Array, sums: Array, more: Array) -> Array:
-    return device.set_tile(index, sums, device.get_tile(index, sums) + more)
 
 
 # ---- gradients to the logits ----

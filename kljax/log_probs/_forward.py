@@ -289,7 +289,7 @@ def forward(
     device, leading = DeviceView.of(spec, weights, constants), weights.hidden.shape[:-1]
     sums, columns = _scan_vocabulary(device, with_hidden_grads=with_hidden_grads)
     merged, rescale = merge(spec, sums, device.axes)
-    stats, residuals = _statistics(spec, merged)
+    stats, residuals = statistics(spec, merged)
     if spec.divergence == "jsd":
         mixture = _scan_mixture(device, residuals)
         stats["kl"] = jnp.maximum(mixture.value, 0)
@@ -355,7 +355,7 @@ def _target_columns(device: DeviceView, chunk: Chunk) -> Array:
     return jnp.where(inside[:, None], column * (slope * constants.logit_scale)[:, None], 0)
 
 
-def _statistics(spec: Spec, sums: Sums) -> tuple[dict[str, Array], Residuals]:
+def statistics(spec: Spec, sums: Sums) -> tuple[dict[str, Array], Residuals]:
     """Computes the statistics and the residuals of one pass from its sums."""
     logsumexp, log_total = sums.policy.logsumexp(), jnp.log(sums.policy.total)
     stats, residuals = {"logsumexp": logsumexp}, Residuals(logsumexp)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Hashable
-from typing import Any, get_args
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from kljax._checks import check_at_least, check_choice
 from kljax._typing import ArrayLike, HeadImplementation, HeadLayout, Scalar
 
 Axes = tuple[str, ...]
+Row = TypeVar("Row")
 
 LAYOUTS = get_args(HeadLayout)
 SHAPES = {"dv": "[D, V]", "vd": "[V, D]"}
@@ -62,6 +63,9 @@ TILES = {
     "AMD": Tile(4096, 2048),
     "cpu": Tile(512, 4096),
 }
+
+# Tokens per chunk of a fused loss, whose logits over the whole vocabulary are held; by the start of the kind as well.
+TOKEN_CHUNKS = {"TPU": 4096, "NVIDIA": 2048, "AMD": 2048, "cpu": 512}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +225,16 @@ def device_kind(sharding: HeadSharding | None) -> str:
 
 
 def default_tile(kind: str) -> Tile:
-    """Returns the row of `TILES` with the longest name that `kind` starts with, or the row of the CPU."""
-    matches = [name for name in TILES if kind.startswith(name)]
-    return TILES[max(matches, key=len, default="cpu")]
+    """Returns the row of `TILES` for a kind of device."""
+    return _row_of(TILES, kind)
+
+
+def default_token_chunk(kind: str) -> int:
+    """Returns the row of `TOKEN_CHUNKS` for a kind of device."""
+    return _row_of(TOKEN_CHUNKS, kind)
+
+
+def _row_of(table: Mapping[str, Row], kind: str) -> Row:
+    """Returns the row with the longest name that `kind` starts with, or the row of the CPU."""
+    matches = [name for name in table if kind.startswith(name)]
+    return table[max(matches, key=len, default="cpu")]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from kljax.log_probs._head import (
 )
 
 Function = Callable[["Spec", "Weights", "Constants"], dict[str, Array]]
+Result = TypeVar("Result")
 DIRECTIONS = get_args(Direction)
 
 
@@ -156,6 +157,15 @@ def scaled_logits(
     return bounded * (softcap * inverse_temperature), (1 - bounded * bounded) * inverse_temperature
 
 
+def logit_slope(logits: Array, inverse_temperature: Array, softcap: Array | None) -> Array:
+    """Returns the slope that `scaled_logits` returns beside these logits."""
+    if softcap is None:
+        return inverse_temperature
+    # Logits of impossible tokens lie beyond the cap.
+    bounded = jnp.clip(logits / (softcap * inverse_temperature), -1, 1)
+    return (1 - bounded * bounded) * inverse_temperature
+
+
 def as_reference(reference: Any) -> ReferenceStates | None:
     """Returns the reference; a pair `(hidden, head)` stands for the reverse KL."""
     if reference is None or isinstance(reference, ReferenceStates):
@@ -226,12 +236,20 @@ def run(call: Call, function: Function, *, shifted: bool = False) -> dict[str, A
     def compute(weights: Weights, constants: Constants) -> dict[str, Array]:
         if shifted:
             constants = _shifted_left(constants)
-        stats = function(call.spec, weights, _completed(call.spec, weights, constants))
+        stats = function(call.spec, weights, completed(call.spec, weights, constants))
         return {name: _shift(x, 1) for name, x in stats.items()} if shifted else stats
 
+    return run_on_mesh(call, compute)
+
+
+def run_on_mesh(call: Call, compute: Callable[..., Result], per_token: tuple[Array, ...] = ()) -> Result:
+    """Calls `compute(weights, constants, *per_token)` under whichever axis types the mesh of the arrays has.
+
+    Arrays of `per_token` that have axes are split as the tokens.
+    """
     if call.spec.sharding is not None:
-        return compute(*_resharded(call))
-    return auto_sharded(compute)(call.weights, call.constants)
+        return compute(*_resharded(call, per_token))
+    return auto_sharded(compute)(call.weights, call.constants, *per_token)
 
 
 def _shift(array: Array, by: int) -> Array:
@@ -393,7 +411,7 @@ def _inverse_temperature(leading: tuple[int, ...], temperature: Scalar, dtype: j
     return 1 / array
 
 
-def _completed(spec: Spec, weights: Weights, constants: Constants) -> Constants:
+def completed(spec: Spec, weights: Weights, constants: Constants) -> Constants:
     """Returns the constants with targets inside the vocabulary, a temperature per token, and no gradient."""
     inverse = constants.inverse_temperature
     if constants.mask is not None:
@@ -408,19 +426,19 @@ def _completed(spec: Spec, weights: Weights, constants: Constants) -> Constants:
     return jax.tree.map(jax.lax.stop_gradient, constants)
 
 
-def _resharded(call: Call) -> tuple[Weights, Constants]:
+def _resharded(call: Call, per_token: tuple[Array, ...]) -> tuple[Any, ...]:
     """Returns the arrays resharded to `sharding`, which a mesh with explicit axes does not do by itself."""
     assert call.spec.sharding is not None
     mesh, specs = call.spec.sharding.resolved_mesh(), call.spec.specs()
     if not any("Explicit" in str(kind) for kind in mesh.axis_types):
-        return call.weights, call.constants
+        return call.weights, call.constants, *per_token
 
-    def reshard(fields: Any) -> Any:
-        placed = {
-            name: jax.reshard(x, NamedSharding(mesh, specs[name]))
-            for name, x in fields._asdict().items()
-            if x is not None and name in specs and x.ndim
-        }
-        return fields._replace(**placed)
+    def reshard(x: Array, spec: PartitionSpec) -> Array:
+        return jax.reshard(x, NamedSharding(mesh, spec)) if x.ndim else x
 
-    return reshard(call.weights), reshard(call.constants)
+    def reshard_fields(fields: Any) -> Any:
+        known = {name: x for name, x in fields._asdict().items() if x is not None and name in specs}
+        return fields._replace(**{name: reshard(x, specs[name]) for name, x in known.items()})
+
+    tokens = call.spec.sharding.tokens
+    return reshard_fields(call.weights), reshard_fields(call.constants), *(reshard(x, tokens) for x in per_token)

@@ -74,7 +74,7 @@ def plan_packing(mask: Array | None, tokens: int, limit: int) -> Packing:
 
 
 def _zero_unless(mask: Array, values: Array) -> Array:
-    return jnp.where(mask.reshape(mask.shape + (1,) * (values.ndim - 1)), values, 0)
+    return jnp.where(mask.reshape(mask.shape + (1,) * (values.ndim - 1)), values, jnp.zeros((), values.dtype))
 
 
 def pack(packing: Packing, values: Any, *, zero_padding: bool = False) -> Any:
@@ -344,6 +344,14 @@ class DeviceView(NamedTuple):
         """Maps gradients of the products, `[rows, columns]`, to gradients of a chunk of the head, in its layout."""
         grads, hidden = grads.astype(head.dtype), hidden.astype(head.dtype)
         return self._dot(*((hidden, grads) if layout == "dv" else (grads, hidden)), 0, 0)
+
+    def turn(self, hidden: Array, head: Array) -> Array:
+        """Returns hidden states as `[D, rows]`, whose product with gradients is the fastest; the barrier keeps them."""
+        return lax.optimization_barrier(hidden.astype(head.dtype).T)
+
+    def grad_head_of_turned(self, grads: Array, turned: Array) -> Array:
+        """Does the same as `grad_head` in the layout "dv" with hidden states `[D, rows]`."""
+        return self._dot(turned, grads.astype(turned.dtype), 1, 0)
 
     def _dot(self, a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
         return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=self.dtype)

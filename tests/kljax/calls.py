@@ -84,6 +84,13 @@ SAMPLES: Options = {
     ),
     "target": 0.1,
     "threshold": 1.0,
+    "token_chunk": 24,
+    "token_loss": lambda stats, inputs: (
+        kljax.ppo_clip_loss(stats.log_prob, inputs["old"], inputs["advantages"], jnp.ones(stats.log_prob.shape, bool))
+        - inputs["coef"] * (0 if stats.entropy is None else stats.entropy)
+        + (0 if stats.kl is None else stats.kl),
+        {"ratio": jnp.exp(stats.log_prob - inputs["old"])},
+    ),
     "tau": 0.5,
     "temperature": 0.7,
     "upper": 1.3,
@@ -166,6 +173,11 @@ VARIANTS: dict[str, list[Options]] = {
     ],
     "kl_from_hidden": [{"head": HEAD, "ref_head": TURNED}, {"head": NAIVE, "ref_head": GIVEN}],
     "jsd_from_hidden": [{"head": HEAD, "ref_head": TURNED, "beta": 0.3}, {"head": NAIVE, "ref_head": GIVEN}],
+    "token_loss_from_hidden": [
+        {"entropy": "constant", "reference": Given("", (("direction", "forward"),))},
+        {"head": TURNED},
+        {"head": NAIVE},
+    ],
 }
 # Options that are given in one call instead of one each, as their programs are not tiny; `log_probs/test_grid.py` has
 # them in pairs.
@@ -175,6 +187,10 @@ TOGETHER: dict[str, Options] = {
         for name in ("log_probs_from_hidden", "renormalized_log_probs", "kl_from_hidden", "jsd_from_hidden")
     },
     "token_log_probs": {"temperature": GIVEN, "head": HEAD, "entropy": GIVEN, "sum_squared_probs": True},
+    "token_loss_from_hidden": {
+        **{"temperature": GIVEN, "head": HEAD, "entropy": GIVEN, "sum_squared_probs": True},
+        **{"token_chunk": GIVEN, "reference": GIVEN},
+    },
 }
 
 # The programs run once and are tiny: what their compilation costs is what counts. Some XLA do not know every option.
@@ -425,7 +441,9 @@ def _is_array(about: inspect.Parameter) -> bool:
         return False  # a function of arrays
     kinds = (about.annotation, *typing.get_args(about.annotation))
     # With their shapes checked, see `typed_calls`, annotations are jaxtyping's, which know the type of their array.
-    return about.name in TREES or any(kind in (ArrayLike, np.ndarray) or hasattr(kind, "array_type") for kind in kinds)
+    return about.name in (*TREES, "per_token") or any(
+        kind in (ArrayLike, np.ndarray) or hasattr(kind, "array_type") for kind in kinds
+    )
 
 
 def _is_scalar(about: inspect.Parameter) -> bool:
@@ -478,7 +496,12 @@ DRAWS: dict[str, Draw] = {
             rng.normal(size=(ROWS, LENGTH, SIZES["D"])),
             rng.normal(size=(SIZES["D"], SIZES["V"])),
         )
-        for name in ("log_probs_from_hidden", "token_log_probs", "renormalized_log_probs")
+        for name in ("log_probs_from_hidden", "token_log_probs", "renormalized_log_probs", "token_loss_from_hidden")
+    },
+    "per_token": lambda rng, shape, seed: {
+        "old": rng.normal(-2.0, 0.4, (ROWS, LENGTH)),
+        "advantages": rng.normal(size=(ROWS, LENGTH)),
+        "coef": rng.uniform(0.1, 0.2),
     },
     "mask": lambda rng, shape, seed: mask(seed),
     "kept": lambda rng, shape, seed: mask(seed + 1),

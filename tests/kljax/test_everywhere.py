@@ -42,7 +42,7 @@ GATHERED = {"fingerprint": "a sum over leaves that are split over different axes
 # Spread over explicit axes in a test of their own, `log_probs/test_mesh_axes.py`.
 WITH_HEAD = (
     *("jsd_from_hidden", "kl_from_hidden", "log_probs_from_hidden"),
-    *("renormalized_log_probs", "token_log_probs"),
+    *("renormalized_log_probs", "token_log_probs", "token_loss_from_hidden"),
 )
 # With one of these the result of a row does not depend on the others, and there is nothing to add over devices.
 REPLACE_AXIS_NAME = ("axis", "mean_kl")

@@ -152,6 +152,8 @@ POSITIONAL = {
     "schedule",
     "reference",
     "params",
+    "token_loss",
+    "per_token",
     "length",
     "fill",
     "system",  # the lookups of the table of names

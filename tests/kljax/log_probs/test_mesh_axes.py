@@ -34,7 +34,7 @@ def inputs() -> dict[str, jax.Array]:
 
 
 def every_function(x: dict[str, Any]) -> dict[str, Any]:
-    """One call of each public function of hidden states; every leaf is `[B, T]`."""
+    """One call of each public function of hidden states; every leaf is `[B, T]`, but that of a loss."""
     head, hidden, ref = Head(x["head"], tile=Tile(8, 5)), x["hidden"], x["ref_hidden"]
     mask, tokens = {"mask": x["mask"]}, x["tokens"]
     reference = ReferenceStates(ref, direction="forward")
@@ -44,8 +44,25 @@ def every_function(x: dict[str, Any]) -> dict[str, Any]:
         "renormalized_log_probs": kljax.renormalized_log_probs(hidden, head, tokens, x["kept_ids"], **mask),
         "kl_from_hidden": kljax.kl_from_hidden(hidden, head, ref, x["head"], **mask),
         "jsd_from_hidden": kljax.jsd_from_hidden(hidden, head, ref, **mask),
+        "token_loss_from_hidden": token_loss(hidden, head, x),
         "reference": kljax.token_log_probs(hidden, Head(x["head"], implementation="reference"), tokens, **mask),
     }
+
+
+def token_loss(hidden: Any, head: Head, x: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """A loss fused with the head, spread over the tokens that it is the sum of; and a metric."""
+    loss, metrics = kljax.token_loss_from_hidden(
+        hidden,
+        head,
+        x["tokens"],
+        lambda stats, inputs: (inputs["weights"] * (stats.log_prob + inputs["coef"] * stats.kl), stats.kl),
+        {"weights": x["ref_hidden"][..., 0], "coef": jnp.asarray(0.3)},
+        mask=x["mask"],
+        reference=(x["ref_hidden"], None),
+        token_chunk=8,
+        axis_name=ROW_AXIS if ROW_AXIS in jax.typeof(x["mask"]).manual_axis_type.varying else None,
+    )
+    return loss + jnp.zeros_like(metrics), metrics
 
 
 def with_gradients(x: dict[str, Any]) -> tuple[Any, Any]:

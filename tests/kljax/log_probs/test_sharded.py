@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kljax
+from benchmarks.suites.aot import hlo
 from kljax import Head, HeadSharding, ReferenceStates, Tile
 from tests.kljax.calls import known_options
 
@@ -62,6 +63,9 @@ CASES = {
     "a reference with a head of its own": Case("forward", own_options=True, vocab_size=PADDED),
     "kept tokens, padding": Case("kept", vocab_size=PADDED),
     "whole sequences": Case("tokens", own_head=False),
+    "loss, padding": Case("loss", vocab_size=PADDED),
+    "loss, vd, no mask": Case("loss", own_head=False, layout="vd", masked=False, softcap=False, bias=False),
+    "loss, frozen head": Case("loss", own_options=True, to=("hidden", "temperature")),
 }
 
 
@@ -106,6 +110,8 @@ def fields_of(case: Case, arrays: Mapping[str, Any], targets: Any, mask: Any, sh
         ref_head = Head(ref_head, bias=arrays["ref_bias"], softcap=2.0, vocab_size=case.vocab_size, layout=layout)
     if case.kind == "jsd":
         return {"jsd": kljax.jsd_from_hidden(arrays["hidden"], head, ref_hidden, ref_head, **options)}
+    if case.kind == "loss":
+        return loss_of(arrays, head, targets, {**options, "reference": (ref_hidden, ref_head), "entropy": True})
     if case.kind == "kept":
         kept_ids = jnp.stack([targets, (targets + 3) % 8, jnp.full_like(targets, -1)], -1)
         stats = kljax.renormalized_log_probs(arrays["hidden"], head, targets, kept_ids, **options)
@@ -119,12 +125,27 @@ def fields_of(case: Case, arrays: Mapping[str, Any], targets: Any, mask: Any, sh
     return {name: x for name, x in vars(stats).items() if x is not None}
 
 
+def loss_of(arrays: Mapping[str, Any], head: Head, targets: Any, options: dict[str, Any]) -> Any:
+    """The statistics as metrics, and a loss of them, on every token."""
+
+    def token_loss(stats: kljax.TokenStats, inputs: dict[str, Any]) -> Any:
+        loss = stats.log_prob * inputs["weights"] + inputs["coef"] * stats.kl - 0.1 * stats.entropy
+        return loss, {"log_prob": stats.log_prob, "kl": stats.kl}
+
+    inputs = {"weights": arrays["temperature"], "coef": jnp.float32(0.3)}
+    loss, metrics = kljax.token_loss_from_hidden(
+        arrays["hidden"], head, targets, token_loss, inputs, token_chunk=3, **options
+    )
+    return {**metrics, "loss": loss}
+
+
 def run(case: Case, arrays: Any, data: Any, mask: Any, sharding: HeadSharding | None) -> Any:
     """Fields and gradients."""
 
     def loss(given: dict[str, Any]) -> tuple[jax.Array, Any]:
         fields = fields_of(case, {**arrays, **given}, data["targets"], mask, sharding)
-        return sum((x * (data["cotangents"] + i)).sum() for i, x in enumerate(fields.values())), fields  # type: ignore[return-value]
+        weighted = [(x * (data["cotangents"] + i if x.ndim else 1)).sum() for i, x in enumerate(fields.values())]
+        return sum(weighted[1:], weighted[0]), fields
 
     grads, fields = jax.grad(loss, has_aux=True)({name: arrays[name] for name in case.to if name in arrays})
     return fields, grads
@@ -143,7 +164,7 @@ def specs_of(case: Case, sharding: HeadSharding) -> dict[str, P]:
     vocab = head[1 if case.layout == "dv" else 0] if len(head) == 2 else None
     ref_head = P(*reversed(head)) if case.own_options else head
     of_tokens = dict.fromkeys(("temperature", "targets", "cotangents", "mask", *FIELDS), tokens)
-    biases = {"bias": P(vocab), "ref_bias": P(vocab)}
+    biases = {"bias": P(vocab), "ref_bias": P(vocab), "loss": P()}
     return {"hidden": tokens, "ref_hidden": tokens, "head": head, "ref_head": ref_head, **biases, **of_tokens}
 
 
@@ -225,3 +246,22 @@ def test_the_mesh_that_is_set_is_taken() -> None:
     expected = kljax.log_probs_from_hidden(arrays["hidden"], arrays["head"], data["targets"]).log_prob
     np.testing.assert_allclose(log_prob, expected, rtol=2e-6)
     assert log_prob.sharding.is_equivalent_to(NamedSharding(sharding.mesh, sharding.tokens), 2)
+
+
+def test_a_fused_loss_exchanges_no_more_bytes() -> None:
+    # Chunks of three tokens, of which every device has sixteen; the mask would make the number of chunks unknown.
+    sharding = sharding_of("fsdp 4, tensor 2", "dv")
+    bytes_of = {}
+    for kind in ("reverse", "loss"):
+        case = Case(kind, own_head=False, masked=False, to=("hidden", "head", "bias"))
+        specs = specs_of(case, sharding)
+        arrays, data = (
+            {name: jax.device_put(x, NamedSharding(sharding.mesh, specs[name])) for name, x in some.items()}
+            for some in (arrays_of(case), data_of(case))
+        )
+        grads = jax.jit(lambda *x, case=case: run(case, *x, None, sharding)[1])
+        module = hlo.parse(grads.lower(arrays, data).compile().as_text())
+        found = hlo.collectives(module)
+        assert {"all-gather", "all-reduce"} <= {each.kind for each in found}
+        bytes_of[kind] = sum(each.total for each in found)
+    assert bytes_of["loss"] <= bytes_of["reverse"]
