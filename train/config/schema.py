@@ -139,6 +139,8 @@ class Checkpoint(Section):
     """Steps between checkpoints."""
     keep: Count = 2
     """Number of newest checkpoints to keep."""
+    keep_every: Count | None = None
+    """Also keep the checkpoints of steps that this divides, a multiple of every; null: none."""
 
 
 class Config(Section):

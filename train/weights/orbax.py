@@ -85,8 +85,9 @@ class Checkpoints:
     """The numbered checkpoints of one run: `<directory>/<step>/state`, and `reference` beside it if it is updated.
 
     Saves run in the background and become visible by one rename. A killed run leaves a complete checkpoint or a
-    temporary directory, which the next start removes. The newest `keep` checkpoints are kept, and so are the steps that
-    a reference may load: step 0, the policy before RL, and the steps in `pinned`.
+    temporary directory, which the next start removes. The newest `keep` checkpoints are kept, those of
+    steps that `keep_every` divides, and the steps that a reference may load: step 0, the policy before RL, and the
+    steps in `pinned`.
 
     Attributes:
       carry: returns JSON values to save beside each state, which `carried` reads; None for none.
@@ -96,7 +97,9 @@ class Checkpoints:
 
     def __init__(self, directory: Path, section: Checkpoint, pinned: Sequence[int] = ()) -> None:
         self._directory = directory.absolute()
-        policies = preservation_policy.LatestN(section.keep), preservation_policy.CustomSteps([0, *pinned])
+        policies = [preservation_policy.LatestN(section.keep), preservation_policy.CustomSteps([0, *pinned])]
+        if section.keep_every is not None:
+            policies.append(preservation_policy.EveryNSteps(section.keep_every))
         self._options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy(policies), cleanup_tmp_directories=True
         )

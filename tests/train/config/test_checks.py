@@ -97,6 +97,7 @@ SAMPLING_MESHES = [
             ("kl.reward={estimator: exact, value_clip: 10}",),
             "kl.reward.value_clip: got 10.0, but kl.reward.estimator exact has no outliers",
         ),
+        (("checkpoint={every: 20, keep_every: 30}",), "checkpoint.keep_every: got 30, expected a multiple of"),
         (("kl.reward.controller={type: adaptive, target: 1, horizon: 9}",), "kl.reward.coef: got 0 with the adaptive"),
         (
             ("advantage=gae", "loss.value_coef=1", "advantage.empty_rows=drop"),

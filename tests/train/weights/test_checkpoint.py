@@ -1,5 +1,6 @@
 """Checkpoints: what is kept, what a killed save leaves, and what damage does to the ones that are whole."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -74,6 +75,19 @@ def test_step_0_and_the_newest_are_kept(saved):
     with pytest.raises(UserError, match=r"^reference\.step: got 2, .* there are: 0, 3, 4$"):
         checkpoints.path(2)
     checkpoints.close()
+
+
+def test_steps_that_a_number_divides_are_kept_too(tmp_path):
+    section = Checkpoint(every=1, keep=1, keep_every=3)
+    with contextlib.closing(Checkpoints(tmp_path, section, pinned=[2])) as checkpoints:
+        for step in range(9):
+            checkpoints.save(state_of(step), step)
+        checkpoints.wait()
+        assert checkpoints.steps() == [0, 2, 3, 6, 8]
+    with contextlib.closing(Checkpoints(tmp_path, SECTION)) as checkpoints:
+        checkpoints.save(state_of(9), 9)
+        checkpoints.wait()
+        assert checkpoints.steps() == [0, 8, 9]
 
 
 def test_the_newest_state_comes_back_bit_for_bit(saved):

@@ -1,4 +1,4 @@
-"""The limits of the guard: each needs its metric."""
+"""The limits of the guard, which need their metrics, and the checkpoints that are kept."""
 
 from collections.abc import Iterator
 
@@ -26,4 +26,12 @@ def _limits(config: Config) -> Iterator[Problem]:
         yield problem(text, "guard.max_actions", "guard.action")
 
 
-CHECKS = (_limits,)
+def _kept_steps(config: Config) -> Iterator[Problem]:
+    """Checks that there are checkpoints at the steps to keep."""
+    section = config.checkpoint
+    if section.keep_every is not None and section.keep_every % section.every:
+        text = f"got {section.keep_every}, expected a multiple of checkpoint.every, {section.every}"
+        yield problem(text, "checkpoint.keep_every", "checkpoint.every")
+
+
+CHECKS = (_limits, _kept_steps)
