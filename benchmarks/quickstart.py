@@ -9,7 +9,6 @@ can be fooled: it accepts every number that is at least the answer. One run has 
 A missed target is reported, and is no failure of the command. A run that fails is.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -23,12 +22,14 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.harness import cli
-from benchmarks.harness.report import table, text_columns
+import jax
+
+from benchmarks.harness import cli, machine
+from benchmarks.harness.process import ROOT
+from benchmarks.harness.report import join, table, text_columns, where
 
 CONFIG = "configs/quickstart.yaml"
 COST = "cost.json"
-ROOT = pathlib.Path(__file__).parents[1]
 
 # Targets of the quickstart at every seed, in percentage points and percent.
 GAIN, ACCURACY = 35.0, 90.0
@@ -47,18 +48,24 @@ FOOLED = (
 )
 
 
+COLUMNS = (
+    *text_columns("seed|accuracy before|after"),
+    *(("points", "+.1f"), ("KL to the reference, nats/token", ".2f"), ("CPU s", ".0f")),
+)
+FOOLED_COLUMNS = (
+    *text_columns("seed|run|passes the verifier|exactly the answer"),
+    *(("entropy, nats/token", ".3f"), ("KL to the reference, nats/token", ".2f")),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One finished run.
 
     Attributes:
-      label: the name of the run in tables and curves.
-      seed: the seed of the run.
-      first: the evaluation before RL.
-      last: the evaluation after RL.
-      step: the metrics of the last RL step.
-      seconds: time from start to end, compilation included; None if it was not measured.
-      cpu_seconds: user and system time of all threads in that time; None if it was not measured.
+      label: in tables and curves.
+      first, last: the evaluations before and after RL; step: the metrics of the last RL step.
+      seconds, cpu_seconds: of the whole run and all its threads, compilation included; None if not measured.
     """
 
     label: str
@@ -66,12 +73,12 @@ class Run:
     first: Mapping[str, Any]
     last: Mapping[str, Any]
     step: Mapping[str, Any]
-    seconds: float | None
-    cpu_seconds: float | None
+    seconds: float | None = None
+    cpu_seconds: float | None = None
 
     @property
     def gain(self) -> float:
-        """Percentage points of sampled held-out accuracy."""
+        """Returns the percentage points of sampled held-out accuracy."""
         return self.last["accuracy"] - self.first["accuracy"]
 
 
@@ -133,9 +140,8 @@ def run_trainer(directory: pathlib.Path, label: str, seed: int, overrides: Seque
         (directory / COST).write_text(json.dumps({"seconds": seconds, "cpu_seconds": cpu}))
     cost = json.loads((directory / COST).read_text()) if (directory / COST).exists() else {}
     records = read_records(directory)
-    evaluations = [record for record in records if record["phase"] == "eval"]
-    steps = [record for record in records if record["phase"] == "train"]
-    return Run(label, seed, evaluations[0], evaluations[-1], steps[-1], cost.get("seconds"), cost.get("cpu_seconds"))
+    evaluations, steps = ([record for record in records if record["phase"] == phase] for phase in ("eval", "train"))
+    return Run(label, seed, evaluations[0], evaluations[-1], steps[-1], **cost)
 
 
 def run_quickstart(output: pathlib.Path, seeds: Sequence[int], overrides: Sequence[str]) -> list[Run]:
@@ -156,59 +162,34 @@ def run_fooled(output: pathlib.Path, seeds: Sequence[int], overrides: Sequence[s
     return runs
 
 
-def quickstart_table(runs: Sequence[Run]) -> str:
-    """Formats one row per seed, and whether the targets are met."""
+def quickstart_table(runs: Sequence[Run]) -> list[str]:
+    """Returns a table with a row per seed, and whether the targets are met."""
+
+    def accuracy(record: Mapping[str, Any]) -> str:
+        return f"{record['accuracy']:.1f} % ({record['accuracy_greedy']:.1f} %)"
+
     rows = [
-        [
-            str(run.seed),
-            f"{run.first['accuracy']:.1f} % ({run.first['accuracy_greedy']:.1f} %)",
-            f"{run.last['accuracy']:.1f} % ({run.last['accuracy_greedy']:.1f} %)",
-            f"{run.gain:+.1f}",
-            f"{run.step['kl_reference']:.2f}",
-            "-" if run.cpu_seconds is None else f"{run.cpu_seconds:.0f}",
-        ]
+        [str(run.seed), accuracy(run.first), accuracy(run.last), run.gain, run.step["kl_reference"], run.cpu_seconds]
         for run in runs
     ]
     met = all(run.gain >= GAIN and run.last["accuracy"] >= ACCURACY for run in runs)
     target = f"a gain of {GAIN:g} points and {ACCURACY:g} % at the end, at each of these seeds"
-    verdict = f"Target: {target}; {'met' if met else 'missed'}."
-    head = "seed|accuracy before|after|points|KL to the reference, nats/token|CPU s"
-    return f"{table(text_columns(head), rows)}\n\n{verdict}\n"
+    return [table(COLUMNS, rows), f"Target: {target}; {'met' if met else 'missed'}."]
 
 
-def fooled_table(runs: Sequence[Run]) -> str:
-    """Formats one row per run: the reward that is trained beside the accuracy that is not."""
-    rows = [
-        [
-            str(run.seed),
-            f"`{run.label}`",
-            f"{100 * run.first['reward']:.1f} % -> {100 * run.last['reward']:.1f} %",
-            f"{run.first['accuracy']:.1f} % -> {run.last['accuracy']:.1f} %",
-            f"{run.step['entropy']:.3f}",
-            f"{run.step['kl_reference']:.2f}",
-        ]
-        for run in runs
-    ]
-    head = "seed|run|passes the verifier|exactly the answer|entropy, nats/token|KL to the reference, nats/token"
-    return table(text_columns(head), rows) + "\n"
+def fooled_table(runs: Sequence[Run]) -> list[str]:
+    """Returns a table with a row per run: the reward that is trained beside the accuracy that is not."""
+    rows = []
+    for run in runs:
+        passes = f"{100 * run.first['reward']:.1f} % -> {100 * run.last['reward']:.1f} %"
+        exact = f"{run.first['accuracy']:.1f} % -> {run.last['accuracy']:.1f} %"
+        rows.append([str(run.seed), f"`{run.label}`", passes, exact, run.step["entropy"], run.step["kl_reference"]])
+    return [table(FOOLED_COLUMNS, rows)]
 
 
-def describe_machine() -> dict[str, str]:
-    """Describes the machine and the versions of the libraries."""
-    import jax
-
-    from benchmarks.harness import machine
-
-    found = {name: str(value) for name, value in machine.describe(jax.devices("cpu")[0]).items() if value}
-    flags = {"flags": os.environ["XLA_FLAGS"]} if os.environ.get("XLA_FLAGS") else {}
-    return found | {"jax": jax.__version__, "flax": version("flax"), "commit": machine.commit() or "", **flags}
-
-
-def heading(machine: Mapping[str, str]) -> str:
-    """Formats when and where the table was measured."""
-    where = ", ".join(machine[name] for name in ("processor", "cores", "memory", "system") if name in machine)
-    flags = f", `XLA_FLAGS={machine['flags']}`" if "flags" in machine else ""
-    return f"{machine['date']} on {where}; jax {machine['jax']}, flax {machine['flax']}{flags}."
+def markdown(report: Mapping[str, Any], runs: Sequence[Run], *, fooled: bool) -> str:
+    """Returns when and where the runs were measured, and their table."""
+    return join([where(report), *(fooled_table if fooled else quickstart_table)(runs)])
 
 
 def draw_fooled(output: pathlib.Path, seed: int, path: pathlib.Path) -> None:
@@ -229,24 +210,16 @@ def draw_fooled(output: pathlib.Path, seed: int, path: pathlib.Path) -> None:
     draw_curves(runs, path, panels, dpi=80)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
-    parser = cli.make_parser("quickstart", __doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--fooled", action="store_true", help="the verifier that can be fooled, with KL and without")
-    parser.add_argument(
-        "--output", type=pathlib.Path, help="directory of the runs, where finished ones are read; default: temporary"
-    )
-    parser.add_argument("--json", type=pathlib.Path, help="file for the measurements")
-    parser.add_argument("--markdown", type=pathlib.Path, help="file for the table")
-    parser.add_argument("--curves", type=pathlib.Path, help="with --fooled: PNG file with both runs of the first seed")
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    parser = make_parser()
+    parser = cli.make_parser("quickstart", __doc__)
+    add = parser.add_argument
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    add("--fooled", action="store_true", help="the verifier that can be fooled, with KL and without")
+    add("--output", type=pathlib.Path, help="directory of the runs, where finished ones are read; default: temporary")
+    add("--curves", type=pathlib.Path, help="with --fooled: PNG file with both runs of the first seed")
+    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config")
+    cli.add_outputs(parser)
     options = parser.parse_args(arguments)
     if options.curves and not options.fooled:
         parser.error("--curves: only with --fooled; each run of the quickstart draws its own curves.png")
@@ -255,15 +228,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = (run_fooled if options.fooled else run_quickstart)(output, options.seeds, options.set)
         if options.curves:
             draw_fooled(output, options.seeds[0], options.curves)
-    machine = describe_machine()
-    text = f"{heading(machine)}\n\n{(fooled_table if options.fooled else quickstart_table)(runs)}"
-    print(text)
-    if options.markdown:
-        options.markdown.write_text(text)
-    if options.json:
-        report = {"machine": machine, "overrides": options.set, "runs": [dataclasses.asdict(run) for run in runs]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    versions = {"kljax": machine.release(), "jax": jax.__version__, "flax": version("flax")}
+    report = {"machine": machine.describe(jax.devices("cpu")[0]), "versions": versions, "overrides": options.set}
+    text = markdown(report, runs, fooled=options.fooled)
+    return cli.finish(options, text, {**report, "runs": [dataclasses.asdict(run) for run in runs]}, [])
 
 
 if __name__ == "__main__":

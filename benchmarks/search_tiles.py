@@ -6,19 +6,20 @@ All tiles are timed in the same rounds, against the present one of the table. Th
 smaller. Temporary memory is shown beside the times. The line goes into `kljax/log_probs/_head.py`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
 
 from benchmarks.harness import cli
 from benchmarks.harness.race import race
+from benchmarks.harness.report import table
 from benchmarks.harness.results import Result
 from benchmarks.suites.head.jax_forms import JaxForms
 from benchmarks.suites.head.problem import Options, Size, make_inputs
 from kljax.log_probs._head import default_tile
 
 TOKENS, VOCAB = (256, 512, 1024, 2048, 4096, 8192), (1024, 2048, 4096, 8192)
+COLUMNS = (("tokens", "d"), ("vocab", "d"), ("time / present", ".2f"), ("temporary MiB", "MiB"), ("", ""))
 Pair = tuple[int, int]
 # Two tiles are as fast as each other within this factor.
 TIE = 1.02
@@ -30,37 +31,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", type=cli.numbers("2048x1024x32768"), default=(2048, 1024, 32_768), metavar="NxDxV")
     parser.add_argument("--tokens", type=_sizes, default=TOKENS, metavar="N,N", help="rows of a tile to try")
     parser.add_argument("--vocab", type=_sizes, default=VOCAB, metavar="V,V", help="columns of a tile to try")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=cli.positive, default=5)
     parser.add_argument("--device", choices=("cpu", "gpu", "tpu"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bf16"), default="float32", help="of hidden states and head")
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cuda" if options.device == "gpu" else options.device)
     kind, size = jax.devices()[0].device_kind, Size(*options.size)
     now = default_tile(kind)
-    tiles = {(now.tokens, now.vocab)}
-    tiles |= {(min(n, size.tokens), min(v, size.vocab)) for n in options.tokens for v in options.vocab}
+    present = (now.tokens, now.vocab)
+    tiles = {present, *((min(n, size.tokens), min(v, size.vocab)) for n in options.tokens for v in options.vocab)}
     inputs = make_inputs(size)
     tried = {tile: JaxForms(inputs, Options(options.device, options.dtype, tile=tile)) for tile in sorted(tiles)}
-    results = {"{}x{}".format(*tile): Result("{}x{}".format(*tile)) for tile in tried}
-    contenders = dict(zip(results, tried.values(), strict=True))
-    race(results, options.rounds, lambda name: contenders[name].run("tile"))
-    for result in results.values():
-        if result.failed:
+    results = {tile: Result("{}x{}".format(*tile)) for tile in tried}
+    race(results, options.rounds, lambda tile: tried[tile].run("tile"))
+    seconds: dict[Pair, float] = {}
+    for tile, result in results.items():
+        fastest = result.best("wall")
+        if fastest is None:
             raise RuntimeError(f"tile {result.name}: {result.problem}")
-    seconds = {tile: result.best("wall") or math.nan for tile, result in zip(tried, results.values(), strict=True)}
-    memory = {tile: forms.temporary("tile") or 0 for tile, forms in tried.items()}
-    print(table(seconds, memory, (now.tokens, now.vocab)))
+        seconds[tile] = fastest
+    rows = [
+        [
+            *tile,
+            seconds[tile] / seconds[present],
+            tried[tile].temporary("tile"),
+            "<- present" if tile == present else "",
+        ]
+        for tile in sorted(seconds, key=lambda tile: seconds[tile])
+    ]
+    print(table(COLUMNS, rows))
     print('\n    "{}": Tile({}, {}),'.format(kind, *best(seconds)))
     return 0
-
-
-def table(seconds: Mapping[Pair, float], memory: Mapping[Pair, int], now: Pair) -> str:
-    """Formats the grid, fastest first; times are relative to the present tile."""
-    lines = [f"{'tokens':>8} {'vocab':>8} {'time / present':>22} {'temporary MiB':>14}"]
-    for tile in sorted(seconds, key=lambda tile: seconds[tile]):
-        ratio, mark = seconds[tile] / seconds[now], "  <- present" if tile == now else ""
-        lines.append(f"{tile[0]:>8} {tile[1]:>8} {ratio:>22.2f} {memory[tile] / 2**20:>14.1f}{mark}")
-    return "\n".join(lines)
 
 
 def best(seconds: Mapping[Pair, float]) -> Pair:

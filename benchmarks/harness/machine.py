@@ -12,7 +12,7 @@ import jax
 
 
 def describe(device: jax.Device) -> dict[str, Any]:
-    """Returns date, processor, memory and system, and the kind of a GPU."""
+    """Returns date, processor, memory and system, the kind of a GPU, and the flags of XLA."""
     memory = _field("/proc/meminfo", "MemTotal")
     found = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -23,6 +23,8 @@ def describe(device: jax.Device) -> dict[str, Any]:
     }
     if device.platform != "cpu":
         found["device"] = device.device_kind
+    if os.environ.get("XLA_FLAGS"):
+        found["flags"] = f"`XLA_FLAGS={os.environ['XLA_FLAGS']}`"
     return found
 
 

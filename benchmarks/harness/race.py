@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -11,12 +11,14 @@ from benchmarks.harness.measure import Clock, Seconds
 from benchmarks.harness.results import Result
 from benchmarks.harness.worker import one_line
 
+Name = TypeVar("Name")
+
 
 class MissingError(RuntimeError):
     """A contender whose environment was not made: its row says so, and the command does not fail."""
 
 
-def race(results: Mapping[str, Result], rounds: int, run: Callable[[str], Mapping[str, Seconds]]) -> None:
+def race(results: Mapping[Name, Result], rounds: int, run: Callable[[Name], Mapping[str, Seconds]]) -> None:
     """Runs every contender once a round and adds the seconds to its result.
 
     Each round starts at another contender, so that none always follows the same one. The round before the first
@@ -38,20 +40,21 @@ def race(results: Mapping[str, Result], rounds: int, run: Callable[[str], Mappin
 
 
 def race_programs(programs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Result]:
-    """Times programs of this process by name, and waits for their results."""
+    """Times programs of this process by name."""
     results = {name: Result(name) for name in programs}
-
-    def run(name: str) -> dict[str, Seconds]:
-        clock = Clock()
-        with clock.part("run"):
-            jax.block_until_ready(programs[name]())
-        return clock.parts
-
-    race(results, rounds, run)
+    race(results, rounds, lambda name: timed(programs[name]))
     return results
 
 
-def measurable(results: Mapping[str, Result]) -> list[tuple[str, Result]]:
+def timed(program: Callable[[], Any]) -> dict[str, Seconds]:
+    """Times a program of this process, to the end of its results."""
+    clock = Clock()
+    with clock.part("run"):
+        jax.block_until_ready(program())
+    return clock.parts
+
+
+def measurable(results: Mapping[Name, Result]) -> list[tuple[Name, Result]]:
     """Lists the results without a problem."""
     return [(name, result) for name, result in results.items() if result.problem is None]
 

@@ -36,14 +36,19 @@ def join(paragraphs: Iterable[str]) -> str:
     return "\n\n".join(paragraphs) + "\n"
 
 
-def conditions(report: Mapping[str, Any], how: Sequence[str]) -> list[str]:
-    """Says when and where something was measured, with which versions, and how."""
+def where(report: Mapping[str, Any]) -> str:
+    """Says when and where something was measured, and with which versions."""
     machine = report["machine"]
-    where = ", ".join(str(value) for name, value in machine.items() if value and name != "date")
+    place = ", ".join(str(value) for name, value in machine.items() if value and name != "date")
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"{machine['date']} on {place}; {versions}."
+
+
+def conditions(report: Mapping[str, Any], how: Sequence[str]) -> list[str]:
+    """Says when and where something was measured, and how."""
     before, after = report["load"]
     load = f"load of the machine before and after {before} and {after}"
-    return [f"{machine['date']} on {where}; {versions}.", f"{', '.join((*how, load))}."]
+    return [where(report), f"{', '.join((*how, load))}."]
 
 
 def problems(results: Iterable[Result], titles: Mapping[str, str]) -> list[str]:

@@ -44,14 +44,14 @@ def test_the_problems_are_those_of_the_quickstart(tmp_path):
     ],
 )
 def test_the_table_says_whether_every_seed_meets_the_target(runs, verdict):
-    text = quickstart.quickstart_table(runs)
-    assert text.endswith(f"at each of these seeds; {verdict}.\n")
+    text, target = quickstart.quickstart_table(runs)
+    assert target.endswith(f"at each of these seeds; {verdict}.")
     assert text.startswith("| seed | ")
     assert f"| {runs[0].seed} | {runs[0].first['accuracy']:.1f} % (90.0 %) |" in text
 
 
 def test_the_table_of_the_fooled_verifier_shows_reward_beside_accuracy():
-    text = quickstart.fooled_table([run(3, label="kl.loss.coef=0", after=12.0)])
+    (text,) = quickstart.fooled_table([run(3, label="kl.loss.coef=0", after=12.0)])
     assert "| 3 | `kl.loss.coef=0` | 50.0 % -> 97.0 % | 50.0 % -> 12.0 % | 0.100 | 0.20 |" in text
 
 
@@ -65,6 +65,7 @@ def test_a_finished_run_is_read_and_not_run_again(tmp_path):
     directory = tmp_path / "quickstart-3"
     directory.mkdir()
     records = [
+        {"phase": "warm_start", "step": 1, "loss": 2.0},
         {"phase": "eval", "step": 0, "accuracy": 50.0, "accuracy_greedy": 90.0},
         {"phase": "train", "step": 1, "kl_reference": 0.1},
         {"phase": "eval", "step": 1, "accuracy": 95.0, "accuracy_greedy": 97.0},
@@ -73,4 +74,4 @@ def test_a_finished_run_is_read_and_not_run_again(tmp_path):
     (directory / "summary.json").write_text("{}")
     (found,) = quickstart.run_quickstart(tmp_path, [3], [])
     assert (found.seed, found.gain, found.cpu_seconds) == (3, 45.0, None)
-    assert "| 3 | 50.0 % (90.0 %) | 95.0 % (97.0 %) | +45.0 | 0.10 | - |" in quickstart.quickstart_table([found])
+    assert "| 3 | 50.0 % (90.0 %) | 95.0 % (97.0 %) | +45.0 | 0.10 |  |" in quickstart.quickstart_table([found])[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import quickstart
 from benchmarks.harness.results import Measured, Result
 from benchmarks.harness.suite import Suite, markdown
 from benchmarks.suites.aot import plans
@@ -51,6 +52,13 @@ def test_whole_models(name: str, part: str) -> None:
 def test_two_checkouts() -> None:
     found, text = read("train-step-linen-cpu")
     assert render(ModelSuite("step"), found, Work) == text
+
+
+@pytest.mark.parametrize("name", ["quickstart-cpu", "quickstart-cpu-newest", "quickstart-fooled-cpu"])
+def test_the_quickstart(name: str) -> None:
+    found, text = read(name)
+    runs = [quickstart.Run(**run) for run in found["runs"]]
+    assert quickstart.markdown(found, runs, fooled="fooled" in name) == text
 
 
 def test_plans_of_compilers() -> None:

@@ -11,7 +11,7 @@ def test_the_grid_is_timed_against_the_present_tile_and_ends_in_a_row(capsys: py
     grid = ["--tokens", "32,64", "--vocab", "128"]
     assert search_tiles.main(["--size", "96x16x300", *grid, "--rounds", "1"]) == 0
     printed = capsys.readouterr().out
-    rows = re.findall(r"^ +(\d+) +(\d+) +\d+\.\d\d +\d+\.\d", printed, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| \d+\.\d\d \| [\d.]+ \|", printed, re.MULTILINE)
     assert {("32", "128"), ("64", "128")} < set(rows)
     assert printed.count("<- present") == 1
     assert re.search(r'^    "cpu": Tile\(\d+, \d+\),$', printed, re.MULTILINE)
