@@ -24,21 +24,15 @@ from benchmarks.suites.aot.plans import DEVICES, FULL, QUICK, Compiled, Order, P
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = cli.make_parser("head_aot", __doc__)
+    parser, tile = cli.make_parser("head_aot", __doc__), cli.numbers("8192x2048")
     add = parser.add_argument
     add("--targets", nargs="+", choices=DEVICES, default=list(DEVICES), help="devices to compile for")
-    add(
-        "--tiles",
-        nargs="+",
-        type=cli.numbers("8192x2048"),
-        metavar="TOKENSxVOCAB",
-        help="compare tiles of kljax instead",
-    )
+    add("--tiles", nargs="+", type=tile, metavar="TOKENSxVOCAB", help="compare tiles of kljax instead")
     add("--keep", type=pathlib.Path, metavar="DIR", help="for compiled programs and buffer assignments")
     add("--quick", action="store_true", help="a smoke test: tiny sizes, no targets")
-    add("--env", type=pathlib.Path, default=compiler.DEFAULT, metavar="DIR", help="environment with the compilers")
-    add("--make-env", type=pathlib.Path, nargs="?", const=compiler.DEFAULT, metavar="DIR",
-        help="make it, and compile nothing")  # fmt: skip
+    add("--env", type=pathlib.Path, metavar="DIR", default=compiler.DEFAULT, help="environment with the compilers")
+    make = "make it, and compile nothing"
+    add("--make-env", type=pathlib.Path, metavar="DIR", nargs="?", const=compiler.DEFAULT, help=make)
     cli.add_outputs(parser)
     return parser.parse_args(arguments)
 
@@ -57,18 +51,16 @@ def orders_of(options: argparse.Namespace) -> list[Order]:
 
 
 def compile_all(orders: Sequence[Order], directory: pathlib.Path) -> Compiled:
-    """Compiles one program after the other, since each takes all cores and gigabytes; keeps plans or errors."""
-    compiled: list[tuple[Order, Plan | str]] = []
+    """Compiles one program after the other, since each takes all cores and gigabytes."""
+    compiled: list[tuple[Order, Plan]] = []
     for number, order in enumerate(orders, 1):
         try:
             plan = compiler.compile_in(directory, order)
         except RemoteError as error:
-            compiled.append((order, str(error)))
-            log(f"{number}/{len(orders)} {order}: failed\n{error}")
-        else:
-            compiled.append((order, plan))
-            size, seconds = plan.temp_bytes / MIB, plan.compile_seconds
-            log(f"{number}/{len(orders)} {order}: {size:.1f} MiB, compiled in {seconds} s")
+            plan = Plan(failed=str(error))
+        compiled.append((order, plan))
+        done = f"{plan.temp_bytes / MIB:.1f} MiB, compiled in {plan.compile_seconds} s"
+        log(f"{number}/{len(orders)} {order}: {f'failed: {plan.failed}' if plan.failed else done}")
     return compiled
 
 
@@ -95,12 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     orders, versions, date = orders_of(options), compiler.installed(options.env), datetime.date.today().isoformat()
     compiled = compile_all(orders, options.env)
     text = plans.markdown(compiled, versions, orders[0].problem, date=date, goals=not options.quick)
-    results = [
-        {**dataclasses.asdict(order), "keep": None}
-        | ({"failed": plan} if isinstance(plan, str) else dataclasses.asdict(plan))
-        for order, plan in compiled
-    ]
-    wrong = [f"{order}: {plan}" for order, plan in compiled if isinstance(plan, str)]
+    results = [{**dataclasses.asdict(order), "keep": None, **dataclasses.asdict(plan)} for order, plan in compiled]
+    wrong = [f"{order}: {plan.failed}" for order, plan in compiled if plan.failed]
     return cli.finish(options, text, {"date": date, "versions": versions, "results": results}, wrong)
 
 

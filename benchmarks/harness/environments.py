@@ -2,10 +2,11 @@
 
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+
+from benchmarks.harness.process import ROOT
 
 
 def interpreter(venv: pathlib.Path) -> pathlib.Path:
@@ -39,18 +40,13 @@ def make(venv: pathlib.Path, *installs: Sequence[str], python: str = sys.executa
 
 
 def find_python312(path: str | None) -> str:
-    """Returns a Python 3.12: `path` if it is given, or the first one of this machine.
+    """Returns a Python 3.12: `path` if it is given, or the one that the Makefile finds.
 
     Raises:
       FileNotFoundError: if there is none.
     """
-    for candidate in (path, sys.executable, shutil.which("python3.12")):
-        if candidate is not None and (candidate == path or is_python312(candidate)):
-            return candidate
-    raise FileNotFoundError("Tunix needs Python 3.12, and this machine has none; set its path with --python312")
-
-
-def is_python312(python: str) -> bool:
-    """Tells whether an interpreter starts and is a 3.12; a pyenv shim is on PATH also where it does not start."""
-    check = "import sys; sys.exit(sys.version_info[:2] != (3, 12))"
-    return subprocess.run([python, "-c", check], capture_output=True, check=False).returncode == 0
+    find = ["make", "--silent", "find-newest-python"]
+    python = path or subprocess.run(find, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    if not python:
+        raise FileNotFoundError("Tunix needs Python 3.12, and this machine has none; set its path with --python312")
+    return python

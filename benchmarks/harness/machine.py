@@ -5,20 +5,25 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 import subprocess
 from typing import Any
 
 import jax
 
+from benchmarks.harness.process import ROOT
+
 
 def describe(device: jax.Device) -> dict[str, Any]:
     """Returns date, processor, memory and system, the kind of a GPU, and the flags of XLA."""
-    memory = _field("/proc/meminfo", "MemTotal")
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     found = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "processor": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "processor": models[0] if models else platform.processor() or platform.machine(),
         "cores": f"{os.cpu_count()} cores",
-        "memory": memory and f"{int(memory.split()[0]) / 2**20:.0f} GiB",
+        "memory": memory and f"{memory / 2**30:.0f} GiB",
         "system": f"{platform.system()}, Python {platform.python_version()}",
     }
     if device.platform != "cpu":
@@ -34,23 +39,11 @@ def load() -> float | None:
 
 
 def release() -> str:
-    """Returns the version of kljax and the commit of this checkout."""
-    return f"{importlib.metadata.version('kljax')} {commit() or ''}".strip()
-
-
-def commit() -> str | None:
-    """Returns the commit of this checkout, marked if files have changed since; None outside of a checkout."""
+    """Returns the version of kljax and the commit of this checkout if it is one, marked if files changed."""
+    version = importlib.metadata.version("kljax")
     command = ["git", "describe", "--always", "--dirty=, changed", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return None
-    return f"({done.stdout.strip()})"
-
-
-def _field(path: str, name: str) -> str | None:
-    """Returns the value of the line `name: value` of a system file."""
-    file = pathlib.Path(path)
-    lines = file.read_text().splitlines() if file.exists() else []
-    values = [line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == name]
-    return values[0] if values else None
+        return version
+    return f"{version} ({done.stdout.strip()})"

@@ -62,7 +62,7 @@ def known() -> bool:
 
 
 def begin_peak() -> int:
-    """Frees what can be freed, restarts the count of the peak ("VmHWM"), and returns the resident bytes."""
+    """Frees unused memory, restarts the count of the peak ("VmHWM"), and returns the resident bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     CLEAR.write_text("5")
@@ -76,16 +76,12 @@ def resident(field: str) -> int:
 
 
 def relative_distance(array: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the norm of the difference over the norm of `expected`, in float64; infinity if it is not finite.
+    """Returns the norm of the difference over the norm of `expected`; infinity if it is not finite.
 
     Raises:
       ValueError: if the shapes differ.
     """
     if array.shape != expected.shape:
         raise ValueError(f"array: got the shape {array.shape}, expected {expected.shape}")
-    difference = norm = 0.0
-    for row, expected_row in zip(array, expected, strict=True):
-        wide = np.asarray(expected_row, np.float64)
-        difference += float(np.sum((row - wide) ** 2))
-        norm += float(np.sum(wide**2))
-    return (difference / norm) ** 0.5 if np.isfinite(difference) else float("inf")
+    distance = np.linalg.norm(array - expected) / np.linalg.norm(expected)
+    return float(distance) if np.isfinite(distance) else float("inf")

@@ -35,12 +35,11 @@ class Remote:
         Raises:
           RemoteError: if the request failed, or the process ended.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        requests, replies = self._process.stdin, self._process.stdout
+        assert requests is not None and replies is not None  # noqa: PT018
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            print(json.dumps(request), file=requests, flush=True)
+            line = replies.readline()
         except OSError as error:
             raise RemoteError(f"its process is gone: {error}{self._tail()}") from error
         if not line:
@@ -72,15 +71,11 @@ def start(
       settings: environment variables.
       quiet: shows stderr only in errors.
     """
-    # A checkout from before `benchmarks.harness` has a worker of its own, which takes the same requests.
-    arguments = ["benchmarks.harness.worker", module]
-    if not (root / "benchmarks" / "harness").exists():
-        arguments = ["benchmarks._speed.worker", module.rpartition(".")[2]]
     with contextlib.ExitStack() as stack:
         log = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "stderr") if quiet else None
         process = stack.enter_context(
             subprocess.Popen(
-                [str(python or sys.executable), "-m", *arguments],
+                [str(python or sys.executable), "-m", "benchmarks.harness.worker", module],
                 cwd=root,
                 env={**os.environ, **SETTINGS, **settings},
                 stdin=subprocess.PIPE,

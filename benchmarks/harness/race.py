@@ -3,19 +3,55 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
 
 from benchmarks.harness.measure import Clock, Seconds
+from benchmarks.harness.process import Remote
 from benchmarks.harness.results import Result
-from benchmarks.harness.worker import one_line
+from benchmarks.harness.worker import Worker, one_line
 
 Name = TypeVar("Name")
+Versions = dict[str, str]
 
 
 class MissingError(RuntimeError):
     """A contender whose environment was not made: its row says so, and the command does not fail."""
+
+
+class Contenders:
+    """The contenders of one size, with their results and the processes that measure them.
+
+    Args:
+      processes: name of the process of each contender; several may share one.
+      start: starts a process by its name, which has loaded the problem.
+    """
+
+    def __init__(
+        self, processes: Mapping[str, str], start: Callable[[str], AbstractContextManager[Remote | Worker]]
+    ) -> None:
+        self.results = {name: Result(name) for name in processes}
+        self.processes, self.start = dict(processes), start
+        self.remotes: dict[str, Remote | Worker] = {}
+
+    def begin(self, stack: contextlib.ExitStack) -> dict[str, Versions]:
+        """Starts each process, and returns the versions of its libraries; an error is a problem of its contenders."""
+        versions: dict[str, Versions] = {}
+        for process in dict.fromkeys(self.processes.values()):
+            started = Result(process)
+            with noted(started):
+                log(f"{process}: starts")
+                self.remotes[process] = stack.enter_context(self.start(process))
+                versions[process] = self.remotes[process].ask(do="versions")
+            for name in (name for name in self.results if self.processes[name] == process):
+                self.results[name].problem, self.results[name].failed = started.problem, started.failed
+        return versions
+
+    def ask(self, contender: str, /, do: str, **arguments: Any) -> Any:
+        """Returns the result of a request."""
+        return self.remotes[self.processes[contender]].ask(do=do, **arguments)
 
 
 def race(results: Mapping[Name, Result], rounds: int, run: Callable[[Name], Mapping[str, Seconds]]) -> None:

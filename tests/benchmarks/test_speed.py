@@ -1,6 +1,7 @@
 """The races of whole models: kljax's side really runs, tiny; the tables and the verdicts are of made-up numbers."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -174,10 +175,10 @@ def test_processes_race_and_what_is_missing_says_so(tmp_path, monkeypatch):
 
     real = suite.process
 
-    def process(name, *arguments):
+    def process(work, directory, options, name, *settings):
         if name != "kljax":
-            return real(name, *arguments)
-        asked.append("start" if arguments[-1] is not suite.RETURN_AT_ONCE else "start for memory")
+            return real(work, directory, options, name, *settings)
+        asked.append("start for memory" if settings == (suite.RETURN_AT_ONCE,) else "start")
         return suite.contextlib.nullcontext(Remote())
 
     monkeypatch.setattr(suite, "process", process)
@@ -211,14 +212,18 @@ def test_another_checkout_races_and_has_targets(tmp_path, monkeypatch):
                 case "score":
                     np.save(request["path"], np.zeros((2, 2)))
                 case "learn":
+                    # As the process of kljax does: the batch is read, and is not in the file afterwards.
                     with np.load(request["path"]) as file:
+                        assert file["tokens"].shape == (4, 11)
                         np.savez(request["path"], score=file["score"], ours=np.ones((2, 2)))
                 case "run":
                     rollout = [1.0, 1.0 if self.name == "kljax" else 0.9]
                     return {"rollout": rollout, "update": [2.0, 2.0]}
             return {"versions": {"kljax": self.name}, "peak": {"rollout": 3, "update": 4}}.get(request["do"])
 
-    monkeypatch.setattr(suite, "process", lambda name, *_: suite.contextlib.nullcontext(Remote(name)))
+    monkeypatch.setattr(
+        suite, "process", lambda work, directory, options, name, *_: suite.contextlib.nullcontext(Remote(name))
+    )
     path = tmp_path / "found.json"
     arguments = ["--quick", "--threads", "0", "--contenders", "kljax", "--no-profile", "--json", str(path)]
     assert train_step.main([*arguments, "--against", str(ROOT)]) == 0
@@ -270,12 +275,13 @@ def test_wrong_arguments(main, capsys):
 
 
 def test_without_python_3_12_the_environments_are_not_begun(tmp_path, monkeypatch):
-    monkeypatch.setattr(environments.sys, "version_info", (3, 11, 0))
-    monkeypatch.setattr(environments, "is_python312", lambda python: False)
+    monkeypatch.setattr(environments.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="\n"))
     with pytest.raises(FileNotFoundError, match="--python312"):
         suite.make_envs(tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert environments.missing(None, [], "envs") == "no --envs was given; make it with --make-envs DIR"
+    monkeypatch.undo()
+    assert environments.find_python312("/a/python") == "/a/python"
 
 
 def test_the_sizes_of_the_targets():

@@ -119,9 +119,10 @@ class Plan:
       collectives: largest first, see `hardware.collectives.Collective`.
       largest_buffers: of the temporary memory, see `hardware.buffers.Buffer`.
       compile_seconds: time to compile.
+      failed: the error where there is no plan, or None.
     """
 
-    temp_bytes: int
+    temp_bytes: int = 0
     fits: bool = True
     seconds: float | None = None
     collective_bytes: int = 0
@@ -129,10 +130,10 @@ class Plan:
     collectives: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     largest_buffers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     compile_seconds: float = 0.0
+    failed: str | None = None
 
 
-# Orders with their plans, or with errors.
-Compiled = Sequence[tuple[Order, Plan | str]]
+Compiled = Sequence[tuple[Order, Plan]]
 
 
 def programs_of(device: str) -> list[Key]:
@@ -206,16 +207,19 @@ def markdown(compiled: Compiled, versions: Mapping[str, str], problem: Problem, 
     if any(order.tile for order, _ in compiled):
         return join([head, tiles_table(compiled)])
     plans = {order.key: plan for order, plan in compiled}
-    known = {key: plan for key, plan in plans.items() if isinstance(plan, Plan)}
+    known = {key: plan for key, plan in plans.items() if not plan.failed}
     return join([head, *plans_tables(plans), *([targets(checks(known))] if goals else [])])
 
 
-def plans_tables(plans: Mapping[Key, Plan | str]) -> list[str]:
+def plans_tables(plans: Mapping[Key, Plan]) -> list[str]:
     """Returns a table for each device and layout, after its title."""
     parts = []
     for device, (layout, title) in itertools.product(DEVICES, LAYOUTS.items()):
-        keys = [(device, layout, program) for program in TITLES]
-        rows = [_row(key[2], plans[key]) for key in keys if key in plans]
+        rows = [
+            _row(name, plans[device, layout, program])
+            for program, name in TITLES.items()
+            if (device, layout, program) in plans
+        ]
         parts += [f"**{device}, {title}**", table(COLUMNS, rows)] if rows else []
     return parts
 
@@ -225,19 +229,17 @@ def tiles_table(compiled: Compiled) -> str:
     rows = []
     for order, plan in compiled:
         tile = "default" if order.tile is None else "{}x{}".format(*order.tile)
-        values = ("failed", None) if isinstance(plan, str) else (_mib(plan.temp_bytes), _milliseconds(plan))
-        rows.append([order.device, order.layout, tile, *values])
+        rows.append([order.device, order.layout, tile, _memory(plan), _milliseconds(plan)])
     return table([*text_columns("device|layout|tile"), *COLUMNS[1:3]], rows)
 
 
-def _row(program: str, plan: Plan | str) -> list[Any]:
-    if isinstance(plan, str):
-        return [TITLES[program], "failed", None, None, None]
-    if not plan.fits:
-        return [TITLES[program], f"{_mib(plan.temp_bytes)}, does not fit", None, None, None]
-    executions = plan.collective_executions or None
-    moved = executions and _mib(plan.collective_bytes)
-    return [TITLES[program], _mib(plan.temp_bytes), _milliseconds(plan), moved, executions]
+def _row(title: str, plan: Plan) -> list[Any]:
+    moved = _mib(plan.collective_bytes) if plan.collective_executions else None
+    return [title, _memory(plan), _milliseconds(plan), moved, plan.collective_executions or None]
+
+
+def _memory(plan: Plan) -> str:
+    return "failed" if plan.failed else f"{_mib(plan.temp_bytes)}{'' if plan.fits else ', does not fit'}"
 
 
 def _mib(size: int) -> str:
@@ -245,4 +247,4 @@ def _mib(size: int) -> str:
 
 
 def _milliseconds(plan: Plan) -> float | None:
-    return None if plan.seconds is None else plan.seconds * 1e3
+    return None if plan.seconds is None or not plan.fits else plan.seconds * 1e3

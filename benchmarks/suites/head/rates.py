@@ -47,7 +47,7 @@ def rates_of(size: Size, options: Options, kind: str, seconds: Mapping[str, floa
       kind: of device; seconds: of each of `RATES`; ours: of kljax's value and gradients, or None.
     """
     tile = tile_of(size, options, kind)
-    flops, itemsize = matmul_flops(size, tile), 2 if options.dtype == "bf16" else 4
+    flops, itemsize = 2 * REPEATS * tile[0] * tile[1] * size.width, 2 if options.dtype == "bf16" else 4
     return Rates(
         tile=tile,
         matmuls={name: flops / seconds[name] for name in MATMULS},
@@ -82,11 +82,6 @@ def tile_of(size: Size, options: Options, kind: str) -> tuple[int, int]:
     tile = default_tile(kind)
     tokens, vocab = options.tile or (tile.tokens, tile.vocab)
     return min(tokens, size.tokens), min(vocab, size.vocab)
-
-
-def matmul_flops(size: Size, tile: tuple[int, int]) -> int:
-    """Returns the operations of one program of matmuls."""
-    return 2 * REPEATS * tile[0] * tile[1] * size.width
 
 
 def copy_bytes(size: Size) -> int:

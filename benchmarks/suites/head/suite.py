@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -11,8 +12,8 @@ from typing import Any
 import jax
 
 from benchmarks.harness import environments
-from benchmarks.harness.process import Remote, RemoteError, start
-from benchmarks.harness.race import MissingError, log, measurable, noted, race
+from benchmarks.harness.process import Remote, start
+from benchmarks.harness.race import Contenders, MissingError, log, measurable, noted, race
 from benchmarks.harness.results import Check, Measured, Result, Target, check, ratio
 from benchmarks.harness.suite import Suite, Table
 from benchmarks.harness.worker import Worker
@@ -73,22 +74,62 @@ class HeadSuite(Suite):
         self.tolerances = dict.fromkeys(("loss", "gradients"), TOLERANCE[shared.dtype])
 
     def measure(self, size: Size, options: argparse.Namespace) -> tuple[Measured, dict[str, str]]:
+        log(f"{size}: makes the inputs")
         with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-            log(f"{size}: makes the inputs")
+            make_inputs(size).save(pathlib.Path(directory))
+            start = functools.partial(self.process, directory, options)
+
+            def start_beside(framework: str) -> contextlib.AbstractContextManager[Remote | Worker]:
+                return start(framework) if framework == "torch" else contextlib.nullcontext(self.local(directory))
+
             forms = choose(self.device, options.contenders)
-            measurement = Measurement(options, self.shared, pathlib.Path(directory), forms)
-            make_inputs(size).save(measurement.scratch)
-            local = Worker(jax_forms.load)
-            local.ask(do="load", inputs=directory, options=dataclasses.asdict(self.shared))
-            measurement.contenders["jax"] = local
-            measurement.start_torch(stack)
-            versions: dict[str, str] = {}
-            for contender in measurement.contenders.values():
-                versions |= contender.ask(do="versions")
-            measurement.compare()
-            measurement.measure_memory()
-            rates = measurement.race(size) if options.rounds else None
-            return Measured(size, measurement.results, rates), versions
+            contenders = Contenders({name: form.framework for name, form in forms.items()}, start_beside)
+            versions = contenders.begin(stack)
+            compare(contenders, forms, directory)
+            for name, result in measurable(contenders.results):
+                with noted(result):
+                    result.temp_bytes = contenders.ask(name, "temporary", name=name)
+                    if not options.quick:
+                        log(f"measures the memory of {name}")
+                        with start(forms[name].framework) as fresh:
+                            peak = fresh.ask(do="peak", name=name)
+                        result.peak_bytes = {} if peak is None else {"run": peak}
+            rates = self.race(contenders, size, options.rounds) if options.rounds else None
+        return Measured(size, contenders.results, rates), {**versions["jax"], **versions.get("torch", {})}
+
+    def local(self, directory: str) -> Worker:
+        """Returns the contender of JAX, in this process."""
+        worker = Worker(jax_forms.load)
+        worker.ask(do="load", inputs=directory, options=dataclasses.asdict(self.shared))
+        return worker
+
+    @contextlib.contextmanager
+    def process(self, directory: str, options: argparse.Namespace, framework: str) -> Iterator[Remote]:
+        """Starts a process that has loaded the arrays of the directory.
+
+        Raises:
+          MissingError: if the environment of PyTorch was not made.
+        """
+        arguments = {"inputs": directory, "options": dataclasses.asdict(self.shared)}
+        python = None
+        if framework == "torch":
+            missing = missing_torch_env(options.torch_env)
+            if missing is not None:
+                raise MissingError(missing)
+            venv, releases = torch_paths(options.torch_env)
+            python, arguments["releases"] = environments.interpreter(venv), str(releases)
+        with start(f"benchmarks.suites.head.{framework}_forms", python=python) as remote:
+            remote.ask(do="load", **arguments)
+            yield remote
+
+    def race(self, contenders: Contenders, size: Size, rounds: int) -> Rates:
+        """Times all forms and the rates of the machine in the same rounds."""
+        rates = {name: Result(name) for name in RATES}
+        contenders.processes |= dict.fromkeys(rates, "jax")
+        race(rates | contenders.results, rounds, lambda name: contenders.ask(name, "run", name=name))
+        seconds = {name: result.best("wall") or float("nan") for name, result in rates.items()}
+        ours = contenders.results["tile"].best("wall") if "tile" in contenders.results else None
+        return rates_of(size, self.shared, jax.devices(self.device)[0].device_kind, seconds, ours)
 
     def how(self, report: Mapping[str, Any]) -> list[str]:
         rounds, threads = report["rounds"], self.shared.threads or "all"
@@ -166,88 +207,15 @@ def missing_torch_env(directory: pathlib.Path | None) -> str | None:
     return environments.missing(directory, paths, "torch-env")
 
 
-@dataclasses.dataclass
-class Measurement:
-    """The contenders of one size by framework, and their results by form.
-
-    Attributes:
-      options: of the command line; shared: of every process; scratch: directory of arrays; forms: by name.
-    """
-
-    options: argparse.Namespace
-    shared: Options
-    scratch: pathlib.Path
-    forms: dict[str, Form]
-    contenders: dict[str, Worker | Remote] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.results = {name: Result(name) for name in self.forms}
-
-    @contextlib.contextmanager
-    def process(self, framework: str) -> Iterator[Remote]:
-        """Starts a process that has loaded the arrays."""
-        arguments = {"inputs": str(self.scratch), "options": dataclasses.asdict(self.shared)}
-        python = None
-        if framework == "torch":
-            venv, releases = torch_paths(self.options.torch_env)
-            python, arguments["releases"] = environments.interpreter(venv), str(releases)
-        with start(f"benchmarks.suites.head.{framework}_forms", python=python) as remote:
-            remote.ask(do="load", **arguments)
-            yield remote
-
-    def ask(self, name: str, do: str, **arguments: Any) -> Any:
-        """Asks the contender of a form."""
-        return self.contenders[self.forms[name].framework].ask(do=do, name=name, **arguments)
-
-    def start_torch(self, stack: contextlib.ExitStack) -> None:
-        """Starts PyTorch's process, or says in the results of its forms why it cannot run."""
-        results = [result for name, result in self.results.items() if self.forms[name].framework == "torch"]
-        if not results:
-            return
-        try:
-            missing = missing_torch_env(self.options.torch_env)
-            if missing is not None:
-                raise MissingError(missing)
-            log("starts PyTorch's process")
-            self.contenders["torch"] = stack.enter_context(self.process("torch"))
-        except (MissingError, RemoteError) as error:
-            for result in results:
-                result.problem, result.failed = str(error), isinstance(error, RemoteError)
-
-    def compare(self) -> None:
-        """Compares the loss and the gradients of every form with those of its baseline."""
-        for name in {form.baseline: None for form in self.forms.values()}:
-            with noted(self.results[name]):
-                self.ask(name, "save", directory=str(self.scratch))
-        for name, result in measurable(self.results):
-            baseline = self.forms[name].baseline
-            if self.results[baseline].problem is None:
-                log(f"compares {name}")
-                with noted(result):
-                    found = self.ask(name, "compare", directory=str(self.scratch), baseline=baseline)
-                    result.loss, result.differences = found["loss"], found["differences"]
-
-    def measure_memory(self) -> None:
-        """Measures temporary memory, and peak memory in fresh processes."""
-        for name, result in measurable(self.results):
+def compare(contenders: Contenders, forms: Mapping[str, Form], directory: str) -> None:
+    """Compares the loss and the gradients of every form with those of its baseline."""
+    for name in dict.fromkeys(form.baseline for form in forms.values()):
+        with noted(contenders.results[name]):
+            contenders.ask(name, "save", name=name, directory=directory)
+    for name, result in measurable(contenders.results):
+        baseline = forms[name].baseline
+        if contenders.results[baseline].problem is None:
+            log(f"compares {name}")
             with noted(result):
-                result.temp_bytes = self.ask(name, "temporary")
-            if not self.options.quick:
-                log(f"measures the memory of {name}")
-                with noted(result), self.process(self.forms[name].framework) as fresh:
-                    peak = fresh.ask(do="peak", name=name)
-                    result.peak_bytes = {} if peak is None else {"run": peak}
-
-    def race(self, size: Size) -> Rates:
-        """Times all forms and the rates of the machine in the same rounds."""
-        rates = {name: Result(name) for name in RATES}
-        local = self.contenders["jax"]
-
-        def run(name: str) -> Any:
-            return local.ask(do="run", name=name) if name in rates else self.ask(name, "run")
-
-        race(rates | self.results, self.options.rounds, run)
-        seconds = {name: result.best("wall") or float("nan") for name, result in rates.items()}
-        tile = self.results.get("tile")
-        kind = jax.devices(self.shared.device)[0].device_kind
-        return rates_of(size, self.shared, kind, seconds, None if tile is None else tile.best("wall"))
+                found = contenders.ask(name, "compare", name=name, directory=directory, baseline=baseline)
+                result.loss, result.differences = found["loss"], found["differences"]

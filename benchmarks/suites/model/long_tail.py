@@ -30,12 +30,12 @@ from train.rollouts.sampler import Samples, Sampling, sample
 TARGET = 1.5
 UNITS = ("tokens_per_second", "tokens_per_cpu_second")
 # The measured values of a row, with their formats.
-COLUMNS = {
-    "tokens/s": ("tokens_per_second", ",.0f"),
-    "tokens/CPU s": ("tokens_per_cpu_second", ",.0f"),
-    "decode steps": ("steps", ",.0f"),
-    "busy slots": ("occupancy", ".0%"),
-}
+COLUMNS = (
+    ("tokens_per_second", ("tokens/s", ",.0f")),
+    ("tokens_per_cpu_second", ("tokens/CPU s", ",.0f")),
+    ("steps", ("decode steps", ",.0f")),
+    ("occupancy", ("busy slots", ".0%")),
+)
 Programs = dict[str, Callable[[], list[Samples]]]
 
 
@@ -60,9 +60,8 @@ class Tail:
 
     def prompts(self) -> np.ndarray:
         """Draws `[rows / group, prompt_length]` int32 ids."""
-        return np.random.default_rng(1).integers(
-            0, self.vocab, (self.rows // self.group, self.prompt_length), dtype=np.int32
-        )
+        shape = (self.rows // self.group, self.prompt_length)
+        return np.random.default_rng(1).integers(0, self.vocab, shape, np.int32)
 
 
 def programs_of(tail: Tail) -> Programs:
@@ -75,18 +74,9 @@ def programs_of(tail: Tail) -> Programs:
 
     @jax.jit
     def draw(policy: kljax.Policy, prompts: jax.Array, **rows: np.ndarray) -> Samples:
-        return sample(
-            model,
-            policy,
-            prompts,
-            jnp.ones(prompts.shape, bool),
-            key=key,
-            max_new_tokens=tail.max_new_tokens,
-            sampling=Sampling(1.0),
-            eos_ids=(),
-            slots=tail.slots,
-            **rows,  # type: ignore[arg-type]
-        )
+        mask, sampling = jnp.ones(prompts.shape, bool), Sampling(1.0)
+        return sample(model, policy, prompts, mask, key=key, max_new_tokens=tail.max_new_tokens, sampling=sampling,
+                      eos_ids=(), slots=tail.slots, **rows)  # type: ignore[arg-type]  # fmt: skip
 
     def complete(rows: slice) -> Samples:
         first, last = ids[rows][0], ids[rows][-1] + 1
@@ -100,8 +90,8 @@ def programs_of(tail: Tail) -> Programs:
     }
 
 
-def measure(tail: Tail, rounds: int) -> dict[str, dict[str, float]]:
-    """Measures tokens per second in the fastest of `rounds` interleaved rounds, decode steps and occupancy.
+def measure(tail: Tail, rounds: int) -> dict[str, Any]:
+    """Measures tokens per second in the fastest of `rounds` interleaved rounds, decode steps, occupancy and gains.
 
     Raises:
       RuntimeError: if the two draw different tokens.
@@ -115,42 +105,34 @@ def measure(tail: Tail, rounds: int) -> dict[str, dict[str, float]]:
     drawn = int(tail.lengths().sum())
     found: dict[str, dict[str, float]] = {}
     for name, parts in done.items():
-        passes = sum(int(part.steps) + 1 for part in parts)
+        steps = sum(int(part.steps) for part in parts)
         found[name] = {
             "tokens_per_second": ratio(drawn, results[name].best("wall")) or 0.0,
             "tokens_per_cpu_second": ratio(drawn, results[name].best("cpu")) or 0.0,
-            "steps": sum(int(part.steps) for part in parts),
-            "occupancy": drawn / (passes * tail.slots),
+            "steps": steps,
+            "occupancy": drawn / ((steps + len(parts)) * tail.slots),
         }
-    return found
-
-
-def report(measured: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Adds the gain of continuous batching, in wall-clock and in CPU seconds."""
-    gains = {unit: measured["continuous"][unit] / measured["static"][unit] for unit in UNITS}
-    return {**measured, "gain": gains, "target": TARGET}
+    gains = {unit: found["continuous"][unit] / found["static"][unit] for unit in UNITS}
+    return {**found, "gain": gains, "target": TARGET}
 
 
 def markdown(results: Mapping[str, Any]) -> str:
     """Returns the comparison as Markdown."""
     titles = {"continuous": "continuous batching", "static": "static batches"}
-    rows = [[title, *(results[name][key] for key, _ in COLUMNS.values())] for name, title in titles.items()]
-    columns = [(title, form) for title, (_, form) in COLUMNS.items()]
+    rows = [[title, *(results[name][key] for key, _ in COLUMNS)] for name, title in titles.items()]
     wall, cpu = (results["gain"][unit] for unit in UNITS)
     verdict = Check("gain", results["target"], cpu, at_least=True).verdict
-    return join(
-        [
-            "### A long tail of lengths",
-            table([("kljax, 8 slots", ""), *columns], rows),
-            f"Continuous batching is faster by {cpu:.2f} in CPU seconds and by {wall:.2f} in wall-clock seconds; the "
-            f"target is {results['target']:g} in CPU seconds: {verdict}.",
-        ]
+    text = (
+        f"Continuous batching is faster by {cpu:.2f} in CPU seconds and by {wall:.2f} in wall-clock seconds; the "
+        f"target is {results['target']:g} in CPU seconds: {verdict}."
     )
+    columns = [("kljax, 8 slots", ""), *(column for _, column in COLUMNS)]
+    return join(["### A long tail of lengths", table(columns, rows), text])
 
 
 def section(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Compares continuous batching with batches that wait, after another measurement."""
-    found = report(measure(Tail(), options.rounds))
+    found = measure(Tail(), options.rounds)
     return {"long_tail": found}, markdown(found)
 
 
@@ -160,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=cli.positive, default=5)
     cli.add_outputs(parser)
     options = parser.parse_args(arguments)
-    found = report(measure(Tail(), options.rounds))
+    found = measure(Tail(), options.rounds)
     return cli.finish(options, markdown(found), found, [])
 
 

@@ -3,9 +3,10 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,8 +14,9 @@ import jax
 import numpy as np
 
 from benchmarks.harness import cli, environments
+from benchmarks.harness.measure import relative_distance
 from benchmarks.harness.process import ROOT, Remote, start
-from benchmarks.harness.race import MissingError, log, measurable, noted, race
+from benchmarks.harness.race import Contenders, MissingError, log, measurable, noted, race
 from benchmarks.harness.results import ALL, Check, Measured, Result, Target, check, ratio
 from benchmarks.harness.suite import Section, Suite, Table, run
 from benchmarks.suites.model.kljax import save_weights
@@ -43,6 +45,8 @@ RETURN_AT_ONCE: Mapping[str, str] = MappingProxyType(
 FOLDERS = {"tunix": "tunix", "transformers": "torch"}
 TUNIX = ("google-tunix==0.1.7",), ("jax==0.12.0.1", "flax==0.12.12")
 TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "numpy==2.4.6")
+
+Process = contextlib.AbstractContextManager[Remote]
 
 PARTS = {"rollout": "Rollout", "update": "Update", ALL: "Rollout and update"}
 TARGETS = {
@@ -86,41 +90,34 @@ class ModelSuite(Suite):
 
     def measure(self, size: Work, options: argparse.Namespace) -> tuple[Measured, dict[str, str]]:
         names = ["kljax", *([OTHER] if options.against else ()), *(n for n in options.contenders if n != "kljax")]
-        results = {name: Result(name) for name in names}
-        versions: dict[str, str] = {}
         with contextlib.ExitStack() as stack:
             directory = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
             save_weights(size, directory)
-            remotes: dict[str, Remote] = {}
-            for name, result in results.items():
-                with noted(result):
-                    remotes[name] = stack.enter_context(process(name, size, directory, options))
-                    found = remotes[name].ask(do="versions")
-                    versions |= {f"{key} (other)": value for key, value in found.items()} if name == OTHER else found
-                    log(f"{name}: compares log-probs")
-                    remotes[name].ask(do="score", path=str(directory / f"{name}.npy"))
-                    if name != "kljax":
-                        theirs, ours = (np.load(directory / f"{one}.npy") for one in (name, "kljax"))
-                        result.differences["log-probs"] = float(np.max(np.abs(theirs - ours)))
+            start = functools.partial(process, size, directory, options)
+            contenders = Contenders({name: name for name in names}, start)
+            versions = contenders.begin(stack)
+            if OTHER in versions:
+                versions[OTHER] = {f"{name} (other)": version for name, version in versions[OTHER].items()}
+            compare_log_probs(contenders, directory)
             if self.part == "step":
-                compare_updates(results, remotes, size, directory)
-            race(results, options.rounds, lambda name: remotes[name].ask(do="run", part=self.part))
-            self._measure_fresh(results, size, directory, options)
-        return Measured(size, results), versions
+                compare_updates(contenders, size, directory)
+            race(contenders.results, options.rounds, lambda name: contenders.ask(name, "run", part=self.part))
+            starts = 0 if not options.against else 1 if options.quick else STARTS
+            self.measure_fresh(contenders.results, start, starts)
+        return Measured(size, contenders.results), {
+            key: one for found in versions.values() for key, one in found.items()
+        }
 
-    def _measure_fresh(
-        self, results: Mapping[str, Result], work: Work, directory: pathlib.Path, options: argparse.Namespace
-    ) -> None:
+    def measure_fresh(self, results: Mapping[str, Result], start: Callable[..., Process], starts: int) -> None:
         """Measures in fresh processes: the first run, which compiles, against another checkout; then peak memory."""
-        starts = 0 if not options.against else 1 if options.quick else STARTS
         for name in (["kljax", OTHER, OTHER, "kljax"] * starts)[: 2 * starts]:
             log(f"{name}: times the first run")
-            with noted(results[name]), process(name, work, directory, options) as remote:
+            with noted(results[name]), start(name) as remote:
                 for key, (wall, cpu) in remote.ask(do="run", part=self.part).items():
                     results[name].first.setdefault(key, []).append((wall, cpu))
         for name, result in measurable(results):
-            with noted(result), process(name, work, directory, options, RETURN_AT_ONCE) as remote:
-                log(f"{name}: measures memory")
+            log(f"{name}: measures memory")
+            with noted(result), start(name, RETURN_AT_ONCE) as remote:
                 remote.ask(do="run", part=self.part)
                 result.peak_bytes = remote.ask(do="peak", part=self.part)
 
@@ -230,54 +227,61 @@ def make_envs(directory: pathlib.Path, python312: str | None = None) -> None:
 
 @contextlib.contextmanager
 def process(
-    name: str, work: Work, directory: pathlib.Path, options: argparse.Namespace, settings: Mapping[str, str] = {}
+    work: Work, directory: pathlib.Path, options: argparse.Namespace, name: str, settings: Mapping[str, str] = {}
 ) -> Iterator[Remote]:
     """Starts the process of a contender, which loads the weights of the directory.
 
     Raises:
       MissingError: if the environment of the contender was not made.
     """
-    python, root = None, ROOT
+    module, python, root = name, None, ROOT
     if name == OTHER:
-        root = options.against.absolute()
+        module, root = "kljax", options.against.absolute()
     elif name != "kljax":
         python = interpreter(options.envs or pathlib.Path(), name)
         missing = environments.missing(options.envs, [python], "envs")
         if missing is not None:
             raise MissingError(missing)
-    module = f"benchmarks.suites.model.{'kljax' if name == OTHER else name}"
-    log(f"{name}: starts")
-    with start(module, python=python, root=root, settings={"JAX_PLATFORMS": "cpu", **settings}) as remote:
+    settings = {"JAX_PLATFORMS": "cpu", **settings}
+    with start(f"benchmarks.suites.model.{module}", python=python, root=root, settings=settings) as remote:
         remote.ask(do="load", work=dataclasses.asdict(work), directory=str(directory), threads=options.threads)
         yield remote
 
 
-def compare_updates(
-    results: dict[str, Result], remotes: Mapping[str, Remote], work: Work, directory: pathlib.Path
-) -> None:
+def compare_log_probs(contenders: Contenders, directory: pathlib.Path) -> None:
+    """Compares the log-probs of the same sequences with those of kljax."""
+    log("compares log-probs")
+    for name, result in measurable(contenders.results):
+        with noted(result):
+            contenders.ask(name, "score", path=str(directory / f"{name}.npy"))
+            if name != "kljax":
+                theirs, ours = (np.load(directory / f"{one}.npy") for one in (name, "kljax"))
+                result.differences["log-probs"] = float(np.max(np.abs(theirs - ours)))
+
+
+def compare_updates(contenders: Contenders, work: Work, directory: pathlib.Path) -> None:
     """Compares the first update of other learners with that of kljax on the same batch, by its effect on log-probs."""
-    for name, result in measurable(results):
+    for name, result in measurable(contenders.results):
         if name == "kljax":
             continue
         path = directory / f"{name}.npz"
         with noted(result):
             log(f"{name}: compares one update")
             if name == OTHER:
-                _learn_fixed_batch(remotes[name], work, path)
+                learn_fixed_batch(contenders, work, path)
             else:
-                remotes[name].ask(do="learn", path=str(path))
-            remotes["kljax"].ask(do="learn", path=str(path))
+                contenders.ask(name, "learn", path=str(path))
+            contenders.ask("kljax", "learn", path=str(path))
             before = np.load(directory / "kljax.npy")
             with np.load(path) as file:
-                theirs, ours = file["score"] - before, file["ours"] - before
-            result.differences["update"] = float(np.linalg.norm(theirs - ours) / np.linalg.norm(ours))
+                result.differences["update"] = relative_distance(file["score"] - before, file["ours"] - before)
 
 
-def _learn_fixed_batch(remote: Remote, work: Work, path: pathlib.Path) -> None:
+def learn_fixed_batch(contenders: Contenders, work: Work, path: pathlib.Path) -> None:
     """Does the first update of another checkout on a batch that is the same in every checkout."""
     tokens, advantages = make_sequences(work), np.resize(np.array([1, -1], np.float32), work.rows)
     np.savez(path, tokens=tokens, advantages=advantages, score=np.zeros(()))
-    remote.ask(do="learn", path=str(path))
+    contenders.ask(OTHER, "learn", path=str(path))
     with np.load(path) as file:
-        learned = file["ours"]
-    np.savez(path, tokens=tokens, advantages=advantages, score=learned)
+        score = file["ours"]
+    np.savez(path, tokens=tokens, advantages=advantages, score=score)
