@@ -48,7 +48,7 @@ OVERRIDES = {
     "preset=trl/grpoo": ("preset", "trl/grpo"),
     "name=../x": ("name", "letters"),
     "guard.max_kl=1": ("guard.max_kl", "reference.monitor"),
-    "checkpoint.keep_every=7": ("checkpoint.keep_every", "multiple of checkpoint.every"),
+    "checkpoint={every: 2, keep_every: 7}": ("checkpoint.keep_every", "multiple of checkpoint.every"),
 }
 
 
