@@ -1,6 +1,7 @@
 """The layout of the weights for sampling: a mesh of the same devices, on which no decode step gathers a weight."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -82,18 +83,13 @@ class SamplingLayout:
     def program(self, part: str) -> Callable[[Tree], Tree]:
         """Makes the jitted program that lays out "params" or "adapter"; it compiles on first use.
 
-        Every leaf is rounded before it moves, and moves on its own: no leaf is whole on a device, unless the layout
-        wants it whole.
+        Weights are rounded before they move, and move layer by layer: temporaries have the size of one layer, and no
+        array is whole on a device unless the layout wants it whole.
         """
         if part not in self._programs:
-            target = self._parts[part]
-
-            def lay_out(tree: Tree) -> Tree:
-                rounded = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), tree, target)
-                return jax.lax.with_sharding_constraint(rounded, self._halfway(part))
-
-            shardings = jax.tree.map(lambda x: x.sharding, target)
-            self._programs[part] = jax.jit(traced_once(lay_out, f"lay_out_{part}"), out_shardings=shardings)
+            shardings = jax.tree.map(lambda x: x.sharding, self._parts[part])
+            lay_out = traced_once(functools.partial(_move, self._halfway(part), self._parts[part]), f"lay_out_{part}")
+            self._programs[part] = jax.jit(lay_out, out_shardings=shardings)
         return self._programs[part]
 
     def _lay_out(self, part: str, tree: Tree) -> Tree:
@@ -139,6 +135,22 @@ class SamplingLayout:
             return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
         return jax.tree_util.tree_map_with_path(narrow, params)
+
+
+def _move(halfway: Tree, target: Tree, tree: Tree) -> Tree:
+    """Rounds weights to the dtypes of `target` and moves them to its shardings, the stacked layers one by one."""
+
+    def move(leaf: jax.Array, between: NamedSharding, like: jax.ShapeDtypeStruct, stacked: bool = False) -> jax.Array:
+        for sharding in (between, like.sharding):
+            spec = PartitionSpec(*sharding.spec[1:]) if stacked else sharding.spec
+            leaf = jax.lax.with_sharding_constraint(leaf.astype(like.dtype), NamedSharding(sharding.mesh, spec))
+        return leaf
+
+    def move_layer(layer: Tree) -> Tree:
+        return jax.tree.map(functools.partial(move, stacked=True), layer, halfway["layers"], target["layers"])
+
+    rest = {name: jax.tree.map(move, tree[name], halfway[name], target[name]) for name in tree if name != "layers"}
+    return rest | {"layers": jax.lax.map(move_layer, tree["layers"])}
 
 
 def device_bytes(tree: Tree) -> int:
