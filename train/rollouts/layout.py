@@ -71,6 +71,11 @@ class SamplingLayout:
         return contextlib.nullcontext() if self.in_place else jax.set_mesh(self.mesh)
 
     @property
+    def target(self) -> Tree:
+        """Shapes, dtypes and shardings of the base weights that are laid out."""
+        return self._parts["params"]
+
+    @property
     def bytes(self) -> int:
         """Bytes on a device of the weights that are laid out."""
         return sum(device_bytes(tree) for tree in self._parts.values())

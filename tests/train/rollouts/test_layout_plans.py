@@ -1,0 +1,66 @@
+"""What the compilers of accelerators plan for sampling on a mesh of its own: no decode step gathers a weight.
+
+Each topology is compiled for in a process of an environment of its own, which `make test-aot` makes.
+"""
+
+import functools
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from benchmarks.harness import environments
+from benchmarks.harness.process import ROOT
+from benchmarks.suites.aot import compiler
+
+TOPOLOGIES = {"v5p:4x4x4": "tpu", "h200:8": "cuda"}
+
+
+def reason_to_skip(platform: str) -> str | None:
+    """No compiler, or none with the trainer beside it."""
+    trainer = any((compiler.DEFAULT / "lib").glob("python*/site-packages/flax"))
+    missing = compiler.missing(compiler.DEFAULT, platform, how="make test-aot")
+    return (
+        missing if missing or trainer else f"flax is not installed in {compiler.DEFAULT}; `make test-aot` installs it"
+    )
+
+
+CASES = [
+    pytest.param(name, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
+    for name, reason in ((name, reason_to_skip(platform)) for name, platform in TOPOLOGIES.items())
+]
+
+
+@functools.cache
+def plan(topology: str) -> dict[str, Any]:
+    python = environments.interpreter(compiler.DEFAULT)
+    command = [str(python), "-m", "tests.train.rollouts.plan_sampler", topology]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", CASES)
+def test_no_decode_step_moves_a_weight(topology):
+    found = plan(topology)
+    assert found["laid out"] == []
+    # The control: weights in place are gathered.
+    assert found["in place"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", CASES)
+def test_the_layout_is_chosen_by_the_memory_of_the_device(topology):
+    found = plan(topology)
+    expected = {"v5p:4x4x4": {"data": 16, "fsdp": 1, "tensor": 4}, "h200:8": {"data": 8, "fsdp": 1, "tensor": 1}}
+    assert found["mesh"] == expected[topology]
+    assert "no decode step gathers weights, and both layouts fit" in found["line"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", CASES)
+def test_weights_on_their_way_take_no_more_than_three_leaves(topology):
+    found = plan(topology)
+    assert found["layout"]["temporary"] <= 3 * found["largest"]
