@@ -60,12 +60,10 @@ def read_metadata(path: Path) -> CheckpointMetadata:
       FileNotFoundError: if there is no readable checkpoint at `path`.
       ValueError: if the sealed values are damaged, or disagree with the leaves.
     """
-    import orbax.checkpoint as ocp
-
     directory = pathlib.Path(path).absolute()
     if not directory.is_dir():
         raise FileNotFoundError(f"no checkpoint at {directory}")
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    with reader() as checkpointer:
         try:
             metadata = checkpointer.metadata(directory).item_metadata
         except Exception as error:
@@ -100,11 +98,22 @@ def restore(metadata: CheckpointMetadata, abstract: Tree, item: str | None = Non
       ValueError: if a leaf is missing or of another shape or dtype; if an array cannot be read or differs from its
         digest, naming it.
     """
+    restored = read(metadata, abstract, item)
+    check_restored(metadata, restored, item)
+    return restored
+
+
+def read(metadata: CheckpointMetadata, abstract: Tree, item: str | None = None) -> Tree:
+    """Reads a tree as `restore`, without its digests; of several processes that read, none waits for another.
+
+    Raises:
+      ValueError: if a leaf is missing or of another shape or dtype, or if an array cannot be read.
+    """
     import orbax.checkpoint as ocp
 
     check_fits(metadata, abstract, item)
     nested = _nest(abstract, item)
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    with reader() as checkpointer:
         arguments = ocp.args.PyTreeRestore(
             item=nested, restore_args=ocp.checkpoint_utils.construct_restore_args(nested), partial_restore=True
         )
@@ -114,16 +123,16 @@ def restore(metadata: CheckpointMetadata, abstract: Tree, item: str | None = Non
             raise
         except Exception as error:  # Orbax raises several types for damaged files, some of them bare `Exception`.
             raise ValueError(f"checkpoint {metadata.path} is damaged: {first_line(error)}") from error
-    check_restored(metadata, restored)
     for key in _keys(item):
         restored = restored[key]
     return restored
 
 
-def check_restored(metadata: CheckpointMetadata, restored: Tree) -> None:
+def check_restored(metadata: CheckpointMetadata, restored: Tree, item: str | None = None) -> None:
     """Raises ValueError naming the arrays that differ from their digests, if the checkpoint has digests."""
     if metadata.content is not None:
-        check_digests(f"checkpoint {metadata.path}", restored, metadata.content.get("arrays", {}))
+        nested, digests = _nest(restored, item), metadata.content.get("arrays", {})
+        check_digests(f"checkpoint {metadata.path}", nested, digests)
 
 
 def sharded_on_first_device(tree: Tree) -> Tree:
@@ -136,6 +145,16 @@ def first_line(error: Exception) -> str:
     """Returns the first line of an error, of which orbax writes many, or its type if it has no text."""
     lines = str(error).partition(". See full TensorStore details")[0].strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
+
+
+def reader() -> Any:
+    """Makes a checkpointer that reads trees; of several processes that read, none waits for another."""
+    import orbax.checkpoint as ocp
+
+    this = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=this, active_processes={this})
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _check_layout(directory: pathlib.Path, tree: Tree, content: dict[str, Any] | None) -> None:

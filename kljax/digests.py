@@ -33,8 +33,11 @@ def array_digest(array: Any) -> str:
     Returns:
       Text such as `float32[8, 4] 0123456789abcdef`.
     """
-    on_host = isinstance(array, np.ndarray | np.generic) or _is_readable(array)
-    sums = _host_sums(np.asarray(array)) if on_host else jax.device_get(_device_sums(array))
+    sums = _host_sums(np.asarray(array)) if _is_on_host(array) else jax.device_get(_device_sums(array))
+    return _digest_of(array, sums)
+
+
+def _digest_of(array: Any, sums: np.ndarray) -> str:
     hashed = hashlib.blake2b(np.ascontiguousarray(sums).data, digest_size=8)
     return f"{shape_and_dtype(array)} {hashed.hexdigest()}"
 
@@ -49,8 +52,17 @@ def tree_digests(tree: Tree) -> dict[str, str]:
       The `array_digest` of each array.
     """
     leaves = named_leaves(tree)
+    # The processes that hold an array compute its sums in one program, as they have to start programs in one order.
+    spread = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array) and _is_spread(leaf)}
+    computed = _compiled_sums(tuple(map(_everywhere, spread.values())))(list(spread.values())) if spread else []
+    sums = dict(zip(spread, jax.device_get(computed), strict=True))
+
+    def digest(item: tuple[str, Any]) -> str:
+        name, leaf = item
+        return _digest_of(leaf, sums[name]) if name in sums else array_digest(leaf)
+
     with ThreadPoolExecutor() as pool:
-        return dict(zip(leaves, pool.map(array_digest, leaves.values()), strict=True))
+        return dict(zip(leaves, pool.map(digest, leaves.items()), strict=True))
 
 
 def check_digests(label: str, tree: Tree, digests: Mapping[str, str]) -> None:
@@ -112,9 +124,16 @@ def open_sealed(label: str, sealed: Any) -> dict[str, Any]:
     return content
 
 
-def _is_readable(array: jax.Array) -> bool:
+def _is_on_host(array: Any) -> bool:
     """Whether the host reads the array where it is."""
+    if isinstance(array, np.ndarray | np.generic):
+        return True
     return array.is_fully_addressable and all(device.platform == "cpu" for device in array.devices())
+
+
+def _is_spread(array: jax.Array) -> bool:
+    """Whether other processes hold a part of the array."""
+    return not array.is_fully_addressable
 
 
 def _word_size(shape: tuple[int, ...], size: int) -> int:
@@ -129,15 +148,18 @@ def _host_sums(array: np.ndarray) -> np.ndarray:
 
 
 def _device_sums(array: jax.Array) -> jax.Array:
+    return _compiled_sums((_everywhere(array),))([array])[0]
+
+
+def _everywhere(array: jax.Array) -> jax.sharding.Sharding | None:
     sharding = array.sharding
-    everywhere = None
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        everywhere = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-    return _compiled_sums(everywhere)(array)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
 
 
 @functools.cache
-def _compiled_sums(everywhere: jax.sharding.Sharding | None) -> Any:
+def _compiled_sums(everywhere: tuple[jax.sharding.Sharding | None, ...]) -> Any:
     """Compiles the sums of `_host_sums` for arrays on devices; the sums are replicated."""
 
     def sums(array: jax.Array) -> jax.Array:
@@ -149,4 +171,4 @@ def _compiled_sums(everywhere: jax.sharding.Sharding | None) -> Any:
         words = jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{8 * size}"))
         return words.sum(axis=-1, dtype=words.dtype) if words.ndim > 1 else words
 
-    return jax.jit(sums, out_shardings=everywhere)
+    return jax.jit(lambda arrays: [sums(array) for array in arrays], out_shardings=list(everywhere))

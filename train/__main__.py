@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from train.config.explain import explain
 from train.config.help import algorithm_help, field_help
-from train.run.console import ShowVersion, add_process_flags, join_processes, load_config, run_command
+from train.config.load import load
+from train.run.console import ShowVersion, add_process_flags, join_processes, run_command, show_warnings
 from train.run.interrupt import exit_with
 from train.run.supervise import RESTARTS, supervise
 
@@ -79,11 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command_line.error("argument --restarts: set --supervise too")
 
     def command() -> int:
-        loaded = load_config(options.config, options.overrides)
+        loaded = load(options.config, options.overrides)
         if options.explain:
+            show_warnings(loaded)
             print(explain(loaded))
             return 0
         join_processes(options)
+        show_warnings(loaded)
         # Imported late, so that an error in the config shows before JAX starts.
         from train.run.run import run
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config.errors import UserError
-from train.run.console import ShowVersion, load_config, run_command
+from train.config.load import LoadedConfig, load
+from train.run.console import ShowVersion, add_process_flags, join_processes, run_command, show_warnings
 from train.run.interrupt import exit_with
 
 if TYPE_CHECKING:
@@ -35,17 +36,29 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
     command.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers and some completions")
     command.add_argument("--version", action=ShowVersion)
+    add_process_flags(command)
     return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code is 0, 2 for an error that the user can fix, 130 for Ctrl-C."""
     options = parser().parse_intermixed_args(arguments)
-    return run_command(lambda: show(options.what, options.overrides, step=options.step, file=options.json))
+
+    def command() -> None:
+        # A config is loaded before, so that an error in it shows before JAX starts.
+        loaded = None if options.what.is_dir() else load(options.what, options.overrides)
+        join_processes(options)
+        if loaded is not None:
+            show_warnings(loaded)
+        show(options.what, options.overrides, loaded, step=options.step, file=options.json)
+
+    return run_command(command)
 
 
-def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path | None) -> None:
-    """Evaluates, prints the table, and writes `file` if one is named.
+def show(
+    what: Path, overrides: Sequence[str], loaded: LoadedConfig | None, *, step: int | None, file: Path | None
+) -> None:
+    """Evaluates the run at `what`, or the loaded config; prints the table, and writes `file` if one is named.
 
     Raises:
       UserError: something cannot be read or does not fit.
@@ -53,17 +66,22 @@ def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path |
     # Imported late, so that an error on the command line shows before JAX starts.
     import jax
 
+    from train.distributed import agree, is_leader, run_together
+    from train.run.directory import flat_fields
     from train.run.report import default_console, print_evaluation, write_summary
     from train.run.saved import SavedRun, fitting
     from train.run.setup import make_context
 
     if file is not None and not file.absolute().parent.is_dir():
         raise UserError(f"--json: there is no directory {file.parent}")
-    saved = SavedRun.at(what, overrides) if what.is_dir() else None
-    if saved is None and step is not None:
+    if loaded is not None and step is not None:
         raise UserError(f"--step: got {step}, but {what} is no directory of a run")
-    config = fitting(saved.config if saved else load_config(what, overrides).config)
-    context = make_context(config)
+    saved = None if loaded is not None else SavedRun.at(what, overrides)
+    start = saved or loaded
+    assert start is not None
+    config = fitting(start.config)
+    agree("command", {**flat_fields(config), "--step": step})
+    context = run_together("start", lambda: make_context(config))
     with jax.set_mesh(context.mesh):
         if saved is None:
             policy, name = _initial_policy(context), str(what)
@@ -71,6 +89,8 @@ def show(what: Path, overrides: Sequence[str], *, step: int | None, file: Path |
             step = saved.step(step)
             policy, name = saved.policy(context.model, context.mesh, step), f"{what} after step {step}"
         found = measure(context, policy)
+    if not is_leader():
+        return
     print_evaluation(default_console(), f"{name}: {len(context.held_out)} prompts", found, config.temperature)
     if file is not None:
         about = {"of": str(what), "step": step, "prompts": len(context.held_out), "temperature": config.temperature}

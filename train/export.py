@@ -3,14 +3,15 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from train.config.errors import UserError, warn
-from train.run.console import ShowVersion, run_command
+from train.run.console import ShowVersion, add_process_flags, join_processes, run_command
 from train.run.interrupt import exit_with
 
 if TYPE_CHECKING:
     import kljax
+    from train.data.tokenizers import Tokenizer
     from train.models import Decoder
 
 FORMATS = ("hf", "peft", "orbax")
@@ -51,14 +52,17 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--base", metavar="NAME", help="peft: the name of the base model, else model.path of the run")
     command.add_argument("--version", action=ShowVersion)
+    add_process_flags(command)
     return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; the exit code is 0, 2 for an error that the user can fix, 130 for Ctrl-C."""
     options = parser().parse_args(arguments)
-    return run_command(
-        lambda: export(
+
+    def command() -> None:
+        join_processes(options)
+        export(
             options.run,
             options.to,
             step=options.step,
@@ -67,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dtype=options.dtype,
             base_name=options.base,
         )
-    )
+
+    return run_command(command)
 
 
 def export(
@@ -89,6 +94,7 @@ def export(
     import jax
 
     from train.data.tokenizers import load_tokenizer
+    from train.distributed import agree, is_leader, on_leader, run_together
     from train.run.saved import SavedRun, fitting
     from train.run.setup import config_mesh
     from train.weights.files import check_free
@@ -98,30 +104,19 @@ def export(
     config = fitting(saved.config)
     form = _format(form, lora=config.lora is not None, merge=merge, dtype=dtype)
     step = saved.step(step)
+    agree("command", {"--to": str(target), "--format": form, "--merge": merge, "--dtype": dtype, "--step": step})
     try:
-        check_free(target)
+        on_leader("--to", lambda: check_free(target))
     except FileExistsError as error:
         raise UserError(f"--to: {error}") from error
     tokenizer, mesh = load_tokenizer(config), config_mesh(config)
     model = make_model(config, tokenizer)
-    source = config.model.path
     with jax.set_mesh(mesh):
         policy = saved.policy(model, mesh, step)
-        try:
-            if form == "peft":
-                from train.weights.peft import save_adapter
-
-                save_adapter(target, model, policy.adapter, base_name=base_name or source, source=source)
-            elif form == "hf":
-                from train.weights.huggingface import save_folder
-
-                _warn_of_rounding(save_folder(target, model, policy, source=source, tokenizer=tokenizer, dtype=dtype))
-            else:
-                _save_orbax(target, model, policy, merge=merge)
-        except OSError as error:
-            raise UserError(f"--to: cannot write {target}: {error.strerror or error}") from error
-        except ValueError as error:  # a shape that no family of Hugging Face has
-            raise UserError(f"--format: got {form}, but {error}") from error
+        options = _Options(form, merge, dtype, base_name or config.model.path, config.model.path)
+        run_together("--to", lambda: _write(target, model, policy, tokenizer, options))
+    if not is_leader():
+        return
     what = "weights" if merge or policy.adapter is None else "adapter"
     print(f"{target}: the {what} of {root} after step {step}, {form}")
     if merge and config.model.quantization is not None:
@@ -129,6 +124,37 @@ def export(
         print(
             f"The base was held in {held}: these are the weights that it stands for, which the adapter was trained on."
         )
+
+
+class _Options(NamedTuple):
+    """How a policy is written; `source` is the Hugging Face folder that it came from, if any."""
+
+    form: str
+    merge: bool
+    dtype: str | None
+    base_name: str | None
+    source: str | None
+
+
+def _write(target: Path, model: "Decoder", policy: "kljax.Policy", tokenizer: "Tokenizer", options: _Options) -> None:
+    """Writes a policy in the chosen format; raises `UserError` if that is not possible."""
+    try:
+        if options.form == "peft":
+            from train.weights.peft import save_adapter
+
+            save_adapter(target, model, policy.adapter, base_name=options.base_name, source=options.source)
+        elif options.form == "hf":
+            from train.weights.huggingface import save_folder
+
+            _warn_of_rounding(
+                save_folder(target, model, policy, source=options.source, tokenizer=tokenizer, dtype=options.dtype)
+            )
+        else:
+            _save_orbax(target, model, policy, merge=options.merge)
+    except OSError as error:
+        raise UserError(f"--to: cannot write {target}: {error.strerror or error}") from error
+    except ValueError as error:  # a shape that no family of Hugging Face has
+        raise UserError(f"--format: got {options.form}, but {error}") from error
 
 
 def _save_orbax(target: Path, model: "Decoder", policy: "kljax.Policy", *, merge: bool) -> None:

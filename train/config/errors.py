@@ -3,10 +3,18 @@
 import sys
 from collections.abc import Sequence
 
+_SETTINGS = {"warnings": True}
+
 
 def warn(text: str) -> None:
     """Tells the user something that does not stop the command."""
-    print(f"warning: {text}", file=sys.stderr)
+    if _SETTINGS["warnings"]:
+        print(f"warning: {text}", file=sys.stderr)
+
+
+def leave_warnings_to_another_process() -> None:
+    """Hides the warnings of this process from now on: another one with the same command shows them."""
+    _SETTINGS["warnings"] = False
 
 
 class UserError(Exception):

@@ -5,7 +5,7 @@ real tokens. They come from the lengths, never from the pad id. All arrays are n
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -151,18 +151,14 @@ def _check_solved(examples: Sequence[Example]) -> None:
 
 
 def _epochs(
-    examples: Sequence[Example], *, batch_size: int, seed: int, shard_index: int, shard_count: int
-) -> Callable[[int], list[Example]]:
-    if not 0 <= shard_index < shard_count:
-        raise ValueError(f"shard_index: got {shard_index}, expected 0 to {shard_count - 1}")
-    if batch_size < 1 or batch_size % shard_count:
-        raise ValueError(f"batch_size: got {batch_size}, expected a positive multiple of shard_count = {shard_count}")
+    examples: Sequence[Example], *, batch_size: int, seed: int
+) -> Callable[[int, Iterable[int] | None], list[Example]]:
+    if batch_size < 1:
+        raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
     dataset = grain.MapDataset.source(list(examples)).seed(seed).shuffle().repeat()
-    rows = batch_size // shard_count
 
-    def batch(step: int) -> list[Example]:
-        start = step * batch_size + shard_index * rows
-        return [dataset[index] for index in range(start, start + rows)]
+    def batch(step: int, rows: Iterable[int] | None) -> list[Example]:
+        return [dataset[step * batch_size + row] for row in (range(batch_size) if rows is None else map(int, rows))]
 
     return batch
 
@@ -171,8 +167,8 @@ class Prompts:
     """Endless shuffled epochs of the examples whose prompt fits, indexed by step.
 
     Batch `step` holds indices `step * batch_size + 0, 1, ...` of the epochs, each a different permutation. No state is
-    carried between steps, so a resumed run gets the same batches. A shard is a contiguous slice of each batch:
-    concatenating the shards in order gives the batch for any number of shards.
+    carried between steps, so a resumed run gets the same batches. The order of the epochs does not depend on the number
+    of processes, each of which takes some rows of a batch.
 
     Attributes:
       examples: the examples that fit.
@@ -187,18 +183,14 @@ class Prompts:
         length: int,
         batch_size: int,
         seed: int,
-        shard_index: int = 0,
-        shard_count: int = 1,
     ) -> None:
         self.examples = keep_prompts(examples, tokenizer, length)
         self.dropped = len(examples) - len(self.examples)
-        self._batch = _epochs(
-            self.examples, batch_size=batch_size, seed=seed, shard_index=shard_index, shard_count=shard_count
-        )
+        self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed)
 
-    def batch(self, step: int) -> list[Example]:
-        """Returns the `batch_size / shard_count` examples of this shard at `step`."""
-        return self._batch(step)
+    def batch(self, step: int, rows: Iterable[int] | None = None) -> list[Example]:
+        """Returns the examples of the batch of `step`: those of `rows`, numbers below `batch_size`, or all."""
+        return self._batch(step, rows)
 
 
 class Supervised:
@@ -213,20 +205,16 @@ class Supervised:
         completion_length: int,
         batch_size: int,
         seed: int,
-        shard_index: int = 0,
-        shard_count: int = 1,
     ) -> None:
         fitting = keep_prompts(examples, tokenizer, prompt_length)
         self.examples = keep_solutions(fitting, tokenizer, completion_length)
         self.dropped = len(examples) - len(self.examples)
         self._tokenizer, self._lengths = tokenizer, (prompt_length, completion_length)
-        self._batch = _epochs(
-            self.examples, batch_size=batch_size, seed=seed, shard_index=shard_index, shard_count=shard_count
-        )
+        self._batch = _epochs(self.examples, batch_size=batch_size, seed=seed)
 
-    def batch(self, step: int) -> SupervisedBatch:
-        """Returns the arrays of `step`: the `batch_size / shard_count` rows of this shard."""
+    def batch(self, step: int, rows: Iterable[int] | None = None) -> SupervisedBatch:
+        """Returns the arrays of `step`: those of `rows`, numbers below `batch_size`, or all."""
         prompt_length, completion_length = self._lengths
         return encode_solutions(
-            self._batch(step), self._tokenizer, prompt_length=prompt_length, completion_length=completion_length
+            self._batch(step, rows), self._tokenizer, prompt_length=prompt_length, completion_length=completion_length
         )

@@ -21,6 +21,8 @@ SLOW_SECONDS = 60.0
 POLL_MILLISECONDS = 500
 """A wait ends this often, so that signals are heard."""
 FAILED = "kljax/failed"
+READING = {error.__name__: error for error in (FileNotFoundError, ValueError)}
+"""Errors of reading, which callers turn into one that names a field."""
 _rounds = itertools.count()
 
 
@@ -29,18 +31,25 @@ class ProcessError(UserError):
 
 
 def agree(label: str, value: Any) -> None:
-    """Checks that a JSON value is the same in every process.
+    """Checks that a JSON value is the same in every process; an object is compared field by field.
 
     Raises:
-      UserError: in every process, naming two processes that differ and their values.
+      UserError: in every process, naming two processes that differ, their values, and the field of an object.
     """
     values = exchange_json(label, value)
-    for number, other in enumerate(values):
-        if other != values[0]:
-            raise UserError(
-                f"{label}: process 0 has {short(values[0])}, process {number} has {short(other)}; start all "
-                "processes with the same command, config, files and release of the package"
+    for number, differing in enumerate(values):
+        if differing == values[0]:
+            continue
+        first, other = values[0], differing
+        if isinstance(first, dict) and isinstance(other, dict):
+            label = next(name for name in sorted(first.keys() | other.keys()) if first.get(name) != other.get(name))
+            first, other = first.get(label), other.get(label)
+        raise _mark(
+            UserError(
+                f"{label}: process 0 has {short(first)}, process {number} has {short(other)}; start all processes with "
+                "the same command, config, files and release of the package"
             )
+        )
 
 
 def any_of(label: str, flag: bool) -> bool:
@@ -60,9 +69,17 @@ def raise_together(label: str, error: Exception | None) -> None:
     if first is None:
         return
     if error is not None and not isinstance(error, UserError):
-        raise error
+        raise _mark(error)
     kind, text = reports[first]["kind"], reports[first]["text"]
-    raise _user_error(kind, f"process {first} of {processes()}: {text}") from error
+    raise _mark(_user_error(kind, f"process {first} of {processes()}: {text}")) from error
+
+
+def was_raised_together(error: BaseException) -> bool:
+    """Whether every process raised an error at this place, so that none waits for another."""
+    cause: BaseException | None = error
+    while cause is not None and not hasattr(cause, "raised_together"):
+        cause = cause.__cause__
+    return cause is not None
 
 
 def run_together(label: str, function: Callable[[], T]) -> T:
@@ -71,6 +88,8 @@ def run_together(label: str, function: Callable[[], T]) -> T:
     try:
         result = function()
     except Exception as caught:
+        if was_raised_together(caught):
+            raise
         error = caught
     raise_together(label, error)
     return result  # type: ignore[return-value]
@@ -101,6 +120,15 @@ def exchange(label: str, value: bytes) -> list[bytes]:
       RuntimeError: the processes are not at the same place of the program.
       ProcessError: a process has failed.
     """
+    return _round(label, value, to_all=True)
+
+
+def send_to_leader(label: str, value: bytes) -> list[bytes]:
+    """Sends bytes to the leader; returns those of all processes there, by process number, and elsewhere none."""
+    return _round(label, value, to_all=False)
+
+
+def _round(label: str, value: bytes, *, to_all: bool) -> list[bytes]:
     if processes() == 1:
         return [value]
     service, number = coordination(), next(_rounds)
@@ -112,7 +140,7 @@ def exchange(label: str, value: bytes) -> list[bytes]:
         received = [split(_wait(f"{prefix}/{peer}", peer, label)) for peer in range(1, processes())]
         labels = json.dumps([label, *(part[0].decode() for part in received)]).encode()
         values = [value, *(part[1] for part in received)]
-        service.key_value_set_bytes(f"{prefix}/all", join([labels, *values]))
+        service.key_value_set_bytes(f"{prefix}/all", join([labels, *(values if to_all else ())]))
         # Every process has read the values of the round before, since it has sent those of this one.
         service.key_value_delete(f"kljax/{number - 1}/")
     if len(set(found := json.loads(labels))) > 1:
@@ -124,6 +152,11 @@ def report_failure(text: str) -> None:
     """Tells the other processes that this one ends with an error, so that none waits for it."""
     if coordination() is not None:
         coordination().key_value_set(f"{FAILED}/{process()}", text)
+
+
+def _mark(error: Exception) -> Exception:
+    error.raised_together = True  # type: ignore[attr-defined]
+    return error
 
 
 def _wait(key: str, peer: int, label: str) -> bytes:
@@ -142,8 +175,10 @@ def _wait(key: str, peer: int, label: str) -> bytes:
             warn(f"process {peer} is slow: waited {time.monotonic() - began:.0f} s for it ({label})")
 
 
-def _user_error(kind: str, text: str) -> UserError:
-    """Makes an error of the kind that another process raised; of `ProcessError` if it is none of the user."""
+def _user_error(kind: str, text: str) -> Exception:
+    """Makes an error of the kind that another process raised; `ProcessError` stands for those without a class here."""
+    if kind in READING:
+        return READING[kind](text)
     waiting: list[type[UserError]] = [UserError]
     for known in waiting:
         waiting += known.__subclasses__()

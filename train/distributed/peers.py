@@ -55,6 +55,8 @@ def start(peers: Peers | None) -> None:
         return
     # Signals are the trainer's: JAX's own handler of SIGTERM would replace it.
     jax.config.update("jax_enable_preemption_service", False)
+    # Programs that CPU devices run at the same time could wait for one another in two orders.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     address, number, count = (
         (None, None, None) if peers is None else (peers.coordinator, peers.process, peers.processes)
     )

@@ -7,13 +7,23 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from train.config.errors import UserError
 from train.distributed.exchange import exchange, join, split
 from train.distributed.peers import process, processes
 
 Tree = Any
+
+
+def device_count() -> int:
+    """Counts the devices of all processes."""
+    return jax.device_count()
+
+
+def processes_of(mesh: Mesh) -> set[int]:
+    """Returns the processes that have devices in a mesh."""
+    return {device.process_index for device in mesh.devices.flat}
 
 
 def row_owners(sharding: Sharding, rows: int) -> np.ndarray:

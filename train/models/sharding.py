@@ -186,23 +186,6 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def shard_rows(tree: Any, mesh: Mesh) -> Any:
-    """Put host arrays on the mesh, split over their leading axis.
-
-    Raises:
-      ValueError: names the field whose rows the mesh does not divide.
-    """
-    parts = mesh.shape["data"] * mesh.shape["fsdp"]
-
-    def put(path: Any, leaf: Any) -> jax.Array:
-        if leaf.shape[0] % parts:
-            name = jax.tree_util.keystr(path, simple=True, separator=".") or "array"
-            raise ValueError(f"{name}: {leaf.shape[0]} rows are not divisible by mesh.data x mesh.fsdp = {parts}")
-        return jax.device_put(leaf, batch_sharding(mesh))
-
-    return jax.tree_util.tree_map_with_path(put, tree)
-
-
 def mesh_is_set() -> bool:
     """Whether a mesh with the axes of the trainer is set (`jax.set_mesh`)."""
     mesh = jax.sharding.get_abstract_mesh()

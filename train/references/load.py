@@ -13,6 +13,7 @@ import kljax
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Config
+from train.distributed import on_leader
 from train.models import Decoder
 from train.references.find import PARTS, SavedReference, find_reference, warn_of_other_base
 from train.references.follow import follows_policy, frozen_part, start_following
@@ -85,7 +86,7 @@ def start_reference(
     """
     if not Plan.of(config).reference:
         return None, dataclasses.replace(state, reference=None), None
-    if state.reference is not None and is_recorded(record, config):
+    if state.reference is not None and on_leader("references", lambda: is_recorded(record, config)):
         reference: Reference | None = frozen_part(model, base, state.trainable)
     else:
         reference = load_reference(config, model, mesh, base=base, read_base=read_base, checkpoints=checkpoints)
@@ -94,7 +95,8 @@ def start_reference(
             reference, following = start_following(config, reference, state.trainable)
         state = dataclasses.replace(state, reference=following)
     fingerprint = reference_fingerprint(reference)
-    record_reference(record, config, fingerprint, int(state.step))
+    step = int(state.step)
+    on_leader("references", lambda: record_reference(record, config, fingerprint, step))
     return reference, state, fingerprint
 
 

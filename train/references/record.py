@@ -12,6 +12,7 @@ import numpy as np
 import kljax
 from train.config.errors import UserError, warn
 from train.config.schema import Config
+from train.distributed import to_host
 from train.references.follow import follows_policy
 from train.rl.reference import Reference
 from train.weights.files import read_record, write_record
@@ -35,7 +36,7 @@ class Entry:
 def reference_fingerprint(reference: Reference | None) -> np.ndarray | None:
     """Computes a checksum of every frozen weight of the reference, on the host; None without frozen weights."""
     leaves = [] if reference is None else jax.tree.leaves(reference.policy)
-    return np.asarray(jax.jit(kljax.fingerprint)(leaves)) if leaves else None
+    return to_host(jax.jit(kljax.fingerprint)(leaves)) if leaves else None
 
 
 def assert_unchanged(reference: Reference | None, before: np.ndarray | None) -> None:

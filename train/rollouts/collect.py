@@ -1,19 +1,22 @@
 """Collection of a rollout batch: completions from a source, scored, grouped and sharded."""
 
 import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from train.data.tasks.rewards import compose, judge
-from train.distributed import is_leader
-from train.models.sharding import shard_rows
+from train.data.tasks.rewards import Scores, compose, judge
+from train.distributed import gather_rows, held_rows, on_leader, run_together, send_to_leader, to_host_rows
+from train.models.rows import shard_rows
+from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rollouts.context import RunContext
 from train.rollouts.recorded import record_rows, write_rows
-from train.rollouts.source import Completions, Request, Source
+from train.rollouts.source import Array, Completions, Request, Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,30 +51,58 @@ def collect(context: RunContext, source: Source, step: int) -> Rollout:
         step=step,
         key=purpose_key(config.seed, "sample", step),
     )
-    rollout = make_rollout(context, source.sample(request))
-    if config.rollout.record is not None and is_leader():
-        rows = record_rows(rollout.completions, rollout.scores, config.rollout.samples_per_prompt)
-        write_rows(Path(config.rollout.record), step, rows)
+    completions = run_together("rollout", lambda: source.sample(request))
+    rollout = make_rollout(context, completions)
+    if config.rollout.record is not None:
+        _record(context, rollout, Path(config.rollout.record), step)
     return rollout
 
 
-def make_rollout(context: RunContext, completions: Completions) -> Rollout:
-    """Scores the completions unless the source did, combines the rewards, and shards the rows."""
-    config, section = context.config, context.config.rollout
-    named_rewards = (
-        judge(context.task, completions.examples, completions.texts, completions.finished)
-        if completions.rewards is None
-        else completions.rewards
+def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -> None:
+    """Writes the rows of all processes to the file of a step."""
+    completions = rollout.completions
+    names = ("tokens", "token_mask", "completion_mask", "log_probs", "kept_ids")
+    arrays = {name: _of_own_rows(getattr(completions, name), completions.rows, context) for name in names}
+    own = record_rows(
+        dataclasses.replace(completions, **arrays), rollout.scores, context.config.rollout.samples_per_prompt
     )
-    lengths = np.asarray(jax.device_get(completions.completion_mask)).sum(-1)
-    scores = compose(config.rewards, named_rewards, lengths, longest=config.data.max_completion_length)
-    prompts = len(completions.examples) // section.samples_per_prompt
+    numbered = list(zip(_numbers(completions), own, strict=True))
+    parts = [json.loads(part) for part in send_to_leader("recording", json.dumps(numbered).encode())]
+    rows = [row for _, row in sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])]
+    on_leader("recording", lambda: write_rows(directory, step, rows))
+
+
+def make_rollout(context: RunContext, completions: Completions) -> Rollout:
+    """Scores the completions unless the source did, combines the rewards, and shards the rows.
+
+    Each process judges its own rows, and all rewards are collected before a mean is taken, so that it has the bits of a
+    run in one process.
+    """
+    config, section = context.config, context.config.rollout
+    lengths = _of_own_rows(completions.completion_mask, completions.rows, context).sum(-1)
+
+    def judge_own_rows() -> tuple[Scores, Scores]:
+        if not len(completions.examples):
+            return {}, {}
+        if completions.rewards is None:
+            named = judge(context.task, completions.examples, completions.texts, completions.finished)
+        else:
+            named = dict(completions.rewards)
+        return named, compose(config.rewards, named, lengths, longest=config.data.max_completion_length)
+
+    named_rewards, own_scores = run_together("rewards", judge_own_rows)
+    count = len(completions.examples) if completions.rows is None else config.rows_per_batch()
+    scores = gather_rows("rewards", own_scores, _numbers(completions), count)
+    shapes = gather_rows(
+        "completions", {"length": lengths, "finished": completions.finished}, _numbers(completions), count
+    )
+    held = held_rows(batch_sharding(context.mesh), count)
     rows = {
         "tokens": completions.tokens,
         "token_mask": completions.token_mask,
         "completion_mask": completions.completion_mask,
-        "rewards": scores["reward"],
-        "group_ids": np.repeat(np.arange(prompts, dtype=np.int32), section.samples_per_prompt),
+        "rewards": scores["reward"][held],
+        "group_ids": (held // section.samples_per_prompt).astype(np.int32),
     }
     if section.record_log_probs and completions.log_probs is not None:
         rows["rollout_log_probs"] = completions.log_probs
@@ -79,8 +110,22 @@ def make_rollout(context: RunContext, completions: Completions) -> Rollout:
         rows["kept_ids"] = completions.kept_ids
     batch = Batch(**shard_rows(rows, context.mesh))
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in scores.items()}
-    metrics["completion_length"] = float(lengths.mean(dtype=np.float64))
-    metrics["finished"] = float(completions.finished.mean(dtype=np.float64))
-    return Rollout(
-        batch, metrics | dict(completions.metrics), dict(completions.timings), completions, dict(named_rewards)
-    )
+    metrics["completion_length"] = float(shapes["length"].mean(dtype=np.float64))
+    metrics["finished"] = float(shapes["finished"].mean(dtype=np.float64))
+    return Rollout(batch, metrics | dict(completions.metrics), dict(completions.timings), completions, named_rewards)
+
+
+def _numbers(completions: Completions) -> np.ndarray:
+    """Lists the numbers of the rows that this process judges."""
+    return np.arange(len(completions.examples)) if completions.rows is None else completions.rows
+
+
+def _of_own_rows(array: Array | None, rows: np.ndarray | None, context: RunContext) -> Any:
+    """Copies the rows that this process judges to the host, from an array of all rows, or of those that it holds."""
+    if array is None:
+        return None
+    host = to_host_rows(array) if isinstance(array, jax.Array) else array
+    if rows is None:
+        return host
+    held = held_rows(batch_sharding(context.mesh), context.config.rows_per_batch())
+    return host[np.searchsorted(held, rows)]

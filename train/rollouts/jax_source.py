@@ -13,7 +13,9 @@ import kljax
 from train.data.prompts import decode_completions, encode_prompts
 from train.data.tasks import Example
 from train.data.tokenizers import vocabulary_bytes
-from train.models.sharding import shard_rows
+from train.distributed import held_rows, own_rows, to_host, to_host_rows
+from train.models.rows import shard_rows
+from train.models.sharding import batch_sharding
 from train.rl.tracing import traced_once
 from train.rollouts.context import RunContext
 from train.rollouts.sampler import Samples, Sampling, StopTable, sample, samples_sharding, stop_table
@@ -25,11 +27,13 @@ MIN_BUCKET = 32
 
 
 class DecodedSamples(NamedTuple):
-    """Samples on the devices, with their texts and `finished` flags on the host."""
+    """Samples on the devices; and, of the rows that this process judges, their numbers, texts, ends and lengths."""
 
     samples: Samples
+    rows: np.ndarray
     texts: list[str]
     finished: np.ndarray
+    lengths: np.ndarray
 
 
 def prompt_buckets(max_prompt_length: int) -> list[int]:
@@ -130,10 +134,15 @@ def sample_completions(
     longest = mask.sum(axis=1).max()
     bucket = next(bucket for bucket in prompt_buckets(max_prompt_length) if bucket >= longest)
     # Prompts are padded on the left, so the last columns have all their tokens.
-    prompts, prompt_mask = shard_rows((tokens[:, -bucket:], mask[:, -bucket:]), context.layout.mesh)
+    held = held_rows(batch_sharding(context.layout.mesh), len(examples))
+    prompts, prompt_mask = shard_rows((tokens[held, -bucket:], mask[held, -bucket:]), context.layout.mesh)
     samples = sampler(policy, prompts, prompt_mask, key)
-    tokens, mask, finished = jax.device_get((samples.tokens, samples.completion_mask, samples.finished))
-    return DecodedSamples(samples, decode_completions(tokens, mask, context.tokenizer), finished)
+    sharding, count = batch_sharding(context.mesh), samples.tokens.shape[0]
+    rows, held = own_rows(sharding, count), held_rows(sharding, count)
+    arrays = to_host_rows((samples.tokens, samples.completion_mask, samples.finished))
+    tokens, mask, finished = (array[np.searchsorted(held, rows)] for array in arrays)
+    texts = decode_completions(tokens, mask, context.tokenizer)
+    return DecodedSamples(samples, rows, texts, finished, mask.sum(-1))
 
 
 class JaxSource:
@@ -161,21 +170,23 @@ class JaxSource:
             raise ValueError("policy: missing; call `update` before `sample`")
         prompts = [example for example in request.examples for _ in range(self._repeats)]
         start = time.perf_counter()
-        samples, texts, finished = sample_completions(self._context, self._sampler, self._policy, prompts, request.key)
-        token_count, occupancy = jax.device_get((samples.completion_mask.sum(), samples.occupancy))
+        decoded = sample_completions(self._context, self._sampler, self._policy, prompts, request.key)
+        samples, rows = decoded.samples, decoded.rows
+        token_count, occupancy = to_host((samples.completion_mask.sum(), samples.occupancy))
         metrics, log_probs = {"rollout_occupancy": float(occupancy)}, samples.log_probs
         if samples.log_kept_mass is not None:
             # The log-probs of the distribution that the tokens were drawn from.
             log_probs = log_probs - samples.log_kept_mass
             kept_mass = kljax.masked_mean(jnp.exp(samples.log_kept_mass), samples.completion_mask)
-            metrics["rollout_kept_mass"] = float(kept_mass)
+            metrics["rollout_kept_mass"] = float(to_host(kept_mass))
         return Completions(
-            examples=[example for example in request.examples for _ in range(request.samples)],
+            examples=[request.examples[row // request.samples] for row in rows],
+            rows=rows,
             tokens=samples.tokens,
             token_mask=samples.token_mask,
             completion_mask=samples.completion_mask,
-            finished=finished,
-            texts=texts,
+            finished=decoded.finished,
+            texts=decoded.texts,
             log_probs=log_probs,
             kept_ids=samples.kept_ids,
             metrics=metrics,

@@ -49,22 +49,24 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Completions:
-    """Rows of prompts, left-padded to P, with completions, right-padded to C; on the host or on the devices.
+    """Rows of prompts, left-padded to P, with completions, right-padded to C.
 
-    The completions of a prompt are in consecutive rows.
+    The completions of a prompt are in consecutive rows. With several processes, arrays on the devices are of all rows,
+    arrays on the host of those that the process holds, and everything else of those that it judges.
 
     Attributes:
       examples: [B] example of each row.
       tokens: [B, P + C] int32.
       token_mask: [B, P + C] bool, True on real tokens.
       completion_mask: [B, P + C] bool, True on sampled tokens, including EOS.
-      finished: [B] bool, on the host; True for rows that ended with EOS or a stop, not at the length limit.
+      finished: [B] bool; True for rows that ended with EOS or a stop, not at the length limit.
       texts: [B] text of each completion.
       log_probs: [B, P + C] float32 log-probs of the sampled tokens under the sampling policy, 0 elsewhere; or None.
         With `kept_ids`, renormalised over these tokens.
       kept_ids: [B, P + C, K] int32, the tokens that top-k, top-p and min-p kept for each sampled token; -1 pads the
         lists, and fills them elsewhere. None if they are not recorded.
       rewards: named rewards, each [B] float32; None means that the task scores the completions.
+      rows: the numbers of the rows that this process judges; None means all.
       metrics: measurements of the source that are equal in identical runs.
       timings: measurements that differ between identical runs.
     """
@@ -78,6 +80,7 @@ class Completions:
     log_probs: Array | None = None
     kept_ids: Array | None = None
     rewards: Mapping[str, np.ndarray] | None = None
+    rows: np.ndarray | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

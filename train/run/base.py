@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from train.config.errors import UserError, warn
 from train.config.plan import Plan
 from train.config.schema import Config
+from train.distributed import on_leader
 from train.models import Decoder
 from train.models.int8 import quantise_params
 from train.references import is_recorded, locate, run_directory_of
@@ -98,8 +99,12 @@ class ExpectedBase:
 
 def record_folder(root: Path, folder: str | Path) -> None:
     """Records in the run directory `root` that its base is a folder, with the digest of the folder."""
-    record = {"folder": str(Path(folder).absolute()), "digest": folder_digest(folder)}
-    write_record(RunDirectory(root).base_record, record)
+
+    def write() -> None:
+        record = {"folder": str(Path(folder).absolute()), "digest": folder_digest(folder)}
+        write_record(RunDirectory(root).base_record, record)
+
+    on_leader("base", write)
 
 
 def saved_base(root: Path) -> SavedBase | None:
@@ -129,7 +134,7 @@ def load_base(directory: RunDirectory, model: Decoder, mesh: Mesh) -> Tree:
     if base is None or base.digest is None:
         return restore_weights(directory.base, model, mesh, "base")
     try:
-        digest = folder_digest(base.path)
+        digest = on_leader("base", lambda: folder_digest(base.path))
         if digest != base.digest:
             raise UserError(
                 f"model.path: {base.path} is not what {root} began with: its digest is {digest}, that of the run "

@@ -6,10 +6,9 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-from train.config.errors import UserError, warn
-from train.config.load import LoadedConfig, load
+from train.config.errors import UserError, leave_warnings_to_another_process, warn
+from train.config.load import LoadedConfig
 from train.run.disk_problem import NEXT_STEP, disk_problem, handle_thread_errors
 from train.run.interrupt import INTERRUPTED, ending_at_once
 from train.run.streams import guarded_streams
@@ -43,12 +42,10 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def load_config(path: str | Path, overrides: Sequence[str]) -> LoadedConfig:
-    """Loads a config with overrides on top, and prints its warnings."""
-    loaded = load(path, overrides)
+def show_warnings(loaded: LoadedConfig) -> None:
+    """Prints the warnings of a config; several processes have joined by then, so that one of them does."""
     for warning in loaded.warnings:
         warn(warning)
-    return loaded
 
 
 def add_process_flags(command: argparse.ArgumentParser) -> None:
@@ -69,6 +66,9 @@ def join_processes(options: argparse.Namespace) -> None:
     from train import distributed
 
     distributed.start(distributed.peers_of(options.coordinator, options.process, options.processes))
+    if not distributed.is_leader():
+        leave_warnings_to_another_process()
+        logging.getLogger("train").setLevel(logging.ERROR)
 
 
 def run_command(command: Callable[[], int | None]) -> int:
@@ -88,21 +88,31 @@ def run_command(command: Callable[[], int | None]) -> int:
                 warn(hook.problem)
             return code
         except UserError as error:
+            _tell_other_processes(error)
             print(f"error: {error}", file=sys.stderr)
             return error.code
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             ending.over = True
+            _tell_other_processes(error)
             # Threads of orbax that the end cuts short have nothing to say.
             hook.ending = True
             print("interrupted", file=sys.stderr)
             return INTERRUPTED
         except Exception as error:
+            _tell_other_processes(error)
             problem = disk_problem(error) or memory_problem(error)
             if problem is None:
                 raise
             hook.ending = True
             print(f"error: {problem}; {NEXT_STEP}", file=sys.stderr)
             return 2
+
+
+def _tell_other_processes(error: BaseException) -> None:
+    """Tells the other processes of the run, if there are any, that this one ends, unless all end at this place."""
+    distributed = sys.modules.get("train.distributed")
+    if distributed is not None and not distributed.was_raised_together(error):
+        distributed.report_failure(str(error) or type(error).__name__)
 
 
 def memory_problem(error: Exception) -> str | None:

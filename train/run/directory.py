@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from train.config.errors import UserError
 from train.config.load import dump_yaml, load
 from train.config.schema import Config
+from train.distributed import on_leader, run_together
 from train.run.lock import claim, locked
 from train.run.paths import RunPaths
 from train.weights.files import check_sealed_text, write_sealed_text
@@ -15,7 +16,8 @@ from train.weights.files import check_sealed_text, write_sealed_text
 CONFIG_HINT = "restore it from a copy, or delete its first line if the change is wanted"
 
 # Fields that may differ when a run is resumed. None of them changes an update, except the reference and the
-# guard, which a user switches on purpose: to a later step of the run, for example. A server may have moved.
+# guard, which a user switches on purpose: to a later step of the run, for example. A server may have moved, and the
+# devices may be others, which changes how numbers round.
 SERVER = tuple(
     f"rollout.source.{name}"
     for name in (
@@ -36,6 +38,7 @@ MAY_CHANGE = (
     "checkpoint",
     "reference",
     "guard",
+    "mesh",
     "rollout.record",
     "rollout.mesh",
     "rollout.in_place",
@@ -74,11 +77,25 @@ def open_run(config: Config, *, resume: bool) -> Iterator[RunDirectory]:
     Raises:
       UserError: as `start_run` and `resume_run`, or another process writes the run.
     """
-    directory = existing_run(config) if resume else start_run(config)
-    with locked(directory.root):
+    if resume:
+        directory = existing_run(config)
+    else:
+        directory = RunDirectory(Path(on_leader("run directory", lambda: str(start_run(config).root))))
+    with ExitStack() as lock:
+        on_leader("run directory", lambda: lock.enter_context(locked(directory.root)))
         if resume:
-            resume_run(config)
+            on_leader("run directory", lambda: str(resume_run(config).root))
+        run_together("run directory", lambda: _check_shared(directory))
         yield directory
+
+
+def _check_shared(directory: RunDirectory) -> None:
+    """Raises `UserError` unless this process sees the files of the leader."""
+    if not directory.config.is_file():
+        raise UserError(
+            f"output: {directory.root.absolute()} is not there, although process 0 made it; let output name a "
+            "directory that all processes see"
+        )
 
 
 def start_run(config: Config) -> RunDirectory:
@@ -119,7 +136,7 @@ def resume_run(config: Config) -> RunDirectory:
     run = existing_run(config)
     run.check_config()
     run.check_base()
-    before, now = (_flat(c.model_dump(mode="json")) for c in (load(run.config).config, config))
+    before, now = flat_fields(load(run.config).config), flat_fields(config)
     differing = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     wrong = [key for key in differing if not any(f"{key}.".startswith(f"{free}.") for free in MAY_CHANGE)]
     if wrong:
@@ -127,6 +144,11 @@ def resume_run(config: Config) -> RunDirectory:
         raise UserError(f"--resume: the config differs from that of {run.root}: {listed}")
     write_sealed_text(run.config, dump_yaml(config))
     return run
+
+
+def flat_fields(config: Config) -> dict[str, object]:
+    """Lists the values of a config by dotted name."""
+    return _flat(config.model_dump(mode="json"))
 
 
 def _flat(value: object, prefix: str = "") -> dict[str, object]:

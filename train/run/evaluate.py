@@ -6,8 +6,10 @@ import jax
 import numpy as np
 
 import kljax
+from train.data.tasks import Example
 from train.data.tasks.rewards import compose, judge
-from train.rollouts import Sampler, sample_completions
+from train.distributed import exchange_json, gather_rows, run_together
+from train.rollouts import DecodedSamples, Sampler, sample_completions
 from train.rollouts.context import RunContext
 
 SHOWN = 16
@@ -39,16 +41,35 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
     for start in range(0, len(examples), size):
         chunk = list(examples[start : start + size])
         filled = (chunk * size)[:size] if len(chunk) < size else chunk
-        samples, completions, finished = sample_completions(
-            context, sampler, policy, filled, jax.random.fold_in(key, start)
-        )
-        named = judge(context.task, filled, completions, finished)
-        lengths = np.asarray(jax.device_get(samples.completion_mask)).sum(-1)
-        judged = compose(config.rewards, named, lengths, longest=config.data.max_completion_length)
+        decoded = sample_completions(context, sampler, policy, filled, jax.random.fold_in(key, start))
+        named = run_together("evaluation", lambda: _judge(context, filled, decoded))  # noqa: B023 (called at once)
+        judged = gather_rows("evaluation", named, decoded.rows, size)
         scores.append({name: values[: len(chunk)] for name, values in judged.items()})
-        for row, example in enumerate(chunk[: SHOWN - len(shown)]):
-            rewards = {name: float(values[row]) for name, values in judged.items()}
-            text = {"prompt": example.prompt, "completion": completions[row], "answer": example.answer}
-            shown.append({**text, "finished": bool(finished[row]), **rewards})
+        if len(shown) < SHOWN:
+            shown += _shown(chunk[: SHOWN - len(shown)], decoded, judged)
     means = {name: float(np.concatenate([s[name] for s in scores]).mean(dtype=np.float64)) for name in scores[0]}
     return Evaluation({**means, "accuracy": 100 * means["correct"]}, shown)
+
+
+def _judge(context: RunContext, examples: list[Example], decoded: DecodedSamples) -> dict[str, np.ndarray]:
+    """Computes the rewards of the rows that this process judges."""
+    config, rows = context.config, decoded.rows
+    if not len(rows):
+        return {}
+    scores = judge(context.task, [examples[row] for row in rows], decoded.texts, decoded.finished)
+    return compose(config.rewards, scores, decoded.lengths, longest=config.data.max_completion_length)
+
+
+def _shown(examples: list[Example], decoded: DecodedSamples, judged: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Lists the first examples with their completions and rewards."""
+    texts = {int(row): text for row, text in zip(decoded.rows, decoded.texts, strict=True) if row < len(examples)}
+    ended = {int(row): bool(flag) for row, flag in zip(decoded.rows, decoded.finished, strict=True)}
+    own = [[row, text, ended[row]] for row, text in texts.items()]
+    found = sorted(entry for part in exchange_json("samples", own) for entry in part)
+    return [
+        {
+            **{"prompt": examples[row].prompt, "completion": text, "answer": examples[row].answer, "finished": flag},
+            **{name: float(values[row]) for name, values in judged.items()},
+        }
+        for row, text, flag in found
+    ]

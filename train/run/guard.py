@@ -12,6 +12,7 @@ import numpy as np
 from kljax.trees import named_leaves
 from train.config.errors import GuardError, warn
 from train.config.schema import Config
+from train.distributed import on_leader, place_whole, to_host
 from train.rl.batch import Batch
 from train.rl.state import GuardState, TrainState, first_nonfinite
 from train.weights.orbax import Checkpoints
@@ -65,12 +66,17 @@ class Watch:
         step = int(state.step)
         self._first = self._name(batch, state)
         text = f"step {step}: an update was skipped, because {self._first} is not finite"
-        self._directory.mkdir(exist_ok=True)
-        file = self._directory / f"step-{step}.npz"
-        if len(list(self._directory.iterdir())) < MAX_BATCHES:
-            np.savez(file, **dict(_arrays(batch)))  # type: ignore[arg-type]
-            text = f"{text}; the batch is in {file}"
-        warn(text)
+        arrays = dict(_arrays(batch))
+
+        def write() -> str:
+            self._directory.mkdir(exist_ok=True)
+            file = self._directory / f"step-{step}.npz"
+            if len(list(self._directory.iterdir())) >= MAX_BATCHES:
+                return text
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+            return f"{text}; the batch is in {file}"
+
+        warn(on_leader("nonfinite batch", write))
 
     def _name(self, batch: Batch, state: TrainState) -> str:
         weights = nonfinite_array(state.trainable)
@@ -157,7 +163,7 @@ class Watch:
 def _with(guard: GuardState, **numbers: float) -> GuardState:
     """Replaces numbers of the guard by others of their dtype and sharding."""
     arrays = {name: getattr(guard, name) for name in numbers}
-    new = {name: jax.device_put(jnp.asarray(numbers[name], x.dtype), x.sharding) for name, x in arrays.items()}
+    new = {name: place_whole(jnp.asarray(numbers[name], x.dtype), x.sharding) for name, x in arrays.items()}
     return dataclasses.replace(guard, **new)
 
 
@@ -167,7 +173,7 @@ def _gradient_of(trainable: Tree, index: int) -> str:
 
 def _arrays(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays of a batch by name; NumPy has no bfloat16."""
-    for field in dataclasses.fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, jax.Array):
-            yield field.name, np.asarray(value.astype(jnp.float32) if value.dtype == jnp.bfloat16 else value)
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    arrays = {name: value for name, value in fields.items() if isinstance(value, jax.Array)}
+    for name, value in to_host(arrays).items():
+        yield name, np.asarray(value, np.float32 if value.dtype == jnp.bfloat16 else value.dtype)

@@ -11,6 +11,7 @@ import kljax
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.data.tasks.reward_function import RewardError
+from train.distributed import any_of, run_together
 from train.references import current_reference, make_follow, with_abstract_reference
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
@@ -24,7 +25,7 @@ from train.rollouts.context import RunContext
 from train.run.evaluate import evaluate
 from train.run.guard import Watch
 from train.run.interrupt import Interrupt
-from train.run.metrics import MetricsWriter
+from train.run.metrics import Metrics
 
 Tree = Any
 
@@ -73,7 +74,7 @@ def rl_step(
     """
     config, base, clock = context.config, frozen.base, time.perf_counter()
     plan = Plan.of(config)
-    source.update(*sampling_policy(state, base))
+    run_together("rollout", lambda: source.update(*sampling_policy(state, base)))
     rollout = collect(context, source, step)
     context.layout.release()
     sampled = time.perf_counter()
@@ -120,9 +121,7 @@ def _updated_part(state: TrainState) -> TrainState:
     return dataclasses.replace(state, past=None, reference=None)
 
 
-def write_evaluation(
-    context: RunContext, programs: Programs, policy: kljax.Policy, writer: MetricsWriter, step: int
-) -> None:
+def write_evaluation(context: RunContext, programs: Programs, policy: kljax.Policy, writer: Metrics, step: int) -> None:
     """Evaluates a policy on the held-out prompts; writes the metrics and some completions.
 
     `accuracy` is sampled at the training temperature, with the same keys every time; `accuracy_greedy` is greedy.
@@ -140,7 +139,7 @@ def train(
     frozen: FrozenWeights,
     state: TrainState,
     *,
-    writer: MetricsWriter,
+    writer: Metrics,
     watch: Watch,
     interrupt: Interrupt,
     advance: Callable[[str], None],
@@ -156,7 +155,8 @@ def train(
     """
     config = context.config
     done = int(state.step)
-    while done < config.steps and not interrupt.requested:
+    stop = any_of("interrupt", interrupt.requested)
+    while done < config.steps and not stop:
         try:
             state, values, seconds = rl_step(context, programs, source, frozen, state, step=done, inspect=watch.inspect)
         except (SourceError, RewardError) as error:
@@ -170,7 +170,8 @@ def train(
         last = done == config.steps
         if last or done % config.eval.every == 0:
             write_evaluation(context, programs, policy_of(state.trainable, frozen.base), writer, done)
-        if last or interrupt.requested or done % config.checkpoint.every == 0:
+        stop = any_of("interrupt", interrupt.requested)
+        if last or stop or done % config.checkpoint.every == 0:
             watch.save(state, done)
         advance(_note(values))
     jax.block_until_ready(state)

@@ -11,6 +11,7 @@ from tensorboardX import SummaryWriter
 
 from kljax.digests import text_hash
 from train.config.errors import UserError, warn
+from train.distributed import is_leader, run_together
 from train.weights.files import write_text_atomic
 
 FILE_NAME = "metrics.jsonl"
@@ -182,3 +183,35 @@ class MetricsWriter:
             except OSError:
                 board.file_writer.event_writer._closed = True
         self._file.close()
+
+
+class NoMetrics:
+    """Takes the metrics of a process that is not the leader, and drops them."""
+
+    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
+        """No-op."""
+
+    def mark(self) -> dict[str, Any]:
+        """Returns nothing: the mark of the leader is saved."""
+        return {}
+
+    def samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """No-op."""
+
+    def timing(self, step: int, values: Mapping[str, SupportsFloat], phase: str = "train") -> None:
+        """No-op."""
+
+    def close(self) -> None:
+        """No-op."""
+
+
+Metrics = MetricsWriter | NoMetrics
+
+
+def open_metrics(directory: Path, resume_step: int | None = None, mark: Mapping[str, Any] | None = None) -> Metrics:
+    """Opens the metrics of a run in the leader, as `MetricsWriter`; the other processes write none."""
+
+    def open_files() -> Metrics:
+        return MetricsWriter(directory, resume_step, mark) if is_leader() else NoMetrics()
+
+    return run_together("metrics", open_files)

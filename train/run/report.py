@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from train.distributed import is_leader
 from train.weights.files import write_text_atomic
 
 # `advance(note)` counts one step; `start(label, total, done)` opens a bar and returns its `advance`.
@@ -30,8 +31,12 @@ ROWS = (
 
 
 def default_console() -> Console:
-    """Opens standard output, with control codes only if it is a terminal, whatever FORCE_COLOR says."""
-    return Console() if sys.stdout.isatty() else Console(force_terminal=False, soft_wrap=True)
+    """Opens standard output, with control codes only if it is a terminal, whatever FORCE_COLOR says.
+
+    Of several processes, the leader alone prints.
+    """
+    quiet = not is_leader()
+    return Console(quiet=quiet) if sys.stdout.isatty() else Console(force_terminal=False, soft_wrap=True, quiet=quiet)
 
 
 def _print_line(console: Console, text: str) -> None:

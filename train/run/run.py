@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 
+import kljax
 from train.config.load import LoadedConfig
+from train.config.schema import Config
+from train.distributed import agree, is_leader, on_leader, run_together
 from train.references import (
     assert_unchanged,
     check_reference,
@@ -21,16 +24,16 @@ from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState, policy_of
 from train.rollouts import Source, open_source
 from train.rollouts.context import RunContext
-from train.run.base import check_same_base, load_base, saved_base
-from train.run.directory import RunDirectory, existing_run, open_run
+from train.run.base import ExpectedBase, check_same_base, load_base, saved_base
+from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
 from train.run.guard import Watch
 from train.run.interrupt import INTERRUPTED, Interrupt, listening
 from train.run.loop import Programs, train, write_evaluation
-from train.run.metrics import MetricsWriter, read_metrics
+from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output import check_output
 from train.run.plots import write_curves
 from train.run.report import Start, default_console, print_comparison, progress, write_summary
-from train.run.setup import check_examples, check_start, first_state, make_base, make_context
+from train.run.setup import check_examples, check_start, data_digest, first_state, make_base, make_context
 from train.run.supervise import tell_supervisor
 from train.weights.abandoned_reads import quiet_abandoned_reads
 from train.weights.orbax import Checkpoints, carried_with
@@ -44,14 +47,9 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
     config, began, console = loaded.config, time.perf_counter(), default_console()
     quiet_abandoned_reads()
-    check_output(config)
-    continued = existing_run(config) if resume else None
-    context = make_context(config)
-    check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
-    check_start(config, context.model)
-    check_reference(config, context.model, context.mesh, [] if continued is None else continued.steps())
-    expected = check_same_base(config, continued)
-    source = open_source(context, continued=resume)
+    agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})
+    context, source, expected = run_together("start", lambda: _prepare(config, resume=resume))
+    agree("data", {"task": data_digest(context)})
     with (
         open_run(config, resume=resume) as directory,
         jax.set_mesh(context.mesh),
@@ -79,6 +77,8 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
                 interrupt=interrupt,
             )
     done = int(state.step)
+    if not is_leader():
+        return 0 if done == config.steps else INTERRUPTED
     if done < config.steps:
         print(f"interrupted after step {done} of {config.steps}; saved, continue with --resume", file=sys.stderr)
         return INTERRUPTED
@@ -91,9 +91,21 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     return 0
 
 
+def _prepare(config: Config, *, resume: bool) -> tuple[RunContext, Source, ExpectedBase | None]:
+    """Checks all that can be checked before anything is written, and opens the source; no process waits for another."""
+    check_output(config)
+    continued = existing_run(config) if resume else None
+    context = make_context(config)
+    check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
+    check_start(config, context.model)
+    check_reference(config, context.model, context.mesh, [] if continued is None else continued.steps())
+    expected = check_same_base(config, continued)
+    return context, open_source(context, continued=resume), expected
+
+
 def _begin(
     context: RunContext, directory: RunDirectory, checkpoints: Checkpoints, bars: Start, *, continued: bool
-) -> tuple[Tree, TrainState, MetricsWriter]:
+) -> tuple[Tree, TrainState, Metrics]:
     """Returns base and state: of the last complete checkpoint, or new ones. The base is None without LoRA.
 
     The base is written when the warm start is complete; a run that was killed before starts again.
@@ -107,7 +119,7 @@ def _begin(
         writer = _continue_records(directory, checkpoints, None if restored is None else int(state.step))
     else:
         with ExitStack() as unless_done:
-            writer = unless_done.enter_context(closing(MetricsWriter(directory.root)))
+            writer = unless_done.enter_context(closing(open_metrics(directory.root)))
             base = make_base(context, directory, bars=bars, writer=writer)
             state = first_state(config, model, mesh, base, context.optimizer)
             unless_done.pop_all()
@@ -116,7 +128,7 @@ def _begin(
     return base if config.lora is not None else None, state, writer
 
 
-def _continue_records(directory: RunDirectory, checkpoints: Checkpoints, step: int | None) -> MetricsWriter:
+def _continue_records(directory: RunDirectory, checkpoints: Checkpoints, step: int | None) -> Metrics:
     """Continues the metrics and the record of references after a step, compared with its checkpoint or with the base.
 
     Raises:
@@ -126,8 +138,8 @@ def _continue_records(directory: RunDirectory, checkpoints: Checkpoints, step: i
         carried = checkpoints.carried(step)
     else:
         carried = carried_with(directory.base) if directory.base.is_dir() else {}
-    restore_record(directory.reference, carried.get("references", ()))
-    return MetricsWriter(directory.root, -1 if step is None else step, carried.get("metrics"))
+    on_leader("references", lambda: restore_record(directory.reference, carried.get("references", ())))
+    return open_metrics(directory.root, -1 if step is None else step, carried.get("metrics"))
 
 
 def _reinforce(
@@ -138,7 +150,7 @@ def _reinforce(
     *,
     directory: RunDirectory,
     checkpoints: Checkpoints,
-    writer: MetricsWriter,
+    writer: Metrics,
     bars: Start,
     interrupt: Interrupt,
 ) -> TrainState:

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from kljax.digests import text_hash
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Config
@@ -14,6 +15,7 @@ from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompt
 from train.data.tasks import load_task
 from train.data.tasks.rewards import compose, judge
 from train.data.tokenizers import load_tokenizer
+from train.distributed import device_count, processes, processes_of
 from train.models import Decoder
 from train.models.sharding import make_mesh, replicated
 from train.references import warn_of_other_base
@@ -26,7 +28,7 @@ from train.rollouts.lag import initial_past
 from train.run.base import load_initial_base, quantize_if_needed, record_folder
 from train.run.directory import RunDirectory
 from train.run.guard import check_finite
-from train.run.metrics import MetricsWriter
+from train.run.metrics import Metrics
 from train.run.report import Start
 from train.run.warm_start import warm_start
 from train.weights.huggingface import check_folder
@@ -60,12 +62,25 @@ def make_context(config: Config) -> RunContext:
     )
 
 
+def data_digest(context: RunContext) -> str:
+    """Computes a digest of the tokens of all prompts, with which processes notice that their files differ."""
+    rows = (np.asarray(example.prompt_ids, "<i4") for example in (*context.prompts.examples, *context.held_out))
+    return text_hash(b"".join(b"%d:%s" % (len(row), row.tobytes()) for row in rows)).hexdigest()
+
+
 def config_mesh(config: Config) -> Mesh:
-    """Makes the mesh of the config; raises `UserError` if this machine has too few devices."""
+    """Makes the mesh of the config; raises `UserError` if there are too few devices, or a process has none in it."""
     try:
-        return make_mesh(**config.mesh.model_dump())
+        mesh = make_mesh(**config.mesh.model_dump())
     except ValueError as error:
         raise UserError(str(error)) from error
+    idle = sorted(set(range(processes())) - processes_of(mesh))
+    if idle:
+        raise UserError(
+            f"mesh: got {mesh.size} of {device_count()} devices, and none of process {idle[0]}; let the mesh use all "
+            "devices, or start fewer processes"
+        )
+    return mesh
 
 
 def check_examples(context: RunContext, *, before_warm_start: bool) -> None:
@@ -96,7 +111,7 @@ def check_start(config: Config, model: Decoder) -> None:
             warn_of_other_base(config, config.lora.path, "lora.path")
 
 
-def make_base(context: RunContext, directory: RunDirectory, *, bars: Start, writer: MetricsWriter) -> Tree:
+def make_base(context: RunContext, directory: RunDirectory, *, bars: Start, writer: Metrics) -> Tree:
     """Makes the base of a new run: loads or draws the weights, runs the warm start, saves the result.
 
     A Hugging Face folder without a warm start is recorded, not copied. Weights are saved before they are quantized.
@@ -139,7 +154,7 @@ def first_state(
     return dataclasses.replace(state, past=initial_past(trainable, config.rollout.policy_lag))
 
 
-def _run_warm_start(context: RunContext, params: Tree, *, bars: Start, writer: MetricsWriter) -> Tree:
+def _run_warm_start(context: RunContext, params: Tree, *, bars: Start, writer: Metrics) -> Tree:
     """Trains the weights on the solutions of the task, and writes the loss of each step."""
     config, section = context.config, context.config.warm_start
     data = Supervised(

@@ -14,8 +14,10 @@ from train.config.errors import GuardError
 from train.config.plan import Layout
 from train.config.schema import Config
 from train.data.prompts import Supervised, SupervisedBatch
+from train.distributed import held_rows, place_whole
 from train.models import Decoder
-from train.models.sharding import replicated, shard_rows
+from train.models.rows import shard_rows
+from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.algorithms import chain_optimizer
 from train.rl.policy import token_stats
@@ -94,7 +96,7 @@ def warm_start(context: RunContext, params: Tree, data: Supervised, report: Repo
     if section.steps == 0:
         return params
     optimizer = make_optimizer(config)
-    opt_state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, replicated(mesh)), optimizer.init(params))
+    opt_state = jax.tree.map(lambda x: x if x.ndim else place_whole(x, replicated(mesh)), optimizer.init(params))
     # The step donates its weights, so the first ones are copied.
     params = jax.tree.map(jnp.copy, params)
     compiled = make_step(config, model, optimizer, (params, opt_state), mesh)
@@ -111,8 +113,9 @@ def warm_start(context: RunContext, params: Tree, data: Supervised, report: Repo
             text = f"{skipped} steps in a row were skipped; {first} is not finite"
             raise GuardError(f"guard.max_skipped: warm start, step {number}: {text}. Nothing was saved")
 
+    held = held_rows(batch_sharding(mesh), section.batch_size)
     for number in range(section.steps):
-        params, opt_state, loss = compiled(params, opt_state, shard_rows(data.batch(number), mesh))
+        params, opt_state, loss = compiled(params, opt_state, shard_rows(data.batch(number, held), mesh))
         pending.append(loss)
         if number > 0:
             read(number)

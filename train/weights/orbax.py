@@ -17,6 +17,7 @@ from kljax.digests import array_digest, seal, tree_digests
 from kljax.trees import first_five, named_leaves, shape_and_dtype
 from train.config.errors import UserError
 from train.config.schema import Checkpoint
+from train.distributed import on_leader, run_together
 from train.rl.state import TrainState
 from train.weights.saved_array import SavedArray
 
@@ -147,21 +148,22 @@ class Checkpoints:
         return None
 
     def _restore(self, step: int, like: TrainState) -> TrainState:
-        expected = _items(like)
-        saved = {ITEM: _orbax.read_metadata(self._directory / str(step) / ITEM)}
-        self._check_fits(step, saved[ITEM], expected[ITEM])
-        if REFERENCE in expected:
-            reference = self._fitting_reference(step, expected[REFERENCE])
-            if reference is None:
-                del expected[REFERENCE]
-            else:
-                saved[REFERENCE] = reference
-        args = {name: ocp.args.StandardRestore(abstract(item)) for name, item in expected.items()}
-        items = self._manager.restore(step, args=ocp.args.Composite(**args))
+        # All processes compare digests together, so each of them has to have its arrays by then.
+        saved, items = run_together("checkpoint", lambda: self._read(step, _items(like)))
         for name, metadata in saved.items():
             _warn_without_digests(metadata)
             _orbax.check_restored(metadata, items[name])
-        return TrainState(**items[ITEM], reference=items[REFERENCE] if REFERENCE in expected else None)
+        return TrainState(**items[ITEM], reference=items.get(REFERENCE))
+
+    def _read(
+        self, step: int, expected: dict[str, Tree]
+    ) -> tuple[dict[str, _orbax.CheckpointMetadata], dict[str, Tree]]:
+        """Reads the metadata and the arrays of a step: its state, and its reference if that fits."""
+        saved = {ITEM: _orbax.read_metadata(self._directory / str(step) / ITEM)}
+        self._check_fits(step, saved[ITEM], expected[ITEM])
+        if REFERENCE in expected and (reference := self._fitting_reference(step, expected[REFERENCE])) is not None:
+            saved[REFERENCE] = reference
+        return saved, {name: _orbax.read(metadata, abstract(expected[name])) for name, metadata in saved.items()}
 
     def _fitting_reference(self, step: int, like: Tree) -> _orbax.CheckpointMetadata | None:
         """Reads the metadata of the reference of a step; None if the step has none, or one of another layout."""
@@ -182,10 +184,15 @@ class Checkpoints:
 
     def _set_aside(self, step: int, error: Exception) -> None:
         self._manager.close()
-        damaged = self._directory.parent / "damaged"
-        damaged.mkdir(exist_ok=True)
-        target = damaged / f"{step}-{len(list(damaged.iterdir()))}"
-        shutil.move(self._directory / str(step), target)
+
+        def move() -> str:
+            damaged = self._directory.parent / "damaged"
+            damaged.mkdir(exist_ok=True)
+            target = damaged / f"{step}-{len(list(damaged.iterdir()))}"
+            shutil.move(self._directory / str(step), target)
+            return str(target)
+
+        target = on_leader("damaged checkpoint", move)
         logging.getLogger(__name__).warning(
             "checkpoint %s is damaged and was skipped (moved to %s): %s",
             self._directory / str(step),
@@ -205,10 +212,16 @@ class Checkpoints:
 
 def restore_base(path: Path, abstract_params: Tree, field: str, *, item: str | None = None) -> Tree:
     """Restores base weights from a `save_base` directory or a checkpoint; raises `UserError` naming `field`."""
-    try:
+
+    def read() -> tuple[_orbax.CheckpointMetadata, Tree]:
         metadata = _orbax.read_metadata(path)
+        return metadata, _orbax.read(metadata, abstract_params, item)
+
+    try:
+        metadata, restored = run_together(field, read)
         _warn_without_digests(metadata)
-        return _orbax.restore(metadata, abstract_params, item)
+        _orbax.check_restored(metadata, restored, item)
+        return restored
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"{field}: {error}") from error
 
@@ -244,7 +257,7 @@ def _read_leaf(directory: Path, name: str, abstract_leaf: jax.ShapeDtypeStruct) 
     restore_args: Any = ocp.RestoreArgs(restore_type=np.ndarray)
     for key in reversed(name.split(".")):
         item, restore_args = {key: item}, {key: restore_args}
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    with _orbax.reader() as checkpointer:
         arguments = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
         try:
             (leaf,) = jax.tree.leaves(checkpointer.restore(directory, args=arguments))

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from kljax.trees import first_five, named_leaves
+from train.distributed import is_leader, on_leader, to_host
 from train.models import Decoder, LoraConfig
 from train.models.config import PROJECTIONS
 from train.models.sharding import make_mesh
@@ -107,7 +108,7 @@ def load_adapter(path: str | Path, model: Decoder, mesh: Mesh, *, allow_nonfinit
       ValueError: as `check_adapter`, before any tensor is read; or a value is not finite.
     """
     check_adapter(path, model)
-    check_tensors(path)
+    on_leader("adapter", lambda: check_tensors(path))
     with _open_weights(path) as file:
         keys = {(tensor.layer, tensor.leaf): tensor.key for tensor in _list_tensors(path, file)}
 
@@ -133,6 +134,9 @@ def save_adapter(
 ) -> None:
     """Writes an adapter atomically as a PEFT folder, which PEFT, transformers and vLLM load.
 
+    In a run of several processes, all processes call this function and the leader writes: an error of writing is raised
+    there alone.
+
     Args:
       path: the new folder; it may exist if it is empty.
       model: the decoder, with the lora section of the adapter.
@@ -149,11 +153,13 @@ def save_adapter(
     if lora is None or got != expected:
         raise ValueError(f"adapter does not fit the model: got {got}, expected {expected}")
     prefix = f"base_model.model.{_prefix(source)}"
+    leaves = to_host(leaves)
+    if not is_leader():
+        return
     with new_directory(Path(path)) as partial:
         tensors = {}
         for name, leaf in leaves.items():
-            values = np.asarray(jax.device_get(leaf), np.float32)
-            for layer, matrix in enumerate(values):
+            for layer, matrix in enumerate(np.asarray(leaf, np.float32)):
                 key = f"{prefix}layers.{layer}.{name.removeprefix('layers.')}.weight"
                 tensors[key] = np.ascontiguousarray(matrix.T)
         # `save_file` makes the file private to its owner, but a server may run as another user.

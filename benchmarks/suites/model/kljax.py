@@ -18,7 +18,8 @@ from train.config.load import parse
 from train.config.plan import Layout
 from train.config.schema import Config
 from train.models import Decoder
-from train.models.sharding import make_mesh, shard_rows
+from train.models.rows import shard_rows
+from train.models.sharding import make_mesh
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.objective import coefficients

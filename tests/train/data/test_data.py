@@ -89,33 +89,22 @@ def test_a_batch_larger_than_the_data_goes_on_into_the_next_epoch():
     assert [sorted(drawn[start : start + 3]) for start in range(0, 21, 3)] == [[0, 1, 2]] * 7
 
 
-@pytest.mark.parametrize("shard_count", [1, 2, 4])
-def test_shards_in_order_are_the_batch(shard_count):
-    shards = [prompts(shard_index=index, shard_count=shard_count) for index in range(shard_count)]
+@pytest.mark.parametrize("rows", [[0], [1, 3], [3, 0, 2, 1]])
+def test_some_rows_are_those_of_the_batch(rows):
     for step in (0, 5):
-        assert [example for shard in shards for example in shard.batch(step)] == prompts().batch(step)
+        whole = prompts().batch(step)
+        assert prompts().batch(step, rows) == [whole[row] for row in rows]
 
 
-def test_supervised_shards_in_order_are_the_batch():
-    settings = {"prompt_length": 5, "completion_length": 3, "batch_size": 4, "seed": 0}
-    whole = Supervised(examples(9), TOKENIZER, **settings).batch(1)
-    shards = [Supervised(examples(9), TOKENIZER, **settings, shard_index=i, shard_count=2).batch(1) for i in range(2)]
-    for position, array in enumerate(whole):
-        np.testing.assert_array_equal(np.concatenate([shard[position] for shard in shards]), array)
+def test_some_supervised_rows_are_those_of_the_batch():
+    data = Supervised(examples(9), TOKENIZER, prompt_length=5, completion_length=3, batch_size=4, seed=0)
+    for some, whole in zip(data.batch(1, np.array([1, 3])), data.batch(1), strict=True):
+        np.testing.assert_array_equal(some, whole[[1, 3]])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"shard_index": 2, "shard_count": 2}, "shard_index: got 2, expected 0 to 1"),
-        ({"shard_index": -1, "shard_count": 2}, "shard_index: got -1"),
-        ({"shard_count": 3}, "batch_size: got 4, expected a positive multiple of shard_count = 3"),
-        ({"batch_size": 0}, "batch_size: got 0"),
-    ],
-)
-def test_impossible_shards_and_batches_are_named(settings, message):
-    with pytest.raises(ValueError, match=message):
-        prompts(**settings)
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="batch_size: got 0, expected at least 1"):
+        prompts(batch_size=0)
 
 
 def test_prompts_too_long_are_left_out_counted_and_logged(caplog):

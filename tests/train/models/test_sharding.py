@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from train.models import Decoder, DecoderConfig, LoraConfig
+from train.models.rows import shard_rows
 from train.models.sharding import (
     RULES,
     batch_sharding,
@@ -20,7 +21,6 @@ from train.models.sharding import (
     param_shardings,
     partition_spec,
     replicated,
-    shard_rows,
     split_slices,
 )
 from train.rl.policy import abstract_adapter, abstract_params, init_adapter, init_params

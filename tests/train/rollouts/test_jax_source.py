@@ -14,7 +14,7 @@ from train.data.prompts import encode_prompts
 from train.data.tasks import Example, Task, load_task
 from train.data.tasks.arithmetic import score
 from train.data.tokenizers import ByteTokenizer
-from train.models.sharding import shard_rows
+from train.models.rows import shard_rows
 from train.rl.policy import token_stats
 from train.rl.state import policy_of
 from train.rollouts import JaxSource, collect, make_sampler, sample_completions
@@ -106,7 +106,7 @@ def test_one_temperature_for_the_sampler_and_the_log_probs():
     context, policy = tiny.context_of(config), policy_of(state.trainable, None)
     sampler = make_sampler(context, name="test")
     examples = load_task(config).train[:8]
-    samples, texts, finished = sample_completions(context, sampler, policy, examples, jax.random.key(1))
+    samples, _, texts, finished, _ = sample_completions(context, sampler, policy, examples, jax.random.key(1))
     assert len(texts) == len(finished) == 8
     stats = jax.jit(token_stats, static_argnums=0)
 
@@ -116,9 +116,9 @@ def test_one_temperature_for_the_sampler_and_the_log_probs():
 
     np.testing.assert_allclose(samples.log_probs, log_probs(0.6), atol=2e-6)
     assert np.abs(samples.log_probs - log_probs(1.0)).max() > 1e-2
-    again, _, _ = sample_completions(context, sampler, policy, examples, jax.random.key(1))
+    again, *_ = sample_completions(context, sampler, policy, examples, jax.random.key(1))
     np.testing.assert_array_equal(samples.tokens, again.tokens)
-    other, _, _ = sample_completions(context, sampler, policy, examples, jax.random.key(2))
+    other, *_ = sample_completions(context, sampler, policy, examples, jax.random.key(2))
     assert (np.asarray(samples.tokens) != np.asarray(other.tokens)).any()
 
 
@@ -134,7 +134,7 @@ def test_short_prompts_go_through_a_narrower_program():
         return sampler(policy, prompts, prompt_mask, key)
 
     short, key = EXAMPLES * 2, jax.random.key(1)
-    narrow, texts, _ = sample_completions(context, watched, policy, short, key)
+    narrow, _, texts, *_ = sample_completions(context, watched, policy, short, key)
     whole = sampler(policy, *shard_rows(encode_prompts(short, TOKENIZER, 64), context.mesh), key)
     long = [Example("1" * 40, "1", "1"), *short[1:]]
     sample_completions(context, watched, policy, long, key)

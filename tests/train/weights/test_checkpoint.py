@@ -304,10 +304,8 @@ def test_a_restore_reads_the_metadata_once(tmp_path, monkeypatch):
     checkpoints, state = opened(tmp_path), dataclasses.replace(state_of(1), reference=params)
     checkpoints.save(state, 1)
     checkpoints.wait()
-    read = ocp.PyTreeCheckpointer.metadata
-    monkeypatch.setattr(
-        ocp.PyTreeCheckpointer, "metadata", lambda self, path: reads.append(path.name) or read(self, path)
-    )
+    read = ocp.Checkpointer.metadata
+    monkeypatch.setattr(ocp.Checkpointer, "metadata", lambda self, path: reads.append(path.name) or read(self, path))
     chex.assert_trees_all_equal(restore_base(tmp_path / "base", abstract(params), "base"), params)
     chex.assert_trees_all_equal(checkpoints.restore_last(state), state)
     checkpoints.close()

@@ -14,6 +14,8 @@ import kljax
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.rollout import FileSource as FileSourceConfig
+from train.distributed import held_rows, own_rows
+from train.models.sharding import batch_sharding
 from train.rollouts.context import RunContext
 from train.rollouts.padding import pad_rows
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
@@ -78,18 +80,24 @@ class FileSource:
         """Reads the groups of a step; ignores the prompts of the request."""
         count = len(request.examples)
         groups = (self.groups[self._order[index]] for index in range(request.step * count, (request.step + 1) * count))
-        return self._completions([self._read(position) for group in groups for position in group])
+        positions = [position for group in groups for position in group]
+        sharding = batch_sharding(self._context.mesh)
+        held = held_rows(sharding, len(positions))
+        return self._completions([self._read(positions[row]) for row in held], held, own_rows(sharding, len(positions)))
 
     def close(self) -> None:
         """No-op."""
 
-    def _completions(self, rows: list[RecordedCompletion]) -> Completions:
+    def _completions(self, rows: list[RecordedCompletion], held: np.ndarray, own: np.ndarray) -> Completions:
+        """Pads the rows that this process holds; it judges the rows `own`."""
         data = self._context.config.data
         recorded = [row.log_probs for row in rows if row.log_probs is not None]
         kept_ids = [row.kept_ids for row in rows if row.kept_ids is not None]
-        rewards = [row.rewards for row in rows if row.rewards is not None]
+        judged = [rows[index] for index in np.searchsorted(held, own)]
+        rewards = [row.rewards for row in judged if row.rewards is not None]
         return Completions(
-            examples=[row.example for row in rows],
+            examples=[row.example for row in judged],
+            rows=own,
             **pad_rows(
                 [row.prompt_ids for row in rows],
                 [row.completion_ids for row in rows],
@@ -99,8 +107,8 @@ class FileSource:
                 pad_id=self._context.tokenizer.pad_id,
                 kept_tokens=self._kept_tokens,
             ),
-            finished=np.array([row.finished for row in rows], bool),
-            texts=[row.text for row in rows],
+            finished=np.array([row.finished for row in judged], bool),
+            texts=[row.text for row in judged],
             rewards={name: np.array([row_rewards[name] for row_rewards in rewards], np.float32) for name in rewards[0]}
             if rewards
             else None,

@@ -36,11 +36,12 @@ def record_rows(completions: Completions, scores: Mapping[str, np.ndarray], samp
     masks = completions.token_mask, completions.completion_mask
     arrays = completions.tokens, *masks, completions.log_probs, completions.kept_ids
     tokens, token_mask, completion_mask, log_probs, kept_ids = jax.device_get(arrays)
+    numbers = range(len(tokens)) if completions.rows is None else completions.rows.tolist()
     rows = []
     for row, (example, text) in enumerate(zip(completions.examples, completions.texts, strict=True)):
         is_completion = completion_mask[row]
         record: dict[str, Any] = {
-            "group": row // samples,
+            "group": numbers[row] // samples,
             "prompt": example.prompt,
             "prompt_ids": tokens[row][token_mask[row] & ~is_completion].tolist(),
             "completion": text,

@@ -11,7 +11,9 @@ import numpy as np
 import kljax
 from train.config.errors import UserError
 from train.config.rollout import OpenAISource
-from train.data.prompts import encode_prompts
+from train.data.prompts import decode_completions, encode_prompts
+from train.distributed import any_of, gather_rows, held_rows, own_rows, process, row_owners, run_together
+from train.models.sharding import batch_sharding
 from train.rollouts.context import RunContext
 from train.rollouts.padding import pad_rows
 from train.rollouts.server.answers import Answer, read_answers, read_models
@@ -65,9 +67,13 @@ class ServerSource:
         start = time.perf_counter()
         prompts = self._prompts(request)
         seeds = jax.device_get(jax.random.randint(request.key, (len(prompts),), 0, 2**31 - 1)).tolist()
-        answers = self._complete([self._body(p, request.samples, seed) for p, seed in zip(prompts, seeds, strict=True)])
+        rows = len(prompts) * request.samples
+        owners = row_owners(batch_sharding(self._context.mesh), rows)
+        asked = np.flatnonzero(owners[:: request.samples] == process())
+        bodies = [self._body(prompts[index], request.samples, seeds[index]) for index in asked]
+        answers = run_together("rollout", lambda: self._complete(bodies) if bodies else [])
         seconds = time.perf_counter() - start
-        return self._completions(request, prompts, answers, seconds)
+        return self._completions(request, [prompts[index] for index in asked], asked, answers, seconds)
 
     def close(self) -> None:
         """Unloads the adapter, removes the written weights, and closes the connections."""
@@ -123,20 +129,36 @@ class ServerSource:
         )
 
     def _completions(
-        self, request: Request, prompts: list[list[int]], answers: list[Answer], seconds: float
+        self, request: Request, prompts: list[list[int]], asked: np.ndarray, answers: list[Answer], seconds: float
     ) -> Completions:
-        data, tokenizer = self._context.config.data, self._context.tokenizer
-        lengths = data.max_prompt_length, data.max_completion_length
-        rows = [prompt for prompt in prompts for _ in range(request.samples)]
-        recorded = [answer.log_probs for answer in answers if answer.log_probs is not None]
-        tokens = [answer.tokens for answer in answers]
-        padded = pad_rows(rows, tokens, recorded or None, lengths=lengths, pad_id=tokenizer.pad_id)
+        """Pads the answers to the prompts `asked`, and exchanges them if processes share rows."""
+        config, tokenizer, mesh = self._context.config, self._context.tokenizer, self._context.mesh
+        padded = pad_rows(
+            [prompt for prompt in prompts for _ in range(request.samples)],
+            [answer.tokens for answer in answers],
+            [answer.log_probs or () for answer in answers] if config.rollout.record_log_probs else None,
+            lengths=(config.data.max_prompt_length, config.data.max_completion_length),
+            pad_id=tokenizer.pad_id,
+        )
+        arrays = {name: array for name, array in padded.items() if isinstance(array, np.ndarray)}
+        arrays["finished"] = np.array([answer.finished for answer in answers], bool)
+        sharding, count = batch_sharding(mesh), len(request.examples) * request.samples
+        answered = (asked[:, None] * request.samples + np.arange(request.samples)).ravel()
+        held, own = held_rows(sharding, count), own_rows(sharding, count)
+        if any_of("rollout", not np.array_equal(answered, held)):
+            whole = gather_rows("rollout", arrays, answered, count)
+            arrays = {name: array[held] for name, array in whole.items()}
+        judged, tokens, mask = np.searchsorted(held, own), arrays["tokens"], arrays["completion_mask"]
         return Completions(
-            examples=[example for example in request.examples for _ in range(request.samples)],
-            **padded,
-            finished=np.array([answer.finished for answer in answers], bool),
-            texts=[tokenizer.decode(answer.tokens) for answer in answers],
-            timings={"rollout_tokens_per_second": sum(map(len, tokens)) / seconds},
+            examples=[request.examples[row // request.samples] for row in own],
+            rows=own,
+            tokens=tokens,
+            token_mask=arrays["token_mask"],
+            completion_mask=mask,
+            log_probs=arrays.get("log_probs"),
+            finished=arrays["finished"][judged],
+            texts=decode_completions(tokens[judged], mask[judged], tokenizer),
+            timings={"rollout_tokens_per_second": mask.sum() / seconds},
         )
 
     def _check(self) -> None:

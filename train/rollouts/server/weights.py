@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 import kljax
 from train.config.errors import UserError
+from train.distributed import is_leader, on_leader, run_together
 from train.rollouts.context import RunContext
 from train.rollouts.server.client import Client, acknowledged
 from train.rollouts.source import SourceError
@@ -50,10 +51,13 @@ class _VersionFolders:
 
     def __init__(self, folder: str | None, name: str) -> None:
         """Creates the root folder; raises `UserError` if it is not writable."""
+        self._temporary: str | None = None
         try:
-            self._temporary = None if folder else tempfile.mkdtemp(prefix="kljax-served-")
+            if not folder and is_leader():
+                self._temporary = tempfile.mkdtemp(prefix="kljax-served-")
             self._root, self._name = Path(folder or self._temporary or "").absolute(), name
-            usable_directory(self._root)
+            if is_leader():
+                usable_directory(self._root)
         except OSError as error:
             root = folder or tempfile.gettempdir()
             raise UserError(f"rollout.source.folder: cannot write to {root}: {error.strerror}") from error
@@ -67,7 +71,8 @@ class _VersionFolders:
         """
         path = self._root / f"{self._name}-{step}-{uuid.uuid4().hex[:8]}"
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            if is_leader():
+                self._root.mkdir(parents=True, exist_ok=True)
             yield path
         except (OSError, SafetensorError) as error:
             raise SourceError(f"rollout.source.folder: cannot write {path}: {error}") from error
@@ -79,7 +84,10 @@ class _VersionFolders:
 
 
 class _FolderSync:
-    """Shared state of the transfers by folder: the folders, and the current version."""
+    """Shared state of the transfers by folder: the folders, and the current version.
+
+    With several processes all of them gather the weights, and the leader writes them and speaks to the server.
+    """
 
     def __init__(self, client: Client, context: RunContext, *, model: str, folder: str | None) -> None:
         self._client, self._context, self._model = client, context, model
@@ -98,8 +106,16 @@ class LoraSync(_FolderSync):
         from train.weights.peft import save_adapter
 
         source = self._context.config.model.path
-        with self._folders.new(step) as path:
-            save_adapter(path, self._context.model, policy.adapter, base_name=self._model, source=source)
+
+        def write() -> Path:
+            with self._folders.new(step) as path:
+                save_adapter(path, self._context.model, policy.adapter, base_name=self._model, source=source)
+            return path
+
+        path = run_together("weights for the server", write)
+        return on_leader("weights for the server", lambda: self._exchange(path))
+
+    def _exchange(self, path: Path) -> str:
         _post(self._client, "/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
         old, self._current = self._current, path
         self._unload(old)
@@ -129,8 +145,17 @@ class WeightSync(_FolderSync):
         from train.weights.huggingface import save_folder
 
         source = self._context.config.model.path
-        with self._folders.new(step) as path:
-            save_folder(path, self._context.model, policy, source=source)
+
+        def write() -> Path:
+            with self._folders.new(step) as path:
+                save_folder(path, self._context.model, policy, source=source)
+            return path
+
+        path = run_together("weights for the server", write)
+        on_leader("weights for the server", lambda: self._reload(path))
+        return self._model
+
+    def _reload(self, path: Path) -> None:
         _post(self._client, "/pause", {})
         try:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
@@ -140,7 +165,6 @@ class WeightSync(_FolderSync):
             _post(self._client, "/resume", {})
         self._remove()
         self._current = path
-        return self._model
 
     def _remove(self) -> None:
         if self._current is not None:

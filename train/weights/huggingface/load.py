@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from train.distributed import map_shards
+from train.distributed import map_shards, on_leader
 from train.models.decoder import Decoder
 from train.models.int8 import is_int8, quantise
 from train.rl.policy import abstract_params
@@ -57,7 +57,7 @@ def load_params(
         differs from its digest.
     """
     contents = read_contents(folder, model)
-    check_tensors(folder)
+    on_leader("weights", lambda: check_tensors(folder))
     targets = abstract_params(model, mesh)
     check_tied(Path(folder), contents, chunk_bytes)
     by_path = {mapping.path: mapping for mapping in leaf_mappings(model)}

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import kljax
-from train.distributed import is_leader
+from train.distributed import is_leader, processes, to_host
 from train.models.decoder import Decoder
 from train.models.int8 import dequantise, is_int8
 from train.models.merge import merge, rounded_away
@@ -57,7 +57,8 @@ def save_folder(
     """Writes a policy as a Hugging Face folder, atomically, with the digests of its tensors.
 
     An adapter is merged into the weights one layer at a time, and a quantized base is dequantized. Tensors are copied
-    to the host one by one. In a run of several processes, all processes call this function and the first one writes.
+    to the host one by one. In a run of several processes, all processes call this function and the leader writes: an
+    error of writing is raised there alone.
 
     Args:
       path: the new folder, which must not exist.
@@ -77,24 +78,28 @@ def save_folder(
       ValueError: the adapter does not fit the model, or `dtype` is not supported.
     """
     target = Path(path)
-    check_free(target)
     stored = jnp.dtype(dtype or policy.params["embed_tokens"]["embedding"].dtype)
     dtype_name(stored)
     pieces = list(_tensors(model))
     sums: list[jax.Array] = []
     arrays = _arrays(model, policy, pieces, stored, sums)
-    if not is_leader():
-        for _ in arrays:
-            pass
-        return None
-    with new_directory(target) as folder:
-        if source is not None:
-            _copy_others(Path(source), folder)
-        config = _config(model, source, tokenizer, stored)
-        write_text_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
-        _write_weights(folder, {name: (stored, mapping.shape) for name, mapping, _ in pieces}, arrays, max_file_bytes)
-        write_tensor_digests(folder)
-    error, update = np.sum([np.asarray(pair, np.float64) for pair in sums], axis=0) if sums else (0.0, 0.0)
+    try:
+        if is_leader():
+            check_free(target)
+            with new_directory(target) as folder:
+                if source is not None:
+                    _copy_others(Path(source), folder)
+                config = _config(model, source, tokenizer, stored)
+                write_text_atomic(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+                layout = {name: (stored, mapping.shape) for name, mapping, _ in pieces}
+                _write_weights(folder, layout, arrays, max_file_bytes)
+                write_tensor_digests(folder)
+    finally:
+        # The others gather every tensor, also those that an error keeps from being written.
+        if processes() > 1:
+            for _ in arrays:
+                pass
+    error, update = np.sum([np.asarray(pair, np.float64) for pair in to_host(sums)], axis=0) if sums else (0.0, 0.0)
     return math.sqrt(error / update) if update > 0 else None
 
 

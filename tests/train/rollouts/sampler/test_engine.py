@@ -9,7 +9,8 @@ import pytest
 
 import kljax
 from train.models import Decoder, DecoderConfig, LoraConfig
-from train.models.sharding import make_mesh, shard_rows
+from train.models.rows import shard_rows
+from train.models.sharding import make_mesh
 from train.rl.policy import init_adapter, init_params, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample
 

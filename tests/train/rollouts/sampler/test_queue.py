@@ -11,7 +11,8 @@ from jax.extend.core import jaxprs_in_params
 
 import kljax
 from train.models import Decoder, DecoderConfig
-from train.models.sharding import make_mesh, shard_rows
+from train.models.rows import shard_rows
+from train.models.sharding import make_mesh
 from train.rl.policy import hidden_states, init_params, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample, stop_table
 
