@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from train.config.explain import explain
 from train.config.help import algorithm_help, field_help
 from train.config.load import load
-from train.run.console import ShowVersion, add_process_flags, join_processes, run_command, show_warnings
+from train.run.console import ShowVersion, add_process_flags, joined_processes, run_command, show_warnings
 from train.run.interrupt import exit_with
 from train.run.supervise import RESTARTS, supervise
 
@@ -85,12 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show_warnings(loaded)
             print(explain(loaded))
             return 0
-        join_processes(options)
-        show_warnings(loaded)
-        # Imported late, so that an error in the config shows before JAX starts.
-        from train.run.run import run
+        with joined_processes(options):
+            show_warnings(loaded)
+            # Imported late, so that an error in the config shows before JAX starts.
+            from train.run.run import run
 
-        return run(loaded, resume=options.resume)
+            return run(loaded, resume=options.resume)
 
     return run_command(command)
 

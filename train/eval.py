@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
-from train.run.console import ShowVersion, add_process_flags, join_processes, run_command, show_warnings
+from train.run.console import ShowVersion, add_process_flags, joined_processes, run_command, show_warnings
 from train.run.interrupt import exit_with
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> None:
         # A config is loaded before, so that an error in it shows before JAX starts.
         loaded = None if options.what.is_dir() else load(options.what, options.overrides)
-        join_processes(options)
-        if loaded is not None:
-            show_warnings(loaded)
-        show(options.what, options.overrides, loaded, step=options.step, file=options.json)
+        with joined_processes(options):
+            if loaded is not None:
+                show_warnings(loaded)
+            show(options.what, options.overrides, loaded, step=options.step, file=options.json)
 
     return run_command(command)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from train.config.errors import UserError, warn
-from train.run.console import ShowVersion, add_process_flags, join_processes, run_command
+from train.run.console import ShowVersion, add_process_flags, joined_processes, run_command
 from train.run.interrupt import exit_with
 
 if TYPE_CHECKING:
@@ -61,16 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
 
     def command() -> None:
-        join_processes(options)
-        export(
-            options.run,
-            options.to,
-            step=options.step,
-            form=options.format,
-            merge=options.merge,
-            dtype=options.dtype,
-            base_name=options.base,
-        )
+        with joined_processes(options):
+            export(
+                options.run,
+                options.to,
+                step=options.step,
+                form=options.format,
+                merge=options.merge,
+                dtype=options.dtype,
+                base_name=options.base,
+            )
 
     return run_command(command)
 

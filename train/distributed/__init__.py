@@ -5,6 +5,7 @@ through the coordination service of JAX. With one process every function is a no
 trainer asks how many processes there are, or which devices belong to this one.
 """
 
+from train.distributed.alive import cause, enter, leave, watching
 from train.distributed.exchange import (
     ProcessError,
     agree,
@@ -40,12 +41,15 @@ __all__ = [
     "agree",
     "any_of",
     "barrier",
+    "cause",
     "device_count",
+    "enter",
     "exchange",
     "exchange_json",
     "gather_rows",
     "held_rows",
     "is_leader",
+    "leave",
     "map_shards",
     "on_leader",
     "own_rows",
@@ -65,4 +69,5 @@ __all__ = [
     "to_host",
     "to_host_rows",
     "was_raised_together",
+    "watching",
 ]

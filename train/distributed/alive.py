@@ -17,17 +17,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
 from train.config.errors import LostProcessError, UserError, warn
-from train.distributed.exchange import FAILED, SLOW_SECONDS, ProcessError, exchange_json
+from train.distributed.exchange import SLOW_SECONDS, ProcessError, exchange_json, failed_process, report_failure
 from train.distributed.peers import HEARTBEAT_SECONDS, coordination, is_leader, process, processes
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0
 """A process that has not written for this long is named, if something says that a process is lost."""
+GRACE_SECONDS = 2.5
+"""A process ends this long after it has read of a failure or a loss, unless its main thread has ended it."""
 LEADER_SECONDS = 2.5
 """The leader ends this much later than the others, which read the name from the service that ends with it."""
 LOST = "kljax/lost"
@@ -87,6 +89,7 @@ class Watch:
         self.ending: tuple[str, int] | None = None
         self._service, self._number = service, number
         self._reason: UserError | None = None
+        self._told: float | None = None
         self._beaten, self._slow = now, SLOW_SECONDS
 
     def enter(self, step: int, phase: str) -> None:
@@ -110,10 +113,24 @@ class Watch:
             if number != self._number:
                 beats, *progress = json.loads(text)
                 self.peers[number].hear(beats, Progress(*progress), now)
-        for key, text in self._service.key_value_dir_get(FAILED):
-            self._reason = ProcessError(f"process {key.rpartition('/')[2]} of {len(self.peers)} failed: {text}")
+        self._reason = failed_process(self._service, len(self.peers)) or self._reason
         for _, text in self._service.key_value_dir_get(LOST):
             self._reason = LostProcessError(text)
+        if self._reason is not None and self._told is None:
+            self._told = now
+
+    def told_for(self) -> float:
+        """Returns how long this process has known of a failure or a loss that another told of, in seconds."""
+        return 0.0 if self._told is None else time.monotonic() - self._told
+
+    def end(self, reason: UserError | None) -> None:
+        """Ends the process with its own error, if it has one, or for a reason; without either it goes on."""
+        if self.ending is None and reason is not None:
+            self.ending = (f"error: {reason}", reason.code)
+        if self.ending is not None:
+            # Not through sys.stderr, whose lock the main thread may hold.
+            os.write(2, f"{self.ending[0]}\n".encode())
+            os._exit(self.ending[1])
 
     def reason(self) -> UserError | None:
         """Returns why this process has to end: a failed or lost process that another told of, or a silent one."""
@@ -203,6 +220,8 @@ def _beat_until(watch: Watch, over: threading.Event) -> None:
         text = watch.slow() if is_leader() else None
         if text is not None:
             warn(text)
+        if watch.told_for() > GRACE_SECONDS + (LEADER_SECONDS if is_leader() else 0):
+            watch.end(watch.reason())
 
 
 def cause(error: BaseException) -> UserError | None:
@@ -226,19 +245,31 @@ def _is_of_connections(error: BaseException | None) -> bool:
     return _is_of_connections(error.__cause__ or error.__context__)
 
 
-def leave(text: str, code: int, reason: BaseException) -> None:
-    """Ends this process at once, after telling the others why; a wait for them could not end."""
-    assert _watch is not None
-    _watch.ending = (text, code)
-    told = f"{LOST}/reason" if isinstance(reason, LostProcessError) else f"{FAILED}/{process()}"
-    # Another process may have told it first, or the service may be gone.
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        coordination().key_value_set(told, str(reason) or type(reason).__name__)
-    if is_leader():
-        time.sleep(LEADER_SECONDS)
-    print(text, file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(code)
+def leave(text: str, code: int, reason: BaseException) -> NoReturn:
+    """Prints a message and ends this process at once, after telling the others the reason."""
+    try:
+        if _watch is not None:
+            _watch.ending = (text, code)
+        # Another process may have told it first, or the service may be gone.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if isinstance(reason, LostProcessError):
+                coordination().key_value_set(f"{LOST}/reason", str(reason))
+            elif not isinstance(reason, ProcessError):
+                report_failure(_short(reason), code)
+        if is_leader():
+            time.sleep(LEADER_SECONDS)
+        print(text, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def _short(reason: BaseException) -> str:
+    if isinstance(reason, UserError):
+        return str(reason)
+    if isinstance(reason, KeyboardInterrupt):
+        return "interrupted"
+    return f"{type(reason).__name__}: {str(reason).strip()[:300]}"
 
 
 @contextlib.contextmanager
@@ -252,14 +283,8 @@ def _abort_handled(watch: Watch) -> Iterator[None]:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def handle(number: int) -> None:
-        reason = None if watch.ending is not None else watch.reason_of_abort(_coordinator_answers)
-        if reason is not None:
-            watch.ending = (f"error: {reason}", reason.code)
-        if watch.ending is None:
-            library.signal(number, before)
-        else:
-            os.write(2, f"{watch.ending[0]}\n".encode())
-            os._exit(watch.ending[1])
+        watch.end(watch.reason_of_abort(_coordinator_answers))
+        library.signal(number, before)
 
     before = library.signal(signal.SIGABRT, ctypes.cast(handle, ctypes.c_void_p))
     try:

@@ -27,7 +27,11 @@ _rounds = itertools.count()
 
 
 class ProcessError(UserError):
-    """Another process failed, with an error that the user may not be able to fix."""
+    """Another process failed, with an error that the user may not be able to fix; the exit code is that of it."""
+
+    def __init__(self, text: str, code: int = UserError.code) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 def agree(label: str, value: Any) -> None:
@@ -148,10 +152,18 @@ def _round(label: str, value: bytes, *, to_all: bool) -> list[bytes]:
     return values
 
 
-def report_failure(text: str) -> None:
-    """Tells the other processes that this one ends with an error, so that none waits for it."""
+def report_failure(text: str, code: int) -> None:
+    """Tells the other processes that this one ends with an error and an exit code, so that none waits for it."""
     if coordination() is not None:
-        coordination().key_value_set(f"{FAILED}/{process()}", text)
+        coordination().key_value_set(f"{FAILED}/{process()}", json.dumps([text, code]))
+
+
+def failed_process(service: Any, count: int) -> ProcessError | None:
+    """Returns the error of a process that has reported a failure; None if there is none."""
+    for key, report in service.key_value_dir_get(FAILED):
+        text, code = json.loads(report)
+        return ProcessError(f"process {key.rpartition('/')[2]} of {count} failed: {text}", code)
+    return None
 
 
 def _mark(error: Exception) -> Exception:
@@ -168,8 +180,9 @@ def _wait(key: str, peer: int, label: str) -> bytes:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-        for name, text in service.key_value_dir_get(FAILED):
-            raise ProcessError(f"process {name.rpartition('/')[2]} of {processes()} failed: {text}")
+        failed = failed_process(service, processes())
+        if failed is not None:
+            raise failed
         if is_leader() and time.monotonic() - began > slow:
             slow *= 2
             warn(f"process {peer} is slow: waited {time.monotonic() - began:.0f} s for it ({label})")

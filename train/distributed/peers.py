@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from train.config.errors import UserError
+from train.config.errors import LostProcessError, UserError
 
 HEARTBEAT_SECONDS = 10
 """A process that says nothing for this long is taken for lost."""
@@ -47,7 +47,7 @@ def start(peers: Peers | None) -> None:
     Without flags, a TPU pod, SLURM and Open MPI are detected; anywhere else, and for one process, it is a no-op.
 
     Raises:
-      UserError: the other processes cannot be reached.
+      LostProcessError: the other processes cannot be reached.
     """
     if peers is None and _cluster_processes() < 2:
         return
@@ -71,7 +71,7 @@ def start(peers: Peers | None) -> None:
     except (RuntimeError, ValueError) as error:
         where = "" if peers is None else f" at {peers.coordinator}"
         reason = str(error).strip().splitlines()[0][:200]
-        raise UserError(
+        raise LostProcessError(
             f"--coordinator: cannot join the other processes{where}: {reason}; start all of them with the same address"
         ) from error
 

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 from train.config.errors import UserError, leave_warnings_to_another_process, warn
 from train.config.load import LoadedConfig
-from train.run.disk_problem import NEXT_STEP, disk_problem, handle_thread_errors
-from train.run.interrupt import INTERRUPTED, ending_at_once
+from train.run.disk_problem import handle_thread_errors
+from train.run.ending import ending_alone, known_ending
+from train.run.interrupt import ending_at_once
 from train.run.streams import guarded_streams
 
 
@@ -71,11 +72,25 @@ def join_processes(options: argparse.Namespace) -> None:
         logging.getLogger("train").setLevel(logging.ERROR)
 
 
+@contextmanager
+def joined_processes(options: argparse.Namespace) -> Iterator[None]:
+    """Joins the other processes of the run, if there are any, watches them inside the block, and leaves them."""
+    join_processes(options)
+    from train import distributed
+
+    with distributed.watching():
+        try:
+            with ending_alone():
+                yield
+        finally:
+            distributed.stop()
+
+
 def run_command(command: Callable[[], int | None]) -> int:
     """Runs a command; returns its exit code or 0, 130 for a signal.
 
-    An error that the user can fix gives its own code: 2, or 3 if the guard stopped the run. Signals are Ctrl-C, SIGTERM
-    and SIGHUP. A standard output that cannot be written does not end the command.
+    An error that the user can fix gives its own code: 2, 3 if the guard stopped the run, or 75 if a process was lost.
+    Signals are Ctrl-C, SIGTERM and SIGHUP. A standard output that cannot be written does not end the command.
     """
     hook = handle_thread_errors()
     hook.problem, hook.ending = None, False
@@ -87,41 +102,16 @@ def run_command(command: Callable[[], int | None]) -> int:
             if hook.problem is not None:
                 warn(hook.problem)
             return code
-        except UserError as error:
-            _tell_other_processes(error)
-            print(f"error: {error}", file=sys.stderr)
-            return error.code
-        except KeyboardInterrupt as error:
-            ending.over = True
-            _tell_other_processes(error)
-            # Threads of orbax that the end cuts short have nothing to say.
-            hook.ending = True
-            print("interrupted", file=sys.stderr)
-            return INTERRUPTED
-        except Exception as error:
-            _tell_other_processes(error)
-            problem = disk_problem(error) or memory_problem(error)
-            if problem is None:
+        except (Exception, KeyboardInterrupt) as error:
+            known = known_ending(error)
+            if known is None:
                 raise
-            hook.ending = True
-            print(f"error: {problem}; {NEXT_STEP}", file=sys.stderr)
-            return 2
-
-
-def _tell_other_processes(error: BaseException) -> None:
-    """Tells the other processes of the run, if there are any, that this one ends, unless all end at this place."""
-    distributed = sys.modules.get("train.distributed")
-    if distributed is not None and not distributed.was_raised_together(error):
-        distributed.report_failure(str(error) or type(error).__name__)
-
-
-def memory_problem(error: Exception) -> str | None:
-    """Describes an allocation that failed, on the host or on a device; None for every other error."""
-    text = str(error).strip()
-    if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in text:
-        return None
-    first = text.splitlines()[0][:200] if text else "an allocation failed"
-    return f"out of memory: {first}; shorter lengths, more optim.micro_batches or fewer rollout.slots need less"
+            ending.over = isinstance(error, KeyboardInterrupt)
+            # Threads of orbax that the end cuts short have nothing to say.
+            hook.ending = not isinstance(error, UserError)
+            text, code = known
+            print(text, file=sys.stderr)
+            return code
 
 
 class ShowVersion(argparse.Action):

@@ -11,7 +11,7 @@ import kljax
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.data.tasks.reward_function import RewardError
-from train.distributed import any_of, run_together
+from train.distributed import any_of, enter, run_together
 from train.references import current_reference, make_follow, with_abstract_reference
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
@@ -74,10 +74,12 @@ def rl_step(
     """
     config, base, clock = context.config, frozen.base, time.perf_counter()
     plan = Plan.of(config)
+    enter(step + 1, "rollout")
     run_together("rollout", lambda: source.update(*sampling_policy(state, base)))
     rollout = collect(context, source, step)
     context.layout.release()
     sampled = time.perf_counter()
+    enter(step + 1, "update")
     reference, following = current_reference(frozen.reference, state), state.reference
     past, state = next_past(state), _updated_part(state)
     recorded = [name for name in plan.fields if name not in SCORED]
@@ -126,6 +128,7 @@ def write_evaluation(context: RunContext, programs: Programs, policy: kljax.Poli
 
     `accuracy` is sampled at the training temperature, with the same keys every time; `accuracy_greedy` is greedy.
     """
+    enter(step, "evaluation")
     key = purpose_key(context.config.seed, "held_out")
     sampled, greedy = (evaluate(context, one, policy, key) for one in (programs.held_out, programs.greedy))
     writer.write("eval", step, {**sampled.metrics, "accuracy_greedy": greedy.metrics["accuracy"]})
@@ -172,8 +175,10 @@ def train(
             write_evaluation(context, programs, policy_of(state.trainable, frozen.base), writer, done)
         stop = any_of("interrupt", interrupt.requested)
         if last or stop or done % config.checkpoint.every == 0:
+            enter(done, "save")
             watch.save(state, done)
         advance(_note(values))
+    enter(done, "last save")
     jax.block_until_ready(state)
     watch.wait()
     return state

@@ -26,6 +26,7 @@ from train.rollouts import Source, open_source
 from train.rollouts.context import RunContext
 from train.run.base import ExpectedBase, check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
+from train.run.ending import ending_alone
 from train.run.guard import Watch
 from train.run.interrupt import INTERRUPTED, Interrupt, listening
 from train.run.loop import Programs, train, write_evaluation
@@ -55,6 +56,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
         jax.set_mesh(context.mesh),
         closing(source),
         closing(Checkpoints(directory.checkpoints, config.checkpoint, pinned_steps(config))) as checkpoints,
+        ending_alone(),
         progress(console) as bars,
     ):
         tell_supervisor(directory.root)

@@ -15,7 +15,7 @@ from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompt
 from train.data.tasks import load_task
 from train.data.tasks.rewards import compose, judge
 from train.data.tokenizers import load_tokenizer
-from train.distributed import device_count, processes, processes_of
+from train.distributed import device_count, enter, processes, processes_of
 from train.models import Decoder
 from train.models.sharding import make_mesh, replicated
 from train.references import warn_of_other_base
@@ -167,7 +167,10 @@ def _run_warm_start(context: RunContext, params: Tree, *, bars: Start, writer: M
     )
     advance = bars("warm start", section.steps, 0)
 
+    enter(0, "warm start")
+
     def report(step: int, values: dict[str, float]) -> None:
+        enter(step, "warm start")
         writer.write("warm_start", step, values)
         advance(f"loss {values['loss']:.3f}")
 

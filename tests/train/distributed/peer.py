@@ -79,7 +79,7 @@ def refuse() -> None:
 def check_failure(number: int) -> None:
     """A process that ends alone is named to the one that waits for it."""
     if number == 1:
-        distributed.report_failure("the disk is full")
+        distributed.report_failure("the disk is full", 2)
         time.sleep(2)
     else:
         error = error_of(lambda: distributed.barrier("never"))

@@ -93,11 +93,11 @@ def test_what_another_process_told_comes_first(clock, watches):
 
 
 def test_a_failed_process_is_not_a_lost_one(clock, watches):
-    watches[0]._service.key_value_set("kljax/failed/1", "the disk is full")
+    watches[0]._service.key_value_set("kljax/failed/1", '["the disk is full", 130]')
     watches[0].beat()
     reason = watches[0].reason()
     assert isinstance(reason, ProcessError)
-    assert (str(reason), reason.code) == ("process 1 of 3 failed: the disk is full", 2)
+    assert (str(reason), reason.code) == ("process 1 of 3 failed: the disk is full", 130)
 
 
 def test_the_process_that_all_others_wait_for_is_slow(clock, watches):
