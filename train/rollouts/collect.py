@@ -66,7 +66,7 @@ def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -
     own = record_rows(
         dataclasses.replace(completions, **arrays), rollout.scores, context.config.rollout.samples_per_prompt
     )
-    numbered = list(zip(_numbers(completions), own, strict=True))
+    numbered = list(zip(_numbers(completions).tolist(), own, strict=True))
     parts = [json.loads(part) for part in send_to_leader("recording", json.dumps(numbered).encode())]
     rows = [row for _, row in sorted((pair for part in parts for pair in part), key=lambda pair: pair[0])]
     on_leader("recording", lambda: write_rows(directory, step, rows))

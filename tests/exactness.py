@@ -1,0 +1,198 @@
+"""Compares runs in one and in several processes: `python -m tests.exactness [--quick] [--only NAME]`.
+
+Each config runs through the real command, for ten steps: on one device of one process, and on meshes of eight virtual
+CPU devices that belong to one, two or four processes. The sampled tokens and rewards have to be the same, losses and
+weights to agree to 2e-6 relative in float32, and KLs, which are differences of log-probs, to 1e-6 nats.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from tests import peers
+from tests.integration.command import environment, records, state_arrays
+
+STEPS = 10
+TOLERANCE = 2e-6
+KL_TOLERANCE = 1e-6
+COMMON = (
+    "configs/quickstart.yaml",
+    "model={layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 8, mlp_width: 32}",
+    "warm_start={steps: 60, batch_size: 16, learning_rate: 1e-2}",
+    "rollout={prompts_per_step: 8, samples_per_prompt: 4}",
+    "eval={prompts: 8, batch_size: 8}",
+    "data.max_operand=4",
+    "data.solutions=1",
+    "seed=1",
+    f"steps={STEPS}",
+    f"eval.every={STEPS}",
+    f"checkpoint={{every: {STEPS}, keep: 10}}",
+    # The reasons are in tests/integration/test_mesh.py: returns of one sign, and no division by a gradient of zero.
+    "advantage={type: reinforce_plus_plus}",
+    "optim={learning_rate: 1e-3, optimizer: {type: adamw, eps: 1e-5}, updates_per_batch: 2, micro_batches: 2}",
+)
+CONFIGS: dict[str, tuple[str, ...]] = {
+    "all weights, EMA reference, KL in the loss": (
+        "loss.aggregation=token_mean",
+        "kl={loss: {coef: 0.1, estimator: k3, aggregation: seq_mean_token_mean}}",
+        "reference={source: ema, decay: 0.9}",
+    ),
+    "LoRA, KL in the reward and to the sampler": (
+        "lora={rank: 2, alpha: 4.0}",
+        "loss.aggregation=prompt_mean",
+        "kl={reward: {coef: 0.05, estimator: k1, controller: {type: adaptive, target: 0.05, horizon: 100}}, "
+        "loss: {coef: 0.01, aggregation: token_sum}, rollout: {coef: 0.01}}",
+    ),
+    "value head, KL in the advantage": (
+        "advantage={type: gae, gamma: 1.0, lam: 0.95}",
+        "loss.value_coef=0.5",
+        "loss.aggregation=seq_mean_token_sum_norm",
+        "loss.max_length=3",
+        "kl={advantage: {coef: 0.05, estimator: k1}, loss: {coef: 0.1, aggregation: seq_mean_token_sum}}",
+        "rollout.policy_lag=1",
+    ),
+}
+
+
+class Layout(NamedTuple):
+    """Processes, devices of each, and the sizes of the mesh axes data, fsdp and tensor."""
+
+    processes: int
+    devices: int
+    mesh: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        shape = " x ".join(map(str, self.mesh))
+        return f"{self.processes} x {self.devices} | {shape}"
+
+
+ONE = Layout(1, 1, (1, 1, 1))
+LAYOUTS = (
+    *(Layout(1, 8, mesh) for mesh in ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2))),
+    *(Layout(2, 4, mesh) for mesh in ((2, 2, 2), (1, 8, 1))),
+    Layout(4, 2, (2, 2, 2)),
+)
+# Axis tensor of the first spans both processes, so that they hold the same rows.
+QUICK = (Layout(2, 2, (1, 2, 2)), Layout(2, 1, (1, 1, 2)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """How far a run is from that of one device.
+
+    Attributes:
+      loss: largest relative difference of a loss of any step.
+      weights: largest relative difference of a trained array, by norm, before and after RL.
+      kl: largest difference of a KL, nats per token.
+      same_tokens: whether all sampled tokens, rewards and lengths are the same.
+      seconds: of the run.
+    """
+
+    loss: float
+    weights: float
+    kl: float
+    same_tokens: bool
+    seconds: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether the run is within the tolerances."""
+        return self.same_tokens and max(self.loss, self.weights) <= TOLERANCE and self.kl <= KL_TOLERANCE
+
+
+def run(layout: Layout, changes: tuple[str, ...], output: pathlib.Path, env: Mapping[str, str]) -> pathlib.Path:
+    """Runs a config; returns the run directory, with the recorded rollouts in `rollouts`."""
+    data, fsdp, tensor = layout.mesh
+    mesh = f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}}}"
+    arguments = (*COMMON, *changes, mesh, "name=run", f"output={output}", f"rollout.record={output / 'rollouts'}")
+    ended = peers.run("train", *arguments, processes=layout.processes, devices=layout.devices, env=env, seconds=900)
+    for number, (code, out, err) in enumerate(ended):
+        if code:
+            raise RuntimeError(f"process {number} of {layout} ended with {code}\n{out}\n{err}")
+    return output / "run"
+
+
+def relative(got: np.ndarray, expected: np.ndarray) -> float:
+    """Norm of the difference over the norm of the array."""
+    norm = float(np.linalg.norm(expected.astype(np.float64)))
+    return float(np.linalg.norm(got.astype(np.float64) - expected)) / norm if norm else float(np.abs(got).max())
+
+
+def distance(root: pathlib.Path, expected: pathlib.Path, seconds: float) -> Distance:
+    """Compares the files of two runs."""
+    got, want = ({phase: records(one, phase) for phase in ("warm_start", "train")} for one in (root, expected))
+    losses = [("warm_start", "loss"), *(("train", name) for name in ("loss", "policy_loss", "entropy", "value_loss"))]
+    pairs = [
+        (one[name], two[name])
+        for phase, name in losses
+        for one, two in zip(got[phase], want[phase], strict=True)
+        if name in two
+    ]
+    kls = [name for name in want["train"][0] if name in ("kl_reference", "rollout_kl")]
+    steps = list(zip(got["train"], want["train"], strict=True))
+    same = all(one[name] == two[name] for one, two in steps for name in ("reward", "completion_length", "finished"))
+    weights = []
+    for step in (0, STEPS):
+        state, reference = state_arrays(root, step), state_arrays(expected, step)
+        trained = [name for name in reference if name.startswith("trainable.")]
+        weights += [relative(state[name], reference[name]) for name in trained]
+    return Distance(
+        loss=max(abs(one - two) / abs(two) for one, two in pairs if two),
+        weights=max(weights),
+        kl=max((abs(one[name] - two[name]) for one, two in steps for name in kls), default=0.0),
+        same_tokens=same and recorded_tokens(root) == recorded_tokens(expected),
+        seconds=seconds,
+    )
+
+
+def recorded_tokens(root: pathlib.Path) -> list[list[int]]:
+    """Reads the completions of all steps, in order."""
+    files = sorted((root.parent / "rollouts").glob("*.jsonl"))
+    return [json.loads(line)["completion_ids"] for file in files for line in file.read_text().splitlines()]
+
+
+def measure(
+    names: list[str], layouts: tuple[Layout, ...], scratch: pathlib.Path
+) -> Iterator[tuple[str, Layout, Distance]]:
+    """Runs every config on one device and on every layout, and yields the distances."""
+    env = environment(scratch)
+    for number, name in enumerate(names):
+        expected = run(ONE, CONFIGS[name], scratch / f"{number}", env)
+        for place, layout in enumerate(layouts):
+            began = time.monotonic()
+            root = run(layout, CONFIGS[name], scratch / f"{number}-{place}", env)
+            yield name, layout, distance(root, expected, time.monotonic() - began)
+
+
+def main() -> int:
+    """Prints the table; returns 1 if a run is not exact."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two processes of two devices and of one, instead of all")
+    parser.add_argument("--only", default="", help="only configs with this text in their name")
+    parser.add_argument("--layouts", default="", help="only layouts with this text, as '2 x 4'")
+    options = parser.parse_args()
+    names = [name for name in CONFIGS if options.only in name]
+    layouts = tuple(layout for layout in (QUICK if options.quick else LAYOUTS) if options.layouts in str(layout))
+    wrong = 0
+    print("| config | processes x devices | mesh | losses | weights | KL | tokens |\n|---|---|---|--:|--:|--:|---|")
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, layout, far in measure(names, layouts, pathlib.Path(scratch)):
+            wrong += not far.exact
+            tokens = "same" if far.same_tokens else "other"
+            numbers = f"{far.loss:.1e} | {far.weights:.1e} | {far.kl:.1e}"
+            print(f"| {name} | {layout} | {numbers} | {tokens} |", flush=True)
+            print(f"{far.seconds:.0f} s, {os.getloadavg()[0]:.0f} processes ready", file=sys.stderr, flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

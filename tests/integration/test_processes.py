@@ -1,0 +1,100 @@
+"""The real command in several real processes: exact, continued by another number of them, and stopped by one error."""
+
+import json
+import pathlib
+
+import pytest
+
+from tests import exactness, peers
+from tests.integration.command import records, state_arrays
+
+TINY = (
+    *exactness.COMMON,
+    "warm_start={steps: 10, batch_size: 16, learning_rate: 1e-2}",
+    "eval={prompts: 8, batch_size: 8, every: 2}",
+    "checkpoint={every: 2, keep: 10}",
+    "reference={source: ema, decay: 0.9}",
+    "kl={loss: {coef: 0.1}}",
+)
+
+
+def train(env, *arguments: object, processes: int, mesh: str) -> list[tuple[int, str, str]]:
+    """Runs the tiny config in processes of one device each."""
+    return peers.run("train", *TINY, f"mesh={mesh}", *arguments, processes=processes, devices=1, env=env)
+
+
+@pytest.mark.slow
+def test_two_processes_begin_a_run_that_one_continues(env, tmp_path):
+    alone = train(env, "steps=4", f"output={tmp_path}/one", processes=1, mesh="{}")
+    begun = train(env, "steps=2", f"output={tmp_path}/two", processes=2, mesh="{fsdp: 2}")
+    continued = train(env, "steps=4", f"output={tmp_path}/two", "--resume", processes=1, mesh="{}")
+    for code, out, err in (*alone, *begun, *continued):
+        assert code == 0, f"{out}\n{err}"
+    # The leader alone prints.
+    assert "run directory:" in begun[0][1]
+    assert "run directory:" not in begun[1][1]
+    assert begun[1][2] == ""
+    one, two = (tmp_path / name / "quickstart" for name in ("one", "two"))
+    first, second = records(one, "train"), records(two, "train")
+    assert len(first) == len(second) == 4
+    for name in ("reward", "completion_length", "finished"):
+        assert [record[name] for record in first] == [record[name] for record in second]
+    samples = [[line["completion"] for line in read_lines(root / "samples" / "2.jsonl")] for root in (one, two)]
+    assert samples[0] == samples[1]
+    for step in (0, 2, 4):
+        got, expected = state_arrays(two, step), state_arrays(one, step)
+        assert got.keys() == expected.keys()
+        far = {name: exactness.relative(got[name], expected[name]) for name in got if name.startswith("trainable.")}
+        assert {name: value for name, value in far.items() if value > exactness.TOLERANCE} == {}
+
+
+def read_lines(path: pathlib.Path) -> list[dict]:
+    """Reads JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_ends_both_with_its_message_and_the_run_saved(env, tmp_path):
+    """The reward function fails on one prompt, in a row of process 1, at the second step."""
+    (tmp_path / "judge.py").write_text(
+        "import jax\n"
+        "calls = 0\n"
+        "def one(record, completion, finished):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if jax.process_index() == 1 and calls > 30:\n"
+        "        raise ValueError('no judge today')\n"
+        "    return 1.0\n"
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(8)))
+    task = (
+        *("task=jsonl", f"data.train={rows}", f"data.eval={rows}", f"data.reward={tmp_path}/judge.py:one"),
+        *("warm_start.steps=0", "data.max_prompt_length=7", "data.max_completion_length=3", "rollout.slots=null"),
+    )
+    ended = train(env, *task, "steps=9", f"output={tmp_path}", processes=2, mesh="{data: 2}")
+    for code, _, err in ended:
+        assert code == 2, err
+        assert "error: process 1 of 2: " in err
+        assert "no judge today" in err
+        assert "The run is saved after step 1; continue it with --resume" in err
+        assert "Traceback" not in err
+    assert (tmp_path / "quickstart" / "checkpoints" / "1").is_dir()
+
+
+@pytest.mark.slow
+def test_processes_with_other_configs_write_nothing(env, tmp_path):
+    address = f"127.0.0.1:{peers.free_port()}"
+    flags = [("--coordinator", address, "--process", number, "--processes", 2) for number in range(2)]
+    with (
+        peers.started("train", *TINY, f"output={tmp_path}", *flags[0], processes=1, devices=1, env=env) as first,
+        peers.started(
+            "train", *TINY, "seed=7", f"output={tmp_path}", *flags[1], processes=1, devices=1, env=env
+        ) as other,
+    ):
+        both = [*first, *other]
+        peers.wait(both, 120)
+        for peer in both:
+            assert peer.returncode == 2
+            assert "error: seed: process 0 has 1, process 1 has 7; start all processes with the same" in peer.stderr
+    assert list(tmp_path.iterdir()) == []
