@@ -20,7 +20,8 @@ class GuardState:
 
     Attributes:
       skipped: updates skipped in a row, int32.
-      nonfinite: index of the first trainable array whose gradient was not finite in the last of them, int32; -1: none.
+      nonfinite: index of the first trainable array whose gradient had no finite norm in the last of them, int32; -1:
+        none.
       actions: times that a limit was answered with a roll-back or a lower learning rate, int32.
       rate: what the changes of the optimizer are multiplied by, float32.
     """
@@ -37,10 +38,15 @@ class GuardState:
         skipped, nonfinite, actions = (jnp.full((), number, jnp.int32) for number in (0, -1, 0))
         return cls(skipped, nonfinite, actions, jnp.ones((), jnp.float32))
 
-    def after(self, finite: jax.Array, grads: Tree) -> "GuardState":
-        """Returns the state after an update whose loss and gradient were finite, or not."""
+    def after(self, finite: jax.Array, squares: Tree) -> "GuardState":
+        """Returns the state after an update whose loss and gradient were finite, or not.
+
+        Args:
+          squares: sum of the squares of each gradient, with the structure of the trainable weights.
+        """
         skipped = jnp.where(finite, 0, self.skipped + 1)
-        return dataclasses.replace(self, skipped=skipped, nonfinite=jnp.where(finite, -1, first_nonfinite(grads)))
+        first = _first(~jnp.isfinite(jnp.stack(jax.tree.leaves(squares))))
+        return dataclasses.replace(self, skipped=skipped, nonfinite=jnp.where(finite, -1, first))
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +101,10 @@ def initial_state(
 
 def first_nonfinite(tree: Tree) -> jax.Array:
     """Returns the index of the first leaf that holds a number that is not finite; -1 if there is none."""
-    wrong = jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)])
+    return _first(jnp.stack([~jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))
+
+
+def _first(wrong: jax.Array) -> jax.Array:
     return jnp.where(wrong.any(), jnp.argmax(wrong), -1)
 
 

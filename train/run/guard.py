@@ -168,7 +168,7 @@ def _with(guard: GuardState, **numbers: float) -> GuardState:
 
 
 def _gradient_of(trainable: Tree, index: int) -> str:
-    return f"the gradient of {list(named_leaves(trainable))[index]}"
+    return f"the norm of the gradient of {list(named_leaves(trainable))[index]}"
 
 
 def _arrays(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:

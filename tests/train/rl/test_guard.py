@@ -62,6 +62,13 @@ def test_a_gradient_beyond_float32_is_skipped_although_the_loss_is_finite(update
     chex.assert_trees_all_equal(jax.device_get(state.trainable), before)
 
 
+def test_an_array_whose_gradient_has_finite_numbers_and_no_finite_norm_is_named(update):
+    large = dataclasses.replace(BATCH, advantages=jnp.full_like(BATCH.advantages, 1e25))
+    state, metrics = apply(update, large, tiny.state_of(CONFIG, make_optimizer(CONFIG.optim)))
+    assert float(metrics["skipped_updates"].value()) == 1
+    assert int(state.guard.nonfinite) >= 0
+
+
 def test_the_first_leaf_that_is_not_finite_is_found():
     tree = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf]), "c": jnp.array(jnp.nan), "n": jnp.arange(3)}
     assert int(first_nonfinite(tree)) == 1
