@@ -1,8 +1,9 @@
 """Every public function in every transformation: the value and the gradients that it has eagerly on one device.
 
-Those of `vmap`, `scan` and `remat` are compared with the jitted function, which is compared with the eager one. For
-`vmap` and an Auto mesh, JAX and the compiler rewrite a program that is traced already. A mistake of a function shows in
-its trace, which every function has here; the values are compared for a function of each kind of program.
+Transformations are compared with the jitted function, which is compared with the eager one. A mistake of a function
+shows in its trace, which every function has here. JAX and the compiler rewrite what is traced already, so the values
+are compared for a function of each kind of program. In `shard_map` they are compared for every function that adds over
+devices; the rows of any other do not depend on each other, which its jitted program shows.
 
 The functions, and the calls of each, come from `tests.kljax.calls`, so a new public function is covered without being
 listed. All calls of a function are compiled as one program per transformation.
@@ -62,7 +63,8 @@ def _quick() -> Iterator[None]:
 
 @functools.cache
 def eager(name: str) -> list[Any]:
-    return jax.device_get([call.value_and_grads(call.arrays, call.data) for call in calls_of(name)])
+    """The results without their gradients, for which JAX compiles every operation of a derivative."""
+    return jax.device_get([call() for call in calls_of(name)])
 
 
 @functools.cache
@@ -72,7 +74,7 @@ def jitted(name: str) -> tuple[list[Any], list[Any]]:
 
 
 def check(name: str, results: list[Any], expected: list[Any], close: Mapping[str, float] = CLOSE) -> None:
-    for call, result, wanted in zip(calls_of(name), results, expected, strict=True):
+    for call, result, wanted in zip(calls_of(name)[: len(expected)], results, expected, strict=True):
         assert jax.tree.structure(result) == jax.tree.structure(wanted), call.name
         for (path, leaf), other in zip(jax.tree.leaves_with_path(result), jax.tree.leaves(wanted), strict=True):
             where = f"{call.name}{jax.tree_util.keystr(path)}"
@@ -81,7 +83,7 @@ def check(name: str, results: list[Any], expected: list[Any], close: Mapping[str
 
 
 def check_shapes(name: str, results: list[Any], leading: tuple[int, ...] = ()) -> None:
-    for call, result, wanted in zip(calls_of(name), results, expected_of(name), strict=True):
+    for call, result, wanted in zip(calls_of(name), results, jitted(name)[0], strict=True):
         assert jax.tree.structure(result) == jax.tree.structure(wanted), call.name
         for leaf, other in zip(jax.tree.leaves(result), jax.tree.leaves(wanted), strict=True):
             assert (leaf.dtype, leaf.shape) == (other.dtype, (*leading, *other.shape)), call.name
@@ -96,13 +98,31 @@ def check_both(name: str, results: list[Any]) -> None:
         check(name, jax.tree.map(lambda leaf, i=seed: leaf[i], results), jitted(name)[seed], SAME_ORDER)
 
 
-def expected_of(name: str) -> list[Any]:
-    """The eager results; of the functions of a head but one, whose operations take long to compile, the jitted ones."""
-    return jitted(name)[0] if name in WITH_HEAD and name not in EACH_KIND else eager(name)
-
-
 def in_jit(name: str) -> None:
-    check(name, jitted(name)[0], eager(name))
+    check(name, [out for out, _ in jitted(name)[0]], eager(name))
+
+
+def eager_gradients(name: str, count: int | None) -> None:
+    """Compares the results with their gradients, of the first calls or of all."""
+    results = [call.value_and_grads(call.arrays, call.data) for call in calls_of(name)[:count]]
+    check(name, jitted(name)[0][:count], jax.device_get(results))
+
+
+def rows_alone(name: str) -> None:
+    """Other numbers in the last rows change nothing in the first ones, neither results nor gradients."""
+    half = ROWS // 2
+
+    def mixed(one: jax.Array, other: jax.Array) -> Any:
+        split = one.shape[:1] == (ROWS,) and not jnp.issubdtype(one.dtype, jax.dtypes.extended)
+        return np.concatenate([np.asarray(one)[:half], np.asarray(other)[half:]]) if split else one
+
+    def same(leaf: Any, wanted: Any) -> None:
+        # Metrics of parts of a batch add up.
+        if not is_metric(leaf) and leaf.shape[:1] == (ROWS,):
+            np.testing.assert_array_equal(leaf[:half], wanted[:half])
+
+    results = program(name)(jax.tree.map(mixed, inputs(name), inputs(name, 1)))
+    jax.tree.map(same, results, jitted(name)[0], is_leaf=is_metric)
 
 
 @functools.cache
@@ -119,29 +139,28 @@ def spread(array: jax.Array, rows: Any, columns: Any) -> jax.Array:
 def on_eight_devices(name: str, rows: Any, columns: Any) -> None:
     given = jax.tree.map(lambda array: spread(array, rows, columns), inputs(name))
     run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
-    check(name, compiled(run, given), expected_of(name))
+    check(name, compiled(run, given), jitted(name)[0])
 
 
-def traced_on_eight_devices(name: str) -> None:
-    given = jax.tree.map(lambda array: spread(array, "a", "b"), inputs(name))
-    run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
-    check_shapes(name, jax.eval_shape(run, given))
-
-
-def on_explicit_axes(name: str) -> None:
-    """Rows split over a mesh as `jax.make_mesh` makes it by default: JAX checks the sharding of every operation."""
-    if name in WITH_HEAD:
-        pytest.skip("has a test of its own")
+def on_explicit_axes(name: str) -> Any:
+    """The inputs with their rows split over a mesh as `jax.make_mesh` makes it by default, without their numbers."""
     explicit = jax.make_mesh((8,), ("rows",))
     assert explicit.axis_types == (jax.sharding.AxisType.Explicit,)
     whole = inputs(name)
-    given = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(explicit, spec)), whole, by_rows(whole))
+    shardings = jax.tree.map(lambda spec: NamedSharding(explicit, spec), by_rows(whole))
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), whole, shardings)
+
+
+def traced_on_explicit_axes(name: str) -> None:
+    """JAX checks the sharding of every operation."""
     run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
-    if hasattr(getattr(kljax, name), "__wrapped__"):
-        # Its operations are the compiler's to spread.
-        check(name, compiled(run, given), eager(name))
-    else:
-        jax.eval_shape(run, given)
+    check_shapes(name, jax.eval_shape(run, on_explicit_axes(name)))
+
+
+def values_on_explicit_axes(name: str) -> None:
+    given = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), inputs(name), on_explicit_axes(name))
+    run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
+    check(name, compiled(run, given), jitted(name)[0])
 
 
 def in_vmap(name: str) -> None:
@@ -170,7 +189,7 @@ def in_remat(name: str) -> None:
 
 def on_every_device(call: Call, arrays: Any, data: Any) -> Any:
     """The call inside `shard_map`, each device holding some of the rows, put together to the result of all rows."""
-    results = zip(calls_of(call.of), expected_of(call.of), strict=True)
+    results = zip(calls_of(call.of), jitted(call.of)[0], strict=True)
     whole = next(out for each, (out, _) in results if each.name == call.name)
     add = {"axis_name": "rows"} if "axis_name" in calls.parameters(call.of) else {}
     if {*call.static, *call.scalars} & {*REPLACE_AXIS_NAME}:
@@ -217,14 +236,18 @@ def own_part(result: jax.Array) -> jax.Array:
     return jax.lax.pmean(result, "rows") if mean else jax.lax.pmax(result, "rows")
 
 
+def value_and_grads_on_every_device(call: Call, arrays: Any, data: Any) -> Any:
+    return calls.value_and_grads(lambda arrays: on_every_device(call, arrays, data), arrays)
+
+
 def in_shard_map(name: str) -> None:
-    # Before the trace, which reads their shapes.
-    expected = expected_of(name)
+    jitted(name)  # before the trace, which reads its shapes
+    check(name, compiled(each_call(name, value_and_grads_on_every_device), inputs(name)), jitted(name)[0])
 
-    def run(call: Call, arrays: Any, data: Any) -> Any:
-        return calls.value_and_grads(lambda arrays: on_every_device(call, arrays, data), arrays)
 
-    check(name, compiled(each_call(name, run), inputs(name)), expected)
+def traced_in_shard_map(name: str) -> None:
+    jitted(name)
+    check_shapes(name, jax.eval_shape(each_call(name, value_and_grads_on_every_device), inputs(name)))
 
 
 def lowered_for_tpu_and_cuda(name: str) -> None:
@@ -245,39 +268,67 @@ def in_32_bits(array: jax.Array) -> jax.Array:
 
 TRANSFORMATIONS: dict[str, Callable[[str], None]] = {
     "jit": in_jit,
+    "eager gradients": functools.partial(eager_gradients, count=None),
+    "eager gradients of the first call": functools.partial(eager_gradients, count=1),
+    "rows alone": rows_alone,
     "rows": functools.partial(on_eight_devices, rows=("a", "b"), columns=None),
     "columns": functools.partial(on_eight_devices, rows=None, columns=("a", "b")),
     "rows and columns": functools.partial(on_eight_devices, rows="a", columns="b"),
-    "traced on rows and columns": traced_on_eight_devices,
-    "explicit axes": on_explicit_axes,
+    "traced on explicit axes": traced_on_explicit_axes,
+    "explicit axes": values_on_explicit_axes,
     "traced in vmap": traced_in_vmap,
     "vmap": in_vmap,
     "scan": in_scan,
     "remat": in_remat,
+    "traced in shard_map": traced_in_shard_map,
     "shard_map": in_shard_map,
     "tpu and cuda": lowered_for_tpu_and_cuda,
 }
 
 
 # What a new release of JAX may change is how programs are compiled and spread over devices.
-ON_EVERY_JAX = ("jit", "rows and columns", "traced on rows and columns", "explicit axes", "shard_map")
+ON_EVERY_JAX = (
+    *("jit", "rows and columns", "explicit axes", "shard_map"),
+    *("traced on explicit axes", "traced in shard_map"),
+)
 # What vmap does to a function, scan and remat hardly do worse; rows and columns are split together in any case.
-THOROUGH = ("scan", "remat", "rows", "columns")
+THOROUGH = ("scan", "remat", "rows", "columns", "eager gradients")
 # Values in these are compared for one function of each kind of program.
-REWRITTEN = ("rows and columns", "vmap")
+REWRITTEN = ("rows and columns", "vmap", "explicit axes", "shard_map")
 EACH_KIND = (
     *("ppo_clip_loss", "masked_whiten"),  # operations of one token; sums over tokens
     *("gae", "grpo_advantages"),  # loops over positions; groups of rows
     *("clip_cov_loss", "top_k_with_tail"),  # tokens by their rank, over the batch and over a vocabulary
     "log_probs_from_hidden",  # loops over tiles with a derivative of their own
 )
+# Where values are compared, a trace alone repeats it.
+TRACES = {"traced in vmap": "vmap", "traced in shard_map": "shard_map"}
+EAGER = ("jit", "eager gradients of the first call")
+
+
+def adds_over_devices(name: str) -> bool:
+    return "axis_name" in calls.parameters(name) or name in GATHERED
+
+
+def applies(name: str, transformation: str) -> bool:
+    """Whether there is something to test."""
+    if transformation in TRACES:
+        return is_thorough(name, TRACES[transformation])
+    if transformation == "rows alone":
+        return not adds_over_devices(name)
+    if transformation == "explicit axes":
+        # The operations of a function that is wrapped are the compiler's to spread.
+        return hasattr(getattr(kljax, name), "__wrapped__")
+    return transformation != "traced on explicit axes" or name not in WITH_HEAD
 
 
 def is_thorough(name: str, transformation: str) -> bool:
     """Whether a test repeats in another setting what others hold."""
     if transformation in THOROUGH:
         return True
-    one_is_enough = transformation in REWRITTEN or (transformation == "jit" and name in WITH_HEAD)
+    if transformation == "shard_map" and adds_over_devices(name):
+        return False
+    one_is_enough = transformation in REWRITTEN or (transformation in EAGER and name in WITH_HEAD)
     return one_is_enough and name not in EACH_KIND
 
 
@@ -287,11 +338,11 @@ def marks_of(name: str, transformation: str) -> list[pytest.MarkDecorator]:
     return [*rare, pytest.mark.thorough] if is_thorough(name, transformation) else rare
 
 
-# All transformations of a function one after the other: they share its eager results.
-@pytest.mark.parametrize(
-    ("name", "transformation"),
-    [pytest.param(*both, marks=marks_of(*both)) for both in itertools.product(callable_functions(), TRANSFORMATIONS)],
-)
+CASES = [both for both in itertools.product(callable_functions(), TRANSFORMATIONS) if applies(*both)]
+
+
+# All transformations of a function one after the other: they share its jitted results.
+@pytest.mark.parametrize(("name", "transformation"), [pytest.param(*both, marks=marks_of(*both)) for both in CASES])
 def test_value_and_gradients_are_the_eager_ones(name: str, transformation: str) -> None:
     TRANSFORMATIONS[transformation](name)
 
@@ -304,6 +355,13 @@ def test_every_public_function_is_called_or_says_why_not() -> None:
             [call() for call in calls_of(name)]
     for name in public - set(NOT_CALLED):
         assert calls_of(name), name
+
+
+def test_a_trace_on_an_auto_mesh_sees_no_split() -> None:
+    # So it is that of one device, and a mistake in it can only be the compiler's.
+    seen = []
+    jax.eval_shape(lambda x: seen.append(jax.typeof(x).sharding.spec), spread(jnp.ones((ROWS, LENGTH)), "a", "b"))
+    assert seen == [P(None, None)]
 
 
 def test_rows_stay_where_they_are_on_explicit_axes() -> None:
@@ -327,4 +385,4 @@ def test_what_is_gathered_is_a_statistic_of_the_whole_batch(name: str) -> None:
     halves = [part(slice(None, ROWS // 2)), part(slice(ROWS // 2, None))]
     joined = jax.tree.map(lambda *x: jnp.concatenate(x) if x[0].ndim else x[0], *halves)
     with pytest.raises(AssertionError):
-        check(name, joined, [out for out, _ in eager(name)])
+        check(name, joined, eager(name))
