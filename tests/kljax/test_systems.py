@@ -7,7 +7,8 @@ import pathlib
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import chex
 import jax
@@ -46,20 +47,58 @@ def key_of(entry: Entry) -> str:
     return f"{entry.kind}-{entry.key}"
 
 
-@pytest.mark.parametrize(
-    ("entry", "golden"), [pytest.param(*pair, id=f"{key_of(pair[0])}-{pair[1].function}") for pair in CHECKED]
-)
-def test_entry_on_the_recorded_results(entry: Entry, golden: Golden) -> None:
-    found = cases_of(entry, golden)
-    assert found, "no recorded case"
-    for settings in {case.settings(): None for case in found}:
-        alike = [case for case in found if case.settings() == settings]
-        exercise = EXERCISES[settings[:2]]
+Settings = tuple[Any, ...]
+
+
+def settings_of(entry: Entry, golden: Golden) -> tuple[Settings, ...]:
+    """The settings of the recorded cases of an entry, each once."""
+    return tuple({case.settings(): None for case in cases_of(entry, golden)})
+
+
+@functools.cache
+def needed() -> dict[tuple[str, str], tuple[Settings, ...]]:
+    """For each entry the settings that no other one has run, at least one: so that all entries and settings are run."""
+    run: set[Settings] = set()
+    found = {}
+    # What few settings record comes first, as it leaves no choice.
+    for entry, golden in sorted(CHECKED, key=lambda pair: len(settings_of(*pair))):
+        settings = settings_of(entry, golden)
+        found[key_of(entry), repr(golden)] = tuple(s for s in settings if s not in run) or settings[:1]
+        run.update(settings)
+    return found
+
+
+def check_recorded(entry: Entry, golden: Golden, chosen: Iterable[Settings]) -> None:
+    """Runs an entry on the recorded cases of some settings."""
+    exercised = {settings: EXERCISES[settings[:2]] for settings in chosen}
+    for settings, exercise in exercised.items():
+        alike = [case for case in cases_of(entry, golden) if case.settings() == settings]
         if exercise in READS_VALUES:
             for case in alike:
                 exercise(entry, case)
         else:
             cases.assert_together(alike, functools.partial(exercise, entry))
+
+
+RECORDED = [pytest.param(*pair, id=f"{key_of(pair[0])}-{pair[1].function}") for pair in CHECKED]
+
+
+@pytest.mark.parametrize(("entry", "golden"), RECORDED)
+def test_entry_on_the_recorded_results(entry: Entry, golden: Golden) -> None:
+    assert settings_of(entry, golden), "no recorded case"
+    check_recorded(entry, golden, needed()[key_of(entry), repr(golden)])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("entry", "golden"), RECORDED)
+def test_entry_on_the_recorded_results_that_another_has_run(entry: Entry, golden: Golden) -> None:
+    run = needed()[key_of(entry), repr(golden)]
+    check_recorded(entry, golden, [settings for settings in settings_of(entry, golden) if settings not in run])
+
+
+def test_every_recorded_setting_is_run() -> None:
+    recorded = {settings for pair in CHECKED for settings in settings_of(*pair)}
+    assert {settings for chosen in needed().values() for settings in chosen} == recorded
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=key_of)
