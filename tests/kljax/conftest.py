@@ -1,5 +1,6 @@
 """The library is tested in float64, with no silent type promotion and no silent broadcasting between ranks."""
 
+import functools
 import pathlib
 from collections.abc import Iterator
 
@@ -22,8 +23,13 @@ ONE_JAX = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what one release of JAX is enough for."""
     for item in items:
-        if item.path.is_relative_to(HERE) and any(name in str(item.path.relative_to(HERE)) for name in ONE_JAX):
+        if _is_for_one_jax(item.path):
             item.add_marker(pytest.mark.one_jax)
+
+
+@functools.cache
+def _is_for_one_jax(path: pathlib.Path) -> bool:
+    return path.is_relative_to(HERE) and any(name in str(path.relative_to(HERE)) for name in ONE_JAX)
 
 
 @pytest.fixture(autouse=True, scope="module")

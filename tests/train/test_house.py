@@ -1,6 +1,7 @@
 """The rules of the trainer's house, checked: imports go one way, without a circle, and the compute core stays small."""
 
 import ast
+import functools
 import pathlib
 
 import pytest
@@ -22,6 +23,7 @@ def folder_of(module: str) -> str:
     return "commands" if module in COMMANDS else module.split(".")[1]
 
 
+@functools.cache
 def imported(module: str, *, deferred: bool) -> set[str]:
     """The modules of the trainer that a module imports: at its top, or also within functions and type checks."""
     tree = ast.parse(MODULES[module].read_text())
