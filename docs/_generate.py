@@ -4,6 +4,7 @@ A page asks for one with a comment of its own line, such as `<!-- api kl -->`.
 """
 
 import decimal
+import functools
 import inspect
 import itertools
 import operator
@@ -215,6 +216,7 @@ def _thing(name: str) -> Any:
     return operator.attrgetter(name)(kljax)
 
 
+@functools.cache
 def _place(name: str) -> tuple[str, int]:
     """Where a name is defined: its module and line."""
     thing = _thing(name)
