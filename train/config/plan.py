@@ -79,6 +79,7 @@ class Plan:
       entropies: whether the loss differentiates entropies.
       key: whether the loss draws random numbers.
       whole_update: whether the loss compares all tokens of an update, which then cannot be split.
+      treats_tokens_alone: whether the loss of a token depends on that token only, and can be fused with the LM head.
     """
 
     loss: Signature | None
@@ -99,6 +100,7 @@ class Plan:
     entropies: bool
     key: bool
     whole_update: bool
+    treats_tokens_alone: bool
 
     @staticmethod
     def of(config: Config) -> "Plan":
@@ -243,4 +245,12 @@ def _plan(config: Config) -> Plan:
         entropies=config.loss.entropy_coef > 0 or "entropies" in read,
         key="key" in read,
         whole_update=loss is not None and "axis_name" in loss,
+        treats_tokens_alone=loss is None or _treats_tokens_alone(config.loss, loss),
     )
+
+
+def _treats_tokens_alone(section: Algorithm, loss: Signature) -> bool:
+    """Whether a loss of the library treats tokens alone: those with a statistic of a sequence take `segment_ids`."""
+    of_sequence = "segment_ids" in loss and section.options().get("level") != "token"
+    of_batch = any(name in loss for name in ("axis_name", "key", "rewards", "group_ids"))
+    return loss.target.startswith("kljax:") and not of_sequence and not of_batch

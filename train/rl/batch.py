@@ -85,6 +85,13 @@ def required(field: Array | None) -> Array:
     return field
 
 
+def per_token_fields(batch: Batch) -> Batch:
+    """Returns the batch with the fields that hold one number per token, for functions that treat tokens alone."""
+    shape = batch.tokens.shape
+    dropped: dict[str, Any] = dict.fromkeys(name for name in _present(batch) if getattr(batch, name).shape != shape)
+    return dataclasses.replace(batch, **dropped)
+
+
 def row_count(batch: Batch) -> int:
     """Returns B."""
     return batch.tokens.shape[0]

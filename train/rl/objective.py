@@ -5,6 +5,7 @@ a micro-batch of it into a scalar. No formula is written here: every term is a c
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -19,10 +20,10 @@ from train.config.plan import Layout, Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.rl import algorithms
-from train.rl.batch import Batch, required
+from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import correct, loss_mask
 from train.rl.metrics import Metrics, single
-from train.rl.policy import token_stats, token_values
+from train.rl.policy import fused_loss, token_stats, token_values
 from train.rl.state import keep_unless, policy_of
 
 Array = jax.Array
@@ -208,70 +209,116 @@ def _kl_shaped(config: Config, batch: Batch, coef: Array) -> tuple[Array, Array]
 def make_objective(config: Config, model: Decoder) -> Objective:
     """Makes the loss of one micro-batch, `sum_t weight_t * (w_t * policy + sum_k coef_k * term_k)_t`, with its metrics.
 
-    The sum is over the tokens that no correction rejects, and `w_t` are the weights of the corrections.
+    The sum is over the tokens that no correction rejects, and `w_t` are the weights of the corrections. A loss that
+    treats tokens alone is fused with the LM head.
 
     The signature is `objective(trainable, base, batch, coefficients, ref_head)`; `ref_head` comes from
     `reference_head`, for the exact KL. Gradient: to `trainable` only. Metrics are treated as constants.
     """
-    layout, plan = Layout.of(config), Plan.of(config)
+    plan = Plan.of(config)
 
     def objective(
         trainable: dict[str, Tree], base: Tree, batch: Batch, coefs: Coefficients, ref_head: kljax.Head | None = None
     ) -> tuple[Array, LossMetrics]:
-        sampled, weights = batch.completion_mask, required(batch.token_weights)
-        stats, hidden = token_stats(
-            model,
-            policy_of(trainable, base),
-            batch.tokens,
-            batch.token_mask,
-            temperature=config.temperature,
-            mask=sampled,
-            entropy=True if plan.entropies else "constant",
-            reference=_exact_reference(config, batch, ref_head),
-            tile=tile(config),
-            layout=layout,
-            kept_ids=batch.kept_ids,
-        )
-        scored = _with_old_log_probs(batch, stats)
-        mask, kept = loss_mask(config, batch), sampled if batch.kept_mask is None else batch.kept_mask
-        batch = dataclasses.replace(scored, completion_mask=mask)
-        terms: dict[str, Array] = {}
-        scale: dict[str, Array] = {}
-        if plan.loss is not None:
-            terms["policy"] = algorithms.policy_loss(config, plan.loss, stats, batch, coefs.get("key"))
-            if batch.correction_weights is not None:
-                terms["policy"] *= batch.correction_weights
-            scale["policy"] = jnp.float32(1)
-        if "loss" in plan.controllers:
-            terms["kl"], scale["kl"] = _reference_kl(config, stats, batch), coefs["kl_loss"]
-        if config.kl.rollout.coef > 0:
-            terms["rollout_kl"] = kljax.rollout_kl_loss(
-                stats.log_prob,
-                required(batch.rollout_log_probs),
-                mask,
-                **config.kl.rollout.model_dump(exclude={"coef"}),
+        policy, options = policy_of(trainable, base), _head_options(config, batch, ref_head)
+        arguments = model, policy, batch.tokens, batch.token_mask
+        if plan.treats_tokens_alone:
+            loss, terms, hidden = _fused_terms(
+                config, functools.partial(fused_loss, *arguments, **options), batch, coefs
             )
-            scale["rollout_kl"] = coefs["rollout_kl"]
-        if config.loss.entropy_coef > 0:
-            terms["entropy"], scale["entropy"] = required(stats.entropy), -coefs["entropy"]
+        else:
+            stats, hidden = token_stats(*arguments, **options)
+            terms, scale = _terms(config, stats, batch, coefs)
+            loss = sum((scale[name] * term.sum() for name, term in terms.weighted.items()), jnp.float32(0))
+        scored = _with_old_log_probs(batch, terms.stats)
+        reduced = {name: term.sum() for name, term in terms.weighted.items()}
+        mask, kept = loss_mask(config, batch), _kept(batch)
         if plan.value_head:
             values = token_values(trainable["value_head"], hidden)
-            terms["value"] = kljax.value_loss(
-                values, required(batch.values), required(batch.returns), mask, clip=config.loss.value_clip
-            )
-            scale["value"] = coefs["value"]
-        own = {"kl": weights if batch.kl_token_weights is None else batch.kl_token_weights}
-        reduced = {name: (kljax.masked(term, kept) * own.get(name, weights)).sum() for name, term in terms.items()}
-        loss = sum((scale[name] * value for name, value in reduced.items()), jnp.float32(0))
-        metrics = _token_metrics(config, stats, scored)
+            returns, old = required(batch.returns), required(batch.values)
+            term = kljax.value_loss(values, old, returns, mask, clip=config.loss.value_clip)
+            reduced["value"] = (kljax.masked(term, kept) * required(batch.token_weights)).sum()
+            loss = loss + coefs["value"] * reduced["value"]
+        metrics = _token_metrics(config, terms.stats, scored)
         if plan.loss is not None:
-            metrics |= algorithms.clip_metric(config, plan.loss, stats, batch)
+            masked = dataclasses.replace(scored, completion_mask=mask)
+            metrics |= algorithms.clip_metric(config, plan.loss, terms.stats, masked)
         if plan.steers_loss:
-            metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(terms["kl"]), kept)
+            metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept)
         parts = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}
         return loss, LossMetrics(jax.lax.stop_gradient(parts), metrics)
 
     return objective
+
+
+class _Terms(NamedTuple):
+    """Statistics of the tokens, each term times its token weights, and the KL of the loss, if its coefficient moves."""
+
+    stats: kljax.TokenStats
+    weighted: dict[str, Array]
+    kl: Array | None
+
+
+def _head_options(config: Config, batch: Batch, ref_head: kljax.Head | None) -> dict[str, Any]:
+    """Returns the options of a pass over the LM head."""
+    return {
+        "temperature": config.temperature,
+        "mask": batch.completion_mask,
+        "entropy": True if Plan.of(config).entropies else "constant",
+        "reference": _exact_reference(config, batch, ref_head),
+        "tile": tile(config),
+        "layout": Layout.of(config),
+        "kept_ids": batch.kept_ids,
+    }
+
+
+def _fused_terms(
+    config: Config, score: Callable[..., tuple[Array, _Terms, Array]], batch: Batch, coefs: Coefficients
+) -> tuple[Array, _Terms, Array]:
+    """Computes loss, terms and hidden states with a loss that sees one chunk of tokens at a time."""
+
+    def token_loss(stats: kljax.TokenStats, inputs: tuple[Batch, Coefficients]) -> tuple[Array, _Terms]:
+        terms, scale = _terms(config, stats, *inputs)
+        loss = sum((scale[name] * term for name, term in terms.weighted.items()), jnp.zeros_like(stats.log_prob))
+        return loss, terms
+
+    return score(token_loss=token_loss, per_token=(per_token_fields(batch), coefs))
+
+
+def _kept(batch: Batch) -> Array:
+    """Returns the tokens that the loss sums over."""
+    return batch.completion_mask if batch.kept_mask is None else batch.kept_mask
+
+
+def _terms(
+    config: Config, stats: kljax.TokenStats, batch: Batch, coefs: Coefficients
+) -> tuple[_Terms, dict[str, Array]]:
+    """Computes the terms of the head, times their token weights, and their coefficients."""
+    plan, weights = Plan.of(config), required(batch.token_weights)
+    mask, kept = loss_mask(config, batch), _kept(batch)
+    batch = dataclasses.replace(_with_old_log_probs(batch, stats), completion_mask=mask)
+    terms: dict[str, Array] = {}
+    scale: dict[str, Array] = {}
+    if plan.loss is not None:
+        terms["policy"] = algorithms.policy_loss(config, plan.loss, stats, batch, coefs.get("key"))
+        if batch.correction_weights is not None:
+            terms["policy"] *= batch.correction_weights
+        scale["policy"] = jnp.float32(1)
+    if "loss" in plan.controllers:
+        terms["kl"], scale["kl"] = _reference_kl(config, stats, batch), coefs["kl_loss"]
+    if config.kl.rollout.coef > 0:
+        terms["rollout_kl"] = kljax.rollout_kl_loss(
+            stats.log_prob,
+            required(batch.rollout_log_probs),
+            mask,
+            **config.kl.rollout.model_dump(exclude={"coef"}),
+        )
+        scale["rollout_kl"] = coefs["rollout_kl"]
+    if config.loss.entropy_coef > 0:
+        terms["entropy"], scale["entropy"] = required(stats.entropy), -coefs["entropy"]
+    own = {"kl": weights if batch.kl_token_weights is None else batch.kl_token_weights}
+    weighted = {name: kljax.masked(term, kept) * own.get(name, weights) for name, term in terms.items()}
+    return _Terms(stats, weighted, terms["kl"] if plan.steers_loss else None), scale
 
 
 def _with_old_log_probs(batch: Batch, stats: kljax.TokenStats) -> Batch:

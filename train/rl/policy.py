@@ -242,34 +242,100 @@ def token_stats(
     Raises:
       ValueError: a prompt length outside 1 to T; both `kept_ids` and `sum_squared_probs`.
     """
-    first = layout.prompt_length
-    if not 1 <= first <= tokens.shape[1]:
-        raise ValueError(
-            f"layout.prompt_length: got {first}, expected 1 to {tokens.shape[1]} (column 0 has no prediction)"
-        )
-    if hidden is None:
-        hidden = hidden_states(model, policy, tokens, token_mask, layout=layout, segment_ids=segment_ids)
-    # The hidden state of a token predicts the next one.
-    before = slice(first - 1, tokens.shape[1] - 1)
-    if reference is not None:
-        reference = dataclasses.replace(reference, hidden=jnp.asarray(reference.hidden)[:, before])
     score: Callable[..., kljax.TokenStats]
     if kept_ids is None:
         score = functools.partial(kljax.log_probs_from_hidden, sum_squared_probs=sum_squared_probs)
     elif sum_squared_probs:
         raise ValueError("sum_squared_probs: got True and kept_ids, expected one of them")
     else:
-        score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids[:, first:])
-    stats = score(
-        hidden[:, before],
-        _lm_head(model, policy.params, tile),
-        tokens[:, first:],
-        mask=(token_mask if mask is None else mask)[:, first:],
+        score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids[:, layout.prompt_length :])
+    if hidden is None:
+        hidden = hidden_states(model, policy, tokens, token_mask, layout=layout, segment_ids=segment_ids)
+    inputs = _head_inputs(hidden, tokens, token_mask if mask is None else mask, layout, reference)
+    stats = score(head=_lm_head(model, policy.params, tile), temperature=temperature, entropy=entropy, **inputs)
+    return _from_first(stats, layout), hidden
+
+
+def _head_inputs(
+    hidden: jax.Array,
+    tokens: jax.Array,
+    mask: jax.Array,
+    layout: Layout,
+    reference: kljax.ReferenceStates | None,
+) -> dict[str, Any]:
+    """Returns the arguments of the head's functions: hidden states, each with the token that it predicts."""
+    first = layout.prompt_length
+    if not 1 <= first <= tokens.shape[1]:
+        raise ValueError(
+            f"layout.prompt_length: got {first}, expected 1 to {tokens.shape[1]} (column 0 has no prediction)"
+        )
+    before = slice(first - 1, tokens.shape[1] - 1)
+    if reference is not None:
+        reference = dataclasses.replace(reference, hidden=jnp.asarray(reference.hidden)[:, before])
+    return {"hidden": hidden[:, before], "targets": tokens[:, first:], "mask": mask[:, first:], "reference": reference}
+
+
+def _from_first(per_token: Tree, layout: Layout) -> Tree:
+    """Adds the columns before the first scored one, which hold 0."""
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (layout.prompt_length, 0), *((0, 0),) * (x.ndim - 2)))
+
+    return jax.tree.map(pad, per_token)
+
+
+def fused_loss(
+    model: Decoder,
+    policy: kljax.Policy,
+    tokens: jax.Array,
+    token_mask: jax.Array,
+    *,
+    token_loss: Callable[[kljax.TokenStats, Any], tuple[jax.Array, Tree]],
+    per_token: Tree,
+    temperature: float | jax.Array,
+    mask: jax.Array,
+    entropy: Literal[False, True, "constant"] = False,
+    reference: kljax.ReferenceStates | None = None,
+    tile: kljax.Tile | None = None,
+    layout: Layout = ROWS,
+    kept_ids: jax.Array | None = None,
+) -> tuple[jax.Array, Tree, jax.Array]:
+    """Computes a loss that treats tokens alone, with three products with the LM head instead of four.
+
+    Args:
+      model: the decoder.
+      policy: its weights.
+      tokens: [B, T] int32.
+      token_mask: [B, T] bool, True at real tokens.
+      token_loss: as in `kljax.token_loss_from_hidden`.
+      per_token: its inputs, arrays [B, T] and scalars.
+      temperature: the sampling temperature.
+      mask: [B, T] bool, the tokens that the loss is the sum of.
+      entropy: see `token_stats`.
+      reference: see `token_stats`.
+      tile: tile size of the chunked LM head; its tokens are those of a chunk of the loss. None: the library's.
+      layout: see `token_stats`.
+      kept_ids: see `token_stats`.
+
+    Returns:
+      The loss, its metrics [B, T], and hidden states [B, T, D].
+
+    Raises:
+      ValueError: a prompt length outside 1 to T.
+    """
+    hidden = hidden_states(model, policy, tokens, token_mask, layout=layout)
+    first = layout.prompt_length
+    loss, metrics = kljax.token_loss_from_hidden(
+        **_head_inputs(hidden, tokens, mask, layout, reference),
+        head=_lm_head(model, policy.params, tile),
+        token_loss=token_loss,
+        per_token=jax.tree.map(lambda x: x[:, first:] if x.ndim else x, per_token),
         temperature=temperature,
         entropy=entropy,
-        reference=reference,
+        kept_ids=None if kept_ids is None else kept_ids[:, first:],
+        token_chunk=None if tile is None else tile.tokens,
     )
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (first, 0))), stats), hidden
+    return loss, _from_first(metrics, layout), hidden
 
 
 def token_values(value_head: Tree, hidden: jax.Array) -> jax.Array:
