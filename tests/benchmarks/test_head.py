@@ -70,7 +70,7 @@ def test_the_table_says_when_and_where(quick):
     assert "jax " in first
     assert "kljax " in first
     assert "the fastest of 2 interleaved rounds" in second
-    assert quick["table"].count("| naive JAX |") == 6
+    assert quick["table"].count("| naive JAX |") == 7
 
 
 def test_a_contender_that_computes_something_else_fails_the_command(monkeypatch, capsys):
@@ -136,12 +136,13 @@ def test_an_environment_that_is_not_there_is_said(tmp_path, capsys):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_temporary_memory_meets_its_targets(size):
     """At the sizes of the targets nothing runs; what the compiler assigns is the same every time."""
-    temp = {name: _compiled_bytes(name, size) for name in ("tile", "naive", "tunix_full", "tunix_chunk")}
+    temp = {name: _compiled_bytes(name, size) for name in ("tile", "fused", "naive", "tunix_full", "tunix_chunk")}
     limits = {"naive": 16, "tunix_full": 24, "tunix_chunk": 3}
     if size.vocab >= suite.LARGE_VOCAB:
         limits = {"naive": 24, "tunix_full": 40, "tunix_chunk": 9}
     for name, limit in limits.items():
         assert limit * temp["tile"] <= temp[name], f"{temp['tile']} bytes, and {name} {temp[name]}"
+    assert 5 * temp["fused"] <= temp["naive"], f"{temp['fused']} bytes"
 
 
 def _compiled_bytes(name, size):

@@ -112,25 +112,60 @@ def tiled(
     return stats.log_prob, stats.entropy, stats.kl
 
 
-def loss(stats: Stats, data: Constants) -> Array:
-    """Returns PPO's clipped surrogate, less the entropy and plus the KL if given, as a mean of the unmasked tokens."""
-    log_probs, entropies, divergence = stats
-    per_token = kljax.ppo_clip_loss(
-        log_probs, data.old_log_probs, data.advantages, data.mask, clip_low=CLIP, clip_high=CLIP
+def fused(
+    hidden: Array,
+    head: Array,
+    data: Constants,
+    *,
+    tile: kljax.Tile | None,
+    entropy: bool = True,
+    kl: bool = False,
+    masked: bool = False,
+) -> Array:
+    """Calls kljax with the loss; it is given the tokens that the mask leaves."""
+
+    def token_loss(stats: kljax.TokenStats, inputs: tuple[Array, ...]) -> tuple[Array, None]:
+        *arrays, count = inputs
+        return per_token_loss((stats.log_prob, stats.entropy, stats.kl), *arrays) / count, None
+
+    value, _ = kljax.token_loss_from_hidden(
+        hidden,
+        kljax.Head(head, tile=tile),
+        data.targets,
+        token_loss,
+        (data.old_log_probs, data.advantages, data.mask, data.mask.sum().astype(jnp.float32)),
+        mask=data.mask if masked else None,
+        entropy=entropy,
+        reference=(data.ref_hidden, None) if kl else None,
+        token_chunk=None if tile is None else tile.tokens,
     )
+    return value
+
+
+def per_token_loss(stats: Stats, old_log_probs: Array, advantages: Array, mask: Array) -> Array:
+    """Returns PPO's clipped surrogate, less the entropy and plus the KL if given, of each token."""
+    log_probs, entropies, divergence = stats
+    per_token = kljax.ppo_clip_loss(log_probs, old_log_probs, advantages, mask, clip_low=CLIP, clip_high=CLIP)
     if entropies is not None:
         per_token = per_token - ENTROPY_COEF * entropies
     if divergence is not None:
         per_token = per_token + KL_COEF * divergence
+    return per_token
+
+
+def loss(stats: Stats, data: Constants) -> Array:
+    """Returns the mean loss of the unmasked tokens."""
+    per_token = per_token_loss(stats, data.old_log_probs, data.advantages, data.mask)
     return jnp.where(data.mask, per_token, 0).sum() / data.mask.sum()
 
 
 def gradient_of(stats: Callable[..., Stats], *, head: bool = True) -> Callable[..., tuple[Array, ...]]:
     """Returns `(hidden, head, data) -> (loss, *gradients)`; a frozen head has no gradient."""
+    return gradient_of_loss(lambda hidden, head, data: loss(stats(hidden, head, data), data), head=head)
 
-    def objective(hidden: Array, head: Array, data: Constants) -> Array:
-        return loss(stats(hidden, head, data), data)
 
+def gradient_of_loss(objective: Callable[..., Array], *, head: bool = True) -> Callable[..., tuple[Array, ...]]:
+    """Returns the same from a function that computes the loss."""
     differentiate = jax.value_and_grad(objective, argnums=(0, 1) if head else (0,))
 
     def run(hidden: Array, head: Array, data: Constants) -> tuple[Array, ...]:
@@ -151,11 +186,14 @@ def forward_of(stats: Callable[..., Stats]) -> Callable[..., tuple[Array, ...]]:
     return run
 
 
+OPTIONS_OF: dict[str, dict[str, bool]] = {"plain": {"entropy": False}, "frozen": {"entropy": False}, "kl": {"kl": True}}
+FROZEN = ("frozen", "lora")
+
+
 def of_kind(stats: Callable[..., Stats], kind: str) -> Callable[..., tuple[Array, ...]]:
     """Returns the function of a kind of form: loss and gradients, or the values if it is "forward"."""
-    options = {"plain": {"entropy": False}, "frozen": {"entropy": False}, "kl": {"kl": True}}.get(kind, {})
-    chosen = functools.partial(stats, **options)
-    return forward_of(chosen) if kind == "forward" else gradient_of(chosen, head=kind != "frozen")
+    chosen = functools.partial(stats, **OPTIONS_OF.get(kind, {}))
+    return forward_of(chosen) if kind == "forward" else gradient_of(chosen, head=kind not in FROZEN)
 
 
 def build(name: str, tile: Sequence[int] | None) -> Callable[..., tuple[Array, ...]]:
@@ -163,8 +201,11 @@ def build(name: str, tile: Sequence[int] | None) -> Callable[..., tuple[Array, .
     contender, _, kind = name.partition("_")
     if contender == "tunix":
         return gradient_of({"full": tunix_full, "chunk": tunix_chunk}[kind])
-    ours = functools.partial(tiled, tile=None if tile is None else kljax.Tile(*tile), masked=kind == "half")
-    known: dict[str, Callable[..., Stats]] = {"naive": naive, "tile": ours}
+    ours: dict[str, Any] = {"tile": None if tile is None else kljax.Tile(*tile), "masked": kind == "half"}
+    if contender == "fused":
+        objective = functools.partial(fused, **(ours | OPTIONS_OF.get(kind, {})))
+        return gradient_of_loss(objective, head=kind not in FROZEN)
+    known: dict[str, Callable[..., Stats]] = {"naive": naive, "tile": functools.partial(tiled, **ours)}
     return of_kind(known[contender], kind)
 
 

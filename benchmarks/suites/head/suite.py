@@ -39,6 +39,12 @@ TARGETS = {
         Target("time", "tile_half", "naive_half", 0.45),
         Target("time", "tile_frozen", "naive_frozen", 0.5),
         Target("time", "tile_kl", "tile", 1.5),
+        Target("temporary", "fused", "naive", 1 / 5),
+        Target("time", "fused", "naive", 0.88),
+        Target("time", "fused", "tile", 0.78, 0.86),
+        Target("time", "fused_half", "naive_half", 0.5),
+        Target("time", "fused_lora", "tile_lora", 0.75),
+        Target("time", "fused_kl", "fused", 1.4),
     ),
     "gpu": (Target("time", "tile", "liger", 1.0), Target("time", "tile", "torch_chunk", 1.0)),
 }
@@ -154,17 +160,20 @@ class HeadSuite(Suite):
 
     def checks(self, measured: Measured) -> list[Check]:
         large = measured.size.vocab >= LARGE_VOCAB
-        found = [check(target, title(target), measured.results, large=large) for target in TARGETS[self.device]]
+        targets = [target for target in TARGETS[self.device] if target.name in measured.results]
+        found = [check(target, title(target), measured.results, large=large) for target in targets]
         part = None if measured.rates is None else ratio(measured.rates.reached, measured.rates.mixed)
         return [*found, Check(RATE_TITLE, RATE[self.device], part, at_least=True, unit="%")]
 
 
 def title(target: Target) -> str:
     """Describes a target."""
-    kinds = {"half": "half masked, ", "frozen": "frozen head, ", "kl": "exact KL, "}
-    kind = kinds.get(target.name.partition("_")[2], "")
-    against = "kljax without it" if target.against == "tile" else TITLES[target.against]
-    return f"{'memory' if target.measure == 'temporary' else target.measure}: kljax, {kind}over {against}"
+    kinds = {"half": "half masked", "frozen": "frozen head", "lora": "frozen head, entropy", "kl": "exact KL"}
+    kind = kinds.get(target.name.partition("_")[2])
+    own = TITLES[target.name] if kind is None else f"{TITLES[target.name]}, {kind}"
+    without = target.name.endswith("_kl") and target.against == target.name.removesuffix("_kl")
+    against = f"{TITLES[target.against]} without it" if without else TITLES[target.against]
+    return f"{'memory' if target.measure == 'temporary' else target.measure}: {own}, over {against}"
 
 
 def _row(form: Form, measured: Measured) -> list[Any]:
