@@ -9,14 +9,14 @@ import jax
 import numpy as np
 
 from train.data.tasks.rewards import Scores, compose, judge
-from train.distributed import gather_rows, held_rows, on_leader, run_together, send_to_leader, to_host_rows
+from train.distributed import agree, gather_rows, held_rows, on_leader, run_together, send_to_leader, to_host_rows
 from train.models.rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rollouts.context import RunContext
 from train.rollouts.recorded import record_rows, write_rows
-from train.rollouts.source import Array, Completions, Request, Source
+from train.rollouts.source import Array, Completions, Request, Source, SourceError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,7 @@ def make_rollout(context: RunContext, completions: Completions) -> Rollout:
     lengths = _of_own_rows(completions.completion_mask, completions.rows, context).sum(-1)
 
     def judge_own_rows() -> tuple[Scores, Scores]:
+        _check_rows(completions, context.model.config.vocab_size)
         if not len(completions.examples):
             return {}, {}
         if completions.rewards is None:
@@ -108,11 +109,33 @@ def make_rollout(context: RunContext, completions: Completions) -> Rollout:
         rows["rollout_log_probs"] = completions.log_probs
     if completions.kept_ids is not None:
         rows["kept_ids"] = completions.kept_ids
+    # Every process has to put arrays of one layout on the devices.
+    agree("rollout", {name: f"{np.dtype(x.dtype)}{list(x.shape[1:])} of a row" for name, x in rows.items()})
     batch = Batch(**shard_rows(rows, context.mesh))
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in scores.items()}
     metrics["completion_length"] = float(shapes["length"].mean(dtype=np.float64))
     metrics["finished"] = float(shapes["finished"].mean(dtype=np.float64))
     return Rollout(batch, metrics | dict(completions.metrics), dict(completions.timings), completions, named_rewards)
+
+
+def _check_rows(completions: Completions, vocab_size: int) -> None:
+    """Checks the rows that come from the host, in every process before any of them starts the step.
+
+    Raises:
+      SourceError: a token is not of the vocabulary, a completion has padding in it, or a log-prob is not finite.
+    """
+    tokens, mask = completions.tokens, completions.completion_mask
+    if isinstance(tokens, jax.Array) or isinstance(mask, jax.Array):
+        return
+    log_probs = np.zeros(()) if completions.log_probs is None else np.where(mask, completions.log_probs, 0)
+    problems = {
+        f"tokens outside of the vocabulary of {vocab_size}": (tokens < 0) | (tokens >= vocab_size),
+        "completion tokens that the token mask leaves out": mask & ~np.asarray(completions.token_mask),
+        "log-probs that are not finite": ~np.isfinite(log_probs),
+    }
+    for problem, wrong in problems.items():
+        if wrong.any():
+            raise SourceError(f"rollout: the completions have {int(wrong.sum())} {problem}")
 
 
 def _numbers(completions: Completions) -> np.ndarray:

@@ -1,0 +1,65 @@
+"""The check of the rows that come from the host, before they go to the devices."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from train.data.tasks import Task
+from train.data.tasks.task import Example
+from train.rollouts import SourceError
+from train.rollouts.collect import make_rollout
+from train.rollouts.source import Completions
+
+EXAMPLES = [Example("1+1=", "2", "2")] * 4
+
+
+def completions_of(**changes) -> Completions:
+    config = tiny.config_of("rollout.samples_per_prompt=2")
+    shape = (4, tiny.PROMPT + config.data.max_completion_length)
+    mask = np.zeros(shape, bool)
+    mask[:, tiny.PROMPT] = True
+    whole = Completions(
+        examples=EXAMPLES,
+        tokens=np.full(shape, 7, np.int32),
+        token_mask=mask,
+        completion_mask=mask,
+        log_probs=np.where(mask, -1.0, np.nan).astype(np.float32),
+        texts=["x"] * 4,
+        finished=np.ones(4, bool),
+    )
+    return dataclasses.replace(whole, **changes)
+
+
+def collected(completions: Completions):
+    config = tiny.config_of("rollout.samples_per_prompt=2")
+    task = Task("fixed", EXAMPLES, EXAMPLES, lambda example, text, finished: {"reward": 1.0, "correct": 1.0})
+    return make_rollout(tiny.context_of(config, task=task), completions)
+
+
+def test_rows_that_fit_are_taken_whatever_lies_under_the_mask() -> None:
+    assert collected(completions_of()).metrics["reward"] == 1
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_tokens_outside_of_the_vocabulary_are_refused(token) -> None:
+    tokens = completions_of().tokens.copy()
+    tokens[1, 2] = token
+    with pytest.raises(SourceError, match=r"rollout: the completions have 1 tokens outside of the vocabulary of \d+"):
+        collected(completions_of(tokens=tokens))
+
+
+def test_a_completion_with_padding_in_it_is_refused() -> None:
+    mask = completions_of().token_mask.copy()
+    mask[2, tiny.PROMPT] = False
+    with pytest.raises(SourceError, match="1 completion tokens that the token mask leaves out"):
+        collected(completions_of(token_mask=mask))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_log_probs_that_are_not_finite_are_refused(value) -> None:
+    log_probs = completions_of().log_probs.copy()
+    log_probs[3, tiny.PROMPT] = value
+    with pytest.raises(SourceError, match="1 log-probs that are not finite"):
+        collected(completions_of(log_probs=log_probs))
