@@ -75,13 +75,13 @@ def place_whole(tree: Tree, sharding: Sharding) -> Tree:
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
-    def place(leaf: Any) -> jax.Array:
+    def place_leaf(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and leaf.sharding.device_set == sharding.device_set:
             return jax.device_put(leaf, sharding)
         host = np.asarray(leaf)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-    return jax.tree.map(place, tree)
+    return jax.tree.map(place_leaf, tree)
 
 
 def to_host(tree: Tree) -> Tree:

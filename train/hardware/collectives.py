@@ -75,10 +75,10 @@ def collectives(module: Module, expected: Mapping[str, float] | None = None) -> 
     return sorted(found, key=lambda one: -one.total)
 
 
-def bytes_by_kind(found: Sequence[Collective]) -> dict[str, tuple[float, float]]:
+def bytes_by_kind(operations: Sequence[Collective]) -> dict[str, tuple[float, float]]:
     """Sums executions and bytes of each kind, largest first."""
     sums: dict[str, tuple[float, float]] = {}
-    for one in found:
+    for one in operations:
         times, size = sums.get(one.kind, (0.0, 0.0))
         sums[one.kind] = (times + one.executions, size + one.total)
     return dict(sorted(sums.items(), key=lambda item: -item[1][1]))

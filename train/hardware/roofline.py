@@ -13,7 +13,7 @@ Resource = Literal["matrix units", "memory", "links", "network"]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one device does in one run of a program.
+    """The work of one device in one run of a program.
 
     Attributes:
       flops: operations of its matmuls.

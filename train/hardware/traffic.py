@@ -97,8 +97,8 @@ class _Kernels:
         by_name = {one.name: one for one in instructions}
         root = next(one for one in reversed(instructions) if one.line.lstrip().startswith("ROOT"))
 
-        def source(one: Instruction) -> Instruction:
-            return source(by_name[one.operands[0]]) if one.opcode == "bitcast" else one
+        def source(result: Instruction) -> Instruction:
+            return source(by_name[result.operands[0]]) if result.opcode == "bitcast" else result
 
         root, total = source(root), 0
         for one in [source(by_name[name]) for name in root.operands] if root.opcode == "tuple" else [root]:

@@ -144,7 +144,7 @@ def _numbers(completions: Completions) -> np.ndarray:
 
 
 def _of_own_rows(array: Array | None, rows: np.ndarray | None, context: RunContext) -> Any:
-    """Copies the rows that this process judges to the host, from an array of all rows, or of those that it holds."""
+    """Copies the rows that this process judges to the host, from an array of all rows, or of its held rows."""
     if array is None:
         return None
     host = to_host_rows(array) if isinstance(array, jax.Array) else array

@@ -51,8 +51,8 @@ class Request:
 class Completions:
     """Rows of prompts, left-padded to P, with completions, right-padded to C.
 
-    The completions of a prompt are in consecutive rows. With several processes, arrays on the devices are of all rows,
-    arrays on the host of those that the process holds, and everything else of those that it judges.
+    The completions of a prompt are in consecutive rows. With several processes, arrays on the devices have all rows,
+    arrays on the host the rows that the process holds, and everything else the rows that it judges.
 
     Attributes:
       examples: [B] example of each row.

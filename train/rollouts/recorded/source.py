@@ -88,16 +88,16 @@ class FileSource:
     def close(self) -> None:
         """No-op."""
 
-    def _completions(self, rows: list[RecordedCompletion], held: np.ndarray, own: np.ndarray) -> Completions:
-        """Pads the rows that this process holds; it judges the rows `own`."""
+    def _completions(self, rows: list[RecordedCompletion], numbers: np.ndarray, to_judge: np.ndarray) -> Completions:
+        """Pads the rows that this process holds, with their numbers, and names the rows that it judges."""
         data = self._context.config.data
         recorded = [row.log_probs for row in rows if row.log_probs is not None]
         kept_ids = [row.kept_ids for row in rows if row.kept_ids is not None]
-        judged = [rows[index] for index in np.searchsorted(held, own)]
+        judged = [rows[index] for index in np.searchsorted(numbers, to_judge)]
         rewards = [row.rewards for row in judged if row.rewards is not None]
         return Completions(
             examples=[row.example for row in judged],
-            rows=own,
+            rows=to_judge,
             **pad_rows(
                 [row.prompt_ids for row in rows],
                 [row.completion_ids for row in rows],

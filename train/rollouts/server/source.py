@@ -69,11 +69,11 @@ class ServerSource:
         seeds = jax.device_get(jax.random.randint(request.key, (len(prompts),), 0, 2**31 - 1)).tolist()
         rows = len(prompts) * request.samples
         owners = row_owners(batch_sharding(self._context.mesh), rows)
-        asked = np.flatnonzero(owners[:: request.samples] == process())
-        bodies = [self._body(prompts[index], request.samples, seeds[index]) for index in asked]
+        numbers = np.flatnonzero(owners[:: request.samples] == process())
+        bodies = [self._body(prompts[index], request.samples, seeds[index]) for index in numbers]
         answers = run_together("rollout", lambda: self._complete(bodies) if bodies else [])
         seconds = time.perf_counter() - start
-        return self._completions(request, [prompts[index] for index in asked], asked, answers, seconds)
+        return self._completions(request, [prompts[index] for index in numbers], numbers, answers, seconds)
 
     def close(self) -> None:
         """Unloads the adapter, removes the written weights, and closes the connections."""
@@ -129,9 +129,9 @@ class ServerSource:
         )
 
     def _completions(
-        self, request: Request, prompts: list[list[int]], asked: np.ndarray, answers: list[Answer], seconds: float
+        self, request: Request, prompts: list[list[int]], numbers: np.ndarray, answers: list[Answer], seconds: float
     ) -> Completions:
-        """Pads the answers to the prompts `asked`, and exchanges them if processes share rows."""
+        """Pads the answers to the prompts of these numbers, and exchanges them if processes share rows."""
         config, tokenizer, mesh = self._context.config, self._context.tokenizer, self._context.mesh
         padded = pad_rows(
             [prompt for prompt in prompts for _ in range(request.samples)],
@@ -143,7 +143,7 @@ class ServerSource:
         arrays = {name: array for name, array in padded.items() if isinstance(array, np.ndarray)}
         arrays["finished"] = np.array([answer.finished for answer in answers], bool)
         sharding, count = batch_sharding(mesh), len(request.examples) * request.samples
-        answered = (asked[:, None] * request.samples + np.arange(request.samples)).ravel()
+        answered = (numbers[:, None] * request.samples + np.arange(request.samples)).ravel()
         held, own = held_rows(sharding, count), own_rows(sharding, count)
         if any_of("rollout", not np.array_equal(answered, held)):
             whole = gather_rows("rollout", arrays, answered, count)
