@@ -31,12 +31,13 @@ def share(directory: Path) -> None:
 @functools.cache
 def finished_run() -> Run:
     """Returns the run; nobody may change what it wrote."""
-    directory = _directory() / "runs"
+    directory = scratch() / "runs"
     directory.mkdir(exist_ok=True)
     return shared_run(directory, *RECIPE, command=started_run).succeeded()
 
 
-def _directory() -> Path:
+def scratch() -> Path:
+    """Returns the directory of this process of tests or faults."""
     if not _SHARED:
         made = Path(tempfile.mkdtemp(prefix="faults-"))
         atexit.register(shutil.rmtree, made, ignore_errors=True)
@@ -56,7 +57,7 @@ def resume(output: Path, *overrides: str) -> Finished:
 
 def command_environment() -> dict[str, str]:
     """Returns the environment of a process of the command, with the compiled programs of the run."""
-    return environment(_directory())
+    return environment(scratch())
 
 
 def started_run(*arguments: object) -> Run:

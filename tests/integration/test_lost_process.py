@@ -1,0 +1,114 @@
+"""A run in two processes that loses one ends with its name, and continues as the uninterrupted run."""
+
+import fcntl
+import os
+import re
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+from tests import lost
+from tests.integration.command import assert_same_arrays, records, run_here, saved_arrays, state_arrays
+
+CLOSE = 1e-6
+
+
+@pytest.fixture(scope="session")
+def whole(session_directory, env):
+    """The uninterrupted run in two processes, once for all test processes."""
+    output = session_directory / "two-processes"
+    with (session_directory / "two-processes.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (output / lost.NAME / "summary.json").exists():
+            shutil.rmtree(output, ignore_errors=True)
+            lost.uninterrupted(output, env)
+    return output / lost.NAME
+
+
+def assert_same_run(got, expected) -> None:
+    """Bit by bit: base, states and metrics."""
+    assert_same_arrays(saved_arrays(got / "base"), saved_arrays(expected / "base"))
+    for step in range(lost.STEPS + 1):
+        assert_same_arrays(state_arrays(got, step), state_arrays(expected, step))
+    assert (got / "metrics.jsonl").read_text() == (expected / "metrics.jsonl").read_text()
+
+
+def assert_close_run(got, expected) -> None:
+    """The last state, within rounding of the largest number of each array, and the metrics of each step."""
+    one, two = (state_arrays(root, lost.STEPS) for root in (got, expected))
+    assert one.keys() == two.keys()
+    for name, value in two.items():
+        np.testing.assert_allclose(one[name], value, rtol=0, atol=CLOSE * np.abs(value).max(), err_msg=name)
+    for name in ("loss", "policy_loss", "kl_reference"):
+        of_steps = [[record[name] for record in records(root, "train")] for root in (got, expected)]
+        np.testing.assert_allclose(*of_steps, rtol=CLOSE, atol=CLOSE)
+
+
+def test_a_killed_run_of_two_processes_goes_on_in_one(env, tmp_path):
+    """The one case of every day: the leader is killed while it saves, and one process goes on."""
+    ended = lost.signalled(tmp_path / "two", "in a save", 0, signal.SIGKILL, env=env)
+    assert lost.names_the_lost(ended, 0), ended
+    run_here(*lost.RECIPE, f"output={tmp_path / 'two'}", "--resume").succeeded()
+    whole = run_here(*lost.RECIPE, f"output={tmp_path / 'one'}").succeeded()
+    assert_close_run(tmp_path / "two" / lost.NAME, whole.root)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("moment", lost.MOMENTS)
+def test_a_killed_process_is_named_and_the_run_continues_bit_by_bit(whole, env, tmp_path, moment, victim):
+    ended = lost.signalled(tmp_path, moment, victim, signal.SIGKILL, env=env)
+    assert lost.names_the_lost(ended, victim), ended
+    for code, _, errors in lost.go_on(tmp_path, env=env):
+        assert code == 0, errors
+    assert_same_run(ended.root, whole)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("processes", [1, 4])
+def test_it_continues_with_another_number_of_processes(whole, env, tmp_path, processes):
+    ended = lost.signalled(tmp_path, "in a step", 1, signal.SIGKILL, env=env)
+    assert lost.names_the_lost(ended, 1), ended
+    for code, _, errors in lost.go_on(tmp_path, env=env, processes=processes):
+        assert code == 0, errors
+    assert_close_run(ended.root, whole)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_preempted_process_stops_all_at_one_step(whole, env, tmp_path, victim):
+    ended = lost.signalled(tmp_path, "in a step", victim, signal.SIGTERM, env=env)
+    assert ended.codes == (130, 130), ended.errors
+    assert "Traceback" not in "".join(ended.errors)
+    (step,) = re.findall(r"interrupted after step (\d+) of 6; saved, continue with --resume", ended.errors[0])
+    assert int(state_arrays(ended.root, int(step))["step"]) == int(step)
+    assert max(int(path.name) for path in (ended.root / "checkpoints").iterdir()) == int(step)
+    for code, _, errors in lost.go_on(tmp_path, env=env):
+        assert code == 0, errors
+    assert_same_run(ended.root, whole)
+
+
+@pytest.mark.thorough
+def test_a_second_signal_ends_all_at_once(whole, env, tmp_path):
+    ended = lost.signalled(tmp_path, "in a step", 1, signal.SIGTERM, signal.SIGTERM, env=env)
+    assert ended.codes == (130, 130), ended.errors
+    assert ended.seconds < lost.LIMIT
+    assert "error: process 1 of 2 failed: interrupted" in ended.errors[0]
+    for code, _, errors in lost.go_on(tmp_path, env=env):
+        assert code == 0, errors
+    assert_same_run(ended.root, whole)
+
+
+@pytest.mark.thorough
+def test_a_damaged_checkpoint_is_set_aside_once(whole, env, tmp_path):
+    root = tmp_path / lost.NAME
+    shutil.copytree(whole, root)
+    for path in root.glob(f"checkpoints/{lost.STEPS}/state/**/d/*"):
+        os.truncate(path, path.stat().st_size // 2)
+    ended = lost.go_on(tmp_path, env=env)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert [text.count("is damaged and was skipped") for _, _, text in ended] == [1, 0]
+    assert [path.name for path in (root / "damaged").iterdir()] == [f"{lost.STEPS}-0"]
+    assert_same_run(root, whole)
