@@ -47,6 +47,8 @@ class Tile(Section):
 class LogProbs(Section):
     tile: Tile | None = None
     """Tile size of the chunked LM head, which changes memory and speed; null: chosen by the kind of device."""
+    token_chunk: Count | None = None
+    """Tokens whose logits are held at once where the loss is fused with the head; null: by the kind of device."""
 
 
 class WarmStart(Section):

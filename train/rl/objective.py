@@ -223,9 +223,8 @@ def make_objective(config: Config, model: Decoder) -> Objective:
         policy, options = policy_of(trainable, base), _head_options(config, batch, ref_head)
         arguments = model, policy, batch.tokens, batch.token_mask
         if plan.treats_tokens_alone:
-            loss, terms, hidden = _fused_terms(
-                config, functools.partial(fused_loss, *arguments, **options), batch, coefs
-            )
+            score = functools.partial(fused_loss, *arguments, **options, token_chunk=config.log_probs.token_chunk)
+            loss, terms, hidden = _fused_terms(config, score, batch, coefs)
         else:
             stats, hidden = token_stats(*arguments, **options)
             terms, scale = _terms(config, stats, batch, coefs)

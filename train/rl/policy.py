@@ -297,6 +297,7 @@ def fused_loss(
     entropy: Literal[False, True, "constant"] = False,
     reference: kljax.ReferenceStates | None = None,
     tile: kljax.Tile | None = None,
+    token_chunk: int | None = None,
     layout: Layout = ROWS,
     kept_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, Tree, jax.Array]:
@@ -313,7 +314,8 @@ def fused_loss(
       mask: [B, T] bool, the tokens that the loss is the sum of.
       entropy: see `token_stats`.
       reference: see `token_stats`.
-      tile: tile size of the chunked LM head; its tokens are those of a chunk of the loss. None: the library's.
+      tile: see `token_stats`.
+      token_chunk: tokens whose logits are held at once; None takes the library's for this kind of device.
       layout: see `token_stats`.
       kept_ids: see `token_stats`.
 
@@ -333,7 +335,7 @@ def fused_loss(
         temperature=temperature,
         entropy=entropy,
         kept_ids=None if kept_ids is None else kept_ids[:, first:],
-        token_chunk=None if tile is None else tile.tokens,
+        token_chunk=token_chunk,
     )
     return loss, _from_first(metrics, layout), hidden
 

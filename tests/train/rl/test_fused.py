@@ -18,7 +18,7 @@ from train.rl import objective
 from train.rl.policy import stored_head
 
 # Chunks and tiles that divide nothing.
-TILE = "log_probs.tile={tokens: 5, vocab: 100}"
+TILE = "log_probs={tile: {tokens: 8, vocab: 100}, token_chunk: 5}"
 ALONE = (
     *("ppo", "cispo", "sapo", "dppo", "sppo", "dro", "topr", "opmd", "gpg", "reinforce"),
     *("importance_sampling", "cross_entropy", "none"),

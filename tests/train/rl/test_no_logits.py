@@ -31,7 +31,7 @@ VOCABULARY, COMPLETION = 278, 37
 LENGTH = tiny.PROMPT + COMPLETION
 OPTIONS = (
     f"data.max_completion_length={COMPLETION}",
-    "log_probs.tile={tokens: 8, vocab: 64}",
+    "log_probs={tile: {tokens: 8, vocab: 64}, token_chunk: 8}",
     "optim.micro_batches=2",
     "rollout.samples_per_prompt=4",
 )
