@@ -19,8 +19,8 @@ from train.data.tasks import load_task
 from train.data.tokenizers import ByteTokenizer
 from train.models import Decoder
 from train.models.sharding import make_mesh
-from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
+from train.rl.host_memory import make_run_optimizer
 from train.rl.state import TrainState
 from train.rollouts.context import RunContext
 from train.run.setup import first_state
@@ -135,7 +135,7 @@ def context_of(config: Config, **changes: Any) -> RunContext:
         "config": config,
         "mesh": mesh_of(),
         "model": model_of(config),
-        "optimizer": make_optimizer(config.optim),
+        "optimizer": make_run_optimizer(config.optim),
         "tokenizer": ByteTokenizer(),
         "task": task,
         "prompts": Prompts(

@@ -70,6 +70,8 @@ class Optim(Section):
     """The learning rate after the warm-up."""
     max_grad_norm: Positive = 1.0
     """Clips the global norm of the gradient."""
+    host_memory: bool = False
+    """Keep the optimizer's moments in the memory of the host, and bring one layer at a time to the devices."""
     updates_per_batch: Count = 1
     """Optimizer updates per rollout batch; completions of one prompt stay together where the numbers allow it."""
     epochs: Count = 1

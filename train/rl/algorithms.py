@@ -25,6 +25,7 @@ from train.rl.batch import Batch, required
 Array = jax.Array
 Advantages = tuple[Array, Array | None]
 Supply = Mapping[str, Callable[[], Array]]
+Wrap = Callable[[optax.GradientTransformation], optax.GradientTransformation]
 
 RATIO_LEVELS: Mapping[str, str] = {"gspo_loss": "geometric"}
 """The level of the ratio that a loss clips, where no parameter says so."""
@@ -120,19 +121,28 @@ def _controller(term: Any) -> kljax.Controller:
     return function(schedule(term.coef, **section.schedule.options()))
 
 
-def make_optimizer(section: Optim) -> optax.GradientTransformation:
-    """Makes the optimizer on gradients of bounded global norm, with its learning rate over time."""
-    return chain_optimizer(section, learning_rate(section))
+def make_optimizer(section: Optim, wrap: Wrap | None = None) -> optax.GradientTransformation:
+    """Makes the optimizer on gradients of bounded global norm, at its learning rate; see `chain_optimizer`."""
+    return chain_optimizer(section, learning_rate(section), wrap)
 
 
-def chain_optimizer(section: Optim, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """Makes the optimizer of the config at another learning rate, behind the clip of the gradient's norm."""
+def chain_optimizer(
+    section: Optim, rate: optax.ScalarOrSchedule, wrap: Wrap | None = None
+) -> optax.GradientTransformation:
+    """Makes the optimizer of the config at a learning rate, behind the clip of the gradient's norm.
+
+    Args:
+      section: the section of the config.
+      rate: the learning rate, which need not be that of the section.
+      wrap: makes another optimizer of the one behind the clip.
+    """
     chosen = section.optimizer
     function = load_function(tables.OPTIMIZERS[chosen.type])
     options = chosen.options()
     if function is optax.contrib.muon:
         options["muon_weight_dimension_numbers"] = _matrices
-    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), function(rate, **options))
+    optimizer = function(rate, **options)
+    return optax.chain(optax.clip_by_global_norm(section.max_grad_norm), optimizer if wrap is None else wrap(optimizer))
 
 
 def _matrices(params: Any) -> Any:

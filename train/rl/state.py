@@ -91,9 +91,19 @@ def initial_state(
     optimizer: optax.GradientTransformation,
     controllers: Mapping[str, kljax.Controller],
     replicated: Any,
+    opt_state: optax.OptState | None = None,
 ) -> TrainState:
-    """Makes the state before the first RL step. Moments are sharded as their weights, scalars are replicated."""
-    opt_state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, replicated), optimizer.init(trainable))
+    """Makes the state before the first RL step. Moments are sharded as their weights, scalars are replicated.
+
+    Args:
+      trainable: the weights.
+      optimizer: makes its state.
+      controllers: of the KL coefficients.
+      replicated: sharding of scalars.
+      opt_state: the state of the optimizer, if it exists already.
+    """
+    if opt_state is None:
+        opt_state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, replicated), optimizer.init(trainable))
     states = {name: controller.init() for name, controller in controllers.items()}
     step, states, guard = jax.device_put((jnp.zeros((), jnp.int32), states, GuardState.initial()), replicated)
     return TrainState(step, trainable, opt_state, states, guard)

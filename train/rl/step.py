@@ -177,16 +177,26 @@ def make_update(
         norm = jnp.sqrt(optax.tree.sum(squares))
         metrics = found.reduce().of_update() | {"grad_norm": single(norm)}
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
-        changes, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+        changes, opt_state = _advance(config, optimizer, grads, state, finite)
         changes = _slowed(config, changes, state.guard)
-        trained = optax.apply_updates(state.trainable, changes), opt_state
-        trainable, opt_state = keep_unless(finite, trained, (state.trainable, state.opt_state))
+        trainable = keep_unless(finite, optax.apply_updates(state.trainable, changes), state.trainable)
         guard = state.guard.after(finite, squares)
         metrics["skipped_updates"] = single(1.0 - finite)
         return dataclasses.replace(state, trainable=trainable, opt_state=opt_state, guard=guard), metrics
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(traced_once(update), donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+
+
+def _advance(
+    config: Config, optimizer: optax.GradientTransformation, grads: Tree, state: TrainState, finite: jax.Array
+) -> tuple[Tree, Tree]:
+    """Returns the changes of the optimizer, and its new state if the update is finite, else the old one."""
+    if config.optim.host_memory:
+        update = optax.with_extra_args_support(optimizer).update
+        return update(grads, state.opt_state, state.trainable, finite=finite)
+    changes, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+    return changes, keep_unless(finite, opt_state, state.opt_state)
 
 
 def _slowed(config: Config, changes: Tree, guard: GuardState) -> Tree:

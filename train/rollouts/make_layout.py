@@ -108,7 +108,7 @@ def _resident_bytes(config: Config, model: Decoder, mesh: Mesh, optimizer: optax
     own = config.reference.source == "checkpoint" or config.lora is None
     references = device_bytes(params) if Plan.of(config).reference and own else 0
     adapter = 0 if config.lora is None else device_bytes(trained)
-    moments_of_device = moments // (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    moments_of_device = 0 if config.optim.host_memory else moments // (mesh.shape["fsdp"] * mesh.shape["tensor"])
     return device_bytes(params) + adapter + references + copies * device_bytes(trained) + moments_of_device
 
 

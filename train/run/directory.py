@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "reference",
     "guard",
     "mesh",
+    "optim.host_memory",
     "rollout.record",
     "rollout.mesh",
     "rollout.in_place",

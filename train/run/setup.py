@@ -19,7 +19,8 @@ from train.distributed import device_count, enter, processes, processes_of
 from train.models import Decoder
 from train.models.sharding import make_mesh, replicated
 from train.references import warn_of_other_base
-from train.rl.algorithms import make_controllers, make_optimizer
+from train.rl.algorithms import make_controllers
+from train.rl.host_memory import HOST, has_host_memory, init_in_host, make_run_optimizer
 from train.rl.keys import purpose_key
 from train.rl.policy import init_adapter, init_params, init_value_head
 from train.rl.state import TrainState, initial_state
@@ -50,11 +51,15 @@ def make_context(config: Config) -> RunContext:
         seed=config.seed,
     )
     held_out = keep_prompts(task.eval, tokenizer, config.data.max_prompt_length, label="held-out prompts")
+    mesh = config_mesh(config)
+    if config.optim.host_memory and not has_host_memory(mesh.local_devices[0]):
+        kind = mesh.local_devices[0].device_kind
+        raise UserError(f"optim.host_memory: got true, but programs of {kind} have no {HOST} memory; set it to false")
     return RunContext(
         config=config,
-        mesh=config_mesh(config),
+        mesh=mesh,
         model=make_model(config, tokenizer),
-        optimizer=make_optimizer(config.optim),
+        optimizer=make_run_optimizer(config.optim),
         tokenizer=tokenizer,
         task=task,
         prompts=prompts,
@@ -150,7 +155,9 @@ def first_state(
         trainable = {"adapter": load_initial_adapter(config, model, mesh)}
     if Plan.of(config).value_head:
         trainable["value_head"] = init_value_head(model, purpose_key(config.seed, "value_head"), mesh)
-    state = initial_state(trainable, optimizer, make_controllers(config), replicated(mesh))
+    scalar = replicated(mesh)
+    opt_state = init_in_host(optimizer, trainable, scalar) if config.optim.host_memory else None
+    state = initial_state(trainable, optimizer, make_controllers(config), scalar, opt_state)
     return dataclasses.replace(state, past=initial_past(trainable, config.rollout.policy_lag))
 
 

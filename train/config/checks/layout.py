@@ -9,6 +9,9 @@ from train.config.schema import Config
 SPLIT_BY_TENSOR = ("heads", "kv_heads", "mlp_width", "vocab_size")
 """Sizes of a decoder that the tensor axis of a mesh splits."""
 
+ELEMENTWISE = ("adamw", "adam", "lion", "sgd", "rmsprop")
+"""Optimizers that can update one layer of the stack at a time."""
+
 
 def _rows(config: Config) -> Iterator[Problem]:
     optim, shards = config.optim, config.mesh.data * config.mesh.fsdp
@@ -103,6 +106,13 @@ def _sampling_mesh(config: Config) -> Iterator[Problem]:
             yield problem(line, "rollout.mesh.data", *name.split(" x "))
 
 
+def _host_memory(config: Config) -> Iterator[Problem]:
+    chosen = config.optim.optimizer.type
+    if config.optim.host_memory and chosen not in ELEMENTWISE:
+        line = f"got true, but optimizer {chosen} reads whole matrices; expected one of {', '.join(ELEMENTWISE)}"
+        yield problem(line, "optim.host_memory", "optim.optimizer.type")
+
+
 def _folder(config: Config) -> Iterator[Problem]:
     model = config.model
     given = [name for name in model.shape() if name in model.model_fields_set]
@@ -152,4 +162,4 @@ def _quantization(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_rows, _slices, _divisions, _sampling_mesh, _folder, _trained_dtype, _quantization)
+CHECKS = (_rows, _slices, _divisions, _sampling_mesh, _host_memory, _folder, _trained_dtype, _quantization)

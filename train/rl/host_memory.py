@@ -1,0 +1,110 @@
+"""The optimizer's state in the memory of the host: the update brings the moments of one layer at a time to the devices.
+
+Values are those of the same optimizer with its state on the devices.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.tree_util import DictKey
+
+from train.config.optim import Optim
+from train.rl.algorithms import make_optimizer
+
+Tree = Any
+HOST = "pinned_host"
+"""The memory of the host that devices read and write by themselves."""
+
+
+def make_run_optimizer(section: Optim) -> optax.GradientTransformation:
+    """Makes the optimizer of RL, with its state in the memory that the config names."""
+    return make_optimizer(section, host_memory if section.host_memory else None)
+
+
+def host_memory(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Makes an elementwise optimizer whose state lies in the memory of the host.
+
+    Its `update` has a keyword `finite`, a bool: where it is false, the state stays as it is. The stacked layers go
+    through the devices one after the other, in place, everything else at once.
+
+    Args:
+      optimizer: computes every entry of a change from the same entries of gradient, weight and state.
+    """
+
+    def update(
+        grads: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *, finite: jax.Array, **_: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        def advance(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+            on_device = _moved(state, jax.memory.Space.Device)
+            changes, new = optimizer.update(grads, on_device, params)
+            kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, on_device)
+            return changes, _moved(kept, jax.memory.Space.Host)
+
+        shared = _part(state, "shared")
+        rest = advance(_part(grads, "rest"), _joined(shared, _part(state, "rest")), _part(params, "rest"))
+        stacked = _part(grads, "layers"), _moved(_part(state, "layers"), jax.memory.Space.Host)
+        weights = _part(params, "layers")
+
+        def advance_layer(index: jax.Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+            # A change takes the place of its gradient.
+            layer, moments, weight = (_take(tree, index) for tree in (*carry, weights))
+            changes, new = advance(layer, _joined(shared, moments), weight)
+            return _put(carry[0], changes, index), _put(carry[1], _part(new, "layers"), index)
+
+        if leaves := jax.tree.leaves(stacked[0]):
+            stacked = lax.fori_loop(0, leaves[0].shape[0], advance_layer, stacked)
+        return _joined(rest[0], stacked[0]), _joined(rest[1], stacked[1])
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def init_in_host(optimizer: optax.GradientTransformation, trainable: Tree, replicated: Any) -> optax.OptState:
+    """Makes the state of an optimizer in the memory of the host: moments split as their weights, scalars on devices."""
+    shapes = jax.eval_shape(optimizer.init, trainable)
+    return jax.jit(optimizer.init, out_shardings=host_shardings(optimizer, shapes, trainable, replicated))(trainable)
+
+
+def host_shardings(optimizer: optax.GradientTransformation, opt_state: Tree, trainable: Tree, replicated: Any) -> Tree:
+    """Returns the shardings of a state in the memory of the host, from its shapes and the shardings of the weights."""
+
+    def of_weight(moment: Any, weight: Any) -> Any:
+        return weight.sharding.with_memory_kind(HOST) if moment.ndim else replicated
+
+    return optax.tree_utils.tree_map_params(
+        optimizer, of_weight, opt_state, trainable, transform_non_params=lambda _: replicated
+    )
+
+
+def has_host_memory(device: jax.Device) -> bool:
+    """Tells whether programs of a device read and write memory of the host."""
+    return HOST in {memory.kind for memory in device.addressable_memories()}
+
+
+def _kind(path: tuple[Any, ...]) -> str:
+    """Sorts a leaf: stacked layers, the rest of the weights, or a count that all weights share."""
+    names = {entry.key for entry in path if isinstance(entry, DictKey)}
+    return "shared" if not names else "layers" if "layers" in names else "rest"
+
+
+def _part(tree: Tree, kind: str) -> Tree:
+    """Puts None in place of all other leaves."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: x if _kind(path) == kind else None, tree)
+
+
+def _joined(left: Tree, right: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: b if a is None else a, left, right, is_leaf=lambda x: x is None)
+
+
+def _moved(state: Tree, space: Any) -> Tree:
+    return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, state)
+
+
+def _take(tree: Tree, index: jax.Array) -> Tree:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
+
+
+def _put(tree: Tree, values: Tree, index: jax.Array) -> Tree:
+    return jax.tree.map(lambda x, value: lax.dynamic_update_index_in_dim(x, value, index, 0), tree, values)
