@@ -97,9 +97,9 @@ test-newest: $(NEWEST_VENV)/.ready ## the library, and three runs of the trainer
 $(AOT_VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(AOT_VENV),--no-default-groups --group train --group aot)
 
-test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compiler of TPUs plans
+test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compilers of TPUs and GPUs plan
 	$(BIN)/python $(PYTEST) -m "not thorough" tests/benchmarks/test_head_aot_plans.py \
-	  tests/train/rollouts/test_layout_plans.py $(ARGS)
+	  tests/train/rollouts/test_layout_plans.py tests/train/plan/test_plans_aot.py $(ARGS)
 
 # vLLM on a CPU: a build by a third party, 3.5 GB with its torch; why each step is there is in tests/goldens/vllm/record.py.
 $(VLLM_VENV)/.ready:

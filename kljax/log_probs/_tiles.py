@@ -305,7 +305,9 @@ class DeviceView(NamedTuple):
 
     def loop_tiles(self, body: Callable[[Array, Any], Any], carry: Any) -> Any:
         """Runs `carry = body(index, carry)` over the tiles of rows that hold a token."""
-        return lax.fori_loop(0, self.packing.tiles, body, carry)
+        # The name tells a plan of the program which loop depends on the mask.
+        with jax.named_scope("token_tiles"):
+            return lax.fori_loop(0, self.packing.tiles, body, carry)
 
     def scan_chunks(self, body: Callable[[Any, Chunk], Any], carry: Any) -> Any:
         """Runs `carry = body(carry, chunk)` over the vocabulary."""

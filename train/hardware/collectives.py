@@ -1,6 +1,7 @@
 """The collectives of a compiled program: their kinds, bytes and groups, with the iterations of loops."""
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,15 @@ from train.hardware.hlo import Instruction, Module, array_bytes, executions
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
           "collective-broadcast")  # fmt: skip
-_GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\S+(?: \{[^}]*\})?)(?:,|$)")
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)=(\S*mesh\[[^\]]*\][^{]*\{[^}]*\}|\{\{.*?\}\}|\{\}|\S+?)(?:,? |,?$)"
+)
+_MESH = re.compile(r"\S*mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<ids>.*)\))? \{(?P<axes>[^}]*)\}")
+BETWEEN_SLICES = "slices "
+"""Start of the kinds that go from slice to slice of TPUs, whose compiler writes them as transfers by the hosts."""
+_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_GRID = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +29,7 @@ class Collective:
     """A collective operation of a program.
 
     Attributes:
-      kind: "all-gather", "all-reduce", "reduce-scatter", ...
+      kind: "all-gather", "all-reduce", "reduce-scatter", ..., or "slices all_reduce" and so on.
       shape: of its result, as the compiler writes it, without layouts.
       payload: bytes of the whole array that is gathered, reduced or sent, on one device.
       executions: in one run of the program.
@@ -58,8 +67,9 @@ def collectives(module: Module, expected: Mapping[str, float] | None = None) -> 
     counts, sites = executions(module, expected=expected), dict[object, Collective]()
     for name, instructions in module.computations.items():
         for instruction in instructions:
-            kind = instruction.opcode.removesuffix("-start")
-            if kind not in _KINDS or not counts.get(name):
+            between = _SLICES.search(instruction.line) if instruction.opcode == "send" else None
+            kind = BETWEEN_SLICES + between[1].lower() if between else instruction.opcode.removesuffix("-start")
+            if not (kind in _KINDS or between) or not counts.get(name):
                 continue
             shape, groups = re.sub(r"\{[^{}]*\}", "", instruction.shape), _GROUPS.search(instruction.line)
             payload, written = _payload(kind, instruction), groups[1] if groups else ""
@@ -95,6 +105,8 @@ def sent(collective: Collective, islands: Sequence[int]) -> Sent:
       collective: the collective.
       islands: [devices], the slice (TPU) or host (GPU) of each device in the order of the mesh.
     """
+    if collective.kind.startswith(BETWEEN_SLICES):
+        return Sent(0, collective.total)
     if collective.kind == "collective-permute":
         pairs = [(islands[a], islands[b]) for a, b in group_members(collective.groups, len(islands)) if a != b]
         crossing = sum(a != b for a, b in pairs) / max(len(pairs), 1)
@@ -111,7 +123,7 @@ def group_members(groups: str, devices: int) -> list[list[int]]:
     """Lists the devices of each group of a collective.
 
     Groups are a list, `{{0,4},{1,5}}`, which is empty for all devices; a grid, `[groups,members]<=[4,4]T(1,0)`; or axes
-    of a mesh, `mesh['a'=4,'b'=2] {'b'}`.
+    of a mesh, `mesh['a'=4,'b'=2], device_ids=([4,2]T(1,0)) {'b'}`.
 
     Args:
       groups: as the compiler writes them.
@@ -123,22 +135,41 @@ def group_members(groups: str, devices: int) -> list[list[int]]:
     if listed := re.fullmatch(r"\{((?:\{[\d,]*\},?)*)\}", groups):
         found = [[int(one) for one in part.split(",")] for part in re.findall(r"\{([\d,]+)\}", listed[1])]
         return found or [list(range(devices))]
-    if grid := re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", groups):
-        shape, order, axes = ([int(one) for one in (text or "").split(",") if one] for text in grid.groups())
-        numbers = np.arange(np.prod(order)).reshape(order)
-        return (numbers.transpose(axes) if axes else numbers).reshape(-1, shape[-1]).tolist()
-    if mesh := re.fullmatch(r"\S*mesh\[([^\]]*)\] \{([^}]*)\}", groups):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-        inner = re.findall(r"'([^']+)'", mesh[2])
-        names = list(sizes)
-        numbers = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
-        outer = [name for name in names if name not in inner]
-        moved = numbers.transpose([names.index(name) for name in (*outer, *inner)])
-        return moved.reshape(-1, int(np.prod([sizes[name] for name in inner]))).tolist()
+    if grid := re.fullmatch(r"\[(?:\d+,)*(\d+)\]<=(.*)", groups):
+        return _numbers(grid[2]).reshape(-1, int(grid[1])).tolist()
+    if mesh := _MESH.fullmatch(groups):
+        return _mesh_groups(mesh["sizes"], mesh["ids"], mesh["axes"])
     raise ValueError(f"replica_groups: got {groups[:200]!r}, expected lists, a grid or axes of a mesh")
 
 
+def _numbers(grid: str) -> np.ndarray:
+    """Lists the devices of a grid, `[4,2]T(1,0)`, in its order, or of a list, `0,2,1,3`."""
+    if found := _GRID.fullmatch(grid):
+        sizes, axes = (tuple(map(int, text.split(","))) if text else () for text in found.groups())
+        numbers = np.arange(math.prod(sizes)).reshape(sizes)
+        return (numbers.transpose(axes) if axes else numbers).reshape(-1)
+    return np.array([int(one) for one in grid.split(",")])
+
+
+def _mesh_groups(sizes: str, ids: str | None, axes: str) -> list[list[int]]:
+    """Lists the devices that differ in some axes of a mesh only; `'a':(2)4` is the part of size 4 after a part of 2."""
+    inner = {name: (int(before or 1), int(size or 0)) for name, before, size in _AXIS.findall(axes)}
+    shape: list[int] = []
+    inside: list[int] = []
+    for name, text in re.findall(r"'([^']+)'=(\d+)", sizes):
+        before, size = inner.get(name, (1, 1))
+        size = size or int(text)
+        inside += [len(shape) + 1] if name in inner else []
+        shape += [before, size, int(text) // before // size]
+    numbers = np.arange(math.prod(shape)) if ids is None else _numbers(ids)
+    outside = [axis for axis in range(len(shape)) if axis not in inside]
+    members = math.prod(shape[axis] for axis in inside)
+    return numbers.reshape(shape).transpose([*outside, *inside]).reshape(-1, members).tolist()
+
+
 def _payload(kind: str, instruction: Instruction) -> int:
+    if kind.startswith(BETWEEN_SLICES):
+        return sum(array_bytes(_parts(instruction.shape)[0]))
     shape, asynchronous = instruction.shape, instruction.opcode.endswith("-start")
     if asynchronous and kind != "all-reduce":
         # The type of an asynchronous operation has operands, results, and perhaps its state.

@@ -1,6 +1,7 @@
 """Memory and published rates of accelerators, one row for each kind of device."""
 
 import dataclasses
+import os
 from typing import Literal
 
 Platform = Literal["tpu", "cuda"]
@@ -33,6 +34,11 @@ class Device:
     network: float
     per_chip: int = 1
 
+    @property
+    def usable(self) -> int:
+        """Returns the bytes that a run can use: of a GPU, the part that JAX allocates at its start."""
+        return self.memory if self.platform == "tpu" else round(self.memory * gpu_fraction())
+
 
 # TPUs: docs.cloud.google.com/tpu/docs, the pages of the versions; their interconnect counts both directions. Memory is
 # the limit that libtpu 0.0.42 names where a program does not fit. GPUs: the data sheets of H100 SXM and H200 SXM, whose
@@ -49,6 +55,11 @@ DEVICES = {
         Device("h200", "cuda", ("NVIDIA H200",), 151_397_597_184, 989e12, 4800e9, 450e9, 50e9),
     )
 }
+
+
+def gpu_fraction() -> float:
+    """Returns the part of a GPU's memory that JAX allocates, which `XLA_PYTHON_CLIENT_MEM_FRACTION` sets."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
 
 
 def find_device(kind: str) -> Device | None:

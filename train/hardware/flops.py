@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from train.hardware.hlo import Instruction, Module, array_sizes, executions
 
 Sizes = tuple[int, ...]
+# Matmuls of the kernels of splash attention, which skip the keys after a query.
+_SPLASH = {"splash_mha_fwd": 2, "splash_mqa_fwd": 2, "splash_mha_dq": 3, "splash_mqa_dq": 3, "splash_mha_dkv": 4,
+           "splash_mqa_dkv": 4}  # fmt: skip
 _FLOPS = re.compile(r'"flops":"?(\d+)')
 _WINDOW = ("stride", "lhs_dilate", "rhs_dilate", "pad")
 
@@ -19,7 +22,7 @@ _WINDOW = ("stride", "lhs_dilate", "rhs_dilate", "pad")
 def count_flops(module: Module, expected: Mapping[str, float] | None = None) -> float:
     """Counts two operations for each multiplication of a matmul or convolution, on one device in one run.
 
-    Kernels of attention count what they are said to compute (TPU) or the products of all queries and keys (cuDNN).
+    Splash attention counts the products of each query with the keys up to it, cuDNN those with all keys.
 
     Args:
       module: the program.
@@ -36,11 +39,11 @@ def count_flops(module: Module, expected: Mapping[str, float] | None = None) -> 
 def _flops(instruction: Instruction, shapes: Mapping[str, str]) -> float:
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return 0
-    operands = [_only(shapes[name]) for name in instruction.operands if name in shapes]
+    operands = [array_sizes(shapes[name])[0] for name in instruction.operands if array_sizes(shapes.get(name, ""))]
     if instruction.opcode == "dot":
-        return 2 * math.prod(_only(instruction.shape)) * _contracted(instruction.line, operands[0])
+        return 2 * math.prod(_only(instruction.shape)) * _contracted(instruction.line, operands[0][1])
     if instruction.opcode == "convolution":
-        return _convolution(instruction, *operands[:2])
+        return _convolution(instruction, operands[0][1], operands[1][1])
     return _custom_call(instruction, operands)
 
 
@@ -86,17 +89,21 @@ def _window_hits(start: int, size: int, output: int, stride: int, base: int) -> 
     return 0 if least is None else (last - least) // period + 1
 
 
-def _custom_call(instruction: Instruction, operands: list[Sizes]) -> float:
-    """Counts kernels: matmuls of cuBLAS, attention of cuDNN, and kernels that say what they compute."""
+def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) -> float:
+    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and splash attention, and those that say it themselves."""
     target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
     name = target[1] if target else ""
     if name.startswith("__cublas$"):
         config = json.loads(re.search(r"backend_config=(\{.*\})", instruction.line)[1])  # type: ignore[index]
         axes = config["gemm_backend_config"]["dot_dimension_numbers"]["lhs_contracting_dimensions"]
-        return 2 * math.prod(_only(instruction.shape)) * math.prod(operands[0][int(axis)] for axis in axes)
+        return 2 * math.prod(_only(instruction.shape)) * math.prod(operands[0][1][int(axis)] for axis in axes)
     if name.startswith("__cudnn$fmha") and len(operands) >= 2:
-        (rows, queries, heads, width), keys = operands[0], operands[1][1]
-        matmuls = 5 if "Backward" in name else 2
-        return 2.0 * matmuls * rows * heads * queries * keys * width
+        (_, (rows, queries, heads, width)), (_, (_, keys, *_)) = operands[:2]
+        return 2.0 * (5 if "Backward" in name else 2) * rows * heads * queries * keys * width
+    kernel = next((count for start, count in _SPLASH.items() if instruction.name.startswith(start)), 0)
+    if kernel:
+        (*outer, queries, width), (*_, keys, _) = [sizes for kind, sizes in operands if kind in ("f32", "bf16")][:2]
+        pairs = queries * (keys - queries) + queries * (queries + 1) // 2
+        return 2.0 * kernel * math.prod(outer) * pairs * width
     said = _FLOPS.search(instruction.line)
     return float(said[1]) if said else 0.0

@@ -95,14 +95,14 @@ def trip_count(module: Module, loop: Instruction, expected: Mapping[str, float] 
     Args:
       module: the program.
       loop: the `while`.
-      expected: iterations of loops that depend on data, by the named scope directly around them.
+      expected: iterations of loops that depend on data, by the end of the path of named scopes around them.
 
     Raises:
       ValueError: if it depends on data, and is not expected.
     """
-    scope = re.search(r"([^/]+)/while$", loop.op_name)
-    if expected and scope and scope[1] in expected:
-        return expected[scope[1]]
+    named = [scope for scope in expected or () if f"/{loop.op_name}".endswith(f"/{scope}/while")]
+    if expected and named:
+        return expected[max(named, key=len)]
     known = _KNOWN_TRIPS.search(loop.line)
     if known:
         return int(known[1])

@@ -133,6 +133,7 @@ def topology_devices(topology: Topology) -> "list[jax.Device]":
     from jax.experimental import topologies
 
     if topology.device.platform == "cuda":
+        use_target_cudnn(topology)
         hosts, gpus = topology.shape
         options: dict[str, Any] = {
             "topology_name": "",
@@ -161,6 +162,16 @@ def load_compilers() -> None:
         import jax
 
         jax.devices()
+
+
+def use_target_cudnn(topology: Topology) -> None:
+    """Makes this process lower attention for the cuDNN of a GPU's target; JAX asks for the one of this machine."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    found = re.search(r"dnn_version_info \{\s*major: (\d+)\s*minor: (\d+)", gpu_target(topology.device.name))
+    assert found is not None
+    version = 10_000 * int(found[1]) + 100 * int(found[2])
+    fused_attention_stablehlo.check_cudnn_version = lambda: version
 
 
 @contextmanager

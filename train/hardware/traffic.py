@@ -12,8 +12,9 @@ from train.hardware.hlo import CONTROL, Instruction, Module, array_bytes, execut
 
 _FREE = CONTROL | {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
-    "opt-barrier",
+    "opt-barrier", "send", "recv",
 }  # fmt: skip
+_NO_KERNEL = re.compile(r'custom_call_target="(?:AllocateBuffer|AssumeGatherIndicesInBound|Sharding)"')
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Kernels that write in place, with the operand that they write."""
@@ -51,7 +52,7 @@ class _Kernels:
     def moved(self, instruction: Instruction, shapes: Mapping[str, str]) -> int:
         """Counts the bytes of one execution of an instruction outside kernels."""
         opcode, shape = instruction.opcode, instruction.shape
-        if opcode in _FREE or opcode.endswith("-done"):
+        if opcode in _FREE or opcode.endswith("-done") or _NO_KERNEL.search(instruction.line):
             return 0
         operands = [shapes.get(name, "") for name in instruction.operands]
         if opcode in _SLICES:

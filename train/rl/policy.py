@@ -70,14 +70,19 @@ def _adapter_draw(model: Decoder, mesh: Mesh) -> Callable[[jax.Array], Tree]:
     return _compile_draw(lambda key: model.init(key)[1], abstract_adapter(model, mesh))
 
 
+def abstract_value_head(model: Decoder, mesh: Mesh) -> Tree:
+    """Describes a value head: shapes, dtypes and shardings."""
+    _, shapes, axes = _value_head_structure(model.config.width)
+    return _with_shardings(shapes, axes, mesh)
+
+
 def init_value_head(model: Decoder, key: jax.Array, mesh: Mesh) -> Tree:
     """Draws a value head, `{"kernel": [D], "bias": []}`."""
-    _, shapes, axes = _value_head_structure(model.config.width)
 
     def init(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.state(ValueHead(model.config.width, key=key)))
 
-    return _compile_draw(init, _with_shardings(shapes, axes, mesh))(key)
+    return _compile_draw(init, abstract_value_head(model, mesh))(key)
 
 
 @functools.cache

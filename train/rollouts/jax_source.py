@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
+from train.config.schema import Config
 from train.data.prompts import decode_completions, encode_prompts
 from train.data.tasks import Example
 from train.data.tokenizers import vocabulary_bytes
@@ -63,26 +64,59 @@ def make_sampler(
       A function of a fixed number of rows, with prompts in a length of `prompt_buckets`. Its output always has
       prompts of `data.max_prompt_length`.
     """
-    buckets = prompt_buckets(context.config.data.max_prompt_length)
-    section, size = context.config.rollout, context.model.config.vocab_size
-    sampling = Sampling(
-        context.config.temperature, section.top_k, section.top_p, section.min_p, greedy, record_kept_tokens
-    )
-    # Checkpoints often have more vocabulary rows than their tokenizer has tokens, and any row may be sampled.
-    stop = stop_table(section.stop, vocabulary_bytes(context.tokenizer, size) if section.stop else [])
-    programs = {
-        bucket: sampling_program(context, f"{name}_{bucket}", bucket, samples, sampling=sampling, stop=stop)
-        for bucket in buckets
-    }
+    sampling = _sampling(context.config, greedy=greedy, record_kept_tokens=record_kept_tokens)
+    programs, layout = _sampling_programs(context, name, samples, sampling), context.layout
+    rows = samples_sharding(context.mesh, sampling)
+
+    def identity(drawn: Samples) -> Samples:
+        return drawn
+
+    to_training = jax.jit(traced_once(identity, f"{name}_to_training"), out_shardings=rows)
 
     def run_program(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
-        weights, key_data = context.layout.weights(policy), np.asarray(jax.random.key_data(key))
-        with context.layout.active():
+        weights, key_data = layout.weights(policy), np.asarray(jax.random.key_data(key))
+        with layout.active():
             # A key belongs to the mesh under which it was made.
             key = jax.random.wrap_key_data(jnp.asarray(key_data))
-            return programs[prompts.shape[1]](weights, prompts, prompt_mask, key)
+            drawn = programs[prompts.shape[1]](weights, prompts, prompt_mask, key)
+        return drawn if layout.mesh is context.mesh else to_training(drawn)
 
     return run_program
+
+
+def rollout_programs(context: RunContext) -> dict[int, Any]:
+    """Makes the jitted, not yet compiled programs of rollouts, by prompt-length bucket."""
+    return _sampling_programs(context, "rollout", rollout_rows(context)[1], rollout_sampling(context.config))
+
+
+def rollout_sampling(config: Config) -> Sampling:
+    """Returns the sampling options of rollouts."""
+    return _sampling(config, greedy=False, record_kept_tokens=config.rollout.record_kept_tokens)
+
+
+def rollout_rows(context: RunContext) -> tuple[int, int]:
+    """Returns how often a rollout repeats each prompt before its program, and the completions per prompt within it.
+
+    The mesh must divide the rows: if it does not divide the prompts, they are repeated before the program.
+    """
+    section = context.config.rollout
+    divides = section.prompts_per_step % context.layout.row_parts == 0
+    return (1, section.samples_per_prompt) if divides else (section.samples_per_prompt, 1)
+
+
+def _sampling(config: Config, *, greedy: bool, record_kept_tokens: bool) -> Sampling:
+    section = config.rollout
+    return Sampling(config.temperature, section.top_k, section.top_p, section.min_p, greedy, record_kept_tokens)
+
+
+def _sampling_programs(context: RunContext, name: str, samples: int, sampling: Sampling) -> dict[int, Any]:
+    section, size = context.config.rollout, context.model.config.vocab_size
+    # Checkpoints often have more vocabulary rows than their tokenizer has tokens, and any row may be sampled.
+    stop = stop_table(section.stop, vocabulary_bytes(context.tokenizer, size) if section.stop else [])
+    return {
+        bucket: sampling_program(context, f"{name}_{bucket}", bucket, samples, sampling=sampling, stop=stop)
+        for bucket in prompt_buckets(context.config.data.max_prompt_length)
+    }
 
 
 def sampling_program(
@@ -110,7 +144,7 @@ def sampling_program(
             group=samples,
         )
         kept_ids, log_kept_mass = samples_of_bucket.kept_ids, samples_of_bucket.log_kept_mass
-        padded = dataclasses.replace(
+        return dataclasses.replace(
             samples_of_bucket,
             tokens=pad_left(samples_of_bucket.tokens, context.tokenizer.pad_id),
             token_mask=pad_left(samples_of_bucket.token_mask),
@@ -119,10 +153,9 @@ def sampling_program(
             kept_ids=None if kept_ids is None else pad_left(kept_ids, -1),
             log_kept_mass=None if log_kept_mass is None else pad_left(log_kept_mass),
         )
-        # The rows of the update must not become the rows of the decode loop.
-        return jax.lax.with_sharding_constraint(padded, samples_sharding(layout.mesh, sampling))
 
-    return jax.jit(traced_once(draw, name), out_shardings=samples_sharding(context.mesh, sampling))
+    # One mesh in the whole program, as cuDNN's attention requires.
+    return jax.jit(traced_once(draw, name), out_shardings=samples_sharding(layout.mesh, sampling))
 
 
 def sample_completions(
@@ -149,15 +182,10 @@ class JaxSource:
     """Samples in this process, with the weights as the update has them or laid out for sampling."""
 
     def __init__(self, context: RunContext, sampler: Sampler | None = None) -> None:
-        section = context.config.rollout
-        # The mesh must divide the rows: if it does not divide the prompts, they are repeated before the program.
-        divides = section.prompts_per_step % context.layout.row_parts == 0
-        self._repeats = 1 if divides else section.samples_per_prompt
-        samples = section.samples_per_prompt // self._repeats
+        self._repeats, samples = rollout_rows(context)
         self._context = context
-        self._sampler = sampler or make_sampler(
-            context, name="rollout", samples=samples, record_kept_tokens=section.record_kept_tokens
-        )
+        kept = context.config.rollout.record_kept_tokens
+        self._sampler = sampler or make_sampler(context, name="rollout", samples=samples, record_kept_tokens=kept)
         self._policy: kljax.Policy | None = None
 
     def update(self, policy: kljax.Policy, step: int) -> None:

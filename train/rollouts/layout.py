@@ -70,6 +70,10 @@ class SamplingLayout:
         """Sets the mesh of the sampler's programs; a no-op if the weights stay in place."""
         return contextlib.nullcontext() if self.in_place else jax.set_mesh(self.mesh)
 
+    def abstract_policy(self) -> kljax.Policy:
+        """Describes the weights as they are laid out: shapes, dtypes and shardings."""
+        return kljax.Policy(self._parts["params"], self._parts.get("adapter"))
+
     @property
     def target(self) -> Tree:
         """Shapes, dtypes and shardings of the base weights that are laid out."""

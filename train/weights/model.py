@@ -1,8 +1,9 @@
 """Construction of the decoder from a config."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from train.config.checks.layout import divisions
 from train.config.errors import UserError
@@ -12,8 +13,13 @@ from train.models import Decoder, DecoderConfig, LoraConfig, Rope
 from train.weights.huggingface.config import decoder_config
 
 
-def make_model(config: Config, tokenizer: Tokenizer) -> Decoder:
+def make_model(config: Config, tokenizer: Tokenizer, *, folder_config: Mapping[str, Any] | None = None) -> Decoder:
     """Builds the decoder: from `config.json` of `model.path`, or from the `model` section and the tokenizer.
+
+    Args:
+      config: the config.
+      tokenizer: its tokenizer.
+      folder_config: stands for the `config.json` of a folder that is not here.
 
     Raises:
       UserError: `config.json` is missing, is not understood, or does not fit the tokenizer, mesh or lora section.
@@ -26,7 +32,7 @@ def make_model(config: Config, tokenizer: Tokenizer) -> Decoder:
         rope = Rope(shape.pop("rope_theta"))
         return Decoder(DecoderConfig(vocab_size=tokenizer.vocab_size, rope=rope, lora=lora, **shape, **options))
     with field_errors(f"model.path {section.path}"):
-        decoder = decoder_config(section.path, lora=lora, **options)
+        decoder = decoder_config(folder_config or section.path, lora=lora, **options)
     lines = [f"{name}: {line}" for name, line in divisions(dataclasses.asdict(decoder), config)]
     if tokenizer.vocab_size > decoder.vocab_size:
         lines.append(f"vocab_size: got {decoder.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens")

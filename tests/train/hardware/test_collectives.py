@@ -60,11 +60,30 @@ def test_steps_of_one_collective_count_once():
         ("[4,2]<=[2,2,2]T(2,0,1)", 8, [[0, 2], [4, 6], [1, 3], [5, 7]]),
         ("mesh['x'=2,'y'=1,'z'=2] {'x','z'}", 4, [[0, 1, 2, 3]]),
         ("@mesh['x'=4,'y'=2] {'x'}", 8, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("mesh['x'=2,'y'=1,'z'=4], device_ids=([4,2]T(1,0)) {'x'}", 8, [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ("mesh['x'=2,'y'=2], device_ids=(3,1,2,0) {'x'}", 4, [[3, 2], [1, 0]]),
+        ("mesh['x'=8] {'x':(2)2}", 8, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("mesh['x'=4,'y'=2] {'x':(1)2,'y'}", 8, [[0, 1, 4, 5], [2, 3, 6, 7]]),
         ("@mesh['x'=4,'y'=2] {'y'}", 8, [[0, 1], [2, 3], [4, 5], [6, 7]]),
     ],
 )
 def test_members_of_groups(groups, devices, members):
     assert group_members(groups, devices) == members
+
+
+@pytest.mark.parametrize(
+    "groups",
+    ["{{0,1},{2,3}}", "{}", "[2,2]<=[4]", "[2,2]<=[2,2]T(1,0)", "mesh['x'=2,'y'=2] {'x','y'}",
+     "mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'x'}"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "after", ["", ", use_global_device_ids=true, to_apply=%add", ', metadata={op_name="a {b}, c"}']
+)
+def test_groups_are_read_from_the_line(groups, after):
+    text = (
+        f"ENTRY %main (a: f32[2]) -> f32[2] {{\n  %r = f32[2]{{0}} all-reduce(%a), replica_groups={groups}{after}\n}}\n"
+    )
+    assert [one.groups for one in collectives(parse(text))] == [groups]
 
 
 def test_unknown_groups_are_an_error():
@@ -97,6 +116,18 @@ def make(kind: str, groups: str) -> Collective:
 )
 def test_bytes_that_a_device_sends(kind, groups, islands, expected):
     assert sent(make(kind, groups), islands) == expected
+
+
+def test_what_goes_from_slice_to_slice():
+    text = """ENTRY %main (a: f32[2,8]) -> f32[2,8] {
+  %send.1 = (f32[2,8]{1,0:T(8,128)}, u32[], token[]) send(%a, %t), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_megascale_reduce_operation="SUM",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv.1 = (f32[2,8]{1,0:T(8,128)}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %send.2 = (f32[2,8]{1,0:T(8,128)}, u32[], token[]) send(%a, %t), channel_id=3, is_host_transfer=true
+}
+"""  # noqa: E501
+    (found,) = collectives(parse(text))
+    assert (found.kind, found.payload, found.executions) == ("slices all_reduce", 64, 1)
+    assert sent(found, [0, 0, 1, 1]) == (0, 64)
 
 
 def test_kinds_are_summed():

@@ -60,6 +60,7 @@ def test_a_loop_that_depends_on_data_is_counted_by_its_scope():
     assert loop.op_name == "jit(f)/decode/while"
     assert trip_count(parse(text), loop, {"decode": 7.5}) == 7.5
     assert trip_count(parse(text), loop, {"code": 7.5}) == 3
+    assert trip_count(parse(text), loop, {"decode": 7.5, "jit(f)/decode": 8.5}) == 8.5
     assert executions(parse(text), expected={"decode": 7})["inner_body"] == 35
 
 

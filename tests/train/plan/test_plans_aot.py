@@ -1,0 +1,137 @@
+"""What the compilers of TPUs and GPUs plan for the programs of a step, of a small decoder with a large vocabulary.
+
+The command runs in an environment of its own, which `make test-aot` makes; its plans and programs are read here.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import re
+import subprocess
+import tempfile
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks.harness import environments
+from benchmarks.suites.aot import compiler
+from train.config.load import load
+from train.hardware import hlo
+from train.hardware.collectives import collectives
+from train.models.sharding import make_mesh
+from train.plan.programs import AbstractRun
+
+ROOT = pathlib.Path(__file__).parents[3]
+CONFIG = ROOT / "tests" / "train" / "plan" / "tiny.yaml"
+pytestmark = pytest.mark.slow
+# Topology, slices, and the most MiB that a device may need.
+TARGETS = {
+    "v5e": ("v5e:4x4", 1, 140),
+    "two slices": ("v5e:4x4", 2, 110),
+    "v5p": ("v5p:2x2x4", 1, 140),
+    "v6e": ("v6e:4x4", 1, 140),
+    "h200": ("h200:2x8", 1, 140),
+}
+MIB = 2**20
+VOCAB, WIDTH, TENSOR = 65_536, 256, 4
+
+
+def reason_to_skip(platform: str) -> str | None:
+    return compiler.missing(compiler.DEFAULT, platform, how="make test-aot")
+
+
+def planned(target: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The plan of a target, and its compiled programs by name."""
+    topology, slices, _ = TARGETS[target]
+    reason = reason_to_skip("cuda" if topology.startswith("h") else "tpu")
+    if reason is not None:
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory() as directory:
+        file = pathlib.Path(directory) / "plan.json"
+        command = [environments.interpreter(compiler.DEFAULT), "-m", "train.plan", CONFIG, "--topology", topology]
+        command += ["--slices", str(slices), "--json", file, "--keep", directory]
+        done = subprocess.run(
+            list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False, timeout=900
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        (plan,) = json.loads(file.read_text())["plans"]
+        texts = {path.name.split(".")[0]: path.read_text() for path in pathlib.Path(directory).glob("*.hlo.txt")}
+    return plan, texts
+
+
+def program(plan: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(one for one in plan["programs"] if one["name"] == name)
+
+
+@functools.cache
+def abstract_run() -> AbstractRun:
+    config = load(CONFIG, ["mesh.fsdp=2"]).config
+    return AbstractRun.of(config, make_mesh(**config.mesh.model_dump()))
+
+
+def check_memory_stays_below_its_budget(target: str, plan: dict[str, Any], texts: dict[str, str]) -> None:
+    assert plan["fits"]
+    assert plan["peak"]["bytes"] <= TARGETS[target][2] * MIB, plan["peak"]
+
+
+def check_no_array_has_all_logits(target: str, plan: dict[str, Any], texts: dict[str, str]) -> None:
+    rows = 128 // 4 // 4 // TARGETS[target][1]
+    logits = rows * 192 * VOCAB // TENSOR
+    for name, text in texts.items():
+        for instructions in hlo.parse(text).computations.values():
+            for one in instructions:
+                sizes = [math.prod(sizes) for _, sizes in hlo.array_sizes(one.shape)]
+                assert max(sizes, default=0) < logits, f"{name}: {one.line[:300]}"
+
+
+def check_the_whole_state_is_donated(target: str, plan: dict[str, Any], texts: dict[str, str]) -> None:
+    state = dataclasses.replace(abstract_run().state, past=None, reference=None)
+    header = texts["update"].partition("\n")[0]
+    donated = re.search(r"input_output_alias=\{(.*?)\}, [a-z_]+=", header)
+    assert donated is not None
+    # An update does not read `guard.nonfinite`, a number that it writes anew.
+    assert len(re.findall(r"(?:may|must)-alias", donated[1])) == len(jax.tree.leaves(state)) - 1
+    assert program(plan, "update")["aliased"] >= plan["resident"]["parameters"] + plan["resident"]["optimizer"]
+
+
+def check_each_pass_gathers_the_head_once(target: str, plan: dict[str, Any], texts: dict[str, str]) -> None:
+    # Two micro-batches, forward and backward; and four parts with the policy and the reference.
+    for name, passes in (("update", 2 * 2), ("score", 4 * 2)):
+        module = hlo.parse(texts[name])
+        # Bytes of a column, in float32; the columns of a chunk, or several chunks, and all of the width.
+        found = [
+            one
+            for one in collectives(module, {"token_tiles": 6})
+            if one.kind == "all-gather" and re.search(rf"f32\[{WIDTH},(?!{VOCAB}\b)\d+\]", one.shape)
+        ]
+        gathered = sum(one.total for one in found)
+        whole = 4 * WIDTH * VOCAB // TENSOR
+        assert 0 < gathered <= 1.01 * passes * whole, (name, found)
+
+
+def check_only_several_islands_use_the_network(target: str, plan: dict[str, Any], texts: dict[str, str]) -> None:
+    update = program(plan, "update")["work"]
+    islands = target in ("two slices", "h200")
+    assert (update["network"] > 0) == islands
+    assert update["links"] > 0
+
+    if target == "two slices":
+        # The gradients of all weights, in float32, reduced once for every micro-batch at most.
+        assert update["network"] < 4 * 3 * plan["resident"]["parameters"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_planned(target):
+    """One test for each target, so that its programs are compiled once."""
+    plan, texts = planned(target)
+    for check in (
+        check_memory_stays_below_its_budget,
+        check_no_array_has_all_logits,
+        check_the_whole_state_is_donated,
+        check_each_pass_gathers_the_head_once,
+        check_only_several_islands_use_the_network,
+    ):
+        check(target, plan, texts)

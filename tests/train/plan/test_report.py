@@ -1,0 +1,132 @@
+"""Plans of programs for this machine's devices, reports made by hand, and the mistakes of a command line."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import pytest
+
+from tests.tiny import config_of, mesh_of
+from train.hardware.buffers import Buffer
+from train.hardware.devices import DEVICES
+from train.hardware.lowering import compile_program
+from train.hardware.roofline import Work
+from train.hardware.topology import parse_topology
+from train.plan.__main__ import main
+from train.plan.programs import AbstractRun
+from train.plan.report import HardwareReport, ProgramReport, markdown, summary, tables
+from train.rollouts.layout import device_bytes
+
+GIB = 2**30
+KL = "kl.loss.coef=0.1"
+
+
+def test_the_programs_of_a_step():
+    config = config_of(KL, "optim.updates_per_batch=2", "optim.epochs=3", "rollout.slots=4", "rollout.in_place=true")
+    run = AbstractRun.of(config, mesh_of(2, 2, 1))
+    programs = {program.name: program for program in run.lower()}
+    assert list(programs) == ["sample", "score", "prepare", "update"]
+    assert [program.runs for program in programs.values()] == [1, 1, 1, 6]
+    # 8 rows in 4 slots, each of 4 tokens; the first is drawn before the loop.
+    assert programs["sample"].loops["decode"] == 7
+    assert programs["sample"].loops["refill"] == 4
+    # 4 slots of 9 columns and 4 prompts of 5, on 4 devices.
+    model = run.context.model.config
+    numbers = 2 * model.layers * (4 * 9 + 4 * 5) * model.kv_heads * model.head_dim
+    assert programs["sample"].parts["KV cache"] == numbers
+    resident = {name: device_bytes(tree) for name, tree in run.resident().items()}
+    assert programs["score"].beside == resident["optimizer"]
+    assert programs["update"].beside == resident["reference"]
+    assert programs["sample"].beside == resident["optimizer"] + resident["reference"]
+
+
+def test_an_update_for_this_machine_is_the_one_of_a_run():
+    config = config_of(KL, "rollout.in_place=true")
+    run = AbstractRun.of(config, mesh_of())
+    *_, update = run.lower()
+    compiled = compile_program(update.lowered)
+    state = dataclasses.replace(run.state, past=None, reference=None)
+    # The counter of steps is no part of an update, and may be the only array that is not aliased.
+    assert 0 <= device_bytes(state) - compiled.aliased <= 8
+    assert compiled.text.partition("\n")[0].count("may-alias") >= len(jax.tree.leaves(state)) - 1
+
+
+def program(name: str = "update", **changes: object) -> ProgramReport:
+    fields = {"runs": 2, "beside": GIB, "needed": 4 * GIB, "temporary": 2 * GIB, "parts": {"gradients": GIB // 2}}
+    return ProgramReport(name=name, **(fields | changes))  # type: ignore[arg-type]
+
+
+def make(*programs: ProgramReport) -> HardwareReport:
+    topology = parse_topology("v5e:4x4", 2)
+    mesh = {"data": 2, "fsdp": 16, "tensor": 1, "slices": 2}
+    usable = topology.device.usable
+    return HardwareReport(topology, mesh, "sampling: in place", usable, {"parameters": GIB}, programs)
+
+
+def test_what_fits_and_what_does_not():
+    small, large = program("score", needed=GIB), program(needed=15 * GIB)
+    assert make(small).fits
+    assert not make(small, large).fits
+    assert make(small, large).peak is large
+    refused = make(small, program(needed=GIB, refused=True))
+    assert not refused.fits
+    assert "does not fit: the compiler needs 1.00 GiB for update; a device has 15.8" in "\n".join(summary(refused))
+    assert "does not fit: update needs 16.0 GiB of 15.8" in "\n".join(summary(make(small, large)))
+
+
+def test_a_step_takes_the_sum_of_its_bounds():
+    device = DEVICES["v5e"]
+    busy = program(work=Work(flops=3 * device.flops, memory=device.bandwidth))
+    found = make(busy, program("score", work=Work(memory=2 * device.bandwidth)))
+    assert math.isclose(found.seconds, 5)
+    plain = json.loads(json.dumps(found.to_json()))
+    assert plain["least_seconds"] == pytest.approx(5)
+    assert [one["bound"] for one in plain["programs"]] == ["matrix units", "memory"]
+    assert plain["peak"] == {"program": "update", "bytes": 5 * GIB}
+    assert plain["devices"] == 32
+
+
+def test_tables_show_what_is_known():
+    buffers = (Buffer(GIB, "f32[2], f32[3]", "jit(update)/while/body/closed_call/dot"), Buffer(GIB, "s32[1]"))
+    exchanged = {"all-gather": (8.0, 3e9), "all-reduce": (2.0, 4e6)}
+    found = make(program(buffers=buffers, exchanged=exchanged), program("sample", refused=True, needed=20 * GIB))
+    memory, work, exchanges, arrays = tables(found)
+    assert memory[2][0] == ["update", "0.000", "1.00", "0.500", "1.50", "5.00"]
+    assert memory[2][1][-1] == "20.0, refused"
+    assert [row[0] for row in work[2]] == ["update"]
+    assert exchanges[2] == [["update", "all-gather", "8", "3.00"]]
+    assert [row[2:] for row in arrays[2]] == [["f32[2]", "while/dot"], ["s32[1]", "the compiler"]]
+    text = markdown(found)
+    assert "**Memory of a device, GiB**" in text
+    assert "| update | 0.000 | 1.00 | 0.500 | 1.50 | 5.00 |" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--topology", "v5p"], "topology: got 'v5p', expected v5e:4x4, "),
+        (["--topology", "v5e:2x2"], "mesh: data=1 x fsdp=1 x tensor=1 has 1 devices, but v5e:2x2 has 4; set the mesh"),
+        (["--topology", "v5e:1x1", "mesh={data: 2, slices: 2}"], "mesh.slices: got 2, but --slices is 1; set both"),
+        (["--topology", "v5e:1x1", "--slices", "0"], "slices: got 0, expected at least 1"),
+        (["--topology", "v5e:1x1", "--json", "no/where.json"], "--json: there is no directory no"),
+        (["--topology", "v5e:1x1", "--keep", "nowhere"], "--keep: there is no directory nowhere"),
+        (["--topology", "v5e:1x1", "--candidates", "0"], "--candidates: got 0, expected at least 1"),
+        (["--topology", "v5e:1x1", "model.layers=0"], "model.layers"),
+    ],
+)
+def test_mistakes_are_named_before_jax_starts(arguments, said, capsys, monkeypatch):
+    monkeypatch.setattr("train.plan.__main__.load_compilers", None)
+    assert main(["configs/smoke.yaml", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error
+
+
+def test_a_missing_compiler_is_an_error_with_the_way_to_install_it(capsys, monkeypatch):
+    monkeypatch.setattr("train.hardware.topology.util.find_spec", lambda module: None)
+    assert main(["configs/smoke.yaml", "--topology", "h200:1"]) == 2
+    assert (
+        "h200:1x1 needs jax-cuda12-plugin, which is not installed here; `uv sync --group aot`"
+        in capsys.readouterr().err
+    )

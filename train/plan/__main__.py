@@ -1,0 +1,166 @@
+"""`python -m train.plan CONFIG [key=value ...] --topology v5p:4x4x4`: the programs of a step on hardware elsewhere."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from train.config.errors import UserError
+from train.config.load import LoadedConfig, load
+from train.hardware.topology import EXAMPLES, Topology, check_compiler, load_compilers, parse_topology
+from train.run.console import ShowVersion, run_command, show_warnings
+from train.run.interrupt import exit_with
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from train.plan.report import HardwareReport
+
+DOES_NOT_FIT = 1
+"""The exit code if the config, or every candidate of a search, needs more memory than a device has."""
+WIDTH = 160
+"""Columns of the tables where standard output is no terminal."""
+EPILOG = """\
+examples:
+  python -m train.plan configs/gsm8k_qwen3_8b_v5p64.yaml --topology v5p:4x4x4
+  python -m train.plan configs/gsm8k_qwen3_8b_v5p64.yaml --topology v5p:4x4x4 --slices 2 --json plan.json
+  python -m train.plan configs/math_llama3_8b_h100x8.yaml --topology h200:8 optim.micro_batches=16
+  python -m train.plan configs/math_llama3_8b_h100x8.yaml --topology h200:8 --search
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser of the command line."""
+    command = argparse.ArgumentParser(
+        prog="python -m train.plan",
+        description="Compile the programs of a config for hardware that is not here: does it fit, and what does it do?",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = command.add_argument
+    add("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
+    add("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
+    add("--topology", metavar="NAME", required=True, help=EXAMPLES)
+    add("--slices", metavar="N", type=int, default=1, help="equal slices, connected by a network")
+    add("--json", metavar="FILE", type=Path, help="also write all numbers")
+    add("--markdown", metavar="FILE", type=Path, help="also write the tables")
+    add("--keep", metavar="DIR", type=Path, help="also write the compiled programs and their buffer assignments")
+    add("--search", action="store_true", help="try meshes, micro-batches and remat, and print the best three that fit")
+    add("--candidates", metavar="N", type=int, default=8, help="the most that --search compiles")
+    add("--full-effort", action="store_true", help="compile as a run does, which takes several times longer")
+    add("--version", action=ShowVersion)
+    return command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit code is 0, 1 if nothing fits, 2 for an error that the user can fix."""
+    options = parser().parse_intermixed_args(arguments)
+    return run_command(lambda: show(options))
+
+
+def show(options: argparse.Namespace) -> int:
+    """Plans, prints the tables, and writes the files that are asked for.
+
+    Raises:
+      UserError: something cannot be read, does not exist or does not fit the topology.
+    """
+    topology = parse_topology(options.topology, options.slices)
+    _check_outputs(options)
+    loaded = config_on_slices(options.config, options.overrides, topology, any_mesh=options.search)
+    show_warnings(loaded)
+    check_compiler(topology)
+    load_compilers()
+    # Imported late, so that an error on the command line shows before JAX starts.
+    from train.hardware.lowering import LEAST_EFFORT
+    from train.plan.report import markdown
+    from train.plan.search import best, plan_config
+    from train.run.report import default_console, write_summary
+    from train.weights.files import write_text_atomic
+
+    console, effort = default_console(), None if options.full_effort else LEAST_EFFORT
+    console.width = console.width if console.is_terminal else WIDTH
+
+    def tell(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if options.search:
+        pairs = best(loaded.source, options.overrides, topology, most=options.candidates, effort=effort, tell=tell)
+        if not pairs:
+            tell("none of these fits; raise --candidates, or take a larger topology")
+        plans = [(candidate.overrides, found) for candidate, found in pairs]
+    else:
+        found = plan_config(loaded.config, topology, effort=effort, keep=options.keep)
+        plans = [(tuple(options.overrides), found)]
+    for overrides, found in plans:
+        if options.search:
+            tell(f"\n{' '.join(overrides)}")
+        print_report(console, found, brief=options.search)
+    if options.json is not None:
+        described = [{"overrides": list(overrides), **found.to_json()} for overrides, found in plans]
+        write_summary(options.json, {"config": str(options.config), "plans": described})
+    if options.markdown is not None:
+        write_text_atomic(options.markdown, "\n".join(markdown(found) for _, found in plans))
+    return 0 if any(found.fits for _, found in plans) else DOES_NOT_FIT
+
+
+def print_report(console: "Console", hardware: "HardwareReport", *, brief: bool = False) -> None:
+    """Prints the answer and the tables of a report; `brief` leaves out exchanges and buffers."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from train.plan.report import summary, tables
+
+    for line in summary(hardware):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for title, header, rows in tables(hardware)[: 2 if brief else None]:
+        table = Table(*header, title=Text(title), title_justify="left")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+
+
+def config_on_slices(path: str, overrides: Sequence[str], topology: Topology, *, any_mesh: bool) -> LoadedConfig:
+    """Loads a config whose mesh has all devices of a topology; that of one slice is repeated along data on the others.
+
+    Args:
+      path: the config.
+      overrides: of the command line.
+      topology: the hardware.
+      any_mesh: accepts any mesh, for a search.
+
+    Raises:
+      UserError: the mesh has other slices than the topology, or another size.
+    """
+    loaded = load(path, overrides)
+    mesh, slices = loaded.config.mesh, topology.slices
+    if any_mesh:
+        return loaded
+    if slices > 1 and mesh.slices == 1:
+        loaded = load(path, [*overrides, f"mesh.slices={slices}", f"mesh.data={mesh.data * slices}"])
+        mesh = loaded.config.mesh
+    if mesh.slices != slices:
+        raise UserError(f"mesh.slices: got {mesh.slices}, but --slices is {slices}; set both to the same")
+    size = mesh.data * mesh.fsdp * mesh.tensor
+    if size != topology.size:
+        raise UserError(
+            f"mesh: data={mesh.data} x fsdp={mesh.fsdp} x tensor={mesh.tensor} has {size} devices, but {topology} has "
+            f"{topology.size}; set the mesh to as many, or let --search find one"
+        )
+    return loaded
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Raises `UserError` for a file that cannot be written."""
+    for name in ("json", "markdown"):
+        file = getattr(options, name)
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UserError(f"--{name}: there is no directory {file.parent}")
+    if options.keep is not None and not options.keep.is_dir():
+        raise UserError(f"--keep: there is no directory {options.keep}")
+    if options.candidates < 1:
+        raise UserError(f"--candidates: got {options.candidates}, expected at least 1")
+
+
+if __name__ == "__main__":
+    exit_with(main())

@@ -1,0 +1,99 @@
+"""The state of a run as shapes, types and shardings: all that a compiler needs, and no memory."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import kljax
+from train.config.plan import Plan
+from train.config.schema import Config
+from train.models import Decoder
+from train.models.sharding import replicated
+from train.references import with_abstract_reference
+from train.references.find import PARTS, find_reference
+from train.rl.algorithms import make_controllers
+from train.rl.policy import abstract_adapter, abstract_params, abstract_value_head
+from train.rl.reference import Reference
+from train.rl.state import GuardState, TrainState
+from train.weights.model import field_errors
+
+Tree = Any
+
+
+def with_sharding(tree: Tree, sharding: NamedSharding) -> Tree:
+    """Gives every array of a tree of shapes one sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def abstract_state(
+    config: Config, model: Decoder, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> tuple[TrainState, Tree]:
+    """Describes the state before RL, with a reference that follows the policy, and the frozen base under an adapter."""
+    params = abstract_params(model, mesh)
+    trainable: dict[str, Tree] = (
+        {"params": params} if config.lora is None else {"adapter": abstract_adapter(model, mesh)}
+    )
+    if Plan.of(config).value_head:
+        trainable["value_head"] = abstract_value_head(model, mesh)
+    whole = replicated(mesh)
+    controllers = {
+        name: with_sharding(jax.eval_shape(controller.init), whole)
+        for name, controller in make_controllers(config).items()
+    }
+    guard, step = jax.eval_shape(lambda: (GuardState.initial(), jnp.zeros((), jnp.int32)))
+    state = TrainState(
+        step=with_sharding(step, whole),
+        trainable=trainable,
+        opt_state=_optimizer_state(optimizer, trainable, mesh),
+        controllers=controllers,
+        guard=with_sharding(guard, whole),
+        past=tuple(_copy(trainable) for _ in range(config.rollout.policy_lag)) or None,
+    )
+    return with_abstract_reference(config, state), None if config.lora is None else params
+
+
+def _copy(trainable: dict[str, Tree]) -> dict[str, Tree]:
+    """Describes a copy of the weights that sampling needs; equal descriptions stand for arrays of their own."""
+    weights = {name: tree for name, tree in trainable.items() if name != "value_head"}
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
+
+
+def _optimizer_state(optimizer: optax.GradientTransformation, trainable: Tree, mesh: Mesh) -> Tree:
+    """Describes the moments, each sharded as the weight at the end of its path; everything else is replicated."""
+    weights = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(trainable)[0]}
+
+    def describe(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        ends = (jax.tree_util.keystr(path[start:]) for start in range(len(path)))
+        weight = next((weights[end] for end in ends if end in weights and weights[end].shape == leaf.shape), None)
+        sharding = NamedSharding(mesh, PartitionSpec()) if weight is None else weight.sharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(describe, jax.eval_shape(optimizer.init, trainable))
+
+
+def abstract_reference(config: Config, model: Decoder, mesh: Mesh, state: TrainState) -> Reference | None:
+    """Describes the reference at this state, without weights that it shares with the policy; None if no term uses it.
+
+    Raises:
+      UserError: the reference is missing, or does not fit.
+    """
+    section = config.reference
+    if not Plan.of(config).reference:
+        return None
+    if section.source in PARTS:
+        with field_errors("reference.path"):
+            found = find_reference(config, model).model
+        if section.source == "checkpoint":
+            return Reference(found, kljax.Policy(abstract_params(found, mesh)))
+        return Reference(found, kljax.Policy(None, abstract_adapter(found, mesh)))
+    weights = abstract_params(model, mesh) if config.lora is None else abstract_adapter(model, mesh)
+    if state.reference is not None:
+        # Averages are stored in float32, and cast to the dtypes of the policy before they are scored.
+        weights = jax.tree.map(lambda x, like: x if x.dtype == like.dtype else like, state.reference, weights)
+    if config.lora is None:
+        return Reference(model, kljax.Policy(weights))
+    without = section.source == "base" and state.reference is None
+    return Reference(model, kljax.Policy(None, None if without else weights))

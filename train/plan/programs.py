@@ -1,0 +1,219 @@
+"""The programs of a step, lowered for a mesh of devices that are not here, with what is in memory beside each."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+import kljax
+from kljax.log_probs._head import default_tile
+from train.config.plan import Plan
+from train.config.schema import Config
+from train.models.sharding import batch_sharding, replicated
+from train.plan.abstract import abstract_reference, abstract_state, with_sharding
+from train.plan.shapes import planned_model
+from train.rl.algorithms import make_optimizer
+from train.rl.batch import Batch
+from train.rl.objective import coefficients, tile
+from train.rl.reference import Reference, drop_shared_base, reference_head
+from train.rl.state import TrainState, policy_of
+from train.rl.step import make_prepare, make_score, make_update, update_rows
+from train.rollouts import rollout_programs, rollout_rows, rollout_sampling
+from train.rollouts.context import RunContext
+from train.rollouts.layout import device_bytes
+from train.rollouts.sampler.draw import kept_tokens
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredProgram:
+    """A program of a step.
+
+    Attributes:
+      name: "lay out", "sample", "score", "prepare" or "update".
+      lowered: ready to be compiled.
+      beside: bytes on a device of the arrays of the run that are in memory and no arguments.
+      parts: bytes on a device of known arrays, by name.
+      runs: executions in a step.
+      loops: expected iterations of loops that depend on data, by scope.
+    """
+
+    name: str
+    lowered: jax.stages.Lowered
+    beside: int
+    parts: Mapping[str, int]
+    runs: int
+    loops: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractRun:
+    """A run without memory: all of its arrays are shapes, types and shardings.
+
+    Attributes:
+      context: its config, model, optimizer, mesh and layout for sampling; no task and no prompts.
+      state: before RL.
+      base: frozen weights under an adapter; None without one.
+      reference: the reference; None without one.
+    """
+
+    context: RunContext
+    state: TrainState
+    base: Tree
+    reference: Reference | None
+
+    @classmethod
+    def of(cls, config: Config, mesh: Mesh) -> "AbstractRun":
+        """Describes the run of a config on a mesh.
+
+        Raises:
+          UserError: the shape of its model is not known here, or does not fit the mesh.
+        """
+        model, tokenizer = planned_model(config)
+        optimizer = make_optimizer(config.optim)
+        # The programs read neither the task nor the prompts.
+        none = cast(Any, None)
+        context = RunContext(config, mesh, model, optimizer, tokenizer, task=none, prompts=none, held_out=[])
+        state, base = abstract_state(config, model, optimizer, mesh)
+        return cls(context, state, base, abstract_reference(config, model, mesh, state))
+
+    def resident(self) -> dict[str, Tree]:
+        """Returns the arrays that stay in memory from step to step, by name."""
+        found = {
+            "parameters": (self.state.trainable, self.base),
+            "optimizer": self.state.opt_state,
+            "reference": (self.reference, self.state.reference),
+            "lagged policies": self.state.past,
+        }
+        return {name: tree for name, tree in found.items() if jax.tree.leaves(tree)}
+
+    def beside(self, arguments: Tree, *extra: Tree) -> int:
+        """Counts the bytes on a device of the resident arrays, and of `extra`, that are no arguments."""
+        known = {id(leaf) for leaf in jax.tree.leaves(arguments)}
+        return device_bytes([x for x in _distinct((self.resident(), extra)) if id(x) not in known])
+
+    def lower(self) -> Iterator[LoweredProgram]:
+        """Lowers the programs of a step, one at a time: laying out weights, sampling, scoring, preparing, updating."""
+        with jax.set_mesh(self.context.mesh):
+            policy, tiles = self.policy(), self._tiles()
+            if not self.context.layout.in_place:
+                yield from self._lay_out(policy)
+            if self.context.config.rollout.source.type == "jax":
+                yield self._sample()
+            batch = self._rollout_batch()
+            arguments = (self.state.trainable, self.base, drop_shared_base(self.reference, self.base), batch)
+            score = make_score(self.context.config, self.context.model, self.context.mesh)
+            batch, program = self._traced("score", score, arguments, {}, tiles)
+            yield program
+            rows = batch_sharding(self.context.mesh)
+            prepare = make_prepare(self.context.config, self.context.mesh)
+            scored = (with_sharding(batch, rows), self.state.controllers)
+            (batch, *_), program = self._traced("prepare", prepare, scored, {}, {})
+            yield program
+            yield self._update(with_sharding(batch, rows), tiles)
+
+    def policy(self) -> kljax.Policy:
+        """Returns the weights that sample: those of the state, or the oldest of a lagged policy."""
+        return policy_of(self.state.past[0] if self.state.past else self.state.trainable, self.base)
+
+    def _traced(
+        self,
+        name: str,
+        function: Any,
+        arguments: tuple[Any, ...],
+        parts: Mapping[str, int],
+        loops: Mapping[str, float],
+        **keywords: Any,
+    ) -> tuple[Tree, LoweredProgram]:
+        """Returns the shapes of the results of a program, and the program."""
+        traced = function.trace(*arguments, **keywords)
+        beside = self.beside((arguments, keywords))
+        return traced.out_info, LoweredProgram(name, traced.lower(), beside, parts, runs=1, loops=loops)
+
+    def _lay_out(self, policy: kljax.Policy) -> Iterator[LoweredProgram]:
+        layout = self.context.layout
+        for part in ("params", "adapter"):
+            weights = getattr(policy, part)
+            if weights is not None:
+                lowered = cast(Any, layout.program(part)).lower(weights)
+                # A frozen base is laid out once.
+                runs = int(part == "adapter" or policy.adapter is None)
+                yield LoweredProgram(f"lay out {part}", lowered, self.beside(weights), {}, runs, {})
+
+    def _sample(self) -> LoweredProgram:
+        config, context, layout = self.context.config, self.context, self.context.layout
+        repeats, samples = rollout_rows(context)
+        prompts, length = config.rollout.prompts_per_step * repeats, config.data.max_prompt_length
+        program = rollout_programs(context)[length]
+        with layout.active():
+            policy = self.policy() if layout.in_place else layout.abstract_policy()
+            rows = batch_sharding(layout.mesh)
+            tokens = jax.ShapeDtypeStruct((prompts, length), jnp.int32, sharding=rows)
+            mask = jax.ShapeDtypeStruct((prompts, length), jnp.bool, sharding=rows)
+            arguments = (policy, tokens, mask, jax.eval_shape(lambda: jax.random.key(0)))
+            lowered = program.lower(*arguments)
+        count = prompts * samples
+        slots, columns = min(config.rollout.slots or count, count), config.data.max_completion_length
+        steps = columns * math.ceil(count / slots) - 1
+        loops = {"decode": steps, "refill": slots, "decode/while/body/refill": (count - slots) / max(steps, 1)}
+        parts = {"KV cache": self._cache_bytes(slots, length + columns) + self._cache_bytes(prompts, length)}
+        return LoweredProgram("sample", lowered, self.beside(arguments), parts, 1, loops)
+
+    def _cache_bytes(self, rows: int, columns: int) -> int:
+        """Counts the bytes on a device of keys and values."""
+        model, mesh = self.context.layout.model.config, self.context.layout.mesh
+        numbers = 2 * model.layers * rows * columns * model.kv_heads * model.head_dim
+        return numbers * jnp.dtype(model.dtype).itemsize // mesh.size
+
+    def _rollout_batch(self) -> Batch:
+        config, mesh = self.context.config, self.context.mesh
+        rows, length = config.rows_per_batch(), config.data.max_prompt_length + config.data.max_completion_length
+
+        def array(dtype: Any, *shape: int) -> Any:
+            return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
+
+        sampling = rollout_sampling(config)
+        kept = kept_tokens(sampling, self.context.model.config.vocab_size)
+        return Batch(
+            tokens=array(jnp.int32, length),
+            token_mask=array(jnp.bool, length),
+            completion_mask=array(jnp.bool, length),
+            rewards=array(jnp.float32),
+            group_ids=array(jnp.int32),
+            rollout_log_probs=array(jnp.float32, length) if config.rollout.record_log_probs else None,
+            kept_ids=None if kept is None else array(jnp.int32, length, kept),
+        )
+
+    def _tiles(self) -> dict[str, float]:
+        """Counts the tiles of tokens that the LM head scores in a micro-batch of a device, if all tokens are real."""
+        config, mesh = self.context.config, self.context.mesh
+        parts = config.optim.updates_per_batch * config.optim.micro_batches * mesh.shape["data"] * mesh.shape["fsdp"]
+        tokens = config.rows_per_batch() // parts * config.data.max_completion_length
+        size = tile(config) or default_tile(mesh.devices.flat[0].device_kind)
+        return {"token_tiles": math.ceil(tokens / size.tokens)}
+
+    def _update(self, batch: Batch, tiles: Mapping[str, float]) -> LoweredProgram:
+        config, context = self.context.config, self.context
+        state = dataclasses.replace(self.state, past=None, reference=None)
+        whole = replicated(context.mesh)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        numbers = jax.eval_shape(lambda key: update_rows(config, key), key)
+        coefs = jax.eval_shape(lambda controllers: coefficients(config, controllers), state.controllers)
+        if Plan.of(config).key:
+            coefs["key"] = key
+        update = make_update(config, context.model, context.optimizer, state, context.mesh)
+        arguments = (state, self.base, batch, with_sharding(numbers[0], whole), with_sharding(coefs, whole))
+        head = reference_head(config, self.reference)
+        # The sum over the micro-batches, and that of the current one.
+        parts = {"gradients": 2 * device_bytes(state.trainable)}
+        _, program = self._traced("update", update, arguments, parts, tiles, ref_head=head)
+        return dataclasses.replace(program, runs=len(numbers))
+
+
+def _distinct(tree: Tree) -> Iterable[Any]:
+    return {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()

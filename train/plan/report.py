@@ -1,0 +1,299 @@
+"""The report of a plan: memory, work and exchanges of every program of a step on one device."""
+
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from train.hardware import hlo
+from train.hardware.buffers import Buffer, largest_buffers
+from train.hardware.collectives import bytes_by_kind, collectives, sent
+from train.hardware.devices import GIB
+from train.hardware.flops import count_flops
+from train.hardware.lowering import CompiledProgram, DoesNotFitError, compile_program
+from train.hardware.roofline import Work
+from train.hardware.topology import Topology
+from train.hardware.traffic import count_traffic
+from train.plan.programs import AbstractRun, LoweredProgram
+from train.rollouts.layout import device_bytes
+
+BUFFERS = 5
+PROSE = 98
+ORIGIN = 60
+"""Characters of the origin of a buffer in a table."""
+Table = tuple[str, list[str], list[list[str]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramReport:
+    """One program on one device.
+
+    Attributes:
+      name: see `LoweredProgram`.
+      runs: executions in a step.
+      beside: bytes of the arrays of the run that are no arguments.
+      needed: bytes that the program allocates, arguments included; as the compiler says, if it refuses the program.
+      refused: whether the compiler refuses the program.
+      arguments, results, aliased, temporary: bytes.
+      parts: bytes of known arrays among the temporary ones.
+      work: of all executions in a step.
+      exchanged: executions and bytes in a step, by kind of collective.
+      compile_seconds: time to compile.
+      buffers: the largest temporary buffers.
+    """
+
+    name: str
+    runs: int
+    beside: int
+    needed: int
+    refused: bool = False
+    arguments: int = 0
+    results: int = 0
+    aliased: int = 0
+    temporary: int = 0
+    parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    work: Work = dataclasses.field(default_factory=Work)
+    exchanged: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    compile_seconds: float = 0.0
+    buffers: Sequence[Buffer] = ()
+
+    @property
+    def total(self) -> int:
+        """Returns the bytes in use while the program runs."""
+        return self.beside + self.needed
+
+    @property
+    def others(self) -> int:
+        """Returns the temporary bytes beside the known parts."""
+        return max(self.temporary - sum(self.parts.values()), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class HardwareReport:
+    """A config on a topology.
+
+    Attributes:
+      topology: the hardware.
+      mesh: sizes of its axes, with slices.
+      sampling: the layout for sampling, in words.
+      usable: bytes that a run can use on a device.
+      resident: bytes on a device of the arrays that stay from step to step, by name.
+      programs: of one step.
+    """
+
+    topology: Topology
+    mesh: Mapping[str, int]
+    sampling: str
+    usable: int
+    resident: Mapping[str, int]
+    programs: Sequence[ProgramReport]
+
+    @property
+    def peak(self) -> ProgramReport:
+        """Returns the program that needs the most."""
+        return max(self.programs, key=lambda program: program.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every program fits beside what stays in memory."""
+        return not any(program.refused for program in self.programs) and self.peak.total <= self.usable
+
+    @property
+    def seconds(self) -> float:
+        """Returns the lower bound of the time of a step."""
+        return sum(program.work.bound(self.topology.device)[1] for program in self.programs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data, with the derived numbers."""
+        device, peak = self.topology.device, self.peak
+        programs = []
+        for program in self.programs:
+            bound, seconds = program.work.bound(device)
+            fields = dataclasses.asdict(program) | {"buffers": [one._asdict() for one in program.buffers]}
+            derived = {"total": program.total, "seconds": program.work.seconds(device), "bound": bound}
+            programs.append(fields | derived | {"least_seconds": seconds})
+        return {
+            "topology": str(self.topology),
+            "devices": self.topology.size,
+            "device": dataclasses.asdict(device),
+            "mesh": dict(self.mesh),
+            "sampling": self.sampling,
+            "fits": self.fits,
+            "usable": self.usable,
+            "peak": {"program": peak.name, "bytes": peak.total},
+            "resident": dict(self.resident),
+            "least_seconds": self.seconds,
+            "programs": programs,
+        }
+
+
+def report(
+    run: AbstractRun, topology: Topology, mesh: Mapping[str, int], *, effort: float | None, keep: Path | None = None
+) -> HardwareReport:
+    """Compiles and reads the programs of a step, one after the other.
+
+    Args:
+      run: the run on a mesh of the topology.
+      topology: the hardware.
+      mesh: sizes of the axes of the config.
+      effort: of the compiler, see `compile_program`.
+      keep: directory for the compiled programs and their buffer assignments, or None.
+    """
+    islands = [_island(device, topology) for device in run.context.mesh.devices.flat]
+    programs = [_read(program, islands, effort, keep) for program in run.lower()]
+    resident = {name: device_bytes(tree) for name, tree in run.resident().items()}
+    return HardwareReport(topology, mesh, run.context.layout.line, topology.device.usable, resident, programs)
+
+
+def _island(device: Any, topology: Topology) -> int:
+    """Returns the slice of a TPU or the host of a GPU, within which devices are linked."""
+    if topology.device.platform == "tpu":
+        return int(getattr(device, "slice_index", None) or 0)
+    return int(device.id) // topology.shape[1]
+
+
+def _read(program: LoweredProgram, islands: Sequence[int], effort: float | None, keep: Path | None) -> ProgramReport:
+    try:
+        compiled = compile_program(program.lowered, effort=effort)
+    except DoesNotFitError as error:
+        return ProgramReport(program.name, program.runs, program.beside, error.needed, refused=True)
+    if keep is not None:
+        name = program.name.replace(" ", "_")
+        (keep / f"{name}.hlo.txt").write_text(compiled.text)
+        (keep / f"{name}.buffers.txt").write_text(compiled.assignment)
+    module = hlo.parse(compiled.text)
+    found = collectives(module, program.loops)
+    each = [sent(one, islands) for one in found]
+    work = Work(
+        flops=count_flops(module, program.loops),
+        memory=count_traffic(module, program.loops),
+        links=sum(one.links for one in each),
+        network=sum(one.network for one in each),
+    )
+    kinds = {kind: (times * program.runs, size * program.runs) for kind, (times, size) in bytes_by_kind(found).items()}
+    return ProgramReport(
+        name=program.name,
+        runs=program.runs,
+        beside=program.beside,
+        needed=compiled.needed,
+        arguments=compiled.arguments,
+        results=compiled.results,
+        aliased=compiled.aliased,
+        temporary=compiled.temporary,
+        parts=_parts(program, compiled),
+        work=work * program.runs,
+        exchanged=kinds,
+        compile_seconds=round(compiled.seconds, 1),
+        buffers=largest_buffers(compiled.assignment, BUFFERS, compiled.text),
+    )
+
+
+def _parts(program: LoweredProgram, compiled: CompiledProgram) -> dict[str, int]:
+    """Returns the known parts, at most what the compiler plans: it may reuse the memory of a donated argument."""
+    left, found = compiled.temporary, {}
+    for name, size in program.parts.items():
+        found[name] = min(size, left)
+        left -= found[name]
+    return found
+
+
+def tables(hardware: HardwareReport) -> list[Table]:
+    """Returns the tables of a report: title, header and rows."""
+    return [_memory(hardware), _work(hardware), _exchanges(hardware), _buffers(hardware)]
+
+
+def summary(hardware: HardwareReport) -> list[str]:
+    """Returns the answer in a few lines: the layout, whether it fits, and the least time."""
+    device, peak = hardware.topology.device, hardware.peak
+    mesh = " x ".join(f"{name}={size}" for name, size in hardware.mesh.items() if name != "slices" or size > 1)
+    needs = f"{peak.name} needs {_gib(peak.total)} GiB of {_gib(hardware.usable)} on a device"
+    refused = [program for program in hardware.programs if program.refused]
+    verdict = f"fits: {needs}" if hardware.fits else f"does not fit: {needs}"
+    if refused:
+        said = ", ".join(f"{_gib(program.needed)} GiB for {program.name}" for program in refused)
+        verdict = f"does not fit: the compiler needs {said}; a device has {_gib(hardware.usable)}"
+    resident = ", ".join(f"{name} {_gib(size)}" for name, size in hardware.resident.items())
+    lines = [f"{hardware.topology}, {hardware.topology.size} devices, mesh {mesh}", hardware.sampling, verdict]
+    lines.append(f"from step to step a device holds, in GiB: {resident}")
+    if not refused:
+        lines.append(
+            f"a step takes at least {_number(hardware.seconds)} s at the published rates of {device.name}: a roofline, "
+            "with work that overlaps perfectly, completions of full length, and rewards that take no time"
+        )
+    return lines
+
+
+def markdown(hardware: HardwareReport) -> str:
+    """Returns the answer and the tables in Markdown; of exchanges and buffers, the largest."""
+    lines = [
+        textwrap.fill(f"- {line}", PROSE, subsequent_indent="  ", break_on_hyphens=False) for line in summary(hardware)
+    ]
+    for title, header, rows in tables(hardware):
+        lines += ["", f"**{title[0].upper()}{title[1:]}**", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _memory(hardware: HardwareReport) -> Table:
+    names = list(dict.fromkeys(name for program in hardware.programs for name in program.parts))
+    header = ["program", "arguments", "beside", *names, "others", "total"]
+    rows = []
+    for one in hardware.programs:
+        if one.refused:
+            rows.append([one.name, "", _gib(one.beside), *[""] * len(names), "", f"{_gib(one.needed)}, refused"])
+            continue
+        known = [_gib(one.parts[name]) if name in one.parts else "" for name in names]
+        rows.append([one.name, _gib(one.arguments), _gib(one.beside), *known, _gib(one.others), _gib(one.total)])
+    return "memory of a device, GiB", header, rows
+
+
+def _work(hardware: HardwareReport) -> Table:
+    header = ["program", "runs", "TFLOP", "memory GB", "links GB", "network GB", "least s", "bound by", "compile s"]
+    rows = []
+    for one in _compiled(hardware):
+        bound, seconds = one.work.bound(hardware.topology.device)
+        numbers = (one.work.flops / 1e12, one.work.memory / 1e9, one.work.links / 1e9, one.work.network / 1e9)
+        cells = [_number(number) for number in numbers]
+        rows.append([one.name, str(one.runs), *cells, _number(seconds), bound, f"{one.compile_seconds:.0f}"])
+    return "work of a device in a step", header, rows
+
+
+def _exchanges(hardware: HardwareReport) -> Table:
+    rows = [
+        [one.name, kind, f"{times:,.0f}", _number(size / 1e9)]
+        for one in _compiled(hardware)
+        for kind, (times, size) in one.exchanged.items()
+        if size >= 5e6
+    ]
+    return "collectives of a device in a step", ["program", "kind", "executions", "GB"], rows
+
+
+def _buffers(hardware: HardwareReport) -> Table:
+    rows = [
+        [one.name, _gib(buffer.size), buffer.values.split(", ")[0], _short(buffer.origin) or "the compiler"]
+        for one in _compiled(hardware)
+        for buffer in one.buffers
+        if buffer.size >= 5e6
+    ]
+    return "the largest temporary buffers", ["program", "GiB", "array", "from"], rows
+
+
+def _compiled(hardware: HardwareReport) -> Iterable[ProgramReport]:
+    return (program for program in hardware.programs if not program.refused)
+
+
+def _short(origin: str) -> str:
+    """Shortens the path of scopes to its end."""
+    steps = [step for step in origin.split("/")[1:] if step not in ("body", "closed_call", "checkpoint")]
+    return "/".join(steps)[-ORIGIN:]
+
+
+def _gib(size: float) -> str:
+    return _number(size / GIB)
+
+
+def _number(value: float) -> str:
+    """Writes three digits or more."""
+    digits = next(digits for digits, least in enumerate((100, 10, 1, 0)) if value >= least)
+    return f"{value:,.{digits}f}"

@@ -1,0 +1,154 @@
+"""A search over meshes, micro-batches and remat: arithmetic first, then the compiler."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from train.config.errors import ConfigError, UserError
+from train.config.load import load
+from train.config.schema import Config
+from train.hardware.devices import GIB
+from train.hardware.lowering import LEAST_EFFORT
+from train.hardware.topology import Topology, topology_devices
+from train.models.sharding import make_mesh
+from train.plan.programs import AbstractRun
+from train.plan.report import HardwareReport, report
+from train.rollouts.layout import device_bytes
+
+BEST = 3
+REMAT = ("dots", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """Overrides of a config, and what arithmetic says of them.
+
+    Attributes:
+      overrides: `key=value` texts.
+      config: the config with them.
+      bytes: the least memory of an update on a device.
+      exchanged: bytes that a device exchanges in the updates of a step.
+    """
+
+    overrides: tuple[str, ...]
+    config: Config
+    bytes: int
+    exchanged: float
+
+
+def plan_config(
+    config: Config, topology: Topology, *, effort: float | None = LEAST_EFFORT, keep: Path | None = None
+) -> HardwareReport:
+    """Compiles and reads the programs of a config for a topology.
+
+    Args:
+      config: its mesh has the size of the topology.
+      topology: the hardware.
+      effort: of the compiler, see `compile_program`.
+      keep: directory for the compiled programs, or None.
+
+    Raises:
+      UserError: the model does not fit the mesh, or its shape is not known here.
+    """
+    return report(abstract_run(config, topology), topology, config.mesh.model_dump(), effort=effort, keep=keep)
+
+
+def abstract_run(config: Config, topology: Topology) -> AbstractRun:
+    """Describes a run on the devices of a topology."""
+    try:
+        mesh = make_mesh(**config.mesh.model_dump(), devices=topology_devices(topology))
+        return AbstractRun.of(config, mesh)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -> Iterator[Candidate]:
+    """Lists the meshes, micro-batches and remat policies that a config allows and memory may hold.
+
+    Args:
+      path: the config.
+      overrides: of the command line.
+      topology: every mesh has all of its devices.
+    """
+    start = load(path, overrides).config
+    most = start.rows_per_batch() // start.optim.updates_per_batch
+    for (data, fsdp, tensor), parts, remat in itertools.product(_meshes(topology), _divisors(most), REMAT):
+        changed = (
+            f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}, slices: {topology.slices}}}",
+            f"optim.micro_batches={parts}",
+            f"model.remat={remat}",
+        )
+        try:
+            config = load(path, [*overrides, *changed]).config
+            found = _estimated(changed, config, topology)
+        except (ConfigError, UserError):
+            continue
+        if found.bytes <= topology.device.usable:
+            yield found
+
+
+def _meshes(topology: Topology) -> Iterator[tuple[int, int, int]]:
+    for tensor in _divisors(topology.size // topology.slices):
+        for fsdp in _divisors(topology.size // topology.slices // tensor):
+            yield topology.size // fsdp // tensor, fsdp, tensor
+
+
+def _divisors(number: int) -> list[int]:
+    return [part for part in range(1, number + 1) if number % part == 0]
+
+
+def _estimated(overrides: tuple[str, ...], config: Config, topology: Topology) -> Candidate:
+    """Counts what stays in memory, two gradients, and the inputs of all layers of a micro-batch."""
+    run, mesh, optim = abstract_run(config, topology), config.mesh, config.optim
+    model, shards = run.context.model.config, config.mesh.data * config.mesh.fsdp
+    rows = config.rows_per_batch() // (optim.updates_per_batch * optim.micro_batches * shards)
+    tokens = rows * (config.data.max_prompt_length + config.data.max_completion_length)
+    width = 2 if model.dtype == "bfloat16" else 4
+    saved = tokens * model.layers * model.width * width
+    if model.remat == "dots":
+        projections = 2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.mlp_width
+        saved += tokens * model.layers * projections * width // mesh.tensor
+    state = sum(device_bytes(tree) for tree in run.resident().values())
+    gathers = optim.micro_batches * optim.updates_per_batch * optim.epochs if mesh.fsdp > 1 else 0
+    weights = device_bytes(run.state.trainable) * mesh.fsdp * (1 - 1 / mesh.fsdp)
+    reduced = tokens * model.width * width * 4 * model.layers if mesh.tensor > 1 else 0
+    exchanged = 3 * gathers * weights + reduced * optim.micro_batches * optim.updates_per_batch
+    return Candidate(overrides, config, state + 2 * device_bytes(run.state.trainable) + saved, exchanged)
+
+
+def best(
+    path: str | Path,
+    overrides: Sequence[str],
+    topology: Topology,
+    *,
+    most: int,
+    effort: float | None,
+    tell: Callable[[str], None],
+) -> list[tuple[Candidate, HardwareReport]]:
+    """Compiles the candidates with the least exchange, and returns the best three that fit, the fastest first.
+
+    Args:
+      path: the config.
+      overrides: of the command line.
+      topology: the hardware.
+      most: candidates that are compiled.
+      effort: of the compiler, see `compile_program`.
+      tell: called with a line for every candidate.
+
+    Raises:
+      UserError: no candidate passes the arithmetic.
+    """
+    listed = sorted(candidates(path, overrides, topology), key=lambda one: (one.exchanged, one.bytes))
+    if not listed:
+        raise UserError(f"--search: no mesh of {topology} holds the state of {path}; take a larger topology, or lora")
+    tell(f"{len(listed)} candidates pass the arithmetic; the first {min(most, len(listed))} are compiled")
+    found = []
+    for candidate in listed[:most]:
+        planned = plan_config(candidate.config, topology, effort=effort)
+        needed = f"{planned.peak.total / GIB:.1f} GiB"
+        verdict = f"fits in {needed}, at least {planned.seconds:,.1f} s a step" if planned.fits else f"needs {needed}"
+        tell(f"{' '.join(candidate.overrides)}: {verdict}")
+        if planned.fits:
+            found.append((candidate, planned))
+    return sorted(found, key=lambda pair: pair[1].seconds)[:BEST]
