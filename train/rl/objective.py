@@ -88,11 +88,13 @@ def token_weights(config: Config, batch: Batch, section: Loss | LossKL | None = 
       section: the section of the config that says how to reduce; None takes that of the loss.
     """
     section = config.loss if section is None else section
-    prompts = section.aggregation == "prompt_mean"
+    mode = section.aggregation or config.loss.aggregation
+    prompts = mode == "prompt_mean"
     return kljax.token_weights(
         loss_mask(config, batch),
-        mode=section.aggregation or config.loss.aggregation,
-        max_length=config.loss.max_length,
+        mode=mode,
+        # The KL may have another reduction than the loss, and only this one divides by a length.
+        max_length=config.loss.max_length if mode == "seq_mean_token_sum_norm" else None,
         group_ids=batch.group_ids if prompts else None,
         num_groups=config.rollout.prompts_per_step if prompts else None,
         empty_rows=section.empty_rows,

@@ -261,6 +261,18 @@ def prepared(config, batch: Batch):
     return jax.jit(make_preparation(config))(batch, controllers_of(config))
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "seq_mean_token_sum_norm"])
+def test_the_kl_of_the_loss_has_a_reduction_of_its_own_beside_one_that_divides_by_a_length(mode):
+    config = tiny.config_of(
+        *("loss={type: ppo, aggregation: seq_mean_token_sum_norm, max_length: 4}", "rollout.samples_per_prompt=2"),
+        f"kl.loss={{coef: 0.1, aggregation: {mode}}}",
+    )
+    batch = tiny.rollout_batch()
+    mask, groups = np.asarray(batch.completion_mask), np.asarray(batch.group_ids)
+    expected = oracles.token_weights(mask, mode, max_length=7, group_ids=groups, count=False)
+    np.testing.assert_allclose(token_weights(config, batch, config.kl.loss), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ESTIMATED)
 def test_every_advantage_estimator(name):
     options = {"gae": ["loss.value_coef=1.0", "advantage.lam=0.9", "advantage.gamma=0.8"]}
