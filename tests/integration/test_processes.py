@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from tests import exactness, peers
-from tests.integration.command import records, state_arrays
+from tests.integration.command import records, run_here, state_arrays
 
 TINY = (
     *exactness.COMMON,
@@ -18,18 +18,18 @@ TINY = (
 )
 
 
-def train(env, *arguments: object, processes: int, mesh: str) -> list[tuple[int, str, str]]:
-    """Runs the tiny config in processes of one device each."""
-    return peers.run("train", *TINY, f"mesh={mesh}", *arguments, processes=processes, devices=1, env=env)
+def train(env, *arguments: object, mesh: str) -> list[tuple[int, str, str]]:
+    """Runs the tiny config in two processes of one device each."""
+    return peers.run("train", *TINY, f"mesh={mesh}", *arguments, processes=2, devices=1, env=env)
 
 
 @pytest.mark.slow
 def test_two_processes_begin_a_run_that_one_continues(env, tmp_path):
-    alone = train(env, "steps=4", f"output={tmp_path}/one", processes=1, mesh="{}")
-    begun = train(env, "steps=2", f"output={tmp_path}/two", processes=2, mesh="{fsdp: 2}")
-    continued = train(env, "steps=4", f"output={tmp_path}/two", "--resume", processes=1, mesh="{}")
-    for code, out, err in (*alone, *begun, *continued):
+    begun = train(env, "steps=2", f"output={tmp_path}/two", mesh="{fsdp: 2}")
+    for code, out, err in begun:
         assert code == 0, f"{out}\n{err}"
+    run_here(*TINY, "mesh={}", "steps=4", f"output={tmp_path}/one").succeeded()
+    run_here(*TINY, "mesh={}", "steps=4", f"output={tmp_path}/two", "--resume").succeeded()
     # The leader alone prints.
     assert "run directory:" in begun[0][1]
     assert "run directory:" not in begun[1][1]
@@ -72,7 +72,7 @@ def test_an_error_of_one_process_ends_both_with_its_message_and_the_run_saved(en
         *("task=jsonl", f"data.train={rows}", f"data.eval={rows}", f"data.reward={tmp_path}/judge.py:one"),
         *("warm_start.steps=0", "data.max_prompt_length=7", "data.max_completion_length=3", "rollout.slots=null"),
     )
-    ended = train(env, *task, "steps=9", f"output={tmp_path}", processes=2, mesh="{data: 2}")
+    ended = train(env, *task, "steps=9", f"output={tmp_path}", mesh="{data: 2}")
     for code, _, err in ended:
         assert code == 2, err
         assert "error: process 1 of 2: " in err
@@ -82,7 +82,7 @@ def test_an_error_of_one_process_ends_both_with_its_message_and_the_run_saved(en
     assert (tmp_path / "quickstart" / "checkpoints" / "1").is_dir()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_processes_with_other_configs_write_nothing(env, tmp_path):
     address = f"127.0.0.1:{peers.free_port()}"
     flags = [("--coordinator", address, "--process", number, "--processes", 2) for number in range(2)]
