@@ -10,7 +10,7 @@ import jax
 import kljax
 from train.config.load import LoadedConfig
 from train.config.schema import Config
-from train.distributed import agree, is_leader, on_leader, run_together
+from train.distributed import agree, exchange_json, is_leader, on_leader, run_together
 from train.references import (
     assert_unchanged,
     check_reference,
@@ -35,7 +35,7 @@ from train.run.output import check_output
 from train.run.plots import write_curves
 from train.run.report import Start, default_console, print_comparison, progress, write_summary
 from train.run.setup import check_examples, check_start, data_digest, first_state, make_base, make_context
-from train.run.supervise import tell_supervisor
+from train.run.supervise import is_supervised, tell_supervisor
 from train.weights.abandoned_reads import quiet_abandoned_reads
 from train.weights.orbax import Checkpoints, carried_with
 
@@ -46,7 +46,8 @@ KLS = ("kl_reference", "kl_reference_exact", "rollout_kl")
 
 def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     """Runs a config and returns the exit code: 0, or 130 if Ctrl-C ended it after a checkpoint."""
-    config, began, console = loaded.config, time.perf_counter(), default_console()
+    began, console = time.perf_counter(), default_console()
+    config, resume = _start_of_leader(loaded.config, resume)
     quiet_abandoned_reads()
     agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})
     context, source, expected = run_together("start", lambda: _prepare(config, resume=resume))
@@ -103,6 +104,15 @@ def _prepare(config: Config, *, resume: bool) -> tuple[RunContext, Source, Expec
     check_reference(config, context.model, context.mesh, [] if continued is None else continued.steps())
     expected = check_same_base(config, continued)
     return context, open_source(context, continued=resume), expected
+
+
+def _start_of_leader(config: Config, resume: bool) -> tuple[Config, bool]:
+    """Returns what the leader continues, if all processes are supervised: one may not have told its supervisor yet."""
+    starts = exchange_json("start", [config.name, resume, is_supervised()])
+    if not all(supervised for _, _, supervised in starts):
+        return config, resume
+    name, resume, _ = starts[0]
+    return config.model_copy(update={"name": name}), resume
 
 
 def _begin(

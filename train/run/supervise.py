@@ -24,6 +24,11 @@ VARIABLE = "KLJAX_RUN_FILE"
 CRASHES = tuple(getattr(signal, name) for name in ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS") if hasattr(signal, name))
 
 
+def is_supervised() -> bool:
+    """Whether this process runs under a supervisor."""
+    return bool(os.environ.get(VARIABLE))
+
+
 def tell_supervisor(root: Path) -> None:
     """Names the run directory to the supervisor, if there is one; a restart continues this run."""
     file = os.environ.get(VARIABLE)

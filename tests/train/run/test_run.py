@@ -62,3 +62,14 @@ def test_mistakes_of_examples_are_found_before_there_is_a_run_directory(tmp_path
     with pytest.raises(UserError, match=f"^{message}"):
         run_module.run(LoadedConfig(config, (), Path("config.yaml")))
     assert not (tmp_path / "runs").exists()
+
+
+def test_under_supervisors_the_leader_says_what_is_continued(monkeypatch):
+    config = load("configs/smoke.yaml").config
+    starts = [["smoke-2", True, True], ["smoke", False, True]]
+    monkeypatch.setattr(run_module, "exchange_json", lambda label, value: starts)
+    continued, resume = run_module._start_of_leader(config, False)
+    assert (continued.name, resume) == ("smoke-2", True)
+    # Without a supervisor a difference of the commands is a mistake, which the agreement names.
+    starts[1][2] = False
+    assert run_module._start_of_leader(config, False) == (config, False)
