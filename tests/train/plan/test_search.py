@@ -1,0 +1,46 @@
+"""The candidates of a search, on devices of this machine in place of a topology's."""
+
+import math
+
+import jax
+import pytest
+
+from train.config.errors import UserError
+from train.hardware.devices import Device
+from train.hardware.topology import Topology
+from train.plan import search
+from train.plan.search import best, candidates
+
+SMOKE = "configs/smoke.yaml"
+
+
+def topology(memory: int = 2**30) -> Topology:
+    return Topology(Device("v5e", "tpu", ("cpu",), memory, 1.0, 1.0, 1.0, 1.0), (2, 2))
+
+
+@pytest.fixture(autouse=True)
+def _devices_of_this_machine(monkeypatch):
+    monkeypatch.setattr(search, "topology_devices", lambda topology: jax.devices()[: topology.size])
+
+
+def test_candidates_have_all_devices_and_are_what_the_config_allows():
+    found = list(candidates(SMOKE, [], topology()))
+    meshes = {(one.config.mesh.data, one.config.mesh.fsdp, one.config.mesh.tensor) for one in found}
+    assert {math.prod(mesh) for mesh in meshes} == {4}
+    assert (4, 1, 1) in meshes
+    assert {one.config.model.remat for one in found} == {"dots", "full"}
+    for one in found:
+        rows = one.config.rows_per_batch() // one.config.optim.updates_per_batch // one.config.optim.micro_batches
+        assert rows % (one.config.mesh.data * one.config.mesh.fsdp) == 0
+    # More is saved with dots, and nothing is gathered without fsdp and tensor.
+    by_key = {(one.config.mesh, one.config.optim.micro_batches, one.config.model.remat): one for one in found}
+    for (mesh, parts, remat), one in by_key.items():
+        if remat == "dots":
+            assert one.bytes > by_key[mesh, parts, "full"].bytes
+        assert (one.exchanged == 0) == (mesh.fsdp == mesh.tensor == 1)
+
+
+def test_what_memory_cannot_hold_is_not_compiled():
+    assert list(candidates(SMOKE, [], topology(memory=1000))) == []
+    with pytest.raises(UserError, match="--search: no mesh of v5e:2x2 holds the state"):
+        best(SMOKE, [], topology(memory=1000), most=1, effort=None, tell=print)
