@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 
+from tests import peers
 from tests.integration.command import ROOT, records
 from train.__main__ import main
 from train.config.load import load
@@ -80,3 +81,25 @@ def test_a_recipe_goes_to_its_end_with_a_tiny_model(name, tmp_path, capsys):
     assert metrics <= step.keys()
     assert all(value is not None for value in step.values())
     assert "accuracy" in json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_the_recipe_of_64_chips_starts_in_processes_and_goes_on(env, tmp_path):
+    """Two processes of eight devices: axis `fsdp` spans both, and each axis is as long as fits."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(f"{json.dumps(GSM8K)}\n" * 8, "utf-8")
+    small = [argument for argument in SMALL if not argument.startswith(("model=", "mesh=", "steps="))]
+    arguments = (
+        *("configs/gsm8k_qwen3_8b_v5p64.yaml", *small, "checkpoint.every=1", f"output={tmp_path}"),
+        *(f"data.train={data}", f"data.eval={data}", "eval={every: 1, prompts: 4, batch_size: 4}"),
+        "model={layers: 2, width: 32, heads: 8, kv_heads: 4, head_dim: 8, mlp_width: 64, qk_norm: true}",
+        *("warm_start.steps=0", "mesh={data: 1, fsdp: 4, tensor: 4}", "rollout.mesh={data: 4, tensor: 4}"),
+    )
+    for more in (("steps=1",), ("steps=2", "--resume")):
+        for code, out, err in peers.run("train", *arguments, *more, processes=2, devices=8, env=env):
+            assert code == 0, f"{out}\n{err}"
+    (run,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    first, second = records(run, "train")
+    assert RECIPES[run.name][1] <= first.keys()
+    assert (first["step"], second["step"]) == (1, 2)
