@@ -175,8 +175,8 @@ def _on_device(
 
     gradients = _finish(plan.spec, needing_gradient(weights, requests.weights), end.weights, unpacked, axes)
     to_leaves = tuple(
-        None if x is None else axes.sum_over_tokens(x) if scalar else unpacked(x)
-        for x, scalar in zip(end.leaves, plan.scalars, strict=True)
+        None if x is None else axes.sum_over_tokens(x).astype(leaf.dtype) if scalar else unpacked(x)
+        for x, leaf, scalar in zip(end.leaves, leaves, plan.scalars, strict=True)
     )
     return (axes.sum_over_tokens(end.loss), unpacked(end.metrics)), (gradients, to_leaves)
 
@@ -226,10 +226,16 @@ def _empty_carry(inputs: _Inputs) -> _Carry:
         loss=jnp.zeros((), device.dtype),
         metrics=jax.tree.map(lambda x: jnp.zeros((packing.rows, *x.shape[1:]), x.dtype), shapes),
         weights=jax.tree.map(lambda x: jnp.zeros(x.shape, device.dtype), needed),
-        leaves=tuple(
-            jnp.zeros_like(x) if need else None for x, need in zip(inputs.leaves, inputs.requests.leaves, strict=True)
-        ),
+        leaves=_empty_leaves(inputs),
         logits=_Kept(logits, None if tile.ref_hidden is None else logits),
+    )
+
+
+def _empty_leaves(inputs: _Inputs) -> tuple[Array | None, ...]:
+    """Returns zeros for the gradients of the leaves; those of scalars are added up in the type of the statistics."""
+    parts = zip(inputs.leaves, inputs.requests.leaves, inputs.plan.scalars, strict=True)
+    return tuple(
+        jnp.zeros_like(x, dtype=inputs.device.dtype if scalar else None) if need else None for x, need, scalar in parts
     )
 
 
@@ -320,7 +326,7 @@ def _add_leaves(
     def add(total: Array | None, part: Array | None, scalar: bool) -> Array | None:
         if total is None or part is None:
             return None
-        return total + part if scalar else inputs.device.set_tile(index, total, part)
+        return total + part.astype(total.dtype) if scalar else inputs.device.set_tile(index, total, part)
 
     return tuple(add(*each) for each in zip(sums, more, inputs.plan.scalars, strict=True))
 

@@ -144,7 +144,11 @@ def _reference_loss(plan: LossPlan, weights: Weights, constants: Constants, leav
     packing = plan_packing(mask, tokens, max(1, tokens))
 
     def packed(arrays: Any) -> Any:
-        return pack(packing, [x.reshape(tokens, *x.shape[len(leading) :]) for x in arrays])
+        rows = [x.reshape(tokens, *x.shape[len(leading) :]) for x in arrays]
+        # Gradients of repeated tokens are added up in the type of the statistics.
+        dtype = flat["log_prob"].dtype
+        wide = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in rows]
+        return [x.astype(like.dtype) for x, like in zip(pack(packing, wide), rows, strict=True)]
 
     loss, metrics = plan(pack(packing, flat), plan.split(leaves, packed))
     has_token = jnp.arange(packing.rows) < tokens if packing.has_token is None else packing.has_token

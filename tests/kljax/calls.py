@@ -36,6 +36,19 @@ NOT_CALLED = {
     "base_reference": "computes nothing: it takes a pair apart",
 }
 
+
+def ppo_of_token(stats: kljax.TokenStats, inputs: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """A `token_loss`, which computes in the dtype of the statistics, whatever that of its inputs."""
+    inputs = {name: x.astype(stats.log_prob.dtype) for name, x in inputs.items()}
+    mask = jnp.ones(stats.log_prob.shape, bool)
+    loss = kljax.ppo_clip_loss(stats.log_prob, inputs["old"], inputs["advantages"], mask)
+    if stats.entropy is not None:
+        loss -= inputs["coef"] * stats.entropy
+    if stats.kl is not None:
+        loss += stats.kl
+    return loss, {"ratio": jnp.exp(stats.log_prob - inputs["old"])}
+
+
 # What to give a parameter that has no default, or that does nothing by default. Numbers that bite: the draws of
 # `_draw` lie on both sides of them.
 SAMPLES: Options = {
@@ -85,12 +98,7 @@ SAMPLES: Options = {
     "target": 0.1,
     "threshold": 1.0,
     "token_chunk": 24,
-    "token_loss": lambda stats, inputs: (
-        kljax.ppo_clip_loss(stats.log_prob, inputs["old"], inputs["advantages"], jnp.ones(stats.log_prob.shape, bool))
-        - inputs["coef"] * (0 if stats.entropy is None else stats.entropy)
-        + (0 if stats.kl is None else stats.kl),
-        {"ratio": jnp.exp(stats.log_prob - inputs["old"])},
-    ),
+    "token_loss": ppo_of_token,
     "tau": 0.5,
     "temperature": 0.7,
     "upper": 1.3,

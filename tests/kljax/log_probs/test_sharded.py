@@ -12,9 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kljax
-from benchmarks.suites.aot import hlo
 from kljax import Head, HeadSharding, ReferenceStates, Tile
 from tests.kljax.calls import known_options
+from train.hardware.collectives import collectives
+from train.hardware.hlo import parse
 
 ROWS, LENGTH, WIDTH, COLUMNS = 8, 4, 8, 24
 # The last of two shards of the vocabulary, and the last two of four, are all padding.
@@ -260,8 +261,8 @@ def test_a_fused_loss_exchanges_no_more_bytes() -> None:
             for some in (arrays_of(case), data_of(case))
         )
         grads = jax.jit(lambda *x, case=case: run(case, *x, None, sharding)[1])
-        module = hlo.parse(grads.lower(arrays, data).compile().as_text())
-        found = hlo.collectives(module)
+        module = parse(grads.lower(arrays, data).compile().as_text())
+        found = collectives(module)
         assert {"all-gather", "all-reduce"} <= {each.kind for each in found}
         bytes_of[kind] = sum(each.total for each in found)
     assert bytes_of["loss"] <= bytes_of["reverse"]

@@ -179,6 +179,13 @@ def update(configs: Sequence[Config]) -> Iterator[Update]:
         zeros = jnp.zeros_like(policy.params)
         return kljax.TokenStats(policy.params, zeros), jnp.zeros((*zeros.shape, model.config.width))
 
+    def loss_of_stats(
+        *of: Any, token_loss: Callable[..., tuple[jax.Array, Tree]], per_token: Tree, **_: object
+    ) -> tuple[jax.Array, Tree, jax.Array]:
+        stats, hidden = stats_of(*of)
+        loss, terms = token_loss(stats, per_token)
+        return loss.sum(), terms, hidden
+
     head = {"kernel": jnp.zeros(model.config.width), "bias": jnp.zeros(())}
 
     def summed(config: Config, log_probs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -195,7 +202,7 @@ def update(configs: Sequence[Config]) -> Iterator[Update]:
         prepared = prepared_batch(configs[0], batch)
         return [summed(config, log_probs, prepared) for config in configs]
 
-    with mock.patch.object(objectives, "token_stats", stats_of):
+    with mock.patch.multiple(objectives, token_stats=stats_of, fused_loss=loss_of_stats):
         arguments = log_probs, full_batch(configs[0].preset or "")
         results = jax.jit(whole).lower(*arguments).compile(compiler_options=QUICK)(*arguments)
     return ((float(loss), dict(_named(model, jax.device_get(pull(cotangent))))) for loss, cotangent in results)
