@@ -265,8 +265,12 @@ def parameters(name: str) -> Mapping[str, inspect.Parameter]:
 
 @functools.cache
 def calls_of(name: str, seed: int = 0) -> tuple[Call, ...]:
-    """Every call of a public function; another seed draws other arrays for the same calls."""
-    calls = {call.name: call for call in (_call(name, options, seed) for options in _option_sets(name))}
+    """Every call of a public function; another seed draws other arrays for the same calls.
+
+    The arrays are in float64 whichever test asks first: one that lowers in float32 may be the first of its worker.
+    """
+    with jax.enable_x64(True):
+        calls = {call.name: call for call in (_call(name, options, seed) for options in _option_sets(name))}
     return tuple(calls.values())
 
 
