@@ -30,8 +30,8 @@ from kljax.log_probs._backward import (
 from kljax.log_probs._forward import Sums, add_tile, empty_sums, merge, statistics
 from kljax.log_probs._head import embed_axis
 from kljax.log_probs._inputs import Constants, Spec, Weights, logit_slope
-from kljax.log_probs._loss_plan import Leaves, LossPlan, Stats, select
-from kljax.log_probs._tiles import IMPOSSIBLE, Chunk, DeviceView, Logits, MeshAxes, Tokens, pack, unpack
+from kljax.log_probs._loss_plan import Leaves, LossPlan, Stats
+from kljax.log_probs._tiles import IMPOSSIBLE, Chunk, DeviceView, Logits, MeshAxes, Tokens, pack, unpack, zero_unless
 
 # ---- the differentiable operation ----
 
@@ -202,8 +202,8 @@ def _in_step(device: DeviceView, axes: MeshAxes) -> DeviceView:
     packing = dataclasses.replace(device.packing, tiles=lax.pmax(device.packing.tiles, axes.tokens))
     # A device without tokens runs tiles of whatever is under the mask.
     tokens, has_token = device.tokens, device.packing.has_token
-    hidden = select(has_token, tokens.hidden)
-    ref_hidden = None if tokens.ref_hidden is None else select(has_token, tokens.ref_hidden)
+    hidden = zero_unless(has_token, tokens.hidden)
+    ref_hidden = None if tokens.ref_hidden is None else zero_unless(has_token, tokens.ref_hidden)
     return device._replace(packing=packing, tokens=tokens._replace(hidden=hidden, ref_hidden=ref_hidden))
 
 
@@ -248,7 +248,7 @@ def _add_tile(inputs: _Inputs, index: Array, carry: _Carry) -> _Carry:
     stats, residuals = statistics(device.spec, merge(device.spec, sums, device.axes)[0])
     if not inputs.requests.any:
         loss, metrics = plan(stats, leaves)
-        total = carry.loss + select(valid, loss).sum()
+        total = carry.loss + zero_unless(valid, loss).sum()
         return carry._replace(loss=total, metrics=device.set_tile(index, carry.metrics, metrics), logits=logits)
     loss, metrics, cotangents, to_leaves = _differentiate(inputs, stats, leaves, valid)
     row = RowInputs(tokens, residuals, cotangents)
@@ -306,12 +306,12 @@ def _differentiate(
         loss, metrics = inputs.plan(
             stats, tuple(next(rest) if need else x for x, need in zip(leaves, needed, strict=True))
         )
-        return select(valid, loss).sum(), metrics
+        return zero_unless(valid, loss).sum(), metrics
 
     free = [x for x, need in zip(leaves, needed, strict=True) if need]
     loss, pull, metrics = jax.vjp(total, stats, free, has_aux=True)
     # A row without a token may have a derivative that is not finite, which 0 does not cancel.
-    to_stats, to_free = jax.tree.map(functools.partial(select, valid), pull(jnp.ones_like(loss)))
+    to_stats, to_free = jax.tree.map(functools.partial(zero_unless, valid), pull(jnp.ones_like(loss)))
     if not inputs.device.spec.entropy_gradient:
         to_stats.pop("entropy", None)
     rest = iter(to_free)

@@ -63,9 +63,3 @@ class LossPlan:
         """Returns the spec of each leaf on the mesh."""
         assert self.spec.sharding is not None
         return tuple(PartitionSpec() if scalar else self.spec.sharding.tokens for scalar in self.scalars)
-
-
-def select(valid: Array, values: Array) -> Array:
-    """Returns the values where they are of a token, else 0; a scalar counts if there is any token."""
-    keep = valid.reshape(valid.shape + (1,) * (values.ndim - 1)) if values.ndim else valid.any()
-    return jnp.where(keep, values, jnp.zeros((), values.dtype))

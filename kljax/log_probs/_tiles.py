@@ -73,8 +73,10 @@ def plan_packing(mask: Array | None, tokens: int, limit: int) -> Packing:
     return Packing(tokens, size, rows, (count + size - 1) // size, mask, jnp.maximum(row, 0), token, has_token)
 
 
-def _zero_unless(mask: Array, values: Array) -> Array:
-    return jnp.where(mask.reshape(mask.shape + (1,) * (values.ndim - 1)), values, jnp.zeros((), values.dtype))
+def zero_unless(mask: Array, values: Array) -> Array:
+    """Returns `[rows, ...]` values where the mask `[rows]` is true, else 0; a scalar stays if any row is true."""
+    keep = mask.reshape(mask.shape + (1,) * (values.ndim - 1)) if values.ndim else mask.any()
+    return jnp.where(keep, values, jnp.zeros((), values.dtype))
 
 
 def pack(packing: Packing, values: Any, *, zero_padding: bool = False) -> Any:
@@ -89,7 +91,7 @@ def pack(packing: Packing, values: Any, *, zero_padding: bool = False) -> Any:
             return jnp.pad(x, padding)
         if packing.token_of_row is not None and packing.has_token is not None:
             rows = jnp.take(x, packing.token_of_row, axis=0, mode="clip")
-            return _zero_unless(packing.has_token, rows) if zero_padding else rows
+            return zero_unless(packing.has_token, rows) if zero_padding else rows
         if packing.rows == packing.tokens:
             return x
         return jnp.pad(x, padding, mode="constant" if zero_padding else "edge")
@@ -102,7 +104,7 @@ def unpack(packing: Packing, values: Any) -> Any:
 
     def unpack_array(x: Array) -> Array:
         if packing.mask is not None and packing.row_of_token is not None:
-            return _zero_unless(packing.mask, jnp.take(x, packing.row_of_token, axis=0, mode="clip"))
+            return zero_unless(packing.mask, jnp.take(x, packing.row_of_token, axis=0, mode="clip"))
         return x[: packing.tokens]
 
     return jax.tree.map(unpack_array, values)

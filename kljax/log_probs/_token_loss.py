@@ -14,9 +14,9 @@ from kljax.log_probs._api import Reference
 from kljax.log_probs._fused import fused_loss
 from kljax.log_probs._head import Head, Tile, default_token_chunk, device_kind
 from kljax.log_probs._inputs import Constants, Weights, as_reference, completed, prepare, run_on_mesh
-from kljax.log_probs._loss_plan import Leaves, LossPlan, TokenLoss, select
+from kljax.log_probs._loss_plan import Leaves, LossPlan, TokenLoss
 from kljax.log_probs._reference import reference_stats
-from kljax.log_probs._tiles import pack, plan_packing, unpack
+from kljax.log_probs._tiles import pack, plan_packing, unpack, zero_unless
 
 
 def token_loss_from_hidden(
@@ -153,4 +153,4 @@ def _reference_loss(plan: LossPlan, weights: Weights, constants: Constants, leav
     loss, metrics = plan(pack(packing, flat), plan.split(leaves, packed))
     has_token = jnp.arange(packing.rows) < tokens if packing.has_token is None else packing.has_token
     metrics = jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), unpack(packing, metrics))
-    return select(has_token, loss).sum(), metrics
+    return zero_unless(has_token, loss).sum(), metrics
