@@ -13,6 +13,7 @@ With a set of kept tokens, over which `p~` is the softmax, and `M'` the cotangen
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -259,11 +260,16 @@ def _add_chunk(device: DeviceView, chunk: Chunk, rows: RowInputs, carry: Gradien
 
 def _add_tile(device: DeviceView, chunk: Chunk, rows: RowInputs, index: Array, sums: Gradients) -> Gradients:
     tile = device.get_tile(index, rows)
-    policy, ref = device.logits(chunk, tile.tokens)
+    logits = device.logits(chunk, tile.tokens)
+    return add_in_tile(device, index, sums, functools.partial(add_products, device, chunk, tile, logits))
+
+
+def add_in_tile(device: DeviceView, index: Array, sums: Gradients, add: Callable[[Gradients], Gradients]) -> Gradients:
+    """Adds to the gradients of one tile of rows: `add` gets and returns the sums with the hidden states of the tile."""
     hidden, ref_hidden = device.get_tile(index, (sums.hidden, sums.ref_hidden))
-    new = add_products(device, chunk, tile, (policy, ref), sums._replace(hidden=hidden, ref_hidden=ref_hidden))
-    whole = device.set_tile(index, (sums.hidden, sums.ref_hidden), (new.hidden, new.ref_hidden))
-    return new._replace(hidden=whole[0], ref_hidden=whole[1])
+    new = add(sums._replace(hidden=hidden, ref_hidden=ref_hidden))
+    hidden, ref_hidden = device.set_tile(index, (sums.hidden, sums.ref_hidden), (new.hidden, new.ref_hidden))
+    return new._replace(hidden=hidden, ref_hidden=ref_hidden)
 
 
 def add_products(

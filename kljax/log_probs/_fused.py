@@ -22,6 +22,7 @@ from kljax.log_probs._backward import (
     Gradients,
     NeedsGradient,
     RowInputs,
+    add_in_tile,
     add_products,
     needing_gradient,
     specs_of,
@@ -252,16 +253,13 @@ def _add_tile(inputs: _Inputs, index: Array, carry: _Carry) -> _Carry:
         return carry._replace(loss=total, metrics=device.set_tile(index, carry.metrics, metrics), logits=logits)
     loss, metrics, cotangents, to_leaves = _differentiate(inputs, stats, leaves, valid)
     row = RowInputs(tokens, residuals, cotangents)
-    hidden = device.get_tile(index, (carry.weights.hidden, carry.weights.ref_hidden))
-    sums_of_tile = carry.weights._replace(hidden=hidden[0], ref_hidden=hidden[1])
+    weights = carry.weights
     if any(inputs.requests.weights):
-        sums_of_tile = _add_gradients(device, row, logits, sums_of_tile)
-    to_hidden = (carry.weights.hidden, carry.weights.ref_hidden)
-    whole = device.set_tile(index, to_hidden, (sums_of_tile.hidden, sums_of_tile.ref_hidden))
+        weights = add_in_tile(device, index, weights, functools.partial(_add_gradients, device, row, logits))
     return _Carry(
         loss=carry.loss + loss,
         metrics=device.set_tile(index, carry.metrics, metrics),
-        weights=sums_of_tile._replace(hidden=whole[0], ref_hidden=whole[1]),
+        weights=weights,
         leaves=_add_leaves(inputs, index, carry.leaves, to_leaves),
         logits=logits,
     )
