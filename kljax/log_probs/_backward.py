@@ -53,6 +53,11 @@ class NeedsGradient(NamedTuple):
     ref_head: bool = False
     ref_bias: bool = False
 
+    @classmethod
+    def of(cls, weights: Any) -> "NeedsGradient":
+        """Reads it from weights as a forward rule with symbolic zeros gets them."""
+        return cls(*(x is not None and x.perturbed for x in weights))
+
 
 class Gradients(NamedTuple):
     """Gradients by the fields of `Weights`, None where not needed; `[rows, D]` and wide for the hidden states.
@@ -104,21 +109,34 @@ def specs_of(spec: Spec, fields: Any) -> Any:
     )
 
 
+def on_devices(
+    spec: Spec, local: Callable[..., Any], specs: Callable[[PartitionSpec], tuple[tuple[Any, ...], Any]]
+) -> Callable[..., Any]:
+    """Returns `local(weights, constants, *more)` as it is on one device, or in a `shard_map` for a sharded head.
+
+    `specs` maps the spec of the tokens to the specs of `more` and those of the results.
+    """
+    if spec.sharding is None:
+        return local
+    sharding = spec.sharding
+
+    def mapped(weights: Weights, constants: Constants, *more: Any) -> Any:
+        of_more, out_specs = specs(sharding.tokens)
+        in_specs = (specs_of(spec, weights), specs_of(spec, constants), *of_more)
+        program = jax.shard_map(
+            local, mesh=sharding.resolved_mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return program(weights, constants, *more)
+
+    return mapped
+
+
 def _run_forward(
     spec: Spec, weights: Weights, constants: Constants, *, with_hidden_grads: bool
 ) -> tuple[Stats, Residuals]:
     """Runs the forward pass, on one device or in a `shard_map`."""
     local = functools.partial(forward, spec, with_hidden_grads=with_hidden_grads)
-    if spec.sharding is None:
-        return local(weights, constants)
-    mapped = jax.shard_map(
-        local,
-        mesh=spec.sharding.resolved_mesh(),
-        in_specs=(specs_of(spec, weights), specs_of(spec, constants)),
-        out_specs=spec.sharding.tokens,
-        check_vma=False,
-    )
-    return mapped(weights, constants)
+    return on_devices(spec, local, lambda tokens: ((), tokens))(weights, constants)
 
 
 def _run_backward(
@@ -130,21 +148,20 @@ def _run_backward(
 ) -> Gradients:
     """Runs the backward pass, on one device or in a `shard_map`."""
     local = functools.partial(backward, spec, needs)
-    if spec.sharding is None:
-        return local(weights, constants, per_token)
-    mapped = jax.shard_map(
-        local,
-        mesh=spec.sharding.resolved_mesh(),
-        in_specs=(specs_of(spec, weights), specs_of(spec, constants), spec.sharding.tokens),
-        out_specs=specs_of(spec, needing_gradient(weights, needs)),
-        check_vma=False,
+    to_weights = needing_gradient(weights, needs)
+    return on_devices(spec, local, lambda tokens: ((tokens,), specs_of(spec, to_weights)))(
+        weights, constants, per_token
     )
-    return mapped(weights, constants, per_token)
 
 
 def needing_gradient(weights: Weights, needs: NeedsGradient) -> Gradients:
     """Returns the weights that need a gradient."""
     return Gradients(*(x if need else None for x, need in zip(weights, needs, strict=True)))
+
+
+def without_flags(tree: Any) -> Any:
+    """Returns the values of arguments as a forward rule with symbolic zeros gets them."""
+    return jax.tree.map(lambda x: x.value, tree, is_leaf=lambda x: hasattr(x, "perturbed"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -153,10 +170,8 @@ def _stats(spec: Spec, weights: Weights, constants: Constants) -> Stats:
 
 
 def _stats_fwd(spec: Spec, weights: Any, constants: Any) -> tuple[Stats, Any]:
-    needs = NeedsGradient(*(x is not None and x.perturbed for x in weights))
-    weights, constants = jax.tree.map(
-        lambda x: x.value, (weights, constants), is_leaf=lambda x: hasattr(x, "perturbed")
-    )
+    needs = NeedsGradient.of(weights)
+    weights, constants = without_flags((weights, constants))
     # LoRA: only the hidden states need a gradient, and only of the target's logit and the logsumexp.
     with_hidden_grads = (
         needs == NeedsGradient(hidden=True, head=False)

@@ -25,8 +25,10 @@ from kljax.log_probs._backward import (
     add_in_tile,
     add_products,
     needing_gradient,
+    on_devices,
     specs_of,
     vary_alike,
+    without_flags,
 )
 from kljax.log_probs._forward import Sums, add_tile, empty_sums, merge, statistics
 from kljax.log_probs._head import embed_axis
@@ -61,11 +63,8 @@ def _loss(plan: LossPlan, weights: Weights, constants: Constants, leaves: Leaves
 
 def _loss_fwd(plan: LossPlan, *arguments: Any) -> tuple[tuple[Array, Any], Any]:
     weights, constants, leaves = arguments
-    requests = _Requests(
-        NeedsGradient(*(x is not None and x.perturbed for x in weights)), tuple(x.perturbed for x in leaves)
-    )
-    values = jax.tree.map(lambda x: x.value, (weights, constants, leaves), is_leaf=lambda x: hasattr(x, "perturbed"))
-    return _run(plan, requests, *_once_differentiable(values))
+    requests = _Requests(NeedsGradient.of(weights), tuple(x.perturbed for x in leaves))
+    return _run(plan, requests, *_once_differentiable(without_flags((weights, constants, leaves))))
 
 
 def _loss_bwd(plan: LossPlan, gradients: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -100,20 +99,15 @@ def _run(
     plan: LossPlan, requests: _Requests, weights: Weights, constants: Constants, leaves: Leaves
 ) -> tuple[tuple[Array, Any], Any]:
     """Returns loss and metrics, and the gradients to weights and leaves, on one device or in a `shard_map`."""
-    local, spec = functools.partial(_on_device, plan, requests), plan.spec
-    if spec.sharding is None:
-        return local(weights, constants, leaves)
     needed = needing_gradient(weights, requests.weights)
-    of_leaves = plan.leaf_specs()
-    to_leaves = tuple(x if need else None for x, need in zip(of_leaves, requests.leaves, strict=True))
-    mapped = jax.shard_map(
-        local,
-        mesh=spec.sharding.resolved_mesh(),
-        in_specs=(specs_of(spec, weights), specs_of(spec, constants), of_leaves),
-        out_specs=((PartitionSpec(), spec.sharding.tokens), (specs_of(spec, needed), to_leaves)),
-        check_vma=False,
-    )
-    return mapped(weights, constants, leaves)
+
+    def specs(tokens: PartitionSpec) -> tuple[tuple[Any, ...], Any]:
+        of_leaves = plan.leaf_specs()
+        to_leaves = tuple(x if need else None for x, need in zip(of_leaves, requests.leaves, strict=True))
+        return (of_leaves,), ((PartitionSpec(), tokens), (specs_of(plan.spec, needed), to_leaves))
+
+    local = functools.partial(_on_device, plan, requests)
+    return on_devices(plan.spec, local, specs)(weights, constants, leaves)
 
 
 # ---- the pass ----
