@@ -22,11 +22,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from kljax._typing import Array, HeadLayout
+from kljax._typing import Array
 from kljax.log_probs._forward import Residuals, forward, log_mixture_ratios
 from kljax.log_probs._head import embed_axis
 from kljax.log_probs._inputs import Constants, Spec, Weights
-from kljax.log_probs._tiles import Chunk, DeviceView, Logits, Tokens, is_kept, is_target, pack, unpack
+from kljax.log_probs._tiles import Chunk, DeviceView, Logits, MeshAxes, Tokens, is_kept, is_target, pack, unpack
 
 Stats = dict[str, Array]
 
@@ -71,6 +71,10 @@ class Gradients(NamedTuple):
     ref_hidden: Array | None
     ref_head: Array | None
     ref_bias: Array | None
+
+
+# The fields of `Gradients` with a value per column of the vocabulary.
+_OF_COLUMNS = ("head", "bias", "ref_head", "ref_bias")
 
 
 class RowInputs(NamedTuple):
@@ -251,26 +255,49 @@ def _zeros(x: Array | None, dtype: jnp.dtype | None = None) -> Array | None:
 
 def _add_chunk(device: DeviceView, chunk: Chunk, rows: RowInputs, carry: Gradients) -> Gradients:
     """Adds the gradients of one chunk; after all tiles of tokens, those of its columns are complete."""
-    names = ("head", "bias", "ref_head", "ref_bias")
-    start = {
-        name: None if getattr(carry, name) is None else _zeros(getattr(chunk, name), device.dtype) for name in names
-    }
-    sums: Gradients = device.loop_tiles(
-        lambda index, sums: _add_tile(device, chunk, rows, index, sums), carry._replace(**start)
+    start = _map_columns(lambda name, x: jnp.zeros_like(getattr(chunk, name), dtype=device.dtype), carry)
+    sums: Gradients = device.loop_tiles(lambda index, sums: _add_tile(device, chunk, rows, index, sums), start)
+    return set_columns(device.spec, chunk, carry, sum_over_tokens(device.spec, sums))
+
+
+def get_columns(spec: Spec, chunk: Chunk, gradients: Gradients) -> Gradients:
+    """Returns the gradients with only the columns of the chunk in those of heads and biases."""
+    return _map_columns(
+        lambda name, x: lax.dynamic_slice_in_dim(x, chunk.start, chunk.size, _column_axis(spec, name)), gradients
     )
 
-    def write(gradient: Array | None, columns: Array | None, layout: HeadLayout) -> Array | None:
-        if gradient is None or columns is None:
-            return None
-        if columns.ndim == 1:
-            columns, axis = device.axes.sum_over_tokens(columns), 0
-        else:
-            axis = 1 - embed_axis(layout)
-            columns = device.axes.scatter_embed(columns, 1 - axis)
-        return lax.dynamic_update_slice_in_dim(gradient, columns.astype(gradient.dtype), chunk.start, axis=axis)
 
-    layouts = dict.fromkeys(names, device.spec.layout) | {"ref_head": device.spec.ref_layout}
-    return sums._replace(**{name: write(getattr(carry, name), getattr(sums, name), layouts[name]) for name in names})
+def set_columns(spec: Spec, chunk: Chunk, gradients: Gradients, of_chunk: Gradients) -> Gradients:
+    """Returns the gradients of a chunk with those of its columns written into those of the heads and biases."""
+
+    def write(name: str, columns: Array) -> Array:
+        whole = getattr(gradients, name)
+        columns = columns.astype(whole.dtype)
+        return lax.dynamic_update_slice_in_dim(whole, columns, chunk.start, _column_axis(spec, name))
+
+    return _map_columns(write, of_chunk)
+
+
+def sum_over_tokens(spec: Spec, gradients: Gradients) -> Gradients:
+    """Sums gradients of heads and biases over the tokens of all devices; each device keeps its part of `D`."""
+    axes = MeshAxes.of(spec)
+
+    def total(name: str, x: Array) -> Array:
+        return axes.sum_over_tokens(x) if x.ndim == 1 else axes.scatter_embed(x, 1 - _column_axis(spec, name))
+
+    return _map_columns(total, gradients)
+
+
+def _map_columns(function: Callable[[str, Array], Array], gradients: Gradients) -> Gradients:
+    """Applies `function(name, gradient)` to the gradients of heads and biases."""
+    parts = {name: getattr(gradients, name) for name in _OF_COLUMNS}
+    return gradients._replace(**{name: None if x is None else function(name, x) for name, x in parts.items()})
+
+
+def _column_axis(spec: Spec, name: str) -> int:
+    if name in ("bias", "ref_bias"):
+        return 0
+    return 1 - embed_axis(spec.layout if name == "head" else spec.ref_layout)
 
 
 def _add_tile(device: DeviceView, chunk: Chunk, rows: RowInputs, index: Array, sums: Gradients) -> Gradients:

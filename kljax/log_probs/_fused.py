@@ -16,7 +16,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from kljax._typing import Array, HeadLayout
+from kljax._typing import Array
 from kljax.log_probs._backward import (
     Cotangents,
     Gradients,
@@ -24,9 +24,12 @@ from kljax.log_probs._backward import (
     RowInputs,
     add_in_tile,
     add_products,
+    get_columns,
     needing_gradient,
     on_devices,
+    set_columns,
     specs_of,
+    sum_over_tokens,
     vary_alike,
     without_flags,
 )
@@ -168,7 +171,7 @@ def _on_device(
     def unpacked(values: Any) -> Any:
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), unpack(packing, values))
 
-    gradients = _finish(plan.spec, needing_gradient(weights, requests.weights), end.weights, unpacked, axes)
+    gradients = _finish(plan.spec, needing_gradient(weights, requests.weights), end.weights, unpacked)
     to_leaves = tuple(
         None if x is None else axes.sum_over_tokens(x).astype(leaf.dtype) if scalar else unpacked(x)
         for x, leaf, scalar in zip(end.leaves, leaves, plan.scalars, strict=True)
@@ -327,25 +330,11 @@ def _add_gradients(device: DeviceView, row: RowInputs, kept: _Kept, sums: Gradie
     """Adds the gradients of a tile of tokens, from its logits, to those of its rows and of the heads."""
     if sums.head is not None and device.spec.layout == "dv":
         row = row._replace(turned=device.turn(row.tokens.hidden, device.weights.head))
-    names = ("head", "bias", "ref_head", "ref_bias")
-    layouts = {"head": device.spec.layout, "ref_head": device.spec.ref_layout}
-
-    def axis_of(name: str) -> int:
-        return 1 - embed_axis(layouts[name]) if name in layouts else 0
 
     def body(sums: Gradients, chunk: Chunk) -> Gradients:
-        def columns(name: str) -> Array | None:
-            x = getattr(sums, name)
-            return None if x is None else lax.dynamic_slice_in_dim(x, chunk.start, chunk.size, axis_of(name))
-
-        def write(name: str, part: Array | None) -> Array | None:
-            if part is None:
-                return None
-            return lax.dynamic_update_slice_in_dim(getattr(sums, name), part, chunk.start, axis_of(name))
-
         logits = _kept_logits(device, chunk, row.tokens, kept)
-        new = add_products(device, chunk, row, logits, sums._replace(**{name: columns(name) for name in names}))
-        return new._replace(**{name: write(name, getattr(new, name)) for name in names})
+        new = add_products(device, chunk, row, logits, get_columns(device.spec, chunk, sums))
+        return set_columns(device.spec, chunk, sums, new)
 
     return device.scan_chunks(body, sums)
 
@@ -363,16 +352,8 @@ def _kept_logits(device: DeviceView, chunk: Chunk, tokens: Tokens, kept: _Kept) 
     return policy, None if kept.ref is None else of(kept.ref, device.constants.ref_softcap)
 
 
-def _finish(
-    spec: Spec, weights: Gradients, sums: Gradients, unpacked: Callable[[Any], Any], axes: MeshAxes
-) -> Gradients:
+def _finish(spec: Spec, weights: Gradients, sums: Gradients, unpacked: Callable[[Any], Any]) -> Gradients:
     """Returns the gradients on this device, in the shapes and types of the weights that need them."""
-
-    def head(name: str, layout: HeadLayout) -> Array | None:
-        x = getattr(sums, name)
-        return None if x is None else axes.scatter_embed(x, embed_axis(layout))
-
-    hidden, ref_hidden = axes.sum_over_vocab(unpacked((sums.hidden, sums.ref_hidden)))
-    bias, ref_bias = (None if x is None else axes.sum_over_tokens(x) for x in (sums.bias, sums.ref_bias))
-    done = Gradients(hidden, head("head", spec.layout), bias, ref_hidden, head("ref_head", spec.ref_layout), ref_bias)
+    hidden, ref_hidden = MeshAxes.of(spec).sum_over_vocab(unpacked((sums.hidden, sums.ref_hidden)))
+    done = sum_over_tokens(spec, sums)._replace(hidden=hidden, ref_hidden=ref_hidden)
     return jax.tree.map(lambda x, like: x.astype(like.dtype), done, weights)
