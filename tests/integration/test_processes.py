@@ -7,6 +7,8 @@ import pytest
 
 from tests import exactness, peers
 from tests.integration.command import records, run_here, state_arrays
+from tests.train.rollouts.fake_server import Digits, serving
+from train.data.tokenizers import ByteTokenizer
 
 TINY = (
     *exactness.COMMON,
@@ -51,6 +53,30 @@ def test_two_processes_begin_a_run_that_one_continues(env, tmp_path):
 def read_lines(path: pathlib.Path) -> list[dict]:
     """Reads JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.thorough
+def test_two_processes_work_ahead_and_one_continues_from_the_batch_that_they_saved(env, tmp_path):
+    """Each process requests the completions of its own prompts; the digits of the server depend on its seeds alone."""
+    eos, shape = ByteTokenizer().eos_id, "rollout.prompts_per_step=4"
+    server = Digits(eos)
+    with serving(server) as url:
+        ahead = (
+            *("rollout.ahead=1", shape, "warm_start.steps=0", "rollout.slots=null"),
+            f"rollout.source={{type: openai, url: '{url}', model: m, sync: none, retries: 0}}",
+        )
+        begun = train(env, *ahead, "steps=2", f"output={tmp_path}/two", mesh="{data: 2}")
+        for code, out, err in begun:
+            assert code == 0, f"{out}\n{err}"
+        run_here(*TINY, *ahead, "mesh={}", "steps=3", f"output={tmp_path}/one").succeeded()
+        asked = len(server.bodies)
+        run_here(*TINY, *ahead, "mesh={}", "steps=3", f"output={tmp_path}/two", "--resume").succeeded()
+    # One request to look at the server, and one batch: that of step 4, for which another run would go on.
+    assert len(server.bodies) - asked == 1 + 4
+    one, two = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
+    assert [record["rollout_lag"] for record in two] == [0, 1, 1]
+    for name in ("reward", "completion_length", "finished", "rollout_lag"):
+        assert [record[name] for record in one] == [record[name] for record in two]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from train.config.model import DType
 from train.config.types import (
+    Ahead,
     Count,
     CountOrZero,
     Fraction,
@@ -103,5 +104,7 @@ class Rollout(Section):
     """Report the mismatch of trainer and sampler in this many equal ranges of positions; 0: over all of them."""
     policy_lag: Lag = 0
     """Sample with the policy of this many steps ago; the state holds that many copies of the trained weights."""
+    ahead: Ahead = 0
+    """openai: 1 requests the next batch before the update, so that the server samples it meanwhile, one step behind."""
     record: PathText | None = None
     """Write each rollout batch to a file in this directory, for `source.type=file`."""

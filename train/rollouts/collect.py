@@ -13,7 +13,6 @@ from train.distributed import agree, gather_rows, held_rows, on_leader, run_toge
 from train.models.rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
-from train.rl.keys import purpose_key
 from train.rollouts.context import RunContext
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.source import Array, Completions, Request, Source, SourceError
@@ -44,17 +43,10 @@ def collect(context: RunContext, source: Source, step: int) -> Rollout:
     Raises:
       SourceError: the source stopped answering, or the recording cannot be written.
     """
-    config = context.config
-    request = Request(
-        examples=context.prompts.batch(step),
-        samples=config.rollout.samples_per_prompt,
-        step=step,
-        key=purpose_key(config.seed, "sample", step),
-    )
-    completions = run_together("rollout", lambda: source.sample(request))
+    completions = run_together("rollout", lambda: source.sample(Request.of(context, step)))
     rollout = make_rollout(context, completions)
-    if config.rollout.record is not None:
-        _record(context, rollout, Path(config.rollout.record), step)
+    if context.config.rollout.record is not None:
+        _record(context, rollout, Path(context.config.rollout.record), step)
     return rollout
 
 
@@ -94,9 +86,10 @@ def make_rollout(context: RunContext, completions: Completions) -> Rollout:
     named_rewards, own_scores = run_together("rewards", judge_own_rows)
     count = len(completions.examples) if completions.rows is None else config.rows_per_batch()
     scores = gather_rows("rewards", own_scores, _numbers(completions), count)
-    shapes = gather_rows(
-        "completions", {"length": lengths, "finished": completions.finished}, _numbers(completions), count
-    )
+    measured = {"completion_length": lengths, "finished": completions.finished}
+    if completions.lags is not None:
+        measured["rollout_lag"] = completions.lags
+    measured = gather_rows("completions", measured, _numbers(completions), count)
     held = held_rows(batch_sharding(context.mesh), count)
     rows = {
         "tokens": completions.tokens,
@@ -112,9 +105,7 @@ def make_rollout(context: RunContext, completions: Completions) -> Rollout:
     # Every process has to put arrays of one layout on the devices.
     agree("rollout", {name: f"{np.dtype(x.dtype)}{list(x.shape[1:])} of a row" for name, x in rows.items()})
     batch = Batch(**shard_rows(rows, context.mesh))
-    metrics = {name: float(value.mean(dtype=np.float64)) for name, value in scores.items()}
-    metrics["completion_length"] = float(shapes["length"].mean(dtype=np.float64))
-    metrics["finished"] = float(shapes["finished"].mean(dtype=np.float64))
+    metrics = {name: float(value.mean(dtype=np.float64)) for name, value in (scores | measured).items()}
     return Rollout(batch, metrics | dict(completions.metrics), dict(completions.timings), completions, named_rewards)
 
 

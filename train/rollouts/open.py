@@ -3,7 +3,7 @@
 from train.rollouts.context import RunContext
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.recorded import FileSource, open_recording
-from train.rollouts.server import ServerSource
+from train.rollouts.server import AheadSource, ServerSource
 from train.rollouts.source import Source
 
 
@@ -23,5 +23,6 @@ def open_source(context: RunContext, *, continued: bool = False) -> Source:
     if section.type == "file":
         return FileSource(context, section)
     if section.type == "openai":
-        return ServerSource(context, section)
+        server = ServerSource(context, section)
+        return AheadSource(context, server) if context.config.rollout.ahead else server
     return JaxSource(context)

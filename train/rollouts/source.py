@@ -10,6 +10,8 @@ import numpy as np
 import kljax
 from train.config.errors import UserError
 from train.data.tasks import Example
+from train.rl.keys import purpose_key
+from train.rollouts.context import RunContext
 
 Array = jax.Array | np.ndarray
 
@@ -46,6 +48,16 @@ class Request:
     step: int
     key: jax.Array
 
+    @classmethod
+    def of(cls, context: RunContext, step: int) -> "Request":
+        """Makes the request of a step, which depends on nothing but the config and the step."""
+        return cls(
+            examples=context.prompts.batch(step),
+            samples=context.config.rollout.samples_per_prompt,
+            step=step,
+            key=purpose_key(context.config.seed, "sample", step),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Completions:
@@ -67,6 +79,8 @@ class Completions:
         lists, and fills them elsewhere. None if they are not recorded.
       rewards: named rewards, each [B] float32; None means that the task scores the completions.
       rows: the numbers of the rows that this process judges; None means all.
+      lags: [B] int32, RL steps between the policy that sampled a row and the one that trains on it; None if all are of
+        `rollout.policy_lag`.
       metrics: measurements of the source that are equal in identical runs.
       timings: measurements that differ between identical runs.
     """
@@ -81,6 +95,7 @@ class Completions:
     kept_ids: Array | None = None
     rewards: Mapping[str, np.ndarray] | None = None
     rows: np.ndarray | None = None
+    lags: np.ndarray | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

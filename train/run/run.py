@@ -24,6 +24,7 @@ from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState, policy_of
 from train.rollouts import Source, open_source
 from train.rollouts.context import RunContext
+from train.rollouts.server import AheadSource
 from train.run.base import ExpectedBase, check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
 from train.run.ending import ending_alone
@@ -167,6 +168,8 @@ def _reinforce(
     interrupt: Interrupt,
 ) -> TrainState:
     """Runs RL from this state, and checks at the end that the frozen part of the reference is unchanged."""
+    if isinstance(source, AheadSource):
+        source.attach(checkpoints, int(state.step))
     programs = Programs.of(context, state)
     watch = Watch(context.config, checkpoints, directory.nonfinite)
     if not checkpoints.steps():

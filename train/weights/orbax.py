@@ -24,6 +24,7 @@ from train.weights.saved_array import SavedArray
 Tree = Any
 ITEM = "state"
 REFERENCE = "reference"
+BATCH = "batch"
 
 
 def abstract(tree: Tree) -> Tree:
@@ -83,7 +84,9 @@ def check_saved(step: int, saved: Sequence[int]) -> None:
 
 
 class Checkpoints:
-    """The numbered checkpoints of one run: `<directory>/<step>/state`, and `reference` beside it if it is updated.
+    """The numbered checkpoints of one run: `<directory>/<step>/state`, with `reference` and `batch` beside it.
+
+    `reference` is there if it is updated, `batch` if the batch of the next step was drawn before the save.
 
     Saves run in the background and become visible by one rename. A killed run leaves a complete checkpoint or a
     temporary directory, which the next start removes. The newest `keep` checkpoints are kept, those of
@@ -92,9 +95,11 @@ class Checkpoints:
 
     Attributes:
       carry: returns JSON values to save beside each state, which `carried` reads; None for none.
+      batch_of: returns the batch of a step if it is drawn before the step begins, else None; None if none ever is.
     """
 
     carry: Callable[[], Mapping[str, Any]] | None = None
+    batch_of: Callable[[int], Tree | None] | None = None
 
     def __init__(self, directory: Path, section: Checkpoint, pinned: Sequence[int] = ()) -> None:
         self._directory = directory.absolute()
@@ -121,8 +126,11 @@ class Checkpoints:
 
     def save(self, state: TrainState, step: int) -> None:
         """Starts a save; the arrays are copied before it returns, so the state may be donated afterwards."""
+        trees, batch = _items(state), None if self.batch_of is None else self.batch_of(step)
+        if batch is not None:
+            trees[BATCH] = batch
         content = None if self.carry is None else self.carry()
-        items = {name: _with_digests(item, content if name == ITEM else None) for name, item in _items(state).items()}
+        items = {name: _with_digests(item, content if name == ITEM else None) for name, item in trees.items()}
         self._manager.save(step, args=ocp.args.Composite(**items))
 
     def restore_last(self, like: TrainState) -> TrainState | None:
@@ -146,6 +154,15 @@ class Checkpoints:
                 # Orbax raises several types for damaged files, some of them bare `Exception`.
                 self._set_aside(step, error)
         return None
+
+    def restore_batch(self, step: int, like: Tree) -> Tree | None:
+        """Restores the batch beside the state of a step; None if there is none.
+
+        Raises:
+          UserError: it is damaged, or has other shapes or dtypes than `like`.
+        """
+        directory = self._directory / str(step) / BATCH
+        return restore_base(directory, like, "rollout.ahead") if directory.is_dir() else None
 
     def _restore(self, step: int, like: TrainState) -> TrainState:
         # All processes compare digests together, so each of them has to have its arrays by then.

@@ -13,6 +13,7 @@ from train.config.signatures import read_signature
 from train.config.yaml_text import parse_yaml
 
 OPENAI = "rollout.source={type: openai, url: 'http://host:1', model: m}"
+AHEAD = "rollout.ahead=1"
 FILE = "rollout.source={type: file, path: tests}"
 WEIGHTS = "correction=[{type: truncated_importance_weights}]"
 REQUIRED = {"divergence_mask": {"max_divergence": 0.1}, "off_policy_sequence_mask": {"max_kl": 0.1}}
@@ -42,10 +43,11 @@ def test_the_fields_of_an_entry_are_known() -> None:
 
 
 def test_completions_of_a_server_are_corrected_by_default() -> None:
-    config, warnings = build(OPENAI)
-    (entry,) = config.correction
-    assert (entry.type, entry.options()) == ("truncated_importance_weights", {"level": "token", "max_weight": 2.0})
-    assert warnings == ()
+    for ahead in ((), (AHEAD,)):
+        config, warnings = build(OPENAI, *ahead)
+        (entry,) = config.correction
+        assert (entry.type, entry.options()) == ("truncated_importance_weights", {"level": "token", "max_weight": 2.0})
+        assert warnings == ()
     assert build()[0].correction == ()
     assert build(FILE)[0].correction == ()
     # Where its weights have nothing to multiply, or the ratio is in the loss already, the default is off.
@@ -57,6 +59,10 @@ def test_completions_of_a_server_are_corrected_by_default() -> None:
 def test_completions_of_another_policy_without_a_correction_are_warned_of() -> None:
     for options, start in (
         ((OPENAI, "correction=[]"), "rollout.source.type: openai samples outside of this process, and nothing corre"),
+        (
+            (OPENAI, AHEAD, "correction=[]"),
+            "rollout.ahead: completions come from the policy of 1 step ago, and nothing",
+        ),
         ((FILE,), "rollout.source.type: file samples outside of this process, and nothing corrects for the mismatch"),
         (("rollout.policy_lag=2",), "rollout.policy_lag: completions come from the policy of 2 steps ago, and nothing"),
     ):

@@ -13,7 +13,7 @@ from tests.train.rollouts.fake_server import Answer, serving
 from train.rollouts import SourceError
 from train.rollouts.server import Client
 from train.rollouts.server.answers import read_models
-from train.rollouts.server.client import acknowledged, wait_before
+from train.rollouts.server.client import acknowledged, wait_before, wait_for
 
 
 @contextlib.contextmanager
@@ -148,11 +148,11 @@ def test_all_requests_end_with_the_first_error():
     with serving(answer) as url, client_of(url, timeout=30) as (client, _):
         bodies = [{"wait": True}, {"fail": True}, {"wait": True}]
         with pytest.raises(SourceError, match=r"was refused with status 400: no$"):
-            client.post_all("/v1/x", bodies, [json.loads] * 3, most_bytes=100)
+            wait_for(client.post_all("/v1/x", bodies, [json.loads] * 3, most_bytes=100))
         assert time.monotonic() - began < 5
         done.set()
         bodies = [{"number": number} for number in range(20)]
-        assert client.post_all("/v1/x", bodies, [json.loads] * 20, most_bytes=100) == bodies
+        assert wait_for(client.post_all("/v1/x", bodies, [json.loads] * 20, most_bytes=100)) == bodies
 
 
 def test_a_client_in_a_hurry_tries_once():

@@ -90,6 +90,8 @@ def warnings(config: Config) -> Iterator[str]:
     other = None
     if section.policy_lag > 0:
         other = f"rollout.policy_lag: completions come from the policy of {section.policy_lag} steps ago"
+    elif section.ahead > 0:
+        other = "rollout.ahead: completions come from the policy of 1 step ago"
     elif section.source.type != "jax":
         other = f"rollout.source.type: {section.source.type} samples outside of this process"
     if other is not None:

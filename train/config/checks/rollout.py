@@ -18,9 +18,9 @@ def _ignored(config: Config) -> Iterator[Problem]:
     section = config.rollout
     kind = section.source.type
     ignored = {
-        "jax": (),
+        "jax": ("ahead",),
         "openai": ("slots", "record_kept_tokens"),
-        "file": (*SAMPLING, "slots", "record_kept_tokens", "policy_lag", "record"),
+        "file": (*SAMPLING, "slots", "record_kept_tokens", "policy_lag", "ahead", "record"),
     }[kind]
     for name, value, default in changed(section, ignored):
         off = "false" if default is False else {None: "null", (): "[]"}.get(default, default)

@@ -50,6 +50,8 @@ def record_rows(completions: Completions, scores: Mapping[str, np.ndarray], samp
             "answer": example.answer,
             "rewards": {name: float(values[row]) for name, values in scores.items()},
         }
+        if completions.lags is not None:
+            record["lag"] = int(completions.lags[row])
         if log_probs is not None:
             record["log_probs"] = log_probs[row][is_completion].astype(float).tolist()
         if kept_ids is not None:

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import httpx
@@ -42,6 +43,15 @@ def wait_before(attempt: int, chance: float, retry_after: float | None = None) -
     """
     longest = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT)
     return max(longest / 2 * (1 + chance), min(retry_after or 0.0, LONGEST_WAIT))
+
+
+def wait_for(future: Future[_Parsed]) -> _Parsed:
+    """Returns the result of a future; an interrupt of the caller cancels it."""
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def acknowledged(content: bytes) -> None:
@@ -109,14 +119,17 @@ class Client:
         reads: Sequence[Callable[[bytes], _Parsed]],
         *,
         most_bytes: int,
-    ) -> list[_Parsed]:
-        """Posts all bodies, `connections` at a time, and returns their answers in order; the first error ends all.
+    ) -> Future[list[_Parsed]]:
+        """Begins to post all bodies, `connections` at a time, and returns at once; the first error ends all.
 
         Args:
           path: path of the requests.
           bodies: JSON of each request.
           reads: for each request, reads the answer or raises `AnswerError`.
           most_bytes: limit of each answer, also after decompression.
+
+        Returns:
+          The answers to come, in order, for `wait_for`; `close` ends requests that nobody waits for.
         """
 
         async def together() -> list[_Parsed]:
@@ -130,17 +143,17 @@ class Client:
                 raise group_error.exceptions[0] from None
             return [task.result() for task in tasks]
 
-        return self._run(together())
+        return asyncio.run_coroutine_threadsafe(together(), self._loop)
 
     def hurry(self) -> None:
         """Gives later requests one attempt of a few seconds: the run ends, and its server may hang."""
         self._retries, self._timeout = 0, min(self._timeout, CONNECT_SECONDS)
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Ends the requests that are under way, and closes the connections."""
         if self._loop.is_closed():
             return
-        self._run(self._client.aclose())
+        self._run(self._end())
         self._run(self._loop.shutdown_asyncgens())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -153,13 +166,14 @@ class Client:
         return "".join(letter if letter.isprintable() else "?" for letter in shown)
 
     def _run(self, request: Coroutine[Any, Any, _Parsed]) -> _Parsed:
-        """Runs a coroutine in the loop; an interrupt of the caller cancels it."""
-        future = asyncio.run_coroutine_threadsafe(request, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        return wait_for(asyncio.run_coroutine_threadsafe(request, self._loop))
+
+    async def _end(self) -> None:
+        requests = asyncio.all_tasks() - {asyncio.current_task()}
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        await self._client.aclose()
 
     async def _request(
         self,

@@ -1,9 +1,11 @@
 """A source that samples on an OpenAI-compatible server."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ from train.models.sharding import batch_sharding
 from train.rollouts.context import RunContext
 from train.rollouts.padding import pad_rows
 from train.rollouts.server.answers import Answer, read_answers, read_models
-from train.rollouts.server.client import MOST_BYTES, Client
+from train.rollouts.server.client import MOST_BYTES, Client, wait_for
 from train.rollouts.server.key import read_key
 from train.rollouts.server.weights import Sync, make_sync
 from train.rollouts.source import Completions, Request, SourceError
@@ -26,6 +28,41 @@ from train.rollouts.source import Completions, Request, SourceError
 PROCESSED = 1e-30
 BYTES_PER_TOKEN = 2**10
 """Room of an answer for one token; vLLM 0.32 writes about 100 bytes for its id, text and log-probs."""
+
+
+@dataclasses.dataclass
+class Sent:
+    """The requests of one step, which may be under way.
+
+    Attributes:
+      request: the request of all processes.
+      numbers: the prompts that this process sent.
+      prompts: their ids.
+      lag: RL steps since the server got its weights.
+      answers: the completions of each prompt, to come.
+      began: when it was sent, in seconds of `time.perf_counter`.
+      ended: when the last answer was there; None before.
+    """
+
+    request: Request
+    numbers: np.ndarray
+    prompts: list[list[int]]
+    lag: int
+    answers: Future[list[list[Answer]]]
+    began: float
+    ended: float | None = None
+
+    def end(self) -> None:
+        """Notes that the last answer is there."""
+        self.ended = time.perf_counter()
+
+
+class Received(NamedTuple):
+    """The rows of one step that this process holds: the arrays of `Completions`, `finished` and `lags` by name."""
+
+    step: int
+    arrays: dict[str, np.ndarray]
+    timings: dict[str, float]
 
 
 class ServerSource:
@@ -64,16 +101,30 @@ class ServerSource:
 
     def sample(self, request: Request) -> Completions:
         """Requests the completions of all prompts, `concurrency` at a time; the first error ends all requests."""
-        start = time.perf_counter()
+        return self.completions(request, self.receive(self.send(request)))
+
+    def send(self, request: Request) -> Sent:
+        """Begins to request the completions of all prompts from the server's weights, and returns at once."""
+        began = time.perf_counter()
         prompts = self._prompts(request)
         seeds = jax.device_get(jax.random.randint(request.key, (len(prompts),), 0, 2**31 - 1)).tolist()
         rows = len(prompts) * request.samples
         owners = row_owners(batch_sharding(self._context.mesh), rows)
         numbers = np.flatnonzero(owners[:: request.samples] == process())
         bodies = [self._body(prompts[index], request.samples, seeds[index]) for index in numbers]
-        answers = run_together("rollout", lambda: self._complete(bodies) if bodies else [])
-        seconds = time.perf_counter() - start
-        return self._completions(request, [prompts[index] for index in numbers], numbers, answers, seconds)
+        answers = self._start(bodies)
+        sent = Sent(request, numbers, [prompts[index] for index in numbers], request.step - self._step, answers, began)
+        answers.add_done_callback(lambda _: sent.end())
+        return sent
+
+    def receive(self, sent: Sent) -> Received:
+        """Waits for the answers, and pads them; processes that share rows exchange them."""
+        began = time.perf_counter()
+        answers = run_together("rollout", lambda: [one for of_prompt in wait_for(sent.answers) for one in of_prompt])
+        now, arrays = time.perf_counter(), self._held_rows(sent, answers)
+        seconds = (sent.ended or now) - sent.began
+        timings = {"rollout_tokens_per_second": arrays["completion_mask"].sum() / seconds, "rollout_wait": now - began}
+        return Received(sent.request.step, arrays, timings)
 
     def close(self) -> None:
         """Unloads the adapter, removes the written weights, and closes the connections."""
@@ -107,16 +158,15 @@ class ServerSource:
             body["logprobs"] = 0
         return body
 
-    def _complete(self, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
-        """Requests completions, all of a prompt at once; returns them in the order of prompts and indices."""
-        tokens = max(body["n"] * (len(body["prompt"]) + body["max_tokens"]) for body in bodies)
-        answers = self._client.post_all(
+    def _start(self, bodies: Sequence[dict[str, Any]]) -> Future[list[list[Answer]]]:
+        """Begins to request completions, all of a prompt at once; they come in the order of prompts and indices."""
+        tokens = max((body["n"] * (len(body["prompt"]) + body["max_tokens"]) for body in bodies), default=0)
+        return self._client.post_all(
             "/v1/completions",
             bodies,
             [self._reader(body) for body in bodies],
             most_bytes=self._section.max_response_bytes or MOST_BYTES + tokens * BYTES_PER_TOKEN,
         )
-        return [answer for of_prompt in answers for answer in of_prompt]
 
     def _reader(self, body: dict[str, Any]) -> Callable[[bytes], list[Answer]]:
         return functools.partial(
@@ -128,26 +178,32 @@ class ServerSource:
             log_probs=self._context.config.rollout.record_log_probs,
         )
 
-    def _completions(
-        self, request: Request, prompts: list[list[int]], numbers: np.ndarray, answers: list[Answer], seconds: float
-    ) -> Completions:
-        """Pads the answers to the prompts of these numbers, and exchanges them if processes share rows."""
-        config, tokenizer, mesh = self._context.config, self._context.tokenizer, self._context.mesh
+    def _held_rows(self, sent: Sent, answers: Sequence[Answer]) -> dict[str, np.ndarray]:
+        """Pads the answers to the prompts of this process, and returns the rows that it holds."""
+        config, samples = self._context.config, sent.request.samples
         padded = pad_rows(
-            [prompt for prompt in prompts for _ in range(request.samples)],
+            [prompt for prompt in sent.prompts for _ in range(samples)],
             [answer.tokens for answer in answers],
             [answer.log_probs or () for answer in answers] if config.rollout.record_log_probs else None,
             lengths=(config.data.max_prompt_length, config.data.max_completion_length),
-            pad_id=tokenizer.pad_id,
+            pad_id=self._context.tokenizer.pad_id,
         )
         arrays = {name: array for name, array in padded.items() if isinstance(array, np.ndarray)}
         arrays["finished"] = np.array([answer.finished for answer in answers], bool)
-        sharding, count = batch_sharding(mesh), len(request.examples) * request.samples
-        answered = (numbers[:, None] * request.samples + np.arange(request.samples)).ravel()
-        held, own = held_rows(sharding, count), own_rows(sharding, count)
+        arrays["lags"] = np.full(len(answers), sent.lag, np.int32)
+        count = len(sent.request.examples) * samples
+        answered = (sent.numbers[:, None] * samples + np.arange(samples)).ravel()
+        held = held_rows(batch_sharding(self._context.mesh), count)
         if any_of("rollout", not np.array_equal(answered, held)):
             whole = gather_rows("rollout", arrays, answered, count)
             arrays = {name: array[held] for name, array in whole.items()}
+        return arrays
+
+    def completions(self, request: Request, received: Received) -> Completions:
+        """Decodes the rows that this process judges."""
+        arrays, sharding = received.arrays, batch_sharding(self._context.mesh)
+        count = len(request.examples) * request.samples
+        held, own = held_rows(sharding, count), own_rows(sharding, count)
         judged, tokens, mask = np.searchsorted(held, own), arrays["tokens"], arrays["completion_mask"]
         return Completions(
             examples=[request.examples[row // request.samples] for row in own],
@@ -157,8 +213,9 @@ class ServerSource:
             completion_mask=mask,
             log_probs=arrays.get("log_probs"),
             finished=arrays["finished"][judged],
-            texts=decode_completions(tokens[judged], mask[judged], tokenizer),
-            timings={"rollout_tokens_per_second": mask.sum() / seconds},
+            lags=arrays["lags"][judged] if self._context.config.rollout.ahead else None,
+            texts=decode_completions(tokens[judged], mask[judged], self._context.tokenizer),
+            timings=received.timings,
         )
 
     def _check(self) -> None:
@@ -170,7 +227,7 @@ class ServerSource:
                 f"{self._client.clean(', '.join(names)) or 'nothing'}"
             )
         body = self._body([0], 1, 0) | {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
-        (answer,) = self._complete([body])
+        ((answer,),) = wait_for(self._start([body]))
         if answer.log_probs:
             self._check_kind(processed=abs(answer.log_probs[0]) < PROCESSED)
 

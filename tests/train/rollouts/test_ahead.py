@@ -1,0 +1,220 @@
+"""A server one step ahead: what it is asked and when, from which weights, and how a run with it is continued."""
+
+import dataclasses
+import json
+import threading
+from contextlib import closing, suppress
+
+import jax
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.train.rollouts.conftest import FROZEN, OPTIONS
+from tests.train.rollouts.fake_server import Answer, Digits, serving
+from train.config.errors import UserError
+from train.config.schema import Checkpoint
+from train.data.tasks.reward_function import RewardError
+from train.data.tokenizers import ByteTokenizer
+from train.rollouts import SourceError, open_source
+from train.run.guard import Watch
+from train.run.interrupt import Interrupt
+from train.run.loop import train
+from train.weights.orbax import Checkpoints
+
+EOS = ByteTokenizer().eos_id
+SOURCE = "rollout.source={{type: openai, url: '{}', model: m, retries: 0, timeout: 20.0}}"
+AHEAD = ("rollout.ahead=1", "temperature=1.0", "eval.every=1000", "optim.learning_rate=3e-2")
+PROMPTS, SECONDS = 4, 30
+
+
+class Versions:
+    """Names each version of the weights by its step instead of sending it."""
+
+    def load(self, policy: object, step: int) -> str:
+        return f"v{step}"
+
+    def close(self) -> None:
+        pass
+
+
+class Server(Digits):
+    """Draws other digits with other weights; lists the versions that were asked for, in their order."""
+
+    def _choice(self, body: dict, index: int) -> dict:
+        version = int(body["model"].removeprefix("v") if body["model"] != "m" else 0)
+        return super()._choice(body | {"seed": body["seed"] + 3 * version}, index)
+
+    @property
+    def versions(self) -> list[str]:
+        asked = [body["model"] for body in self.bodies[1:]]
+        batches = [asked[start : start + PROMPTS] for start in range(0, len(asked), PROMPTS)]
+        assert all(len({*batch}) == 1 for batch in batches)
+        return [batch[0] for batch in batches]
+
+
+class Writer:
+    """Keeps the metrics of the steps."""
+
+    def __init__(self) -> None:
+        self.records: list[dict] = []
+
+    def write(self, phase: str, step: int, values: dict) -> None:
+        self.records.append({"step": step, **values})
+
+    def timing(self, step: int, values: dict) -> None:
+        pass
+
+
+@pytest.fixture
+def go_on(steps, tmp_path, monkeypatch):
+    """Trains with a server until a step, from the last checkpoint if there is one, in a directory of this name."""
+    monkeypatch.setattr("train.rollouts.server.source.make_sync", lambda *_: Versions())
+    monkeypatch.setattr("train.run.loop.write_evaluation", lambda *_: None)
+
+    def run(name, server, count, *options, stop_after=None, changes=(), programs=steps.programs):
+        writer, interrupt = Writer(), Interrupt()
+
+        def advance(note: str) -> None:
+            interrupt.requested = len(writer.records) + 1 == stop_after
+
+        with serving(server) as url, jax.set_mesh(steps.context.mesh):
+            config = tiny.config_of(*OPTIONS, *AHEAD, SOURCE.format(url), f"steps={count}", *options)
+            context = dataclasses.replace(steps.context, config=config, **dict(changes))
+            checkpoints = Checkpoints(tmp_path / name, config.checkpoint)
+            first = steps.first(0)
+            with closing(open_source(context)) as source, closing(checkpoints):
+                state = checkpoints.restore_last(first) or first
+                source.attach(checkpoints, int(state.step))
+                state = train(
+                    context,
+                    programs,
+                    source,
+                    FROZEN,
+                    state,
+                    writer=writer,
+                    watch=Watch(config, checkpoints, tmp_path / "nonfinite"),
+                    interrupt=interrupt,
+                    advance=advance,
+                )
+        assert not [thread for thread in threading.enumerate() if thread.name == "requests"]
+        return state, writer.records
+
+    return run
+
+
+def assert_equal(state, other) -> None:
+    jax.tree.map(np.testing.assert_array_equal, state.trainable, other.trainable)
+
+
+def test_the_next_batch_is_requested_before_the_update_from_the_weights_of_this_step(steps, go_on, tmp_path):
+    """Each update waits for the next request, whose answer waits for the update: neither comes first by chance."""
+    asked, updated = [threading.Semaphore(0) for _ in range(2)]
+
+    class Slow(Server):
+        def __call__(self, path: str, body: dict) -> Answer:
+            if len(self.bodies) >= 1 + PROMPTS and path == "/v1/completions":
+                asked.release()
+                assert updated.acquire(timeout=SECONDS)
+            return super().__call__(path, body)
+
+    def update(*arguments, **options):
+        for _ in range(PROMPTS):
+            assert asked.acquire(timeout=SECONDS), "the next batch was not requested before the update"
+        updated.release(PROMPTS)
+        return steps.programs.update(*arguments, **options)
+
+    server, programs = Slow(EOS), dataclasses.replace(steps.programs, update=update)
+    _, records = go_on("run", server, 3, f"rollout.record={tmp_path / 'rows'}", programs=programs)
+    # The last step requests a batch too, for a run that is continued.
+    assert server.versions == ["v0", "v0", "v1", "v2"]
+    assert [record["rollout_lag"] for record in records] == [0, 1, 1]
+    rows = [json.loads(line) for line in (tmp_path / "rows" / "00000001.jsonl").read_text().splitlines()]
+    assert {row["lag"] for row in rows} == {1}
+
+
+@pytest.mark.parametrize("way", ["more steps", "interrupted"])
+def test_a_run_that_is_continued_equals_one_that_was_not_interrupted(go_on, way):
+    whole, records = go_on("whole", Server(EOS), 4, "checkpoint.every=1000")
+    first, steps = (2, None) if way == "more steps" else (4, 2)
+    _, begun = go_on("parts", Server(EOS), first, "checkpoint.every=1000", stop_after=steps)
+    server = Server(EOS)
+    continued, rest = go_on("parts", server, 4, "checkpoint.every=1000")
+    assert begun + rest == records
+    assert_equal(continued, whole)
+    # The batch of step 3 came from the checkpoint: the server has no version v1 any more.
+    assert server.versions == ["v2", "v3"]
+
+
+def test_a_reward_function_that_fails_leaves_the_batch_that_it_judged(steps, go_on):
+    calls = []
+
+    def score(example, text, finished):
+        calls.append(text)
+        if len(calls) == 2 * PROMPTS * 8 + 3:
+            raise RewardError("data.reward: no answer")
+        return steps.context.task.score(example, text, finished)
+
+    judges = {"task": dataclasses.replace(steps.context.task, score=score)}
+    whole, records = go_on("whole", Server(EOS), 3)
+    with pytest.raises(RewardError, match=r"The run is saved after step 2; continue it with --resume"):
+        go_on("parts", Server(EOS), 3, "checkpoint.every=1000", changes=judges.items())
+    continued, rest = go_on("parts", Server(EOS), 3)
+    assert rest == records[2:]
+    assert_equal(continued, whole)
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_a_server_that_dies_ahead_ends_the_next_step(go_on, tmp_path, capsys, every):
+    """Whether the loss is noticed by the step or by the checkpoint before it, the state of the last step is saved."""
+    with pytest.raises(SourceError) as caught:
+        go_on("run", Server(EOS, lives=1 + 2 * PROMPTS + 1), 4, f"checkpoint.every={every}")
+    first, last = str(caught.value).split("\n")
+    assert first.startswith("rollout.source.url: POST http://127.0.0.1:")
+    assert last == "The run is saved after step 2; continue it with --resume"
+    assert ("the batch that was requested ahead is lost: rollout.source" in capsys.readouterr().err) == (every == 1)
+    assert Checkpoints(tmp_path / "run", Checkpoint()).steps()[-1] == 2
+    # Its batch was never answered: it is requested again, from the weights of its own step.
+    server = Server(EOS)
+    _, rest = go_on("run", server, 3)
+    assert [record["rollout_lag"] for record in rest] == [0]
+    assert server.versions == ["v2", "v2"]
+
+
+def test_a_server_that_dies_behind_the_last_step_ends_no_run(go_on, tmp_path):
+    state, _ = go_on("run", Server(EOS, lives=1 + 2 * PROMPTS), 2)
+    assert int(state.step) == 2
+    assert not (tmp_path / "run" / "2" / "batch").exists()
+
+
+def test_an_interrupt_ends_the_request_that_is_under_way(steps, go_on):
+    """Its threads end with the run, although the server never answers."""
+    over = threading.Event()
+
+    class Hangs(Server):
+        def __call__(self, path: str, body: dict) -> Answer:
+            if len(self.bodies) >= 1 + PROMPTS:
+                over.wait(SECONDS)
+                return None
+            return super().__call__(path, body)
+
+    def update(*_, **__):
+        raise KeyboardInterrupt
+
+    with suppress(KeyboardInterrupt):
+        go_on("run", Hangs(EOS), 3, programs=dataclasses.replace(steps.programs, update=update))
+    assert not [thread for thread in threading.enumerate() if thread.name == "requests"]
+    over.set()
+
+
+def test_a_saved_batch_of_other_prompts_is_refused(steps, go_on):
+    go_on("run", Server(EOS), 1)
+    other = dataclasses.replace(steps.context.prompts.examples[0], prompt_ids=np.array([50], np.int32))
+
+    class Others:
+        def batch(self, step: int) -> list:
+            return [other] * PROMPTS
+
+    message = r"^rollout\.ahead: the batch that was saved with step 1 has other prompts than the data has"
+    with pytest.raises(UserError, match=message):
+        go_on("run", Server(EOS), 2, changes={"prompts": Others()}.items())
