@@ -29,6 +29,6 @@ def single(value: jax.Array) -> kljax.WeightedSum:
     return kljax.WeightedSum(value, jnp.ones_like(value))
 
 
-def to_host(metrics: Metrics) -> dict[str, float]:
+def metric_values(metrics: Metrics) -> dict[str, float]:
     """Copies metrics to the host in one transfer and divides each once."""
     return {name: float(metric.value()) for name, metric in jax.device_get(metrics).items()}

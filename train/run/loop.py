@@ -15,7 +15,7 @@ from train.distributed import any_of, enter, run_together
 from train.references import current_reference, make_follow, with_abstract_reference
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
-from train.rl.metrics import single, to_host
+from train.rl.metrics import metric_values, single
 from train.rl.objective import coefficients
 from train.rl.reference import FrozenWeights, drop_shared_base, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
@@ -100,7 +100,7 @@ def rl_step(
     if programs.follow is not None:
         following = programs.follow(following, state.trainable[policy_part(state.trainable)], state.step)
         state = dataclasses.replace(state, reference=following)
-    values = rollout.metrics | to_host(totals)
+    values = rollout.metrics | metric_values(totals)
     if inspect is not None and values["skipped_updates"] > 0:
         inspect(batch, state)
     seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}

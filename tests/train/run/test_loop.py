@@ -13,7 +13,7 @@ from tests import tiny
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.data.tasks.reward_function import RewardError
-from train.rl.metrics import to_host
+from train.rl.metrics import metric_values
 from train.rl.reference import FrozenWeights, Reference
 from train.rollouts import JaxSource
 from train.run.guard import Watch
@@ -129,6 +129,6 @@ def test_three_steps_compile_nothing_twice_and_carry_the_state_on():
 def test_sums_are_divided_on_the_host():
     pair = kljax.WeightedSum(jnp.float32(3), jnp.float32(4))
     nothing = kljax.WeightedSum.zero()
-    values = to_host({"a": pair, "b": nothing})
+    values = metric_values({"a": pair, "b": nothing})
     assert values == {"a": 0.75, "b": 0.0}
     assert {type(value) for value in values.values()} == {float}
