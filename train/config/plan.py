@@ -155,9 +155,7 @@ class Layout:
         """Returns the layout of a rollout batch: as many rows share a prompt as a device has in one micro-batch."""
         if not config.optim.share_prompts:
             return cls(config.data.max_prompt_length)
-        optim, mesh = config.optim, config.mesh
-        parts = optim.updates_per_batch * optim.micro_batches * mesh.data * mesh.fsdp
-        group = math.gcd(config.rollout.samples_per_prompt, config.rows_per_batch() // parts)
+        group = math.gcd(config.rollout.samples_per_prompt, config.rows_per_micro_batch())
         return cls(config.data.max_prompt_length, group)
 
 

@@ -212,3 +212,8 @@ class Config(Section):
     def rows_per_batch(self) -> int:
         """Number of completions in a rollout batch."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    def rows_per_micro_batch(self) -> int:
+        """Number of rows of a micro-batch that one device has."""
+        parts = self.optim.updates_per_batch * self.optim.micro_batches
+        return self.rows_per_batch() // (parts * self.mesh.data * self.mesh.fsdp)

@@ -192,8 +192,7 @@ class AbstractRun:
     def _tiles(self) -> dict[str, float]:
         """Counts the tiles of tokens that the LM head scores in a micro-batch of a device, if all tokens are real."""
         config, mesh = self.context.config, self.context.mesh
-        parts = config.optim.updates_per_batch * config.optim.micro_batches * mesh.shape["data"] * mesh.shape["fsdp"]
-        tokens = config.rows_per_batch() // parts * config.data.max_completion_length
+        tokens = config.rows_per_micro_batch() * config.data.max_completion_length
         size = tile(config) or default_tile(mesh.devices.flat[0].device_kind)
         return {"token_tiles": math.ceil(tokens / size.tokens)}
 

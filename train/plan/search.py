@@ -101,9 +101,8 @@ def _divisors(number: int) -> list[int]:
 def _estimated(overrides: tuple[str, ...], config: Config, topology: Topology) -> Candidate:
     """Counts what stays in memory, two gradients, and the inputs of all layers of a micro-batch."""
     run, mesh, optim = abstract_run(config, topology), config.mesh, config.optim
-    model, shards = run.context.model.config, config.mesh.data * config.mesh.fsdp
-    rows = config.rows_per_batch() // (optim.updates_per_batch * optim.micro_batches * shards)
-    tokens = rows * (config.data.max_prompt_length + config.data.max_completion_length)
+    model = run.context.model.config
+    tokens = config.rows_per_micro_batch() * (config.data.max_prompt_length + config.data.max_completion_length)
     width = 2 if model.dtype == "bfloat16" else 4
     saved = tokens * model.layers * model.width * width
     if model.remat == "dots":
