@@ -1,6 +1,6 @@
 """Rollouts: the protocol `Source`, its implementations, and the batch made from their completions."""
 
-from train.rollouts.collect import Rollout, collect
+from train.rollouts.collect import Rollout, collect, judge_together
 from train.rollouts.jax_source import (
     DecodedSamples,
     JaxSource,
@@ -27,6 +27,7 @@ __all__ = [
     "SourceError",
     "collect",
     "initial_past",
+    "judge_together",
     "make_sampler",
     "next_past",
     "open_source",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,24 +73,20 @@ def make_rollout(context: RunContext, completions: Completions) -> Rollout:
     """
     config, section = context.config, context.config.rollout
     lengths = _of_own_rows(completions.completion_mask, completions.rows, context).sum(-1)
-
-    def judge_own_rows() -> tuple[Scores, Scores]:
-        _check_rows(completions, context.model.config.vocab_size)
-        if not len(completions.examples):
-            return {}, {}
-        if completions.rewards is None:
-            named = judge(context.task, completions.examples, completions.texts, completions.finished)
-        else:
-            named = dict(completions.rewards)
-        return named, compose(config.rewards, named, lengths, longest=config.data.max_completion_length)
-
-    named_rewards, own_scores = run_together("rewards", judge_own_rows)
+    numbers = _numbers(completions)
     count = len(completions.examples) if completions.rows is None else config.rows_per_batch()
-    scores = gather_rows("rewards", own_scores, _numbers(completions), count)
+
+    def score() -> Scores:
+        _check_rows(completions, context.model.config.vocab_size)
+        if completions.rewards is None:
+            return judge(context.task, completions.examples, completions.texts, completions.finished)
+        return dict(completions.rewards)
+
+    named_rewards, scores = judge_together(context, "rewards", score, lengths=lengths, numbers=numbers, count=count)
     measured = {"completion_length": lengths, "finished": completions.finished}
     if completions.lags is not None:
         measured["rollout_lag"] = completions.lags
-    measured = gather_rows("completions", measured, _numbers(completions), count)
+    measured = gather_rows("completions", measured, numbers, count)
     held = held_rows(batch_sharding(context.mesh), count)
     rows = {
         "tokens": completions.tokens,
@@ -107,6 +104,43 @@ def make_rollout(context: RunContext, completions: Completions) -> Rollout:
     batch = Batch(**shard_rows(rows, context.mesh))
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in (scores | measured).items()}
     return Rollout(batch, metrics | dict(completions.metrics), dict(completions.timings), completions, named_rewards)
+
+
+def judge_together(
+    context: RunContext,
+    label: str,
+    score: Callable[[], Scores],
+    *,
+    lengths: np.ndarray,
+    numbers: np.ndarray,
+    count: int,
+) -> tuple[Scores, Scores]:
+    """Judges the rows of this process, and collects the rewards of all rows.
+
+    Args:
+      context: of the run.
+      label: names the rows in errors.
+      score: returns the named rewards of the rows of this process.
+      lengths: tokens of each of their completions.
+      numbers: the numbers of these rows.
+      count: number of rows of all processes.
+
+    Returns:
+      The named rewards of the rows of this process; and those of all rows with the penalties and "reward", `[count]`.
+
+    Raises:
+      UserError: in every process, if the rows of one cannot be judged, or their rewards have other names.
+    """
+    config = context.config
+
+    def judge_own_rows() -> tuple[Scores, Scores]:
+        named = score()
+        if not len(numbers):
+            return {}, {}
+        return named, compose(config.rewards, named, lengths, longest=config.data.max_completion_length)
+
+    named, rewards = run_together(label, judge_own_rows)
+    return named, gather_rows(label, rewards, numbers, count)
 
 
 def _check_rows(completions: Completions, vocab_size: int) -> None:

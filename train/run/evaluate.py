@@ -1,5 +1,6 @@
 """Accuracy on held-out prompts."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,9 +8,9 @@ import numpy as np
 
 import kljax
 from train.data.tasks import Example
-from train.data.tasks.rewards import compose, judge
-from train.distributed import exchange_json, gather_rows, run_together
-from train.rollouts import DecodedSamples, Sampler, sample_completions
+from train.data.tasks.rewards import judge
+from train.distributed import exchange_json
+from train.rollouts import DecodedSamples, Sampler, judge_together, sample_completions
 from train.rollouts.context import RunContext
 
 SHOWN = 16
@@ -42,22 +43,16 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
         chunk = list(examples[start : start + size])
         filled = (chunk * size)[:size] if len(chunk) < size else chunk
         decoded = sample_completions(context, sampler, policy, filled, jax.random.fold_in(key, start))
-        named = run_together("evaluation", lambda: _judge(context, filled, decoded))  # noqa: B023 (called at once)
-        judged = gather_rows("evaluation", named, decoded.rows, size)
+        drawn = [filled[row] for row in decoded.rows]
+        score = functools.partial(judge, context.task, drawn, decoded.texts, decoded.finished)
+        _, judged = judge_together(
+            context, "evaluation", score, lengths=decoded.lengths, numbers=decoded.rows, count=size
+        )
         scores.append({name: values[: len(chunk)] for name, values in judged.items()})
         if len(shown) < SHOWN:
             shown += _shown(chunk[: SHOWN - len(shown)], decoded, judged)
     means = {name: float(np.concatenate([s[name] for s in scores]).mean(dtype=np.float64)) for name in scores[0]}
     return Evaluation({**means, "accuracy": 100 * means["correct"]}, shown)
-
-
-def _judge(context: RunContext, examples: list[Example], decoded: DecodedSamples) -> dict[str, np.ndarray]:
-    """Computes the rewards of the rows that this process judges."""
-    config, rows = context.config, decoded.rows
-    if not len(rows):
-        return {}
-    scores = judge(context.task, [examples[row] for row in rows], decoded.texts, decoded.finished)
-    return compose(config.rewards, scores, decoded.lengths, longest=config.data.max_completion_length)
 
 
 def _shown(examples: list[Example], decoded: DecodedSamples, judged: dict[str, np.ndarray]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ Scores = dict[str, np.ndarray]
 
 
 def judge(task: Task, examples: Sequence[Example], completions: Sequence[str], finished: np.ndarray) -> Scores:
-    """Scores each completion with the verifier of the task: named rewards, each `[B]` float32, in row order.
+    """Scores each completion with the verifier of the task: named rewards, each `[B]` float32, none if `B` is 0.
 
     Raises:
       UserError: two completions got different reward names.
@@ -32,7 +32,8 @@ def judge(task: Task, examples: Sequence[Example], completions: Sequence[str], f
         if score.keys() != scores[0].keys():
             first, other = (", ".join(sorted(names)) for names in (scores[0], score))
             raise UserError(f"task {task.name}: got rewards {first} for one completion and {other} for another")
-    return {name: np.asarray([score[name] for score in scores], np.float32) for name in scores[0]}
+    names = scores[0] if scores else ()
+    return {name: np.asarray([score[name] for score in scores], np.float32) for name in names}
 
 
 def overlong(lengths: np.ndarray, *, longest: int, buffer: int) -> np.ndarray:
