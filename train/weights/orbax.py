@@ -22,6 +22,7 @@ from train.rl.state import TrainState
 from train.weights.saved_array import SavedArray
 
 Tree = Any
+SavedTree = tuple[_orbax.CheckpointMetadata, Tree]
 ITEM = "state"
 REFERENCE = "reference"
 BATCH = "batch"
@@ -69,11 +70,25 @@ def carried_with(path: Path) -> dict[str, Any]:
     return _orbax.read_metadata(path).content or {}
 
 
-def _warn_without_digests(metadata: _orbax.CheckpointMetadata) -> None:
-    """Warns of a directory that was written before there were digests."""
-    if metadata.content is None:
-        text = "%s has no digests, so damage to its arrays would not be noticed"
-        logging.getLogger(__name__).warning(text, metadata.path)
+def _read_together(label: str, read: Callable[[], Mapping[str, SavedTree]], item: str | None = None) -> dict[str, Tree]:
+    """Reads trees in all processes and compares their arrays with the digests; warns of a directory without digests.
+
+    Args:
+      label: names the trees in errors.
+      read: returns the metadata and the arrays of every tree.
+      item: dotted path of the subtree that was read, or None.
+
+    Raises:
+      ValueError: an array differs from its digest.
+    """
+    # All processes compare digests together, so each of them has to have its arrays by then.
+    trees = run_together(label, read)
+    for metadata, tree in trees.values():
+        if metadata.content is None:
+            text = "%s has no digests, so damage to its arrays would not be noticed"
+            logging.getLogger(__name__).warning(text, metadata.path)
+        _orbax.check_restored(metadata, tree, item)
+    return {name: tree for name, (_, tree) in trees.items()}
 
 
 def check_saved(step: int, saved: Sequence[int]) -> None:
@@ -165,22 +180,16 @@ class Checkpoints:
         return restore_base(directory, like, "rollout.ahead") if directory.is_dir() else None
 
     def _restore(self, step: int, like: TrainState) -> TrainState:
-        # All processes compare digests together, so each of them has to have its arrays by then.
-        saved, items = run_together("checkpoint", lambda: self._read(step, _items(like)))
-        for name, metadata in saved.items():
-            _warn_without_digests(metadata)
-            _orbax.check_restored(metadata, items[name])
+        items = _read_together("checkpoint", lambda: self._read(step, _items(like)))
         return TrainState(**items[ITEM], reference=items.get(REFERENCE))
 
-    def _read(
-        self, step: int, expected: dict[str, Tree]
-    ) -> tuple[dict[str, _orbax.CheckpointMetadata], dict[str, Tree]]:
+    def _read(self, step: int, expected: dict[str, Tree]) -> dict[str, SavedTree]:
         """Reads the metadata and the arrays of a step: its state, and its reference if that fits."""
         saved = {ITEM: _orbax.read_metadata(self._directory / str(step) / ITEM)}
         self._check_fits(step, saved[ITEM], expected[ITEM])
         if REFERENCE in expected and (reference := self._fitting_reference(step, expected[REFERENCE])) is not None:
             saved[REFERENCE] = reference
-        return saved, {name: _orbax.read(metadata, abstract(expected[name])) for name, metadata in saved.items()}
+        return {name: (metadata, _orbax.read(metadata, abstract(expected[name]))) for name, metadata in saved.items()}
 
     def _fitting_reference(self, step: int, like: Tree) -> _orbax.CheckpointMetadata | None:
         """Reads the metadata of the reference of a step; None if the step has none, or one of another layout."""
@@ -230,15 +239,12 @@ class Checkpoints:
 def restore_base(path: Path, abstract_params: Tree, field: str, *, item: str | None = None) -> Tree:
     """Restores base weights from a `save_base` directory or a checkpoint; raises `UserError` naming `field`."""
 
-    def read() -> tuple[_orbax.CheckpointMetadata, Tree]:
+    def read() -> dict[str, SavedTree]:
         metadata = _orbax.read_metadata(path)
-        return metadata, _orbax.read(metadata, abstract_params, item)
+        return {ITEM: (metadata, _orbax.read(metadata, abstract_params, item))}
 
     try:
-        metadata, restored = run_together(field, read)
-        _warn_without_digests(metadata)
-        _orbax.check_restored(metadata, restored, item)
-        return restored
+        return _read_together(field, read, item)[ITEM]
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"{field}: {error}") from error
 
