@@ -7,20 +7,15 @@ trainer asks how many processes there are, or which devices belong to this one.
 
 from train.distributed.alive import cause, enter, leave, watching
 from train.distributed.exchange import (
-    ProcessError,
     agree,
     any_of,
-    barrier,
-    exchange,
     exchange_json,
     on_leader,
-    raise_together,
-    report_failure,
     run_together,
     send_to_leader,
     was_raised_together,
 )
-from train.distributed.peers import Peers, is_leader, peers_of, process, processes, start, stop
+from train.distributed.peers import is_leader, peers_of, process, processes, start, stop
 from train.distributed.rows import (
     device_count,
     gather_rows,
@@ -36,15 +31,11 @@ from train.distributed.rows import (
 )
 
 __all__ = [
-    "Peers",
-    "ProcessError",
     "agree",
     "any_of",
-    "barrier",
     "cause",
     "device_count",
     "enter",
-    "exchange",
     "exchange_json",
     "gather_rows",
     "held_rows",
@@ -59,8 +50,6 @@ __all__ = [
     "process",
     "processes",
     "processes_of",
-    "raise_together",
-    "report_failure",
     "row_owners",
     "run_together",
     "send_to_leader",

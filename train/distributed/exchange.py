@@ -105,11 +105,6 @@ def on_leader(label: str, function: Callable[[], T]) -> T:
     return result if processes() == 1 else exchange_json(label, result)[0]  # type: ignore[return-value]
 
 
-def barrier(label: str) -> None:
-    """Waits until every process has come this far."""
-    exchange(label, b"")
-
-
 def exchange_json(label: str, value: Any) -> list[Any]:
     """Sends a JSON value to all processes; returns those of all, by process number."""
     return [json.loads(part) for part in exchange(label, json.dumps(value).encode())]

@@ -9,6 +9,7 @@ import numpy as np
 
 from train import distributed
 from train.config.errors import GuardError, UserError
+from train.distributed.exchange import ProcessError, report_failure
 from train.models.sharding import batch_sharding, make_mesh, replicated
 from train.run.console import add_process_flags, join_processes
 
@@ -64,12 +65,12 @@ def check_agreement(number: int) -> None:
     error = error_of(lambda: distributed.run_together("work", fail_in_one))
     assert (type(error), str(error)) == (GuardError, "process 1 of 2: a limit was left")
     bug = error_of(lambda: distributed.run_together("work", lambda: [0][number]))
-    assert isinstance(bug, IndexError if number == 1 else distributed.ProcessError)
+    assert isinstance(bug, IndexError if number == 1 else ProcessError)
     assert distributed.run_together("work", lambda: number) == number
     assert distributed.on_leader("name", lambda: f"run-{number}") == "run-0"
     assert "process 0 of 2: no" in str(error_of(lambda: distributed.on_leader("name", refuse)))
-    distributed.barrier("end")
-    assert "different places" in str(error_of(lambda: distributed.barrier(f"place {number}")))
+    distributed.exchange_json("end", None)
+    assert "different places" in str(error_of(lambda: distributed.exchange_json(f"place {number}", None)))
 
 
 def refuse() -> None:
@@ -79,10 +80,10 @@ def refuse() -> None:
 def check_failure(number: int) -> None:
     """A process that ends alone is named to the one that waits for it."""
     if number == 1:
-        distributed.report_failure("the disk is full", 2)
+        report_failure("the disk is full", 2)
         time.sleep(2)
     else:
-        error = error_of(lambda: distributed.barrier("never"))
+        error = error_of(lambda: distributed.exchange_json("never", None))
         assert str(error) == "process 1 of 2 failed: the disk is full"
 
 

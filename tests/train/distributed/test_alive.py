@@ -10,7 +10,8 @@ import pytest
 
 from tests import peers
 from train.config.errors import LostProcessError
-from train.distributed import ProcessError, alive
+from train.distributed import alive
+from train.distributed.exchange import ProcessError
 
 NAMES = ("a, pid 10", "b, pid 11", "c, pid 12")
 

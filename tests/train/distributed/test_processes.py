@@ -102,7 +102,6 @@ def test_with_one_process_an_error_is_raised_as_it_is() -> None:
     assert distributed.run_together("work", lambda: 3) == 3
     assert distributed.on_leader("name", lambda: "run") == "run"
     distributed.agree("seed", 3)
-    distributed.barrier("end")
     assert distributed.any_of("flag", True)
     values = distributed.gather_rows("rewards", {"reward": np.ones(3)}, np.arange(3), 3)
     assert values["reward"].tolist() == [1, 1, 1]

@@ -45,7 +45,7 @@ def in_exchange() -> None:
     while True:
         if distributed.process() == distributed.processes() - 1:
             time.sleep(1.5)
-        distributed.barrier("again")
+        distributed.exchange_json("again", None)
 
 
 def in_save() -> None:
@@ -66,7 +66,7 @@ def holding_the_interpreter() -> None:
         began = time.monotonic()
         while time.monotonic() - began < 13:
             re.match(r"(a|a)*b", "a" * 22)
-    distributed.barrier("after")
+    distributed.exchange_json("after", None)
     print("all alive", flush=True)
 
 
