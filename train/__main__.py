@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from train.config.explain import explain
 from train.config.help import algorithm_help, field_help
 from train.config.load import load
-from train.run.console import ShowVersion, add_process_flags, joined_processes, run_command, show_warnings
+from train.run.console import add_process_flags, joined_processes, make_parser, run_command, show_warnings
 from train.run.interrupt import exit_with
 from train.run.supervise import RESTARTS, supervise
 
@@ -26,12 +26,10 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the command line."""
-    command = argparse.ArgumentParser(
-        prog="python -m train",
-        description="Train a policy with KL regularisation by a YAML config.",
-        epilog=f"{EXAMPLES}\n{field_help()}\n\n{algorithm_help()}".replace("%", "%%"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    command = make_parser(
+        "train",
+        "Train a policy with KL regularisation by a YAML config.",
+        f"{EXAMPLES}\n{field_help()}\n\n{algorithm_help()}",
     )
     command.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
     command.add_argument(
@@ -46,7 +44,6 @@ def parser() -> argparse.ArgumentParser:
         type=_count,
         help=f"--supervise: largest number of restarts in a row without a new checkpoint (default {RESTARTS})",
     )
-    command.add_argument("--version", action=ShowVersion)
     add_process_flags(command)
     return command
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
-from train.run.console import ShowVersion, add_process_flags, joined_processes, run_command, show_warnings
+from train.run.console import add_process_flags, joined_processes, make_parser, run_command, show_warnings
 from train.run.interrupt import exit_with
 
 if TYPE_CHECKING:
@@ -24,18 +24,15 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the command line."""
-    command = argparse.ArgumentParser(
-        prog="python -m train.eval",
-        description="Evaluate a step of a run, or the model that a config starts from, on the held-out prompts.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    command = make_parser(
+        "train.eval",
+        "Evaluate a step of a run, or the model that a config starts from, on the held-out prompts.",
+        EXAMPLES,
     )
     command.add_argument("what", metavar="RUN_OR_CONFIG", type=Path, help="directory of a run, or a YAML file")
     command.add_argument("overrides", metavar="key=value", nargs="*", help="dotted path of a field and its YAML value")
     command.add_argument("--step", metavar="N", type=int, help="step of the run; the last one saved if left out")
     command.add_argument("--json", metavar="FILE", type=Path, help="also write the numbers and some completions")
-    command.add_argument("--version", action=ShowVersion)
     add_process_flags(command)
     return command
 

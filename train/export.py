@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from train.config.errors import UserError, warn
-from train.run.console import ShowVersion, add_process_flags, joined_processes, run_command
+from train.run.console import add_process_flags, joined_processes, make_parser, run_command
 from train.run.interrupt import exit_with
 
 if TYPE_CHECKING:
@@ -30,12 +30,8 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the command line."""
-    command = argparse.ArgumentParser(
-        prog="python -m train.export",
-        description="Write the policy of a run as a folder that others load. Nothing is ever overwritten.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    command = make_parser(
+        "train.export", "Write the policy of a run as a folder that others load. Nothing is ever overwritten.", EXAMPLES
     )
     command.add_argument("run", metavar="RUN", type=Path, help="directory of a run, such as runs/quickstart")
     command.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="where to write; must not exist yet")
@@ -51,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
         "--dtype", choices=DTYPES, help="hf: dtype of the weights in the files; that of the run's weights if left out"
     )
     command.add_argument("--base", metavar="NAME", help="peft: the name of the base model, else model.path of the run")
-    command.add_argument("--version", action=ShowVersion)
     add_process_flags(command)
     return command
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
 from train.hardware.topology import EXAMPLES, Topology, check_compiler, load_compilers, parse_topology
-from train.run.console import ShowVersion, run_command, show_warnings
+from train.run.console import make_parser, run_command, show_warnings
 from train.run.interrupt import exit_with
 
 if TYPE_CHECKING:
@@ -31,12 +31,10 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """Makes the parser of the command line."""
-    command = argparse.ArgumentParser(
-        prog="python -m train.plan",
-        description="Compile the programs of a config for hardware that is not here: does it fit, and what does it do?",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    command = make_parser(
+        "train.plan",
+        "Compile the programs of a config for hardware that is not here: does it fit, and what does it do?",
+        EPILOG,
     )
     add = command.add_argument
     add("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
@@ -49,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
     add("--search", action="store_true", help="try meshes, micro-batches and remat, and print the best three that fit")
     add("--candidates", metavar="N", type=int, default=8, help="the most that --search compiles")
     add("--full-effort", action="store_true", help="compile as a run does, which takes several times longer")
-    add("--version", action=ShowVersion)
     return command
 
 

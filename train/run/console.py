@@ -49,6 +49,19 @@ def show_warnings(loaded: LoadedConfig) -> None:
         warn(warning)
 
 
+def make_parser(module: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Makes the parser of `python -m MODULE`, with `--version`; the lines of the epilog are kept."""
+    command = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        epilog=epilog.replace("%", "%%"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("--version", action=ShowVersion)
+    return command
+
+
 def add_process_flags(command: argparse.ArgumentParser) -> None:
     """Adds the flags of a run in several processes, which `join_processes` reads."""
     group = command.add_argument_group("several processes (docs/pods.md); a TPU pod, SLURM and Open MPI need none")
