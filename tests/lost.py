@@ -1,5 +1,6 @@
 """Runs of the real command in several processes, one of which gets a signal at a moment."""
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -85,8 +86,8 @@ def signalled(
             time.sleep(0.05)
         began = time.monotonic()
         others = [peer for number, peer in enumerate(started) if number != victim]
-        while any(peer.returncode is None for peer in others) and time.monotonic() < began + 60:
-            time.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            peers.wait(others, 60)
         seconds = time.monotonic() - began
         started[victim].process.kill() if signal.SIGSTOP in numbers else peers.wait(started, 30)
         codes = tuple(peer.returncode for peer in started)
