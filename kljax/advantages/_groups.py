@@ -57,7 +57,12 @@ class Groups(NamedTuple):
 def make_groups(
     rewards: ArrayLike, group_ids: ArrayLike, num_groups: int, valid: ArrayLike | None, axis_name: AxisName
 ) -> Groups:
-    """Checks rewards and ids, and puts the rows that are real into their groups."""
+    """Puts the rows that are real into their groups.
+
+    Raises:
+      ValueError: if shapes do not fit, or an id is not below `num_groups`.
+      TypeError: if the ids are not integers.
+    """
     check_at_least("num_groups", num_groups, 1)
     (rewards,) = as_float(rewards)
     if rewards.ndim != 1:
@@ -69,7 +74,12 @@ def make_groups(
 
 
 def safe_ids(group_ids: ArrayLike, num_groups: int, valid: ArrayLike | None) -> tuple[Array, Array, Array]:
-    """Ids to index with, which rows have one, and which name a group that does not exist."""
+    """Ids to index with, which rows have one, and which name a group that does not exist.
+
+    Raises:
+      ValueError: if a row names such a group; under `jit` its value is NaN instead.
+      TypeError: if the ids are not integers.
+    """
     ids = jnp.asarray(group_ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"group_ids: got dtype {ids.dtype}, expected an integer type")
@@ -95,7 +105,11 @@ def centered(groups: Groups, weights: Array) -> Array:
 
 
 def deviations(groups: Groups, distances: Array, ddof: int) -> tuple[Array, Array]:
-    """The standard deviation of each group from the distances to its mean, 1 where nothing varies; and what varies."""
+    """The standard deviation of each group from the distances to its mean, 1 where nothing varies; and which vary.
+
+    Raises:
+      ValueError: for a `ddof` other than 0 and 1.
+    """
     if ddof not in (0, 1):
         raise ValueError(f"ddof: got {ddof!r}, expected 0 or 1")
     var = groups.total(jnp.square(distances)) / jnp.maximum(groups.size - ddof, 1)

@@ -44,7 +44,7 @@ class Level(NamedTuple):
 
 
 def value_labels(corrections: tuple[str, ...]) -> list[Labels]:
-    """Lists the columns of the value sums."""
+    """Lists the columns of the value sums: the estimators of the first correction, then those of the next."""
     return [Labels(name, "", correction) for correction in corrections for name in MEASURED]
 
 
@@ -207,7 +207,11 @@ def label_results(
 
 
 def check_intervals(replicates: int, confidence: float) -> None:
-    """Checks the arguments of the bootstrap."""
+    """Checks the arguments of the bootstrap.
+
+    Raises:
+      ValueError: if there are fewer than 0 replicates, or the confidence is not between 0 and 1.
+    """
     check_at_least("bootstrap", replicates, 0)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence: got {confidence!r}, expected a number between 0 and 1")
@@ -244,7 +248,15 @@ def _resampled(key: Array, first: int, units: int) -> Array:
 
 
 def weighted(sums: Sums, counts: np.ndarray) -> Sums:
-    """Sums over units that occur `counts` times each: `[..., units] @ [units, results]`."""
+    """Sums over units that occur several times: `counts @ field`.
+
+    Args:
+      sums: fields `[units, results]`.
+      counts: `[..., units]`, how often each unit occurs.
+
+    Returns:
+      Fields `[..., results]`.
+    """
     return {name: counts @ field for name, field in sums.items()}
 
 

@@ -105,9 +105,14 @@ class Events(NamedTuple):
 def exact_moments(
     logits: Array, ref_logits: Array, sampling_logits: Array, caps: Array | None, kl: Array | None = None
 ) -> Moments:
-    """Computes the moments of `[C, V]` positions over the vocabulary; `caps` `[K]` bound the importance ratios.
+    """Computes the moments of positions by sums over the vocabulary.
 
-    Without `caps` the moments are uncorrected. `kl` is the exact KL `[C]` if known; None computes it from the logits.
+    Args:
+      logits: `[C, V]` of the policy.
+      ref_logits: `[C, V]` of the reference.
+      sampling_logits: `[C, V]` of the policy that draws the tokens.
+      caps: `[K]` bounds of the importance ratios, which may be infinite; None: one column without a correction.
+      kl: `[C]` exact KL(policy || reference) in nats; None computes it from the logits.
     """
     position = _position(logits, ref_logits, sampling_logits, kl)
     return _collect(_vocabulary(position), position, caps)
@@ -268,9 +273,17 @@ def _weight(position: Position, cap: Array | None) -> Array:
 def estimates(
     log_probs: Array, ref_log_probs: Array, sampling_log_probs: Array, possible: Array, cap: Array | None
 ) -> tuple[Array, Array]:
-    """Computes values `[E, ...]` of the estimators at tokens `[...]`, and derivatives `[E + 1, ...]` by log-prob.
+    """Computes the estimators and their derivatives at single tokens.
 
-    The last derivative is the straight-through one. With a cap, which may be infinite, importance ratios correct all.
+    Args:
+      log_probs: `[...]` of the tokens under the policy, in nats.
+      ref_log_probs: `[...]` under the reference.
+      sampling_log_probs: `[...]` under the policy that draws the tokens; not read without a cap.
+      possible: `[...]` bool; both results are 0 where it is False.
+      cap: bound of the importance ratios that correct every estimator, which may be infinite; None corrects none.
+
+    Returns:
+      The values `[E, ...]`, and the derivatives by `log_probs` `[E + 1, ...]`, the straight-through one last.
     """
 
     def stacked(log_probs: Array) -> Array:

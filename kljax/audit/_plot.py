@@ -20,6 +20,14 @@ def have_matplotlib() -> bool:
 def draw(results: Sequence[Result], title: str, path: pathlib.Path) -> pathlib.Path:
     """Draws the exact and recorded results into a PNG file.
 
+    Args:
+      results: of an audit; sampled ones are left out.
+      title: of the figure.
+      path: of the file, which is overwritten; its directory exists.
+
+    Returns:
+      The path.
+
     Raises:
       ImportError: if matplotlib is not installed.
     """

@@ -241,6 +241,10 @@ def measure(blocks: Iterable[Block], mask: np.ndarray, options: Options, source:
 def host_mask(mask: ArrayLike | None, shape: tuple[int, ...]) -> np.ndarray:
     """Moves a mask to the host.
 
+    Args:
+      mask: booleans or 0/1 integers; None keeps every position.
+      shape: leading axes of the logits.
+
     Returns:
       Booleans of the given shape; without a mask all True.
 

@@ -116,7 +116,14 @@ class Audit:
         return "\n".join([*lines, *_answers_table(self.answers())])
 
     def write(self, directory: str | pathlib.Path) -> list[pathlib.Path]:
-        """Writes `audit.txt`, `audit.json` and, if matplotlib is installed, `audit.png`; returns their paths."""
+        """Writes `audit.txt`, `audit.json` and, if matplotlib is installed, `audit.png`.
+
+        Args:
+          directory: made if it does not exist; files of these names in it are overwritten.
+
+        Returns:
+          The paths of the files.
+        """
         text, data = self.table(), json.dumps(self.to_dict(), indent=1, allow_nan=False)
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,14 @@ def select(results: Iterable["Result"], **labels: str) -> list["Result"]:
 
 
 def best_estimators(results: Iterable["Result"]) -> list["Answer"]:
-    """Chooses an estimator for every place and correction, from the exact results per token."""
+    """Chooses an estimator for every place and correction, from the exact results per token.
+
+    Of the estimators with a relative bias of at most 0.01, it takes the first within 1 % of the least variance;
+    without any, the one with the least bias.
+
+    Args:
+      results: of an audit; sampled results and those of whole sequences are ignored.
+    """
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in select(results, level="token", how="exact"):
         groups.setdefault((result.place or "value", result.correction), []).append(result)

@@ -106,7 +106,7 @@ class HeadSharding:
         return (first, second) if layout == "dv" else (second, first)
 
     def resolved_mesh(self) -> Mesh | AbstractMesh:
-        """Returns the mesh, or the one in the context if the field is None."""
+        """Returns the mesh, or the one in the context if the field is None; raises `ValueError` without both."""
         mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
         if mesh.empty:
             raise ValueError("sharding.mesh: got None and no mesh is set, expected a mesh or `jax.set_mesh`")

@@ -189,7 +189,11 @@ def prepare(
     targets_name: str = "targets",
     ref_names: tuple[str, str] = ("reference.hidden", "reference.head"),
 ) -> Call:
-    """Checks every argument and gathers them; the names are those of the caller's arguments in errors."""
+    """Checks every argument and gathers them; the names are those of the caller's arguments in errors.
+
+    Raises:
+      ValueError: if shapes, layouts or vocabularies do not fit, or an option is unknown.
+    """
     if divergence != "jsd" and divergence is not None:
         check_choice("direction", divergence, DIRECTIONS)
     if entropy not in (False, True, "constant"):

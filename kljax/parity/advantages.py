@@ -8,7 +8,7 @@ from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
 
 
 def advantages(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the advantages."""
+    """Recomputes the advantages, `[B, T]`, or `[B]` if they are recorded per row."""
     step, unit = recipe.advantage or Step(), replay.unit("advantages", recipe)
     rewards, used = _shaped_rewards(replay, recipe), replay.used_mask(recipe)
     ids, count = _groups(replay.arrays["group_ids"], step.groups)

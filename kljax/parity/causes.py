@@ -97,7 +97,12 @@ def causes_of(replay: Replay) -> list[Cause]:
 
 
 def rounding_causes(replay: Replay, field: str) -> list[Cause]:
-    """Lists coarser dtypes that a field may have been computed in."""
+    """Lists coarser dtypes that a field may have been computed in.
+
+    Args:
+      replay: the recorded arrays; its dtype is the finest.
+      field: the first result with the coarser dtype; those after it have it too.
+    """
     coarser = {"float64": ("float32", "float16", "bfloat16"), "float32": ("float16", "bfloat16")}
     return [
         Cause("rounding", dtype, f"rounding of {dtype} from {field} on", ((field, dtype),))

@@ -76,13 +76,13 @@ class Dump:
         return iter(self._stored)
 
     def stored(self, name: str) -> Stored:
-        """Returns the array without reading it."""
+        """Returns the place of an array in the file, without reading it; raises `DumpError` if it is not there."""
         if name not in self._stored:
             raise DumpError(f"{name}: the dump has no such array; it has {', '.join(self._stored) or 'none'}")
         return self._stored[name]
 
     def read(self, name: str) -> np.ndarray:
-        """Reads an array: float64, int64 for whole numbers, booleans for the mask."""
+        """Reads an array: float64, int64 for whole numbers, booleans for the mask; raises `DumpError` without it."""
         values = self.stored(name).part(...)
         if name == "mask":
             return values != 0
@@ -137,7 +137,13 @@ class Dump:
 
 
 def open_dump(path: str | pathlib.Path) -> Dump:
-    """Opens an `.npz` or safetensors file; raises `DumpError` naming the field that is not as the schema has it."""
+    """Opens an `.npz` or safetensors file and checks it against the schema.
+
+    Arrays stay in the file unless it compresses them.
+
+    Raises:
+      DumpError: naming the field that is not as the schema has it, or the file if it cannot be read.
+    """
     path = pathlib.Path(path)
     try:
         with path.open("rb") as file:
@@ -148,7 +154,13 @@ def open_dump(path: str | pathlib.Path) -> Dump:
 
 
 def write_dump(path: str | pathlib.Path, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Writes an uncompressed `.npz` dump."""
+    """Writes an uncompressed `.npz` dump.
+
+    Args:
+      path: of the file, which is overwritten.
+      header: JSON values by the keys of `fields.HEADER`; the version of the schema is added.
+      arrays: by the names of `fields.FIELDS`; they are not checked.
+    """
     members: dict[str, Any] = {name: np.asarray(array) for name, array in arrays.items()}
     members["header"] = np.array(json.dumps({"kljax_parity": FORMAT, **header}))
     np.savez(pathlib.Path(path), **members)

@@ -46,7 +46,7 @@ def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
 
 
 def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the policy loss of each token."""
+    """Recomputes the policy loss of each token, `[B, T]`, without the KL term."""
     used, unit = replay.used_mask(recipe), replay.unit("token_loss", recipe)
 
     def compute(policy: np.ndarray) -> np.ndarray:
@@ -58,7 +58,7 @@ def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def loss(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the scalar loss from the values per token."""
+    """Recomputes the scalar loss, KL term included, from the values per token."""
     unit, total, bound = replay.unit("loss", recipe), 0.0, 0.0
     height = accumulator(unit) * tree_height(int(replay.used_mask(recipe).sum())) + PRODUCTS * unit
     for coef, name, reduction in _terms(recipe):
@@ -72,7 +72,7 @@ def loss(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def gradient(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the derivative of the loss by the log-probs."""
+    """Recomputes the derivative of the scalar loss by the log-probs of the policy, `[B, T]`."""
     unit, settings = replay.unit("grad_log_probs", recipe), recipe.gradient
     total, bound = np.zeros(replay.shape), np.zeros(replay.shape)
     terms = {name: (coef, reduction) for coef, name, reduction in _terms(recipe)}

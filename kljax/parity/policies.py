@@ -14,7 +14,7 @@ from kljax.parity.rounding import EXP, PRODUCTS, tree_height
 
 
 def mask(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the mask from the lengths of prompts and rows."""
+    """Recomputes the mask, `[B, T]` bool, from the lengths of prompts and rows."""
     prompts, lengths = replay.arrays["prompt_lengths"][:, None], replay.arrays["lengths"][:, None]
     position = np.arange(replay.shape[1])
     value = apply_rule((position >= prompts) & (position < lengths), recipe.mask_rule)
@@ -22,12 +22,12 @@ def mask(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def log_probs(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the log-probs of the policy on the rows whose logits are recorded."""
+    """Recomputes the log-probs of the policy, `[B, T]` in nats, on the rows whose logits are recorded."""
     return _scored("log_probs", replay, recipe)
 
 
 def ref_log_probs(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the log-probs of the reference on the rows whose logits are recorded."""
+    """Recomputes the log-probs of the reference, `[B, T]` in nats, on the rows whose logits are recorded."""
     return _scored("ref_log_probs", replay, recipe)
 
 
@@ -58,7 +58,7 @@ def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]
 
 
 def ratio(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the importance ratio of policy and old policy."""
+    """Recomputes the importance ratio of policy and old policy, `[B, T]`, before any clip."""
     policy, old = policy_pair(replay, recipe)
     with np.errstate(all="ignore"):
         difference = policy - old
@@ -68,7 +68,7 @@ def ratio(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def weights(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the weights of the rollout correction."""
+    """Recomputes the weights of the rollout correction, `[B, T]`."""
     step, used = recipe.correction or Step(), replay.used_mask(recipe)
     numerator, denominator = replay.arrays["old_log_probs"], replay.arrays["rollout_log_probs"]
     if step.swapped:
@@ -116,12 +116,12 @@ def kl_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> Any:
 
 
 def kl_policy(replay: Replay, kl: Kl) -> np.ndarray:
-    """Returns the log-probs whose KL is estimated."""
+    """Returns the log-probs `[B, T]` of the policy whose KL is estimated, in nats."""
     return replay.arrays.get(kl.policy, replay.arrays["log_probs"])
 
 
 def kl_per_token(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the KL estimate of each token."""
+    """Recomputes the KL estimate of each token, `[B, T]` in nats, without its coefficient."""
     kl, used, unit = recipe.kl or Kl(), replay.used_mask(recipe), replay.unit("kl", recipe)
     policy = kl_policy(replay, kl)
     move = kl_move(replay, kl, unit)

@@ -54,7 +54,12 @@ class Replay:
         return [name.removeprefix(METRIC) for name in self._stages if name.startswith(METRIC)]
 
     def predict(self, name: str, recipe: Recipe) -> Prediction:
-        """Recomputes a result from the recorded inputs of its stage."""
+        """Recomputes a result from the recorded inputs of its stage.
+
+        Args:
+          name: a result of the dump, or `metric/NAME`.
+          recipe: the settings of its stage and of those before it.
+        """
         stages = STAGES_OF_METRICS if name.startswith(METRIC) else ORDER[name]
         key = (name, recipe.rounding, *(getattr(recipe, stage) for stage in stages))
         prediction: Prediction = self.remember(key, lambda: self._stages[name](self, recipe))
@@ -81,7 +86,15 @@ class Replay:
         return self._memo[key]
 
     def unit(self, name: str, recipe: Recipe) -> float:
-        """Returns the unit roundoff of a result: that of the dump, or of the dtype that a cause supposes."""
+        """Returns the unit roundoff of a result: half the distance of 1 to the next number of its dtype.
+
+        Args:
+          name: a result of the dump, or `metric/NAME`.
+          recipe: its `rounding` names coarser dtypes, each from a field on.
+
+        Returns:
+          The roundoff of the dump's dtype, or the largest of the coarser ones that this result has.
+        """
         order = list(ORDER)
         place = order.index(name) if name in ORDER else len(order)
         units = [UNITS[self.dtype]]
@@ -91,12 +104,17 @@ class Replay:
         return max(units)
 
     def used_mask(self, recipe: Recipe) -> np.ndarray:
-        """Returns the mask that weights, loss and reduction use."""
+        """Returns the mask `[B, T]` that weights, loss and reduction use: the recorded one by the recipe's rule."""
         mask: np.ndarray = self.remember(("used", recipe.mask), lambda: apply_rule(self.arrays["mask"], recipe.mask))
         return mask
 
     def call(self, section: str, step: Step) -> Call:
-        """Returns the call of a section of the header with the changes of a step."""
+        """Returns the call of a section of the header with the changes of a step.
+
+        Args:
+          section: "correction", "advantage" or "loss".
+          step: arguments that replace those of the header, where None removes one. Another function drops them all.
+        """
         call = self.plan.calls[section]
         changes = dict(step.arguments)
         function = changes.pop("function", call.function)
@@ -134,6 +152,7 @@ class Replay:
 
 
 Stage = Callable[[Replay, Recipe], Prediction]
+"""Recomputes one result from the recorded arrays of a replay under the settings of a recipe."""
 
 
 def compiled(key: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ def tree_height(terms: int) -> int:
 
 
 def accumulator(unit: float) -> float:
-    """Returns the unit roundoff that sums accumulate in: float32 for the narrower dtypes, as in all their kernels."""
+    """Returns the unit roundoff of the sums of a dtype: that of float32 for narrower ones, as in all their kernels."""
     return min(unit, UNITS["float32"])
 
 

@@ -110,7 +110,19 @@ class Report:
 
 
 def compare_field(replay: Replay, name: str, recipe: Recipe) -> Difference:
-    """Compares one recorded result with the recomputed one under a recipe."""
+    """Compares one recorded result with the recomputed one.
+
+    Args:
+      replay: the recorded arrays.
+      name: a recorded result, or `metric/NAME`.
+      recipe: settings to recompute it with.
+
+    Returns:
+      The largest differences, and the number that exceeds its rounding bound the most. Two NaN are equal.
+
+    Raises:
+      ValueError: if a function of the library refuses the settings.
+    """
     prediction = replay.predict(name, recipe)
     theirs, at = np.asarray(replay.arrays[name], np.float64), prediction.at
     value, bound = np.asarray(prediction.value, np.float64), np.asarray(prediction.bound, np.float64)

@@ -238,7 +238,11 @@ def controller(system: str, name: str) -> Call:
 
 
 def find(kind: str, system: str, name: str) -> Entry:
-    """Returns the entry of a name; raises `ValueError` with the known names if there is none."""
+    """Returns the entry of a name.
+
+    Raises:
+      ValueError: for an unknown system or name, with the known ones.
+    """
     check_choice("system", system, SYSTEMS)
     known = [entry.name for entry in entries(system=system, kind=kind)]
     check_choice(f"{system} {kind.replace('_', ' ')}", name, known)
@@ -246,7 +250,15 @@ def find(kind: str, system: str, name: str) -> Entry:
 
 
 def get_entry(name: str, kind: str | None = None) -> Entry:
-    """Returns the entry of `system/name`; raises `ValueError` unless exactly one kind has it."""
+    """Returns the entry of `system/name`.
+
+    Args:
+      name: such as `verl/adaptive`.
+      kind: one of `KINDS`; None searches all.
+
+    Raises:
+      ValueError: if no kind has the name, or several have.
+    """
     named = [entry for entry in entries(kind=kind) if entry.key == name]
     if len(named) > 1:
         kinds = ", ".join(entry.kind for entry in named)
@@ -258,7 +270,11 @@ def get_entry(name: str, kind: str | None = None) -> Entry:
 
 
 def require_call(entry: Entry) -> Call:
-    """Returns the call of an entry, which takes the entry's sources by name; raises `ValueError` if there is none."""
+    """Returns the call of an entry; its arrays have the names of the entry's sources.
+
+    Raises:
+      ValueError: if the entry has no call, with the reason.
+    """
     if entry.call is None:
         raise ValueError(f"{entry.key} has no call here: {entry.reason}")
     # An estimator whose name implies an importance ratio computes another number without it.

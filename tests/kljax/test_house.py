@@ -140,6 +140,23 @@ def test_every_argument_is_documented(name: str) -> None:
     assert documented == list(inspect.signature(function).parameters)
 
 
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_a_function_that_raises_says_so(path: pathlib.Path) -> None:
+    tree = ast.parse(path.read_text())
+    scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")]
+    for node in (node for scope in scopes for node in scope.body if isinstance(node, ast.FunctionDef)):
+        if not node.name.startswith("_") and any(map(raises, node.body)):
+            assert re.search(r"\b[Rr]aise", ast.get_docstring(node) or ""), f"{relative(path)}: {node.name} raises"
+
+
+def raises(node: ast.AST) -> bool:
+    """Whether a statement raises an error that it neither catches nor turns into another, nor leaves to a subclass."""
+    if isinstance(node, ast.Raise):
+        return node.exc is not None and ast.unparse(node.exc) != "NotImplementedError"
+    inner = (ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.Try)
+    return not isinstance(node, inner) and any(map(raises, ast.iter_child_nodes(node)))
+
+
 # Positional arguments that are not arrays: trees, paths and lengths that come first by their nature.
 POSITIONAL = {
     "policy",

@@ -55,7 +55,7 @@ def plan_config(
 
 
 def abstract_run(config: Config, topology: Topology) -> AbstractRun:
-    """Describes a run on the devices of a topology."""
+    """Describes a run on the devices of a topology; raises `UserError` if the model does not fit the mesh."""
     try:
         mesh = make_mesh(**config.mesh.model_dump(), devices=topology_devices(topology))
         return AbstractRun.of(config, mesh)

@@ -98,7 +98,11 @@ def row_count(batch: Batch) -> int:
 
 
 def pad_rows(batch: AnyBatch, rows: int) -> AnyBatch:
-    """Adds empty rows (masks False, group and token ids -1, everything else 0) until there are `rows`."""
+    """Adds empty rows (masks False, group and token ids -1, everything else 0) until there are `rows`.
+
+    Raises:
+      ValueError: if the batch has more.
+    """
     missing = rows - row_count(batch)
     if missing < 0:
         raise ValueError(f"rows: got {rows}, expected at least the {row_count(batch)} that the batch has")
@@ -110,7 +114,11 @@ def pad_rows(batch: AnyBatch, rows: int) -> AnyBatch:
 
 
 def pad_columns(batch: AnyBatch, length: int) -> AnyBatch:
-    """Adds masked columns on the right until every row has `length` positions; per-row fields stay as they are."""
+    """Adds masked columns on the right until every row has `length` positions; per-row fields stay as they are.
+
+    Raises:
+      ValueError: if the rows are longer.
+    """
     missing = length - batch.tokens.shape[1]
     if missing < 0:
         raise ValueError(f"length: got {length}, expected at least the {batch.tokens.shape[1]} that the batch has")

@@ -130,6 +130,9 @@ def hidden_states(
       token_mask: [B, T] bool, True at real tokens.
       layout: rows that share a prompt; the prompt goes through the layers once.
       segment_ids: [B, T] int32, sequences packed into one row; only with a group of 1.
+
+    Raises:
+      ValueError: for segments in rows that share a prompt.
     """
     if layout.group == 1:
         return bind(model, policy)(tokens, token_mask, segment_ids=segment_ids)

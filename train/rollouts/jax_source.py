@@ -193,7 +193,11 @@ class JaxSource:
         self._policy = policy
 
     def sample(self, request: Request) -> Completions:
-        """Samples the completions; token n of row r depends only on the key, r, n and the prompt."""
+        """Samples the completions; token n of row r depends only on the key, r, n and the prompt.
+
+        Raises:
+          ValueError: before the first `update`.
+        """
         if self._policy is None:
             raise ValueError("policy: missing; call `update` before `sample`")
         prompts = [example for example in request.examples for _ in range(self._repeats)]

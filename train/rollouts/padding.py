@@ -37,6 +37,9 @@ def pad_rows(
       pad_id: padding id.
       kept_tokens: K.
 
+    Raises:
+      ValueError: for a row that is longer than P or C.
+
     Example:
       >>> rows = pad_rows([[5, 6], [7]], [[8], [9, 9]], [[-1.0], [-2.0, -3.0]], lengths=(3, 2), pad_id=0)
       >>> rows["tokens"].tolist()

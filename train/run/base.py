@@ -90,7 +90,12 @@ class ExpectedBase:
         )
 
     def check_run(self, root: Path) -> None:
-        """Checks the base that the run at `root` has made by now."""
+        """Checks the base that the run at `root` has made by now.
+
+        Raises:
+          UserError: it is not the expected base.
+          RuntimeError: there is none.
+        """
         made = saved_base(root)
         if made is None:
             raise RuntimeError(f"{root} has no base, although it is about to train")

@@ -104,6 +104,9 @@ def start_run(config: Config) -> RunDirectory:
 
     Two processes that start at one moment get two names. The config is written with the name of the directory, so that
     `--resume` finds it.
+
+    Raises:
+      UserError: the directory cannot be made.
     """
     first = RunDirectory.of(config).root
     root, number = first, 2

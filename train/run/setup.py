@@ -41,7 +41,11 @@ Tree = Any
 
 
 def make_context(config: Config) -> RunContext:
-    """Builds the run context; every mistake that can be found here is found before RL starts."""
+    """Builds the run context; every mistake that can be found here is found before RL starts.
+
+    Raises:
+      UserError: data, tokenizer or model do not fit the config, or the devices do not fit it.
+    """
     tokenizer, task = load_tokenizer(config), load_task(config)
     prompts = Prompts(
         task.train,

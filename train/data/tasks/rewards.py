@@ -96,7 +96,11 @@ def compose(config: Rewards, scores: Mapping[str, np.ndarray], lengths: np.ndarr
 
 
 def weighted(weights: Mapping[str, float] | None, scores: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Sums the weighted scores; without weights, returns the "reward" of the task."""
+    """Sums the weighted scores; without weights, returns the "reward" of the task.
+
+    Raises:
+      UserError: a weight names an unknown reward, or there are no weights and the task returns no "reward".
+    """
     if weights is None:
         if "reward" not in scores:
             names = ", ".join(sorted(scores))

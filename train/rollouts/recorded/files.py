@@ -59,7 +59,7 @@ class JsonLinesFile:
             raise UserError(f"rollout.source.path: {self.path}, line {line}: {error}") from error
 
     def read(self, offset: int) -> dict[str, Any]:
-        """Reads the line that begins at byte `offset`."""
+        """Reads the line that begins at byte `offset`; raises `ValueError` if it is no object, or is damaged."""
         with self.path.open("rb") as file:
             file.seek(offset)
             record = parse_json(file.readline(), unique_keys=True)

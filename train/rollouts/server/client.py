@@ -55,7 +55,11 @@ def wait_for(future: Future[_Parsed]) -> _Parsed:
 
 
 def acknowledged(content: bytes) -> None:
-    """Reads an answer that says, in any form, that the request was done; a page of HTML comes from a proxy."""
+    """Reads an answer that says, in any form, that the request was done.
+
+    Raises:
+      AnswerError: for a page of HTML, which comes from a proxy.
+    """
     if content.lstrip()[:1] == b"<":
         raise AnswerError(f"the answer is a page: {content[:1000].decode(errors='replace')}", retry=True)
 

@@ -131,7 +131,11 @@ def parameter_count(config: DecoderConfig) -> int:
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the mapping of the language model: the text part of a multimodal model, else the mapping itself."""
+    """Returns the mapping of the language model: the text part of a multimodal model, else the mapping itself.
+
+    Raises:
+      ValueError: a multimodal model has no text part.
+    """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in NESTED:
         return raw
