@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 import kljax
 from train.config.plan import Plan
@@ -17,7 +17,7 @@ from train.references.find import PARTS, find_reference
 from train.rl.algorithms import make_controllers
 from train.rl.policy import abstract_adapter, abstract_params, abstract_value_head
 from train.rl.reference import Reference
-from train.rl.state import GuardState, TrainState
+from train.rl.state import GuardState, TrainState, abstract_optimizer_state
 from train.weights.model import field_errors
 
 Tree = Any
@@ -47,7 +47,7 @@ def abstract_state(
     state = TrainState(
         step=with_sharding(step, whole),
         trainable=trainable,
-        opt_state=_optimizer_state(optimizer, trainable, mesh),
+        opt_state=abstract_optimizer_state(optimizer, trainable, whole, in_host=config.optim.host_memory),
         controllers=controllers,
         guard=with_sharding(guard, whole),
         past=tuple(_copy(trainable) for _ in range(config.rollout.policy_lag)) or None,
@@ -59,19 +59,6 @@ def _copy(trainable: dict[str, Tree]) -> dict[str, Tree]:
     """Describes a copy of the weights that sampling needs; equal descriptions stand for arrays of their own."""
     weights = {name: tree for name, tree in trainable.items() if name != "value_head"}
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
-
-
-def _optimizer_state(optimizer: optax.GradientTransformation, trainable: Tree, mesh: Mesh) -> Tree:
-    """Describes the moments, each sharded as the weight at the end of its path; everything else is replicated."""
-    weights = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(trainable)[0]}
-
-    def describe(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        ends = (jax.tree_util.keystr(path[start:]) for start in range(len(path)))
-        weight = next((weights[end] for end in ends if end in weights and weights[end].shape == leaf.shape), None)
-        sharding = NamedSharding(mesh, PartitionSpec()) if weight is None else weight.sharding
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree_util.tree_map_with_path(describe, jax.eval_shape(optimizer.init, trainable))
 
 
 def abstract_reference(config: Config, model: Decoder, mesh: Mesh, state: TrainState) -> Reference | None:

@@ -11,18 +11,19 @@ from jax.sharding import Mesh
 
 import kljax
 from kljax.log_probs._head import default_tile
+from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.models.sharding import batch_sharding, replicated
 from train.plan.abstract import abstract_reference, abstract_state, with_sharding
 from train.plan.shapes import planned_model
-from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
+from train.rl.host_memory import has_host_memory, make_run_optimizer
 from train.rl.objective import coefficients, tile
 from train.rl.reference import Reference, drop_shared_base, reference_head
-from train.rl.state import TrainState, policy_of
+from train.rl.state import HOST, TrainState, policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
-from train.rollouts import rollout_programs, rollout_rows, rollout_sampling
+from train.rollouts import evaluation_programs, rollout_programs, rollout_rows, rollout_sampling
 from train.rollouts.context import RunContext
 from train.rollouts.layout import device_bytes
 from train.rollouts.sampler.draw import kept_tokens
@@ -35,11 +36,11 @@ class LoweredProgram:
     """A program of a step.
 
     Attributes:
-      name: "lay out", "sample", "score", "prepare" or "update".
+      name: "lay out", "sample", "evaluate", "score", "prepare" or "update".
       lowered: ready to be compiled.
       beside: bytes on a device of the arrays of the run that are in memory and no arguments.
       parts: bytes on a device of known arrays, by name.
-      runs: executions in a step.
+      runs: executions in a step; 0 for an evaluation, of which memory alone is planned.
       loops: expected iterations of loops that depend on data, by scope.
     """
 
@@ -72,10 +73,17 @@ class AbstractRun:
         """Describes the run of a config on a mesh.
 
         Raises:
-          UserError: the shape of its model is not known here, or does not fit the mesh.
+          UserError: the shape of its model is not known here, or does not fit the mesh; or the compiler knows no memory
+            of the host.
         """
+        device = mesh.devices.flat[0]
+        if config.optim.host_memory and not has_host_memory(device):
+            raise UserError(
+                f"optim.host_memory: got true, but the compiler knows no {HOST} memory of a {device.device_kind} "
+                "that is not here; plan with false, and subtract the optimizer from the memory of a device"
+            )
         model, tokenizer = planned_model(config)
-        optimizer = make_optimizer(config.optim)
+        optimizer = make_run_optimizer(config.optim)
         # The programs read neither the task nor the prompts.
         none = cast(Any, None)
         context = RunContext(config, mesh, model, optimizer, tokenizer, task=none, prompts=none, held_out=[])
@@ -98,13 +106,15 @@ class AbstractRun:
         return device_bytes([x for x in _distinct((self.resident(), extra)) if id(x) not in known])
 
     def lower(self) -> Iterator[LoweredProgram]:
-        """Lowers the programs of a step, one at a time: laying out weights, sampling, scoring, preparing, updating."""
+        """Lowers the programs of a step, one at a time: laying out weights, sampling, scoring, preparing, updating.
+
+        An evaluation is lowered if its KV cache is larger, or if rollouts come from elsewhere.
+        """
         with jax.set_mesh(self.context.mesh):
             policy, tiles = self.policy(), self._tiles()
             if not self.context.layout.in_place:
                 yield from self._lay_out(policy)
-            if self.context.config.rollout.source.type == "jax":
-                yield self._sample()
+            yield from self._samplers()
             batch = self._rollout_batch()
             arguments = (self.state.trainable, self.base, drop_shared_base(self.reference, self.base), batch)
             score = make_score(self.context.config, self.context.model, self.context.mesh)
@@ -145,11 +155,24 @@ class AbstractRun:
                 runs = int(part == "adapter" or policy.adapter is None)
                 yield LoweredProgram(f"lay out {part}", lowered, self.beside(weights), {}, runs, {})
 
-    def _sample(self) -> LoweredProgram:
-        config, context, layout = self.context.config, self.context, self.context.layout
+    def _samplers(self) -> Iterator[LoweredProgram]:
+        """Lowers the sampler of rollouts, and that of an evaluation where it may need more memory."""
+        config, context = self.context.config, self.context
         repeats, samples = rollout_rows(context)
-        prompts, length = config.rollout.prompts_per_step * repeats, config.data.max_prompt_length
-        program = rollout_programs(context)[length]
+        length, largest = config.data.max_prompt_length, 0
+        if config.rollout.source.type == "jax":
+            prompts = config.rollout.prompts_per_step * repeats
+            program = self._sampler("sample", rollout_programs(context)[length], prompts, samples)
+            largest = program.parts["KV cache"]
+            yield program
+        if self._sampler_cache(config.eval.batch_size, 1) > largest:
+            program = self._sampler("evaluate", evaluation_programs(context)[length], config.eval.batch_size, 1)
+            yield dataclasses.replace(program, runs=0)
+
+    def _sampler(self, name: str, program: Any, prompts: int, samples: int) -> LoweredProgram:
+        """Lowers a sampler's program for a number of prompts and of completions per prompt."""
+        config, layout = self.context.config, self.context.layout
+        length = config.data.max_prompt_length
         with layout.active():
             policy = self.policy() if layout.in_place else layout.abstract_policy()
             rows = batch_sharding(layout.mesh)
@@ -158,11 +181,17 @@ class AbstractRun:
             arguments = (policy, tokens, mask, jax.eval_shape(lambda: jax.random.key(0)))
             lowered = program.lower(*arguments)
         count = prompts * samples
-        slots, columns = min(config.rollout.slots or count, count), config.data.max_completion_length
-        steps = columns * math.ceil(count / slots) - 1
+        slots = min(config.rollout.slots or count, count)
+        steps = config.data.max_completion_length * math.ceil(count / slots) - 1
         loops = {"decode": steps, "refill": slots, "decode/while/body/refill": (count - slots) / max(steps, 1)}
-        parts = {"KV cache": self._cache_bytes(slots, length + columns) + self._cache_bytes(prompts, length)}
-        return LoweredProgram("sample", lowered, self.beside(arguments), parts, 1, loops)
+        parts = {"KV cache": self._sampler_cache(prompts, samples)}
+        return LoweredProgram(name, lowered, self.beside(arguments), parts, 1, loops)
+
+    def _sampler_cache(self, prompts: int, samples: int) -> int:
+        """Counts the bytes on a device of the keys and values of slots and of prompts."""
+        config, count = self.context.config, prompts * samples
+        slots, length = min(config.rollout.slots or count, count), config.data.max_prompt_length
+        return self._cache_bytes(slots, length + config.data.max_completion_length) + self._cache_bytes(prompts, length)
 
     def _cache_bytes(self, rows: int, columns: int) -> int:
         """Counts the bytes on a device of keys and values."""

@@ -16,7 +16,7 @@ from train.hardware.roofline import Work
 from train.hardware.topology import Topology
 from train.hardware.traffic import count_traffic
 from train.plan.programs import AbstractRun, LoweredProgram
-from train.rollouts.layout import device_bytes
+from train.rollouts.layout import device_bytes, host_bytes
 
 BUFFERS = 5
 PROSE = 98
@@ -79,6 +79,7 @@ class HardwareReport:
       sampling: the layout for sampling, in words.
       usable: bytes that a run can use on a device.
       resident: bytes on a device of the arrays that stay from step to step, by name.
+      host: bytes of such arrays in the memory of the host, for one device, by name.
       programs: of one step.
     """
 
@@ -87,6 +88,7 @@ class HardwareReport:
     sampling: str
     usable: int
     resident: Mapping[str, int]
+    host: Mapping[str, int]
     programs: Sequence[ProgramReport]
 
     @property
@@ -123,6 +125,7 @@ class HardwareReport:
             "usable": self.usable,
             "peak": {"program": peak.name, "bytes": peak.total},
             "resident": dict(self.resident),
+            "host": dict(self.host),
             "least_seconds": self.seconds,
             "programs": programs,
         }
@@ -142,8 +145,11 @@ def report(
     """
     islands = [_island(device, topology) for device in run.context.mesh.devices.flat]
     programs = [_read(program, islands, effort, keep) for program in run.lower()]
-    resident = {name: device_bytes(tree) for name, tree in run.resident().items()}
-    return HardwareReport(topology, mesh, run.context.layout.line, topology.device.usable, resident, programs)
+    resident, host = (
+        {name: count(tree) for name, tree in run.resident().items()} for count in (device_bytes, host_bytes)
+    )
+    host = {name: size for name, size in host.items() if size}
+    return HardwareReport(topology, mesh, run.context.layout.line, topology.device.usable, resident, host, programs)
 
 
 def _island(device: Any, topology: Topology) -> int:
@@ -213,9 +219,14 @@ def summary(hardware: HardwareReport) -> list[str]:
     if refused:
         said = ", ".join(f"{_gib(program.needed)} GiB for {program.name}" for program in refused)
         verdict = f"does not fit: the compiler needs {said}; a device has {_gib(hardware.usable)}"
-    resident = ", ".join(f"{name} {_gib(size)}" for name, size in hardware.resident.items())
+    resident, host = (
+        ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
+        for sizes in (hardware.resident, hardware.host)
+    )
     lines = [f"{hardware.topology}, {hardware.topology.size} devices, mesh {mesh}", hardware.sampling, verdict]
     lines.append(f"from step to step a device holds, in GiB: {resident}")
+    if host:
+        lines.append(f"the memory of the host holds for each device, in GiB: {host}")
     if not refused:
         lines.append(
             f"a step takes at least {_number(hardware.seconds)} s at the published rates of {device.name}: a roofline, "

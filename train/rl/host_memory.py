@@ -13,10 +13,9 @@ from jax.tree_util import DictKey
 
 from train.config.optim import Optim
 from train.rl.algorithms import make_optimizer
+from train.rl.state import HOST
 
 Tree = Any
-HOST = "pinned_host"
-"""The memory of the host that devices read and write by themselves."""
 
 
 def make_run_optimizer(section: Optim) -> optax.GradientTransformation:
@@ -61,26 +60,12 @@ def host_memory(optimizer: optax.GradientTransformation) -> optax.GradientTransf
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def init_in_host(optimizer: optax.GradientTransformation, trainable: Tree, replicated: Any) -> optax.OptState:
-    """Makes the state of an optimizer in the memory of the host: moments split as their weights, scalars on devices."""
-    shapes = jax.eval_shape(optimizer.init, trainable)
-    return jax.jit(optimizer.init, out_shardings=host_shardings(optimizer, shapes, trainable, replicated))(trainable)
-
-
-def host_shardings(optimizer: optax.GradientTransformation, opt_state: Tree, trainable: Tree, replicated: Any) -> Tree:
-    """Returns the shardings of a state in the memory of the host, from its shapes and the shardings of the weights."""
-
-    def of_weight(moment: Any, weight: Any) -> Any:
-        return weight.sharding.with_memory_kind(HOST) if moment.ndim else replicated
-
-    return optax.tree_utils.tree_map_params(
-        optimizer, of_weight, opt_state, trainable, transform_non_params=lambda _: replicated
-    )
-
-
 def has_host_memory(device: jax.Device) -> bool:
-    """Tells whether programs of a device read and write memory of the host."""
-    return HOST in {memory.kind for memory in device.addressable_memories()}
+    """Tells whether programs of a device read and write memory of the host; not for GPUs that are not here."""
+    try:
+        return HOST in {memory.kind for memory in device.addressable_memories()}
+    except jax.errors.JaxRuntimeError:
+        return False
 
 
 def _kind(path: tuple[Any, ...]) -> str:

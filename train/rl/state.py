@@ -7,10 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 import kljax
 
 Tree = Any
+HOST = "pinned_host"
+"""The memory of the host that devices read and write by themselves; moments may lie there."""
 
 
 @jax.tree_util.register_dataclass
@@ -86,12 +89,47 @@ def policy_of(trainable: dict[str, Tree], base: Tree) -> kljax.Policy:
     return kljax.Policy(trainable["params"], None)
 
 
+def abstract_optimizer_state(
+    optimizer: optax.GradientTransformation, trainable: Tree, replicated: NamedSharding, *, in_host: bool = False
+) -> Tree:
+    """Describes the state of an optimizer by shapes, dtypes and shardings.
+
+    A moment is split as the weight at the end of its path, if that has its shape; everything else is replicated.
+
+    Args:
+      optimizer: makes the state.
+      trainable: the weights, or their shapes, dtypes and shardings.
+      replicated: sharding over all devices of the weights.
+      in_host: whether moments lie in the memory of the host; scalars stay on the devices.
+    """
+    weights = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(trainable)[0]}
+
+    def describe(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        ends = (weights.get(jax.tree_util.keystr(path[start:])) for start in range(len(path)))
+        weight = next((weight for weight in ends if weight is not None and weight.shape == leaf.shape), None)
+        sharding = replicated if weight is None else weight.sharding
+        if in_host and leaf.ndim:
+            sharding = sharding.with_memory_kind(HOST)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(describe, jax.eval_shape(optimizer.init, trainable))
+
+
+def init_optimizer_state(
+    optimizer: optax.GradientTransformation, trainable: Tree, replicated: NamedSharding, *, in_host: bool = False
+) -> optax.OptState:
+    """Makes the state of `abstract_optimizer_state` in one compiled program, so that no moment is ever whole."""
+    state = abstract_optimizer_state(optimizer, trainable, replicated, in_host=in_host)
+    return jax.jit(optimizer.init, out_shardings=jax.tree.map(lambda x: x.sharding, state))(trainable)
+
+
 def initial_state(
     trainable: dict[str, Tree],
     optimizer: optax.GradientTransformation,
     controllers: Mapping[str, kljax.Controller],
-    replicated: Any,
-    opt_state: optax.OptState | None = None,
+    replicated: NamedSharding,
+    *,
+    in_host: bool = False,
 ) -> TrainState:
     """Makes the state before the first RL step. Moments are sharded as their weights, scalars are replicated.
 
@@ -100,10 +138,9 @@ def initial_state(
       optimizer: makes its state.
       controllers: of the KL coefficients.
       replicated: sharding of scalars.
-      opt_state: the state of the optimizer, if it exists already.
+      in_host: whether moments lie in the memory of the host.
     """
-    if opt_state is None:
-        opt_state = jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, replicated), optimizer.init(trainable))
+    opt_state = init_optimizer_state(optimizer, trainable, replicated, in_host=in_host)
     states = {name: controller.init() for name, controller in controllers.items()}
     step, states, guard = jax.device_put((jnp.zeros((), jnp.int32), states, GuardState.initial()), replicated)
     return TrainState(step, trainable, opt_state, states, guard)

@@ -89,6 +89,12 @@ def rollout_programs(context: RunContext) -> dict[int, Any]:
     return _sampling_programs(context, "rollout", rollout_rows(context)[1], rollout_sampling(context.config))
 
 
+def evaluation_programs(context: RunContext) -> dict[int, Any]:
+    """Makes the jitted, not yet compiled programs of an evaluation that samples, by prompt-length bucket."""
+    sampling = _sampling(context.config, greedy=False, record_kept_tokens=False)
+    return _sampling_programs(context, "held_out", 1, sampling)
+
+
 def rollout_sampling(config: Config) -> Sampling:
     """Returns the sampling options of rollouts."""
     return _sampling(config, greedy=False, record_kept_tokens=config.rollout.record_kept_tokens)

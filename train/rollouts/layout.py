@@ -14,6 +14,7 @@ import kljax
 from train.models import Decoder
 from train.models.sharding import AXES
 from train.rl.policy import abstract_adapter, abstract_params
+from train.rl.state import HOST
 from train.rl.tracing import traced_once
 
 Tree = Any
@@ -163,8 +164,17 @@ def _move(halfway: Tree, target: Tree, tree: Tree) -> Tree:
 
 
 def device_bytes(tree: Tree) -> int:
-    """Counts the bytes on a device of arrays, or of shapes with shardings."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    """Counts the bytes on a device of arrays, or of shapes with shardings; the memory of the host does not count."""
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST)
+
+
+def host_bytes(tree: Tree) -> int:
+    """Counts the bytes of arrays in the memory of the host, for one device."""
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind == HOST)
+
+
+def _shard_bytes(x: Any) -> int:
+    return math.prod(x.sharding.shard_shape(x.shape)) * int(x.dtype.itemsize)
 
 
 def _dtypes(tree: Tree) -> list[jnp.dtype]:

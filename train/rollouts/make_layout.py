@@ -14,8 +14,9 @@ from train.config.schema import Config
 from train.distributed import exchange_json
 from train.hardware.devices import find_device
 from train.models import Decoder
-from train.models.sharding import reshape_mesh
+from train.models.sharding import replicated, reshape_mesh
 from train.rl.policy import abstract_adapter, abstract_params
+from train.rl.state import abstract_optimizer_state
 from train.rollouts.choose_layout import Choice, Option, choose, describe, tensor_sizes
 from train.rollouts.layout import SamplingLayout, device_bytes
 
@@ -96,20 +97,16 @@ def device_memory(mesh: Mesh) -> int | None:
 
 
 def _resident_bytes(config: Config, model: Decoder, mesh: Mesh, optimizer: optax.GradientTransformation) -> int:
-    """Estimates the bytes on a device of everything but the sampler's weights, KV cache and temporaries.
-
-    Moments are counted as split over fsdp and tensor, as the weights are.
-    """
+    """Estimates the bytes on a device of everything but the sampler's weights, KV cache and temporaries."""
     params = abstract_params(model, mesh)
     trained = params if config.lora is None else abstract_adapter(model, mesh)
-    moments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(optimizer.init, trained)))
+    moments = abstract_optimizer_state(optimizer, trained, replicated(mesh), in_host=config.optim.host_memory)
     copies = config.rollout.policy_lag
     # An adapter that is switched off, or another one, has no weights of its own.
     own = config.reference.source == "checkpoint" or config.lora is None
     references = device_bytes(params) if Plan.of(config).reference and own else 0
     adapter = 0 if config.lora is None else device_bytes(trained)
-    moments_of_device = 0 if config.optim.host_memory else moments // (mesh.shape["fsdp"] * mesh.shape["tensor"])
-    return device_bytes(params) + adapter + references + copies * device_bytes(trained) + moments_of_device
+    return device_bytes(params) + adapter + references + copies * device_bytes(trained) + device_bytes(moments)
 
 
 def _cache_bytes(config: Config, model: Decoder, *, data: int, tensor: int) -> int:

@@ -20,10 +20,10 @@ from train.models import Decoder
 from train.models.sharding import make_mesh, replicated
 from train.references import warn_of_other_base
 from train.rl.algorithms import make_controllers
-from train.rl.host_memory import HOST, has_host_memory, init_in_host, make_run_optimizer
+from train.rl.host_memory import has_host_memory, make_run_optimizer
 from train.rl.keys import purpose_key
 from train.rl.policy import init_adapter, init_params, init_value_head
-from train.rl.state import TrainState, initial_state
+from train.rl.state import HOST, TrainState, initial_state
 from train.rollouts.context import RunContext
 from train.rollouts.lag import initial_past
 from train.run.base import load_initial_base, quantize_if_needed, record_folder
@@ -159,9 +159,8 @@ def first_state(
         trainable = {"adapter": load_initial_adapter(config, model, mesh)}
     if Plan.of(config).value_head:
         trainable["value_head"] = init_value_head(model, purpose_key(config.seed, "value_head"), mesh)
-    scalar = replicated(mesh)
-    opt_state = init_in_host(optimizer, trainable, scalar) if config.optim.host_memory else None
-    state = initial_state(trainable, optimizer, make_controllers(config), scalar, opt_state)
+    controllers = make_controllers(config)
+    state = initial_state(trainable, optimizer, controllers, replicated(mesh), in_host=config.optim.host_memory)
     return dataclasses.replace(state, past=initial_past(trainable, config.rollout.policy_lag))
 
 

@@ -14,14 +14,14 @@ from train.config.errors import GuardError
 from train.config.plan import Layout
 from train.config.schema import Config
 from train.data.prompts import Supervised, SupervisedBatch
-from train.distributed import held_rows, place_whole
+from train.distributed import held_rows
 from train.models import Decoder
 from train.models.rows import shard_rows
 from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.algorithms import chain_optimizer
 from train.rl.policy import token_stats
-from train.rl.state import keep_unless
+from train.rl.state import init_optimizer_state, keep_unless
 from train.rl.tracing import traced_once
 from train.rollouts.context import RunContext
 from train.run.guard import nonfinite_array
@@ -96,7 +96,7 @@ def warm_start(context: RunContext, params: Tree, data: Supervised, report: Repo
     if section.steps == 0:
         return params
     optimizer = make_optimizer(config)
-    opt_state = jax.tree.map(lambda x: x if x.ndim else place_whole(x, replicated(mesh)), optimizer.init(params))
+    opt_state = init_optimizer_state(optimizer, params, replicated(mesh))
     # The step donates its weights, so the first ones are copied.
     params = jax.tree.map(jnp.copy, params)
     compiled = make_step(config, model, optimizer, (params, opt_state), mesh)

@@ -12,7 +12,7 @@ from tests.tiny import config_of, mesh_of, model_of, state_of
 from train.config.errors import UserError
 from train.plan.abstract import abstract_reference, abstract_state
 from train.plan.shapes import PUBLISHED
-from train.rl.algorithms import make_optimizer
+from train.rl.host_memory import make_run_optimizer
 from train.rl.policy import init_adapter
 
 CASES = {
@@ -22,24 +22,27 @@ CASES = {
     "lag": ("rollout.policy_lag=2",),
     "lion": ("optim.optimizer=lion",),
     "muon": ("optim.optimizer=muon",),
+    "adafactor": ("optim.optimizer=adafactor",),
+    "moments in host memory": ("optim.host_memory=true",),
     "controller": ("kl.reward={coef: 0.1, controller: {type: adaptive, target: 0.1, horizon: 100}}",),
 }
 
 
 def described(tree: Any) -> dict[str, tuple]:
-    """Shape, type and the parts that each axis is split into, by path."""
+    """Shape, type, the parts that each axis is split into, the number of devices, and the memory, by path."""
 
     def parts(x: Any) -> tuple[int, ...]:
         return tuple(a // b for a, b in zip(x.shape, x.sharding.shard_shape(x.shape), strict=True))
 
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path): (x.shape, jnp.dtype(x.dtype), parts(x)) for path, x in leaves}
+    places = {path: (x.sharding.num_devices, x.sharding.memory_kind or "device") for path, x in leaves}
+    return {jax.tree_util.keystr(path): (x.shape, jnp.dtype(x.dtype), parts(x), *places[path]) for path, x in leaves}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_state_is_that_of_a_run(name):
     config, mesh = config_of(*CASES[name]), mesh_of(2, 2, 1)
-    optimizer = make_optimizer(config.optim)
+    optimizer = make_run_optimizer(config.optim)
     state, base = abstract_state(config, model_of(config), optimizer, mesh)
     assert described(state) == described(state_of(config, optimizer, mesh))
     assert (base is None) == (config.lora is None)
@@ -47,7 +50,7 @@ def test_the_state_is_that_of_a_run(name):
 
 def test_arrays_of_the_state_are_counted_once():
     config, mesh = config_of("rollout.policy_lag=2"), mesh_of(2, 2, 1)
-    state, _ = abstract_state(config, model_of(config), make_optimizer(config.optim), mesh)
+    state, _ = abstract_state(config, model_of(config), make_run_optimizer(config.optim), mesh)
     assert state.past is not None
     weights = {id(x) for x in jax.tree.leaves(state.trainable)}
     past = [id(x) for x in jax.tree.leaves(state.past)]
@@ -59,7 +62,7 @@ def test_arrays_of_the_state_are_counted_once():
 def reference_of(*overrides: str) -> Any:
     config, mesh = config_of(*overrides), mesh_of(2, 2, 1)
     model = model_of(config)
-    state, _ = abstract_state(config, model, make_optimizer(config.optim), mesh)
+    state, _ = abstract_state(config, model, make_run_optimizer(config.optim), mesh)
     return state, abstract_reference(config, model, mesh, state)
 
 
@@ -105,6 +108,6 @@ def test_a_teacher_has_the_shape_of_its_folder(tmp_path):
 def test_the_adapter_of_a_run_has_these_shapes():
     config, mesh = config_of("lora.rank=2"), mesh_of(2, 2, 1)
     model = model_of(config)
-    state, _ = abstract_state(config, model, make_optimizer(config.optim), mesh)
+    state, _ = abstract_state(config, model, make_run_optimizer(config.optim), mesh)
     drawn = init_adapter(model, jax.random.key(0), mesh)
     assert described(state.trainable["adapter"]) == described(drawn)

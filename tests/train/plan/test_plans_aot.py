@@ -27,13 +27,13 @@ from train.plan.programs import AbstractRun
 ROOT = pathlib.Path(__file__).parents[3]
 CONFIG = ROOT / "tests" / "train" / "plan" / "tiny.yaml"
 pytestmark = pytest.mark.slow
-# Topology and slices.
+# Topology, slices, and overrides of the config.
 TARGETS = {
-    "v5e": ("v5e:4x4", 1),
-    "two slices": ("v5e:4x4", 2),
-    "v5p": ("v5p:2x2x4", 1),
-    "v6e": ("v6e:4x4", 1),
-    "h200": ("h200:2x8", 1),
+    "v5e": ("v5e:4x4", 1, ()),
+    "two slices": ("v5e:4x4", 2, ()),
+    "v5p": ("v5p:2x2x4", 1, ()),
+    "v6e": ("v6e:4x4", 1, ("optim.host_memory=true",)),
+    "h200": ("h200:2x8", 1, ()),
 }
 BUDGET_MIB = 256
 """The most that a device may need; all logits of a micro-batch alone would be 96 MiB, with their gradient 192."""
@@ -47,13 +47,21 @@ def reason_to_skip(platform: str) -> str | None:
 
 def planned(target: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The plan of a target, and its compiled programs by name."""
-    topology, slices = TARGETS[target]
+    topology, slices, overrides = TARGETS[target]
     reason = reason_to_skip("cuda" if topology.startswith("h") else "tpu")
     if reason is not None:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory() as directory:
         file = pathlib.Path(directory) / "plan.json"
-        command = [environments.interpreter(compiler.DEFAULT), "-m", "train.plan", CONFIG, "--topology", topology]
+        command = [
+            environments.interpreter(compiler.DEFAULT),
+            "-m",
+            "train.plan",
+            CONFIG,
+            *overrides,
+            "--topology",
+            topology,
+        ]
         command += ["--slices", str(slices), "--json", file, "--keep", directory]
         done = subprocess.run(
             list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False, timeout=900
@@ -114,6 +122,15 @@ def check_each_pass_gathers_the_head_once(target: str, plan: dict[str, Any], tex
         assert 0 < gathered <= 1.01 * passes * whole, (name, found)
 
 
+def check_moments_are_where_the_config_has_them(target: str, plan: dict[str, Any], texts: dict[str, str]) -> None:
+    in_host = bool(TARGETS[target][2])
+    found = plan["host" if in_host else "resident"]["optimizer"]
+    assert 2 * plan["resident"]["parameters"] <= found <= 2 * plan["resident"]["parameters"] + 64
+    # Arguments: weights, batch, and moments that are on the devices.
+    on_device = program(plan, "update")["arguments"] - plan["resident"]["parameters"]
+    assert (on_device < found) == in_host
+
+
 def check_only_several_islands_use_the_network(target: str, plan: dict[str, Any], texts: dict[str, str]) -> None:
     update = program(plan, "update")["work"]
     islands = target in ("two slices", "h200")
@@ -134,6 +151,7 @@ def test_what_is_planned(target):
         check_no_array_has_all_logits,
         check_the_whole_state_is_donated,
         check_each_pass_gathers_the_head_once,
+        check_moments_are_where_the_config_has_them,
         check_only_several_islands_use_the_network,
     ):
         check(target, plan, texts)

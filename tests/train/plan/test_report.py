@@ -16,7 +16,7 @@ from train.hardware.topology import parse_topology
 from train.plan.__main__ import main
 from train.plan.programs import AbstractRun
 from train.plan.report import HardwareReport, ProgramReport, markdown, summary, tables
-from train.rollouts.layout import device_bytes
+from train.rollouts.layout import device_bytes, host_bytes
 
 GIB = 2**30
 KL = "kl.loss.coef=0.1"
@@ -41,6 +41,27 @@ def test_the_programs_of_a_step():
     assert programs["sample"].beside == resident["optimizer"] + resident["reference"]
 
 
+def test_an_evaluation_is_planned_if_it_needs_more_than_a_rollout():
+    in_place = "rollout.in_place=true"
+    few, many = (AbstractRun.of(config_of(in_place, f"eval.batch_size={n}"), mesh_of(2, 2, 1)) for n in (4, 16))
+    assert "evaluate" not in [program.name for program in few.lower()]
+    programs = {program.name: program for program in many.lower()}
+    assert programs["evaluate"].runs == 0
+    # 16 prompts with a completion each, in place of 4 with two.
+    sizes = [programs[name].parts["KV cache"] for name in ("evaluate", "sample")]
+    assert sizes[0] * (8 * 9 + 4 * 5) == sizes[1] * (16 * 9 + 16 * 5)
+
+
+def test_moments_in_the_memory_of_the_host_are_counted_there():
+    config = config_of("optim.host_memory=true", "rollout.in_place=true")
+    run = AbstractRun.of(config, mesh_of(2, 2, 1))
+    optimizer, weights = run.resident()["optimizer"], run.state.trainable
+    assert host_bytes(optimizer) == 2 * device_bytes(weights)
+    # The count of steps.
+    assert device_bytes(optimizer) == 4
+    assert "the memory of the host holds for each device, in GiB: optimizer 3.00" in summary(make(program()))
+
+
 def test_an_update_for_this_machine_is_the_one_of_a_run():
     config = config_of(KL, "rollout.in_place=true")
     run = AbstractRun.of(config, mesh_of())
@@ -61,7 +82,9 @@ def make(*programs: ProgramReport) -> HardwareReport:
     topology = parse_topology("v5e:4x4", 2)
     mesh = {"data": 2, "fsdp": 16, "tensor": 1, "slices": 2}
     usable = topology.device.usable
-    return HardwareReport(topology, mesh, "sampling: in place", usable, {"parameters": GIB}, programs)
+    return HardwareReport(
+        topology, mesh, "sampling: in place", usable, {"parameters": GIB}, {"optimizer": 3 * GIB}, programs
+    )
 
 
 def test_what_fits_and_what_does_not():
