@@ -37,7 +37,7 @@ RUN_AGAIN := $(addprefix tests/integration/test_smoke_run.py::,\
 TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
   test_resume.py::test_interrupted_run_saves_says_so_and_continues)
 
-.PHONY: train test test-quick test-thorough test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
+.PHONY: train test test-accelerator test-quick test-thorough test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
 
 $(VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(VENV))
@@ -100,6 +100,11 @@ $(AOT_VENV)/.ready: pyproject.toml uv.lock
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compilers of TPUs and GPUs plan
 	$(BIN)/python $(PYTEST) -m "not thorough" tests/benchmarks/test_head_aot_plans.py \
 	  tests/train/rollouts/test_layout_plans.py tests/train/plan/test_plans_aot.py $(ARGS)
+
+# On a machine with a GPU or TPU, with the JAX that is installed there; its releases may warn of other things.
+test-accelerator: ## the recorded results, the attention kernel and a run of the trainer, on the device of this machine
+	JAX_PLATFORMS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m accelerator -W default \
+	  tests/kljax/test_goldens_narrow.py tests/train/test_accelerator.py $(ARGS)
 
 # vLLM on a CPU: a build by a third party, 3.5 GB with its torch; why each step is there is in tests/goldens/vllm/record.py.
 $(VLLM_VENV)/.ready:

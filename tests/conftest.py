@@ -8,7 +8,9 @@ import hypothesis
 from tests import processes, xla
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla.flags(devices=8)}".strip()
+# On an accelerator (`make test-accelerator`) the flags of the CPU's compiler would make slow programs.
+flags = xla.flags(devices=8) if os.environ["JAX_PLATFORMS"] == "cpu" else ""
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 processes.hear_interrupts()
 # A program says where its operations come from for a debugger, which tests do not have.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"

@@ -1,7 +1,6 @@
 """Time and machine of a measurement."""
 
 import datetime
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -11,6 +10,7 @@ from typing import Any
 
 import jax
 
+import kljax
 from benchmarks.harness.process import ROOT
 
 
@@ -40,7 +40,7 @@ def load() -> float | None:
 
 def release() -> str:
     """Returns the version of kljax and the commit of this checkout if it is one, marked if files changed."""
-    version = importlib.metadata.version("kljax")
+    version = kljax.__version__
     command = ["git", "describe", "--always", "--dirty=, changed", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

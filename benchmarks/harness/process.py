@@ -49,6 +49,15 @@ class Remote:
             raise RemoteError(reply["error"])
         return reply["result"]
 
+    def kill(self) -> None:
+        """Ends the process at once; what it is asked fails."""
+        self._process.kill()
+
+    @property
+    def alive(self) -> bool:
+        """Tells whether the process still runs."""
+        return self._process.poll() is None
+
     def _tail(self) -> str:
         return "" if self._log is None else f"\n{self._log.read_text(errors='replace').strip()[-2000:]}"
 

@@ -52,10 +52,14 @@ class Case:
 
     def given(self, name: str) -> jax.Array:
         """An input; masks as booleans. The generated cases on one batch share its arrays."""
+        return jnp.asarray(self.recorded(name))
+
+    def recorded(self, name: str) -> np.ndarray:
+        """An input as it is stored."""
         assert name in self.inputs, f"{self.id} did not read {name}"
         place = f"{self.id}/in/{name}" if self.file == SHARED else f"{self.params['batch']}/{name}"
         value = _arrays(self.file)[place]
-        return jnp.asarray(value.astype(bool) if name == "mask" else value)
+        return value.astype(bool) if name == "mask" else value
 
     def result(self, name: str) -> np.ndarray:
         """What PyTorch gave."""
@@ -94,7 +98,7 @@ class Case:
         value, pull_back = jax.vjp(function, self.given(of))
         self.assert_matches(value, self.result("value"))
         cotangent = self.given("cotangent") if "cotangent" in self.inputs else jnp.ones_like(value)
-        gradient = pull_back(cotangent)[0]
+        gradient = pull_back(cotangent.astype(value.dtype))[0]
         self.assert_matches(gradient, self.result("grad") if "grad" in self.outputs else np.zeros(gradient.shape))
 
 

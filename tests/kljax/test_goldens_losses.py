@@ -152,7 +152,7 @@ def test_art_with_the_centred_adjustment(case: cases.Case) -> None:
 
     def loss(lp: jax.Array) -> jax.Array:
         # ART divides the mean KL by n + 1e-6, so its shifts sum to zero only up to that; here the mean is exact.
-        mean = kljax.masked_mean(lp - ref, mask)
+        mean = kljax.masked_mean(lp.astype(jnp.float64) - ref.astype(jnp.float64), mask)
         adjusted, used = kljax.centered_kl_advantages(
             advantages, lp, ref, mask, coef=params["kl_penalty_coef"], estimator="k1", mean_kl=factor * mean
         )

@@ -126,14 +126,17 @@ def test_prime_rl_kl_term(case: cases.Case) -> None:
     kl_tau = case.params["kl_tau"] if default else 1e-3
 
     def policy_part(lp: jax.Array) -> jax.Array:
-        diff = jnp.exp(lp) - jnp.exp(rollout)
+        # What is written out here is not rounded to the type of narrow inputs.
+        lp, old = lp.astype(jnp.float64), rollout.astype(jnp.float64)
+        diff = jnp.exp(lp) - jnp.exp(old)
         if default:
-            signal = case.params["adv_tau"] * case.given("advantages")
+            advantages = case.given("advantages").astype(jnp.float64)
+            signal = case.params["adv_tau"] * advantages
             too_high, too_low = diff > case.params["dppo_mask_high"], diff < -case.params["dppo_mask_low"]
-            dropped = jnp.where(case.given("advantages") > 0, too_high, too_low)
+            dropped = jnp.where(advantages > 0, too_high, too_low)
         else:
             signal, dropped = jax.lax.stop_gradient(case.given("ref_log_probs") - lp), diff < -0.2
-        return -jnp.where(mask & ~dropped, signal * jnp.exp(lp - rollout), 0)
+        return -jnp.where(mask & ~dropped, signal * jnp.exp(lp - old), 0)
 
     def loss(lp: jax.Array) -> jax.Array:
         kl = 2 * kljax.rollout_kl_loss(lp, rollout, mask, estimator="k2")

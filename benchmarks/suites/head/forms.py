@@ -46,7 +46,7 @@ class Form:
     framework: str
     baseline: str
     matmuls: float
-    devices: tuple[str, ...] = ("cpu", "gpu")
+    devices: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
 
 FORMS = (
@@ -86,7 +86,10 @@ def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]
     Raises:
       ValueError: if a name is unknown on the device.
     """
-    known = {form.name: form for form in FORMS if device in form.devices}
+    # PyTorch runs on no TPU here.
+    known = {
+        form.name: form for form in FORMS if device in form.devices and (device, form.framework) != ("tpu", "torch")
+    }
     if names is None:
         return known
     unknown = sorted(set(names) - set(known))
@@ -108,6 +111,10 @@ class FormsContender:
 
     def versions(self) -> dict[str, str]:
         """Returns the versions of the libraries."""
+        raise NotImplementedError
+
+    def redraw(self, tokens: int, width: int, vocab: int) -> None:
+        """Puts random arrays of a size, which the device draws, in place of the inputs."""
         raise NotImplementedError
 
     def outputs(self, name: str) -> Sequence[Any]:

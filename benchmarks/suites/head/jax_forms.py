@@ -215,6 +215,10 @@ class JaxForms(FormsContender):
     def __init__(self, inputs: Inputs, options: Options, releases: pathlib.Path | None = None) -> None:
         super().__init__(inputs, options, releases)
         self.device = jax.devices(options.device)[0]
+        self._put(inputs)
+
+    def _put(self, inputs: Inputs) -> None:
+        self.inputs, options = inputs, self.options
         self._compiled: dict[str, tuple[jax.stages.Compiled, tuple[Any, ...]]] = {}
 
         def put(array: np.ndarray, dtype: Any = None) -> Array:
@@ -229,6 +233,12 @@ class JaxForms(FormsContender):
 
     def versions(self) -> dict[str, str]:
         return {"jax": jax.__version__, "kljax": release()}
+
+    def redraw(self, tokens: int, width: int, vocab: int) -> None:
+        dtype = jnp.bfloat16 if self.options.dtype == "bf16" else jnp.float32
+        del self._compiled, self._hidden, self._head, self._all, self._half
+        with jax.default_device(self.device):
+            self._put(Inputs(**draw_arrays(tokens, width, vocab, dtype)))
 
     def prepare(self, name: str) -> None:
         if name in self._compiled:
@@ -252,6 +262,26 @@ class JaxForms(FormsContender):
 
     def arrays(self, outputs: Sequence[Any]) -> list[np.ndarray]:
         return [np.asarray(output, np.float32) for output in outputs]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def draw_arrays(tokens: int, width: int, vocab: int, dtype: Any) -> dict[str, Any]:
+    """Draws the fields of `Inputs` on the device, from the distributions of `problem.make_inputs`."""
+    keys, third = jax.random.split(jax.random.key(0), 6), jnp.arange(tokens) % 3 == 0
+    hidden = jax.random.normal(keys[0], (tokens, width), dtype)
+    head = jax.random.normal(keys[1], (width, vocab), dtype) * jnp.asarray(2 * width**-0.5, dtype)
+    targets = jax.random.randint(keys[2], (tokens,), 0, vocab)
+    log_probs = kljax.log_probs_from_hidden(hidden, kljax.Head(head), targets).log_prob
+    shift = jax.random.uniform(keys[3], (tokens,), minval=-0.1, maxval=0.1)
+    return {
+        "hidden": hidden,
+        "head": head,
+        "targets": targets,
+        "advantages": jax.random.normal(keys[4], (tokens,)),
+        "old_log_probs": log_probs - jnp.where(third, 0.4 * jnp.sign(shift), shift),
+        "mask": jnp.arange(tokens) % 2 == 0,
+        "ref_hidden": hidden + jax.random.normal(keys[5], hidden.shape, dtype) * jnp.asarray(0.1, dtype),
+    }
 
 
 def load(inputs: str, options: dict[str, Any]) -> JaxForms:

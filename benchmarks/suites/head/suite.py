@@ -46,10 +46,11 @@ TARGETS = {
         Target("time", "fused_lora", "tile_lora", 0.75),
         Target("time", "fused_kl", "fused", 1.4),
     ),
-    "gpu": (Target("time", "tile", "liger", 1.0), Target("time", "tile", "torch_chunk", 1.0)),
+    "gpu": (Target("time", "fused_plain", "liger", 1.0), Target("time", "fused", "torch_chunk", 1.0)),
+    "tpu": (),
 }
 # Part of the machine's matmul rate, at least.
-RATE = {"cpu": 0.85, "gpu": 0.65}
+RATE = {"cpu": 0.85, "gpu": 0.65, "tpu": 0.65}
 RATE_TITLE = "kljax, part of the matmul rate, recomputed matmuls included"
 COLUMNS = (
     ("contender", ""),

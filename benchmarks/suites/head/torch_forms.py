@@ -55,6 +55,16 @@ def load_releases(releases: pathlib.Path) -> dict[str, Any]:
     return {"trl": trl.ChunkedLogProbFunction, "verl": verl, "liger": liger.LigerFusedLinearGRPOLoss}
 
 
+def load_installed() -> dict[str, Any]:
+    """Imports Liger's operation if this environment has it, as on a machine without network."""
+    found = importlib.util.find_spec("liger_kernel")
+    if found is None or not found.submodule_search_locations:
+        return {}
+    _bare(pathlib.Path(found.submodule_search_locations[0]).parent, "liger_kernel.chunked_loss")
+    module = importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
+    return {"liger": module.LigerFusedLinearGRPOLoss}
+
+
 def _stub(name: str, **attributes: Any) -> types.ModuleType:
     """Registers a module with these names alone."""
     module = types.ModuleType(name)
@@ -83,25 +93,49 @@ class TorchForms(FormsContender):
         self.device = torch.device("cuda" if options.device == "gpu" else "cpu")
         if options.threads and options.device == "cpu":
             torch.set_num_threads(options.threads)
-        dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
-
-        def put(array: np.ndarray, dtype: Any = None) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, dtype)
-
-        # A head is `[V, D]` in PyTorch.
-        self.hidden = put(inputs.hidden, dtype).requires_grad_()
-        self.head = put(inputs.head.T, dtype).requires_grad_()
-        self.targets = put(inputs.targets, torch.int64)
-        self.old_log_probs, self.advantages = put(inputs.old_log_probs), put(inputs.advantages)
-        assert releases is not None
-        self.libraries = load_releases(releases)
+        self.dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+        self._put(inputs)
+        self.libraries = load_installed() if releases is None else load_releases(releases)
         self._compiled = options.device == "gpu"
         self._chunk_stats = torch.compile(chunk_stats) if self._compiled else chunk_stats
-        if self._compiled:
+        if self._compiled and "verl" in self.libraries:
             verl = self.libraries["verl"]
             for name in ("_fused_linear_for_ppo_fwd", "_fused_linear_for_ppo_bwd"):
                 if not hasattr(getattr(verl, name), "_torchdynamo_orig_callable"):
                     setattr(verl, name, torch.compile(getattr(verl, name)))
+
+    def _put(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+
+        def put(array: Any, dtype: Any = None) -> Tensor:
+            return torch.as_tensor(array).to(self.device, dtype).contiguous()
+
+        # A head is `[V, D]` in PyTorch.
+        self.hidden = put(inputs.hidden, self.dtype).requires_grad_()
+        self.head = put(inputs.head.T, self.dtype).requires_grad_()
+        self.targets = put(inputs.targets, torch.int64)
+        self.old_log_probs, self.advantages = put(inputs.old_log_probs), put(inputs.advantages)
+
+    def redraw(self, tokens: int, width: int, vocab: int) -> None:
+        del self.hidden, self.head
+        torch.manual_seed(0)
+        options = {"device": self.device, "dtype": self.dtype}
+        hidden = torch.randn(tokens, width, **options)
+        head = torch.randn(vocab, width, **options) * 2 / width**0.5
+        targets = torch.randint(vocab, (tokens,), device=self.device)
+        rows = zip(hidden.split(TOKEN_CHUNK), targets.split(TOKEN_CHUNK), strict=True)
+        with torch.no_grad():
+            log_probs = torch.cat([chunk_stats(states, head, ids)[0] for states, ids in rows])
+        drawn: dict[str, Any] = {
+            "hidden": hidden,
+            "head": head.T,
+            "targets": targets,
+            "advantages": torch.randn(tokens, device=self.device),
+            "old_log_probs": log_probs + 0.05 * torch.randn(tokens, device=self.device),
+            "mask": torch.arange(tokens, device=self.device) % 2 == 0,
+            "ref_hidden": hidden,
+        }
+        self._put(Inputs(**drawn))
 
     def versions(self) -> dict[str, str]:
         cuda = {"cuda": str(torch.version.cuda)} if self.options.device == "gpu" else {}
@@ -134,20 +168,25 @@ class TorchForms(FormsContender):
         return int(torch.cuda.max_memory_allocated() - before - sum(output.nbytes for output in outputs))
 
     def _trl(self, chunk: int) -> Tensor:
-        log_probs, entropies, *_ = self.libraries["trl"].apply(
+        log_probs, entropies, *_ = self._library("trl").apply(
             self.hidden, self.head, None, self.targets, 1.0, chunk, None, 1.0, ("entropy",)
         )
         return ppo_loss(log_probs, entropies, self.old_log_probs, self.advantages)
 
     def _verl(self) -> Tensor:
-        log_probs, entropies = self.libraries["verl"].FusedLinearForPPO()(self.hidden, self.head, self.targets)
+        log_probs, entropies = self._library("verl").FusedLinearForPPO()(self.hidden, self.head, self.targets)
         return ppo_loss(log_probs, entropies, self.old_log_probs, self.advantages)
+
+    def _library(self, name: str) -> Any:
+        if name not in self.libraries:
+            raise ModuleNotFoundError(f"{name} is not installed here")
+        return self.libraries[name]
 
     def _liger(self) -> Tensor:
         # Its advantages are per sequence, so every token is a sequence here. All are one chunk, because each chunk adds
         # a gradient of the whole head.
         tokens = len(self.targets)
-        operation = self.libraries["liger"](
+        operation = self._library("liger")(
             beta=0.0, use_ref_model=False, chunk_size=tokens, compiled=self._compiled,
             epsilon_low=CLIP, epsilon_high=CLIP,
         )  # fmt: skip
@@ -170,6 +209,7 @@ class TorchForms(FormsContender):
         return ppo_loss(log_probs, entropies, self.old_log_probs, self.advantages)
 
 
-def load(inputs: str, options: dict[str, Any], releases: str) -> TorchForms:
-    """Loads the arrays of a directory, and the releases."""
-    return TorchForms(Inputs.load(pathlib.Path(inputs)), Options(**options), pathlib.Path(releases))
+def load(inputs: str, options: dict[str, Any], releases: str | None = None) -> TorchForms:
+    """Loads the arrays of a directory, and the releases; without them, what is installed."""
+    directory = None if releases is None else pathlib.Path(releases)
+    return TorchForms(Inputs.load(pathlib.Path(inputs)), Options(**options), directory)

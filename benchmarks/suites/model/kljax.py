@@ -169,7 +169,7 @@ class KljaxContender(ModelContender):
 
 @dataclasses.dataclass
 class Programs:
-    """The compiled functions of an RL step, and the state that they update."""
+    """The compiled functions of an RL step, the state that they update, and the frozen base under an adapter."""
 
     config: Config
     reference: Reference
@@ -177,16 +177,17 @@ class Programs:
     prepare: Callable[..., Any]
     run: Callable[..., Any]
     state: TrainState
+    base: Any = None
 
     def update(self, batch: Batch, advantages: np.ndarray | None = None) -> None:
         """Scores, prepares and updates; given `[rows]` advantages replace the computed ones."""
-        batch = self.score(self.state.trainable, None, self.reference, batch)
+        batch = self.score(self.state.trainable, self.base, self.reference, batch)
         batch, _, _ = self.prepare(batch, self.state.controllers)
         if advantages is not None:
             tokens = jnp.where(batch.completion_mask, advantages[:, None], 0)
             batch = dataclasses.replace(batch, advantages=tokens)
         for rows in update_rows(self.config, jax.random.key(0)):
-            self.state, metrics = self.run(self.state, None, batch, rows, coefficients(self.config))
+            self.state, metrics = self.run(self.state, self.base, batch, rows, coefficients(self.config))
         jax.block_until_ready((self.state, metrics))
 
 

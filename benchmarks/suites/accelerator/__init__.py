@@ -1,0 +1,1 @@
+"""The measurements on an accelerator: parity, the head, attention, sampling and updates."""

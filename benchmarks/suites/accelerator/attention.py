@@ -1,0 +1,104 @@
+"""Attention of whole sequences, value and gradient: the kernel that the decoder chooses here, against XLA."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness.measure import relative_distance
+from benchmarks.harness.race import race_programs
+from benchmarks.harness.results import ratio
+from train.models.attention import AttentionMask, AttentionOptions, attend, causal_mask
+from train.models.kernels import choose_kernel
+
+ROUNDS = 5
+# Rounding of scores and weights to bfloat16 leaves 1e-2.
+TOLERANCE = 3e-2
+
+
+class Shape(NamedTuple):
+    """Rows, tokens, query heads, key-value heads, head width, and the window of a sliding layer or None."""
+
+    rows: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+SHAPES = {
+    "Qwen3-0.6B, 16 x 1,024": Shape(16, 1024, 16, 8, 128),
+    "Qwen3-8B, 4 x 4,096": Shape(4, 4096, 32, 8, 128),
+    "Qwen3-8B, 4 x 4,096, window of 1,024": Shape(4, 4096, 32, 8, 128, 1024),
+}
+TINY = {"tiny": Shape(2, 128, 4, 2, 16)}
+
+
+class AttentionContender:
+    """Times attention of one shape after the other."""
+
+    def __init__(self, shapes: dict[str, Shape]) -> None:
+        self.shapes = shapes
+
+    def versions(self) -> dict[str, str]:
+        """Returns the versions of the libraries."""
+        return {"jax": jax.__version__}
+
+    def rows(self, of: str, seconds: float) -> list[dict[str, Any]]:
+        """Times value and gradients of a shape in bfloat16, in interleaved rounds.
+
+        Raises:
+          ValueError: the kernel's output or gradients are not those of XLA.
+        """
+        shape = self.shapes[of]
+        keys = jax.random.split(jax.random.key(0), 4)
+        sizes = [shape.heads, shape.kv_heads, shape.kv_heads, shape.heads]
+        arrays = [
+            jax.random.normal(key, (shape.rows, shape.tokens, heads, shape.head_dim), jnp.bfloat16)
+            for key, heads in zip(keys, sizes, strict=True)
+        ]
+        mask = causal_mask(jnp.ones((shape.rows, shape.tokens), bool), None, shape.window)
+        kernel = choose_kernel(arrays[0], arrays[1], None)
+        masks = {"XLA": dataclasses.replace(mask, segments=None)} | ({kernel: mask} if kernel else {})
+        programs = {name: _compiled(one, shape.window is not None, arrays) for name, one in masks.items()}
+        found = race_programs({name: run for name, (run, _) in programs.items()}, ROUNDS)
+        row: dict[str, Any] = {"name": of, "kernel": kernel or "none here"}
+        for column, name in (("xla", "XLA"), ("own", kernel)):
+            if name is not None:
+                if found[name].problem is not None:
+                    row["problem"] = f"{name}: {found[name].problem}"
+                best = found[name].best("wall")
+                row |= {f"{column}_ms": best and 1e3 * best, f"{column}_bytes": programs[name][1]}
+        row["speed"] = ratio(row.get("xla_ms"), row.get("own_ms"))
+        if row["speed"] is not None and kernel is not None:
+            row["differs"] = _distance(programs[kernel][0](), programs["XLA"][0]())
+            if not row["differs"] <= TOLERANCE:
+                row["problem"] = f"{kernel} differs from XLA by {row['differs']:.0e}, expected at most {TOLERANCE:.0e}"
+        return [row]
+
+
+def _compiled(mask: AttentionMask, sliding: bool, arrays: list[jax.Array]) -> tuple[Callable[[], Any], int | None]:
+    """Compiles output and gradients; returns the program with its arguments, and its temporary bytes."""
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array, mask: AttentionMask) -> Any:
+        options = AttentionOptions(sliding)
+        output, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask, options), query, key, value)
+        return output, *pull(cotangent)
+
+    compiled = jax.jit(run).lower(*arrays, mask).compile()
+    plan = compiled.memory_analysis()
+    return lambda: compiled(*arrays, mask), None if plan is None else int(plan.temp_size_in_bytes)
+
+
+def _distance(actual: Any, expected: Any) -> float:
+    pairs = zip(actual, expected, strict=True)
+    return max(relative_distance(np.asarray(a, np.float32), np.asarray(b, np.float32)) for a, b in pairs)
+
+
+def load(tiny: bool) -> AttentionContender:
+    """Returns the contender."""
+    return AttentionContender(TINY if tiny else SHAPES)

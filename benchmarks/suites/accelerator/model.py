@@ -1,0 +1,190 @@
+"""Sampling and updates of a random model on one device, by the trainer's own programs."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kljax
+from benchmarks.suites.model.kljax import Programs
+from train.config.load import parse
+from train.config.plan import Layout
+from train.config.schema import Config
+from train.hardware.devices import find_device
+from train.models.config import PROJECTIONS, DecoderConfig
+from train.models.sharding import make_mesh
+from train.plan.shapes import planned_model
+from train.rl.algorithms import make_optimizer
+from train.rl.batch import Batch
+from train.rl.keys import purpose_key
+from train.rl.policy import init_params
+from train.rl.reference import Reference, drop_shared_base
+from train.rl.state import policy_of
+from train.rl.step import make_prepare, make_score, make_update
+from train.rollouts import rollout_programs
+from train.rollouts.context import RunContext
+from train.run.setup import first_state
+
+ROUNDS = 2
+LORA = {"rank": 32, "alpha": 64.0, "targets": list(PROJECTIONS)}
+
+
+def config_of(name: str, *, lora: bool) -> Config:
+    """Returns the config of GRPO with a KL to the base in the loss; "tiny" is the model for a laptop."""
+    tiny = name == "tiny"
+    model = {"path": name, "dtype": "bfloat16", "param_dtype": "bfloat16" if lora else "float32"}
+    raw: dict[str, Any] = {
+        "steps": 1,
+        "model": "tiny" if tiny else model,
+        "data": {"max_prompt_length": 8, "max_completion_length": 8},
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2},
+        "kl": {"loss": {"coef": 0.04}},
+    }
+    if not tiny:
+        raw["data"] = {"max_prompt_length": 256, "max_completion_length": 768}
+        raw["rollout"] = {"prompts_per_step": 16, "samples_per_prompt": 8}
+        raw["optim"] = {"micro_batches": 4}
+    return parse(raw | ({"lora": LORA} if lora else {}))[0]
+
+
+class TrainerContender:
+    """Runs one model: "NAME lora" or "NAME full"."""
+
+    def versions(self) -> dict[str, str]:
+        """Returns the versions of the libraries."""
+        return {"kljax": kljax.__version__, "jax": jax.__version__}
+
+    def rows(self, of: str, seconds: float) -> list[dict[str, Any]]:
+        """Samples a batch and updates on it, until the fastest of some rounds is known or the seconds are over."""
+        until, (name, weights) = time.monotonic() + seconds, of.split()
+        config, device = config_of(name, lora=weights == "lora"), jax.devices()[0]
+        context = context_of(config)
+        base = init_params(context.model, purpose_key(0, "params"), context.mesh)
+        with jax.set_mesh(context.mesh):
+            programs = programs_of(context, base)
+            sampler = rollout_programs(context)[config.data.max_prompt_length]
+            prompts = draw_prompts(config, context.model.config.vocab_size)
+            row: dict[str, Any] = {"name": of}
+            times: dict[str, list[float]] = {"sample": [], "update": []}
+            for index in range(ROUNDS + 1):
+                samples, took = _timed(functools.partial(sample, context, sampler, programs, prompts, index))
+                times["sample"] += [took] if index else []
+                sampled = int(samples.completion_mask.sum())
+                row["sample_bytes"] = _peak(device)
+                _, took = _timed(functools.partial(programs.update, batch_of(config, samples)))
+                times["update"] += [took] if index else []
+                row["update_bytes"] = _peak(device)
+                if index and time.monotonic() + 1.5 * (times["sample"][-1] + took) > until:
+                    break
+        counts = {"sample": sampled, "update": tokens_of(config)}
+        known = find_device(device.device_kind)
+        for part, count in counts.items():
+            best = min(times[part])
+            rate = flops_of(context.model.config, config, part, sampled) / best
+            row |= {f"{part}_s": best, f"{part}_rate": count / best, f"{part}_mfu": known and rate / known.flops}
+        return [row]
+
+
+def context_of(config: Config) -> RunContext:
+    """Builds the context of a run on one device without task and prompts."""
+    model, tokenizer = planned_model(config)
+    mesh, none = make_mesh(1, 1, 1), cast(Any, None)
+    return RunContext(
+        config, mesh, model, make_optimizer(config.optim), tokenizer, task=none, prompts=none, held_out=[]
+    )
+
+
+def programs_of(context: RunContext, params: Any) -> Programs:
+    """Makes state, reference and programs of a learner from the weights before RL."""
+    config, model, mesh = context.config, context.model, context.mesh
+    base = None if config.lora is None else params
+    state = first_state(config, model, mesh, params, context.optimizer)
+    # The update donates the weights that it trains, so that the reference has a copy of its own.
+    reference = Reference(model, kljax.Policy(jax.tree.map(jnp.copy, params) if base is None else params))
+    return Programs(
+        config=config,
+        reference=cast(Reference, drop_shared_base(reference, base)),
+        score=make_score(config, model, mesh),
+        prepare=make_prepare(config, mesh),
+        run=make_update(config, model, context.optimizer, state, mesh),
+        state=state,
+        base=base,
+    )
+
+
+def draw_prompts(config: Config, vocab: int) -> jax.Array:
+    """Draws `[prompts, length]` ids, none of them padding."""
+    shape = (config.rollout.prompts_per_step, config.data.max_prompt_length)
+    return jnp.asarray(np.random.default_rng(0).integers(0, vocab, shape, np.int32))
+
+
+def sample(context: RunContext, program: Any, programs: Programs, prompts: jax.Array, index: int) -> Any:
+    """Completes the prompts as the trainer does."""
+    policy, layout = policy_of(programs.state.trainable, programs.base), context.layout
+    with layout.active():
+        samples = program(
+            layout.weights(policy), prompts, jnp.ones(prompts.shape, bool), purpose_key(0, "sample", index)
+        )
+    if programs.base is None:
+        layout.release()
+    return samples
+
+
+def batch_of(config: Config, samples: Any) -> Batch:
+    """Returns the batch of samples, with rewards from their last tokens."""
+    rows = config.rows_per_batch()
+    groups = np.repeat(np.arange(config.rollout.prompts_per_step, dtype=np.int32), config.rollout.samples_per_prompt)
+    return Batch(
+        tokens=samples.tokens,
+        token_mask=samples.token_mask,
+        completion_mask=samples.completion_mask,
+        rewards=(samples.tokens[:, -1] % 2).astype(jnp.float32).reshape(rows),
+        group_ids=jnp.asarray(groups),
+        rollout_log_probs=samples.log_probs,
+    )
+
+
+def tokens_of(config: Config) -> int:
+    """Counts the tokens that an update sends through the layers: a shared prompt once."""
+    prompts = config.rows_per_batch() // Layout.of(config).group
+    return prompts * config.data.max_prompt_length + config.rows_per_batch() * config.data.max_completion_length
+
+
+def flops_of(model: DecoderConfig, config: Config, part: str, sampled: int) -> float:
+    """Counts the operations of the products that a part needs, none of them recomputed.
+
+    A token goes through the weights of the layers, and its query meets half of the keys of its row. An update scores
+    the reference once, then goes forward and backward; a frozen weight has no gradient, which is one product of three.
+    The head works on completions only. Sampling goes through each prompt once.
+    """
+    rows, length = config.rows_per_batch(), config.data.max_prompt_length + config.data.max_completion_length
+    heads, kv_heads = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    layer = model.width * (2 * heads + 2 * kv_heads + 3 * model.mlp_width)
+    token, head = 2 * model.layers * layer, 2 * model.width * model.vocab_size
+    pairs = 2 * model.layers * heads * length
+    if part == "sample":
+        prompts = config.rollout.prompts_per_step * config.data.max_prompt_length
+        return float((token + pairs) * (sampled + prompts) + head * sampled)
+    passes = 3 if config.lora is None else 2
+    completions = rows * config.data.max_completion_length
+    return float(tokens_of(config) * (token * (1 + passes) + pairs * (1 + 3)) + completions * head * (1 + passes))
+
+
+def _timed(run: Callable[[], Any]) -> tuple[Any, float]:
+    begun = time.perf_counter()
+    result = jax.block_until_ready(run())
+    return result, time.perf_counter() - begun
+
+
+def _peak(device: jax.Device) -> int | None:
+    stats = device.memory_stats()
+    return None if not stats else stats.get("peak_bytes_in_use")
+
+
+def load() -> TrainerContender:
+    """Returns the contender."""
+    return TrainerContender()

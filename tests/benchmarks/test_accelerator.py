@@ -1,0 +1,81 @@
+"""The command for accelerators: end to end with tiny sizes on a CPU, and what becomes of a part that fails."""
+
+import importlib.metadata
+import json
+import time
+
+import pytest
+
+from benchmarks import accelerator
+from benchmarks.suites.accelerator import packages, parts
+from benchmarks.suites.accelerator.parts import PARTS, Part, Runner
+
+
+@pytest.mark.slow
+def test_it_runs_end_to_end_on_a_cpu(tmp_path):
+    assert accelerator.main(["--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "accelerator-cpu-tiny.json").read_text())
+    assert list(report["parts"]) == [part.title for part in PARTS]
+    goldens, head, attention, model = report["parts"].values()
+    assert goldens[0]["compared"] == goldens[0]["cases"] > 1
+    assert 0 < goldens[0]["share"] < 1
+    assert all(row["ms"] > 0 and row["bytes"] > 0 and row["share"] > 0 for row in head[1:3])
+    assert head[3]["absent"] == "PyTorch is not installed here"
+    assert attention[0]["xla_ms"] > 0
+    assert attention[0]["kernel"] == "none here"
+    assert model[0]["sample_rate"] > 0
+    assert model[0]["update_rate"] > 0
+    table = (tmp_path / "accelerator-cpu-tiny.md").read_text()
+    assert table.count("### ") == len(PARTS)
+    assert "Not measured: Liger GRPO: PyTorch is not installed here." in table
+
+
+# Answers as the worker does, without JAX: sleeps, ends, fails, or returns a row.
+CONTENDER = """
+import os, time
+
+class Contender:
+    def versions(self):
+        return {"library": "1"}
+    def rows(self, of, seconds):
+        if of == "slow":
+            time.sleep(60)
+        if of == "ends":
+            os._exit(7)
+        if of == "fails":
+            raise MemoryError("no memory")
+        return [{"name": of, "value": 1}]
+
+def load():
+    return Contender()
+"""
+
+
+def test_what_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch):
+    (tmp_path / "odd_contender.py").write_text(CONTENDER)
+    monkeypatch.setitem(parts.SETTINGS, "PYTHONPATH", str(tmp_path))
+    requests = ["first", "ends", "fails", "slow", "last"]
+    part = Part("odd", "odd_contender", requests, requests, 1.0, {}, load=lambda tiny: {})
+    runner = Runner(part, tiny=True, until=time.monotonic() + 8)
+    rows = {row["name"]: row for row in runner.measure()}
+    assert list(rows) == requests
+    assert rows["first"] == {"name": "first", "value": 1}
+    assert "status 7" in rows["ends"]["problem"]
+    assert rows["fails"]["problem"] == "MemoryError: no memory"
+    assert rows["slow"]["problem"].startswith("took longer than")
+    assert rows["last"]["problem"] == "not measured: the time of the part was over"
+    assert runner.versions == {"library": "1"}
+
+
+def test_wheels_that_are_missing_or_old_are_listed_with_what_they_need(monkeypatch):
+    assert packages.missing() == []
+
+    def version(name):
+        if name in ("pydantic", "pydantic-core"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return {"optax": "0.1.0", "jax": "0.4.0"}.get(name, "99")
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    names = [line.partition("==")[0] for line in packages.missing()]
+    # JAX belongs to the machine: the least version is listed, not that of the lock file.
+    assert names == ["jax>=0.10.2", "optax", "pydantic", "pydantic-core"]
