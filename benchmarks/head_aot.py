@@ -1,6 +1,6 @@
 """Memory, collectives and estimated time that the compilers of accelerators plan for head and loss.
 
-    python -m benchmarks.head_aot --make-env     once; the compilers, in an environment of their own
+    make .venv-aot/.ready                        once; the compilers, in an environment of their own
     python -m benchmarks.head_aot --json PATH --markdown PATH
 
 The command makes the tables of `docs/benchmarks-aot.md`. It needs no accelerator.
@@ -31,8 +31,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--keep", type=pathlib.Path, metavar="DIR", help="for compiled programs and buffer assignments")
     add("--quick", action="store_true", help="a smoke test: tiny sizes, no targets")
     add("--env", type=pathlib.Path, metavar="DIR", default=compiler.DEFAULT, help="environment with the compilers")
-    make = "make it, and compile nothing"
-    add("--make-env", type=pathlib.Path, metavar="DIR", nargs="?", const=compiler.DEFAULT, help=make)
     cli.add_outputs(parser)
     return parser.parse_args(arguments)
 
@@ -76,9 +74,6 @@ def usable(targets: Sequence[str], directory: pathlib.Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if a program failed to compile, or none could be compiled."""
     options = parse_arguments(arguments)
-    if options.make_env is not None:
-        compiler.make(options.make_env)
-        return 0
     options.targets = usable(options.targets, options.env)
     if not options.targets:
         return 1

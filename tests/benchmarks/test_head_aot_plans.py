@@ -16,7 +16,7 @@ LIBTPU = "0.0.42"
 
 def reason_to_skip() -> str | None:
     """No compiler, or one whose plans are others: `docs/benchmarks-aot.md` says what newer ones do."""
-    missing = compiler.missing(compiler.DEFAULT, "tpu", how="make test-aot")
+    missing = compiler.missing(compiler.DEFAULT, "tpu")
     if missing is not None:
         return missing
     found = compiler.installed(compiler.DEFAULT)["libtpu"]

@@ -19,36 +19,26 @@ from train.hardware.collectives import collectives
 from train.hardware.lowering import DoesNotFitError, compile_program
 from train.hardware.topology import QUIET
 
-# `make test-aot` and `python -m benchmarks.head_aot --make-env` make it.
 DEFAULT = ROOT / ".venv-aot"
-SITE_PACKAGES = ("lib/python*/site-packages", "Lib/site-packages")
 PACKAGES = {"tpu": "libtpu", "cuda": "jax-cuda12-pjrt"}
-HOW = "python -m benchmarks.head_aot --make-env"
+HOW = "make .venv-aot/.ready"
 
 
 def installed(directory: pathlib.Path) -> dict[str, str]:
     """Returns the installed versions of JAX and the compilers in an environment."""
-    packages = [str(path) for pattern in SITE_PACKAGES for path in directory.glob(pattern)]
+    packages = [str(path) for path in directory.glob("lib/python*/site-packages")]
     have = {found.name: found.version for found in metadata.distributions(path=packages)}
     return {name: have[name] for name in ("jax", "jaxlib", *PACKAGES.values()) if name in have}
 
 
-def missing(directory: pathlib.Path, platform: str, how: str = HOW) -> str | None:
+def missing(directory: pathlib.Path, platform: str) -> str | None:
     """Explains why an environment cannot compile for a platform and how to change that, or returns None if it can."""
     have, package = installed(directory), PACKAGES[platform]
     if not have:
-        return f"there is no environment at {directory}; `{how}` makes it"
+        return f"there is no environment at {directory}; `{HOW}` makes it"
     if package not in have:
-        return f"{package} is not installed in {directory}; `{how}` installs it"
+        return f"{package} is not installed in {directory}; `{HOW}` installs it"
     return None
-
-
-def make(directory: pathlib.Path) -> None:
-    """Makes the environment: the JAX of this process, the libtpu that it pins, and the CUDA plug-in without CUDA."""
-    jax = metadata.version("jax")
-    # The CUDA compiler needs none of the CUDA libraries, which are gigabytes.
-    plugin = ("--no-deps", f"jax-cuda12-plugin=={jax}", f"jax-cuda12-pjrt=={jax}")
-    environments.make(directory, [f"jax[tpu]=={jax}"], plugin)
 
 
 def compile_in(directory: pathlib.Path, order: Order) -> Plan:

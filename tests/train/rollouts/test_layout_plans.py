@@ -17,18 +17,9 @@ from benchmarks.suites.aot import compiler
 TOPOLOGIES = {"v5p:4x4x4": "tpu", "h200:8": "cuda"}
 
 
-def reason_to_skip(platform: str) -> str | None:
-    """No compiler, or none with the trainer beside it."""
-    trainer = any((compiler.DEFAULT / "lib").glob("python*/site-packages/flax"))
-    missing = compiler.missing(compiler.DEFAULT, platform, how="make test-aot")
-    return (
-        missing if missing or trainer else f"flax is not installed in {compiler.DEFAULT}; `make test-aot` installs it"
-    )
-
-
 CASES = [
     pytest.param(name, marks=pytest.mark.skipif(reason is not None, reason=str(reason)))
-    for name, reason in ((name, reason_to_skip(platform)) for name, platform in TOPOLOGIES.items())
+    for name, reason in ((name, compiler.missing(compiler.DEFAULT, platform)) for name, platform in TOPOLOGIES.items())
 ]
 
 
