@@ -54,6 +54,11 @@ class CompiledProgram:
         """Returns the bytes that are allocated while the program runs."""
         return self.arguments + self.results - self.aliased + self.temporary
 
+    def write(self, directory: pathlib.Path, name: str) -> None:
+        """Writes the program and its buffer assignment as `NAME.hlo.txt` and `NAME.buffers.txt`."""
+        (directory / f"{name}.hlo.txt").write_text(self.text)
+        (directory / f"{name}.buffers.txt").write_text(self.assignment)
+
 
 def compile_program(lowered: jax.stages.Lowered, *, effort: float | None = None) -> CompiledProgram:
     """Compiles a program.

@@ -155,7 +155,7 @@ def gpu_target(name: str) -> str:
 
 
 def load_compilers() -> None:
-    """Imports JAX as a process needs it that only compiles for other machines; to be called before any other import."""
+    """Imports JAX for a process that only compiles for other machines; call it before anything else imports JAX."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     with _no_error_stream():

@@ -165,9 +165,7 @@ def _read(program: LoweredProgram, islands: Sequence[int], effort: float | None,
     except DoesNotFitError as error:
         return ProgramReport(program.name, program.runs, program.beside, error.needed, refused=True)
     if keep is not None:
-        name = program.name.replace(" ", "_")
-        (keep / f"{name}.hlo.txt").write_text(compiled.text)
-        (keep / f"{name}.buffers.txt").write_text(compiled.assignment)
+        compiled.write(keep, program.name.replace(" ", "_"))
     module = hlo.parse(compiled.text)
     found = collectives(module, program.loops)
     each = [sent(one, islands) for one in found]

@@ -62,9 +62,7 @@ def plan(order: Order) -> Plan:
     except DoesNotFitError as error:
         return Plan(temp_bytes=error.needed, fits=False)
     if order.keep is not None:
-        name = str(order).replace(" ", "-")
-        pathlib.Path(order.keep, f"{name}.hlo.txt").write_text(compiled.text)
-        pathlib.Path(order.keep, f"{name}.buffers.txt").write_text(compiled.assignment)
+        compiled.write(pathlib.Path(order.keep), str(order).replace(" ", "-"))
     module, hertz = hlo.parse(compiled.text), DEVICES[order.device].hertz
     moved = collectives(module)
     return Plan(
