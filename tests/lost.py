@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests import peers
+from tests.integration.command import lines_written
 
 NAME = "smoke"
 STEPS = 6
@@ -30,17 +31,11 @@ LIMIT = 15
 """Seconds in which the others have to end."""
 
 
-def written(root: Path, phase: str) -> int:
-    """Counts the lines of a phase in the metrics of a run."""
-    path = root / "metrics.jsonl"
-    return path.read_text().count(f'"phase": "{phase}"') if path.exists() else 0
-
-
 MOMENTS: Mapping[str, Callable[[Path], bool]] = {
-    "in the warm start": lambda root: written(root, "warm_start") > 1,
+    "in the warm start": lambda root: lines_written(root, "warm_start") > 1,
     "in the save of the base": lambda root: bool(list(root.glob("base.*tmp*"))),
     "in a compilation": lambda root: (root / "base").exists(),
-    "in a step": lambda root: written(root, "train") > 1,
+    "in a step": lambda root: lines_written(root, "train") > 1,
     "in a save": lambda root: bool(list(root.glob("checkpoints/[2-9]*tmp*"))),
 }
 

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -57,11 +58,8 @@ def hangs(name: str, **fields: object) -> Callable[[Path], str]:
     """Makes a fault of a regular expression that needs longer than the age of the universe."""
 
     def run(directory: Path) -> str:
-        before, peft_config.EXPRESSION_SECONDS = peft_config.EXPRESSION_SECONDS, 0.3
-        try:
+        with mock.patch.object(peft_config, "EXPRESSION_SECONDS", 0.3):
             return with_fields(name, "the regular expression failed: no answer within 0.3 s", **fields)(directory)
-        finally:
-            peft_config.EXPRESSION_SECONDS = before
 
     return run
 

@@ -8,7 +8,7 @@ from train.__main__ import main
 AREA = "configs"
 SMOKE = "configs/smoke.yaml"
 TOO_LONG = "9" * 10_000
-# What a file holds, and words of the message.
+# The text of a file, and words of the message.
 FILES = {
     "steps: !!int abc": ("'abc' cannot be read as int", "line 1"),
     "kl: {loss: {coef: !!float abc}}": ("'abc' cannot be read as float", "line 1"),

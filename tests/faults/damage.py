@@ -10,8 +10,7 @@ from pathlib import Path
 from tests import programs
 from tests.faults import runs
 from tests.faults.case import Fault, Finished
-from tests.faults.flips import warnings_of_readers
-from tests.integration.command import saved_arrays
+from tests.faults.flips import flip_bit, warnings_of_readers
 from train.run.console import quiet_orbax
 
 Damage = Callable[[Path], None]
@@ -20,9 +19,7 @@ LAST, BEFORE = f"checkpoints/{runs.STEPS}", f"checkpoints/{runs.STEPS - 1}"
 
 def flipped(path: Path, seed: int) -> None:
     """Flips one bit of a file, the same one every time."""
-    whole, draw = path.read_bytes(), random.Random(seed)
-    position = draw.randrange(len(whole))
-    path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << draw.randrange(8)]) + whole[position + 1 :])
+    flip_bit(path, random.Random(seed))
 
 
 def cut(path: Path) -> None:
@@ -83,20 +80,7 @@ def classified(done: Finished, root: Path, names: list[str]) -> str:
         return "refused" if done.code == 2 and said else "silent"
     if said:
         return "repaired"
-    return "identical" if _same_results(root) else "silent"
-
-
-def _same_results(root: Path) -> bool:
-    expected = runs.finished_run().root
-    if (root / "metrics.jsonl").read_bytes() != (expected / "metrics.jsonl").read_bytes():
-        return False
-    items = ("base", f"{LAST}/state")
-    one, two = ({item: saved_arrays(run / item) for item in items} for run in (root, expected))
-    return all(
-        one[item].keys() == two[item].keys()
-        and all(array.tobytes() == two[item][name].tobytes() for name, array in one[item].items())
-        for item in items
-    )
+    return "identical" if runs.same_run(root, runs.finished_run().root, runs.STEPS) else "silent"
 
 
 def data_file(directory: Path) -> Path:

@@ -30,9 +30,8 @@ from train.run.console import quiet_orbax
 from train.run.directory import RunDirectory
 from train.run.setup import first_state, make_context
 from train.weights.abandoned_reads import quiet_abandoned_reads
-from train.weights.orbax import Checkpoints, orbax_arrays, restore_base, save_base
+from train.weights.orbax import Checkpoints, abstract, orbax_arrays, restore_base, save_base
 
-Arrays = dict[str, np.ndarray]
 SECTION = Checkpoint(every=1, keep=10)
 
 
@@ -61,12 +60,12 @@ def warnings_of_readers() -> Iterator[list[str]]:
         logger.propagate = before
 
 
-def same_arrays(first: Arrays, second: Arrays) -> bool:
-    """Whether two mappings have equal arrays, bit by bit."""
-    return first.keys() == second.keys() and all(
-        (one.dtype, one.shape, one.tobytes()) == (second[name].dtype, second[name].shape, second[name].tobytes())
-        for name, one in first.items()
-    )
+def flip_bit(path: Path, draw: random.Random) -> str:
+    """Flips one bit of a file; describes which one."""
+    whole = path.read_bytes()
+    position, bit = draw.randrange(len(whole)), draw.randrange(8)
+    path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << bit]) + whole[position + 1 :])
+    return f"byte {position}, bit {bit}"
 
 
 def flip(directory: Path, seed: str) -> str:
@@ -80,14 +79,13 @@ def flip(directory: Path, seed: str) -> str:
     while True:
         (path,) = draw.choices(files, [file.stat().st_size for file in files])
         whole = path.read_bytes()
-        position, bit = draw.randrange(len(whole)), draw.randrange(8)
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << bit]) + whole[position + 1 :])
+        bit = flip_bit(path, draw)
         try:
-            void = same_arrays(saved_arrays(directory), before)
+            void = runs.same_arrays(saved_arrays(directory), before)
         except Exception:
             void = False
         if not void:
-            return f"{path.relative_to(directory)}, byte {position}, bit {bit}"
+            return f"{path.relative_to(directory)}, {bit}"
         path.write_bytes(whole)
 
 
@@ -146,23 +144,25 @@ def _goes_on_from(root: Path, like: TrainState, step: int) -> str:
     again = Checkpoints(root / "again", SECTION)
     again.save(restored, step)
     again.close()
-    same = all(same_arrays(saved_arrays(root / "again" / str(step) / name), item) for name, item in expected.items())
+    same = all(
+        runs.same_arrays(saved_arrays(root / "again" / str(step) / name), item) for name, item in expected.items()
+    )
     return "repaired" if same else "silent"
 
 
 def in_base(place: Path, seed: str) -> str:
     """Flips a bit in the base, which `--resume`, evaluation and export read."""
     base = Path(shutil.copytree(runs.finished_run().root / "base", place / "base"))
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _params_of_run())
-    return _named(base, seed, lambda: restore_base(base, like, "base"))
+    return _named(base, seed, lambda: restore_base(base, _params_of_run(), "base"))
 
 
 def in_step_of_other_run(place: Path, seed: str) -> str:
     """Flips a bit in a checkpoint of which another run reads the weights: those are right, or it is refused."""
     state = Path(shutil.copytree(runs.finished_run().root / "checkpoints" / "0" / "state", place / "state"))
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _params_of_run())
     expected = {name: array for name, array in saved_arrays(state).items() if name.startswith("trainable.params")}
-    return _named(state, seed, lambda: restore_base(state, like, "--step", item="trainable.params"), expected)
+    return _named(
+        state, seed, lambda: restore_base(state, _params_of_run(), "--step", item="trainable.params"), expected
+    )
 
 
 def in_orbax_export(place: Path, seed: str) -> str:
@@ -175,10 +175,10 @@ def in_orbax_export(place: Path, seed: str) -> str:
 
 
 def _params_of_run() -> Any:
-    return layout_of_run().trainable["params"]
+    return abstract(layout_of_run().trainable["params"])
 
 
-def _named(directory: Path, seed: str, read: Callable[[], Any], needed: Arrays | None = None) -> str:
+def _named(directory: Path, seed: str, read: Callable[[], Any], needed: runs.Arrays | None = None) -> str:
     """Flips a bit and reads: "refused" if the error names the directory, "identical" if what is needed is unharmed."""
     flip(directory, seed)
     try:
@@ -189,7 +189,7 @@ def _named(directory: Path, seed: str, read: Callable[[], Any], needed: Arrays |
     except Exception:
         return "traceback"
     arrays = {f"trainable.params.{name}": np.asarray(leaf) for name, leaf in named_leaves(got).items()}
-    return "identical" if needed is not None and same_arrays(arrays, needed) else "silent"
+    return "identical" if needed is not None and runs.same_arrays(arrays, needed) else "silent"
 
 
 def _faults() -> Iterator[Fault]:

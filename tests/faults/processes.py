@@ -15,7 +15,6 @@ from pathlib import Path
 from tests import lost
 from tests.faults import runs
 from tests.faults.case import Fault
-from tests.integration.command import saved_arrays
 from train.run.lock import locked
 
 AREA = "processes"
@@ -28,10 +27,7 @@ def _whole() -> Path:
 
 
 def _same(root: Path) -> bool:
-    """Whether a run ended bit by bit as the one without a fault."""
-    one, two = (saved_arrays(path / "checkpoints" / str(lost.STEPS) / "state") for path in (root, _whole()))
-    equal = one.keys() == two.keys() and all(one[name].tobytes() == two[name].tobytes() for name in two)
-    return equal and (root / "metrics.jsonl").read_text() == (_whole() / "metrics.jsonl").read_text()
+    return runs.same_run(root, _whole(), lost.STEPS)
 
 
 def _continued(place: Path, errors: str) -> str:

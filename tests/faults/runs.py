@@ -7,10 +7,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 from tests import xla
 from tests.faults.case import Finished, run_command
-from tests.integration.command import PPO, Run, environment, finish, shared_run, start
+from tests.integration.command import PPO, Run, environment, finish, saved_arrays, shared_run, start
 from train.__main__ import main
+from train.run.console import quiet_orbax
 
 # The run is compiled as the tests compile, and so must be what continues it in this process.
 os.environ.setdefault("XLA_FLAGS", xla.flags(devices=8))
@@ -19,6 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 NAME = "ppo_adaptive_kl"
 STEPS = 4
 RECIPE = PPO
+Arrays = dict[str, np.ndarray]
 _SHARED: list[Path] = []
 
 
@@ -48,6 +52,23 @@ def scratch() -> Path:
 def copied_run(output: Path) -> Path:
     """Copies the run below `output`, with the path of the output in its config left as it was."""
     return Path(shutil.copytree(finished_run().root, output / NAME))
+
+
+def same_arrays(first: Arrays, second: Arrays) -> bool:
+    """Whether two mappings have equal arrays, bit by bit."""
+    return first.keys() == second.keys() and all(
+        (one.dtype, one.shape, one.tobytes()) == (second[name].dtype, second[name].shape, second[name].tobytes())
+        for name, one in first.items()
+    )
+
+
+def same_run(root: Path, expected: Path, step: int) -> bool:
+    """Whether two runs have the same base, state after a step and metrics, bit by bit."""
+    if (root / "metrics.jsonl").read_bytes() != (expected / "metrics.jsonl").read_bytes():
+        return False
+    with quiet_orbax():
+        items = ("base", f"checkpoints/{step}/state")
+        return all(same_arrays(saved_arrays(root / item), saved_arrays(expected / item)) for item in items)
 
 
 def resume(output: Path, *overrides: str) -> Finished:

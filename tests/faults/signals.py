@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.faults import runs
 from tests.faults.case import Fault
-from tests.integration.command import ROOT, TIMEOUT, start
+from tests.integration.command import ROOT, TIMEOUT, lines_written, start, wait_for
 
 MOMENTS = {"in the warm start": "warm_start", "in RL": "train"}
 SIGNALS = {
@@ -27,12 +27,7 @@ def signalled(place: Path, moment: str, numbers: Sequence[int]) -> str:
     """Sends signals to a run: it ends with code 130, one line that says so, no traceback, and can be continued."""
     root = place / runs.NAME
     process = start(runs.command_environment(), *runs.RECIPE, f"output={place}", "steps=400")
-    metrics = root / "metrics.jsonl"
-    deadline = time.monotonic() + TIMEOUT
-    while process.poll() is None and time.monotonic() < deadline:
-        if metrics.is_file() and metrics.read_text().count(f'"phase": "{moment}"') > 1:
-            break
-        time.sleep(0.01)
+    wait_for(process, lambda: lines_written(root, moment) > 1)
     for number in numbers:
         process.send_signal(number)
         time.sleep(0.05)

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from tests.faults.case import Fault, raised
 from tests.faults.folders import GOLDENS
@@ -19,11 +20,8 @@ def rendered(source: str, *words: str, seconds: float = chat.SECONDS) -> Callabl
     """Makes a fault of a template that must be refused."""
 
     def run(_: Path) -> str:
-        before, chat.SECONDS = chat.SECONDS, seconds
-        try:
+        with mock.patch.object(chat, "SECONDS", seconds):
             return raised(lambda: render(source), "the chat template", *words, error=ValueError)
-        finally:
-            chat.SECONDS = before
 
     return run
 

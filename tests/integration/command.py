@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -96,6 +97,20 @@ def finish(process: subprocess.Popen[str]) -> Run:
     return Run(process.returncode, stdout, stderr)
 
 
+def wait_for(process: subprocess.Popen[str], happens: Callable[[], bool]) -> None:
+    """Waits until something happens or the process ends.
+
+    Raises:
+      TimeoutError: neither does.
+    """
+    deadline = time.monotonic() + TIMEOUT
+    while process.poll() is None and not happens():
+        if time.monotonic() > deadline:
+            process.kill()
+            raise TimeoutError(f"nothing happened in {TIMEOUT} s")
+        time.sleep(0.001)
+
+
 def run(env: Mapping[str, str], *arguments: object) -> Run:
     """`python -m train ARGUMENTS` to its end."""
     return finish(start(env, *arguments))
@@ -129,6 +144,12 @@ def shared_run(directory: Path, *arguments: str, command: Callable[..., Run]) ->
             done = command(*arguments, f"output={output}")
             record.write_text(json.dumps(dataclasses.asdict(done)))
         return Run(**json.loads(record.read_text()))
+
+
+def lines_written(root: Path, phase: str) -> int:
+    """Counts the lines of a phase in the metrics of a run, which may be writing them."""
+    path = root / "metrics.jsonl"
+    return path.read_text().count(f'"phase": "{phase}"') if path.exists() else 0
 
 
 def records(root: Path, phase: str) -> list[dict]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.command import TINY, assert_same_arrays, finish, run_here, start, state_arrays
+from tests.integration.command import TINY, assert_same_arrays, finish, run_here, start, state_arrays, wait_for
 
 STEPS = 4
 QUICK = ("configs/quickstart.yaml", *TINY, f"steps={STEPS}", "optim.warmup_steps=0", "warm_start.steps=30")
@@ -55,8 +55,7 @@ def test_killed_at_any_moment(shared, env, tmp_path, seed):
 
     for written, seconds in kills:
         process = start(env, *arguments())
-        while process.poll() is None and log_of(root) < written:
-            time.sleep(0.001)
+        wait_for(process, lambda: log_of(root) >= written)  # noqa: B023 (called at once)
         time.sleep(seconds)
         process.send_signal(signal.SIGKILL)
         finish(process)

@@ -19,11 +19,13 @@ from tests.integration.command import (
     assert_same_arrays,
     files,
     finish,
+    lines_written,
     records,
     run_here,
     saved_arrays,
     start,
     state_arrays,
+    wait_for,
 )
 
 STEPS = 4
@@ -57,14 +59,8 @@ def copied(run: Run, output: Path) -> Path:
     return Path(shutil.copytree(run.root, output / NAME))
 
 
-def lines(root: Path, phase: str) -> int:
-    """The number of lines that a phase has so far."""
-    path = root / "metrics.jsonl"
-    return path.read_text().count(f'"phase": "{phase}"') if path.exists() else 0
-
-
 def in_warm_start(root: Path) -> bool:
-    return lines(root, "warm_start") > 1 and not list(root.glob("base*"))
+    return lines_written(root, "warm_start") > 1 and not list(root.glob("base*"))
 
 
 def in_save_of_base(root: Path) -> bool:
@@ -81,7 +77,7 @@ def in_save(root: Path, step: int) -> bool:
 
 def before_save(root: Path, step: int) -> bool:
     """Between steps: the lines of a step are there, its checkpoint is not."""
-    return lines(root, "train") == step and not list(root.glob(f"checkpoints/{step}*"))
+    return lines_written(root, "train") == step and not list(root.glob(f"checkpoints/{step}*"))
 
 
 MOMENTS = {
@@ -120,7 +116,7 @@ def test_every_part_of_the_state_moves(uninterrupted):
     assert {record["step"] for record in records(uninterrupted.root, "train") if record["reward"] > 0}
 
 
-# What is on disk at another moment is there as well while the next directory is saved.
+# The files of any other moment are on disk as well while the next directory is saved.
 IN_SAVES = ("while the base is saved", "while step 0 is saved")
 
 
@@ -172,13 +168,12 @@ def test_damaged_checkpoints_are_named_and_skipped(uninterrupted, train, tmp_pat
 def test_interrupted_run_saves_says_so_and_continues(uninterrupted, env, resume, tmp_path):
     root = tmp_path / NAME
     process = start(env, *RECIPE, f"output={tmp_path}")
-    while process.poll() is None and lines(root, "train") == 0:
-        time.sleep(0.001)
+    wait_for(process, lambda: lines_written(root, "train") > 0)
     process.send_signal(signal.SIGINT)
     done = finish(process)
     assert done.returncode == 130, done.stderr
     assert "Traceback" not in done.stderr
-    step = lines(root, "train")
+    step = lines_written(root, "train")
     assert 1 <= step < STEPS
     assert f"interrupted after step {step} of {STEPS}; saved, continue with --resume" in done.stderr
     assert int(state_arrays(root, step)["step"]) == step

@@ -2,10 +2,9 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
-from tests.integration.command import TIMEOUT, assert_same_arrays, finish, run_here, start, state_arrays
+from tests.integration.command import assert_same_arrays, finish, run_here, start, state_arrays, wait_for
 
 CONFIG = "configs/smoke.yaml"
 STEPS = 2
@@ -25,9 +24,7 @@ def test_a_killed_run_in_a_numbered_directory_is_continued(shared, train, env, t
     taken.write_text("")
     root = tmp_path / f"{NAME}-2"
     supervisor = start(env, CONFIG, f"output={tmp_path}", "--supervise", "--restarts=3")
-    deadline = time.monotonic() + TIMEOUT
-    while supervisor.poll() is None and time.monotonic() < deadline and not (root / "base").exists():
-        time.sleep(0.001)
+    wait_for(supervisor, (root / "base").exists)
     os.kill(child_of(supervisor.pid), signal.SIGKILL)
     done = finish(supervisor).succeeded()
     assert f"killed by SIGKILL, as it is without memory: restart 1 of 3 without a new checkpoint, in 1 s: {root}" in (
