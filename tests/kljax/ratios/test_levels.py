@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 import kljax
-from tests.masks import MASK, check_masked, draw
-
-LP, OLD = draw(0.7, 0.7)
-D = np.where(MASK, LP - OLD, 0)
+from tests.kljax.ratios.level_ratios import LP, OLD, D
+from tests.masks import MASK, check_masked
 
 
 def test_log_ratios_and_token_ratios() -> None:

@@ -4,18 +4,8 @@ import numpy as np
 import pytest
 
 import kljax
-from tests.masks import MASK, draw
-
-LP, OLD = draw(0.7, 0.7)
-D = np.where(MASK, LP - OLD, 0)
-
-
-def level_ratio(level: str) -> np.ndarray:
-    """Ratios of a level as `[B, T]`, in numpy, unmasked."""
-    if level == "token":
-        return np.exp(LP - OLD)
-    total = D.sum(-1) if level == "sequence" else D.sum(-1) / np.maximum(MASK.sum(-1), 1)
-    return np.broadcast_to(np.exp(total)[:, None], MASK.shape)
+from tests.kljax.ratios.level_ratios import LP, OLD, level_ratio
+from tests.masks import MASK
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

@@ -1,9 +1,11 @@
 """Configs of tests, made from `key=value` overrides."""
 
+from pathlib import Path
+
 import pytest
 
 from train.config.errors import ConfigError
-from train.config.load import apply_overrides, parse
+from train.config.load import apply_overrides, load, parse
 from train.config.schema import Config
 
 
@@ -19,3 +21,12 @@ def problems(*overrides: str, **raw: object) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         build(*overrides, **raw)
     return list(caught.value.problems)
+
+
+def problems_of_file(path: str | Path, *overrides: str) -> tuple[str, ...]:
+    """Returns the problems that a file with overrides is refused for, each of which the message has."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    for problem in caught.value.problems:
+        assert problem in str(caught.value)
+    return caught.value.problems

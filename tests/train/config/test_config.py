@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.config.errors import ConfigError
+from tests.train.config.built import problems_of_file
 from train.config.fields import known_fields, variant_fields
 from train.config.load import dump_yaml, load, parse
 from train.config.plan import Plan
@@ -29,14 +29,6 @@ def gsm8k(tmp_path):
     for name in ("train", "eval"):
         (tmp_path / f"{name}.jsonl").write_text(line)
     return ["task=gsm8k", f"data.train={tmp_path / 'train.jsonl'}", f"data.eval={tmp_path / 'eval.jsonl'}"]
-
-
-def problems_of(path, *overrides):
-    with pytest.raises(ConfigError) as caught:
-        load(path, overrides)
-    for problem in caught.value.problems:
-        assert problem in str(caught.value)
-    return caught.value.problems
 
 
 def test_there_are_configs():
@@ -67,7 +59,7 @@ def test_shipped_config_loads_without_a_warning_and_is_named_after_its_file(path
 
 
 def test_gsm8k_config_names_the_paths_it_lacks():
-    assert problems_of(ROOT / "configs/gsm8k.yaml") == (
+    assert problems_of_file(ROOT / "configs/gsm8k.yaml") == (
         "data.train: missing; task gsm8k needs a file of JSON lines: data.train=PATH",
         "data.eval: missing; task gsm8k needs a file of JSON lines: data.eval=PATH",
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train.config.test_checks import build, problems
+from tests.train.config.built import build, problems
 
 DISTIL = ("loss.type=none", "kl.loss={coef: 1.0, estimator: exact}")
 

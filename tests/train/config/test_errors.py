@@ -2,16 +2,7 @@
 
 import pytest
 
-from train.config.errors import ConfigError
-from train.config.load import load
-
-
-def problems_of(path, *overrides):
-    with pytest.raises(ConfigError) as caught:
-        load(path, overrides)
-    for problem in caught.value.problems:
-        assert problem in str(caught.value)
-    return caught.value.problems
+from tests.train.config.built import problems_of_file
 
 
 def test_every_problem_is_reported_at_once(write):
@@ -20,7 +11,7 @@ def test_every_problem_is_reported_at_once(write):
         "kl: {lss: {}, loss: {coef: 1e-3, estimator: k4}, reward: {controller: {type: adaptive, target: 0}}}\n"
         "lora: {targets: [q_proj, qproj]}\nmesh: {1: 2, tensor: 3}\ncheckpoint: 3\n"
     )
-    problems = problems_of(path, "kl.los.coef=1", "foo", "optim.optimizer.eps=[", "optim.micro_batches=7")
+    problems = problems_of_file(path, "kl.los.coef=1", "foo", "optim.optimizer.eps=[", "optim.micro_batches=7")
     starts = [problem.partition(": ")[0] for problem in problems]
     assert starts == [
         "seed",
@@ -123,13 +114,13 @@ def test_every_problem_is_reported_at_once(write):
     ],
 )
 def test_message_of_a_bad_value(write, override, problem):
-    assert problem in problems_of(write(), override)
+    assert problem in problems_of_file(write(), override)
 
 
 def test_name_in_the_wrong_section_is_found(write):
-    (problem,) = problems_of(write("steps: 1\nlearning_rate: 1\n"))
+    (problem,) = problems_of_file(write("steps: 1\nlearning_rate: 1\n"))
     assert problem.endswith("did you mean 'optim.learning_rate'?")
-    (problem,) = problems_of(write(), "operand=1")
+    (problem,) = problems_of_file(write(), "operand=1")
     assert problem.endswith("did you mean 'data.max_operand'?")
 
 
@@ -151,20 +142,20 @@ def test_name_in_the_wrong_section_is_found(write):
     ],
 )
 def test_file_that_is_no_config(write, text, problem):
-    (found,) = problems_of(write(text))
+    (found,) = problems_of_file(write(text))
     assert found.startswith(problem)
 
 
 def test_file_that_cannot_be_read(tmp_path, write):
-    assert problems_of(tmp_path / "none.yaml") == ("cannot read the config: No such file or directory",)
-    assert problems_of(tmp_path) == ("cannot read the config: Is a directory",)
+    assert problems_of_file(tmp_path / "none.yaml") == ("cannot read the config: No such file or directory",)
+    assert problems_of_file(tmp_path) == ("cannot read the config: Is a directory",)
     path = write()
     path.write_bytes(b"steps: \xff\n")
-    assert problems_of(path) == ("not a text file: invalid start byte at byte 7",)
+    assert problems_of_file(path) == ("not a text file: invalid start byte at byte 7",)
 
 
 def test_repeated_keys_are_found_at_every_depth(write):
-    problems = problems_of(write("steps: 1\nkl:\n  loss: {coef: 1.0, coef: 2.0}\n  loss: {}\nsteps: 2\n"))
+    problems = problems_of_file(write("steps: 1\nkl:\n  loss: {coef: 1.0, coef: 2.0}\n  loss: {}\nsteps: 2\n"))
     assert problems == (
         "kl.loss.coef: given twice, on lines 3 and 3",
         "kl.loss: given twice, on lines 3 and 4",
@@ -173,5 +164,5 @@ def test_repeated_keys_are_found_at_every_depth(write):
 
 
 def test_alias_that_contains_itself_is_an_error_and_not_a_loop(write):
-    problems = problems_of(write("steps: 1\nkl: &a {loss: *a}\n"))
+    problems = problems_of_file(write("steps: 1\nkl: &a {loss: *a}\n"))
     assert any(problem.startswith("kl.loss") for problem in problems)

@@ -1,6 +1,5 @@
 """Runs the update of a preset on the recorded batch and measures how far it is from what the system computed."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -66,17 +65,6 @@ def recorded_presets() -> list[str]:
     """Lists the presets that have a recording."""
     systems = sorted(path.stem for path in recordings.DIRECTORY.glob("*.json"))
     return [f"{system}/{name}" for system in systems for name in recording(system)[0]["algorithms"]]
-
-
-@contextlib.contextmanager
-def float64() -> Iterator[None]:
-    """Enables float64 in JAX."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
 
 
 def config_of(name: str, micro_batches: int = 1) -> Config:
@@ -249,7 +237,7 @@ def prove(
             accumulation=entry["2"]["distance"],
         )
 
-    with float64():
+    with jax.enable_x64(True):
         return [compared(*found) for found in run([config_of(name, count) for count in micro_batches])]
 
 

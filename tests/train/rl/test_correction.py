@@ -12,7 +12,7 @@ import pytest
 import kljax
 from tests import oracles, tiny
 from tests.train.rl.test_objective import controllers_of, measured, numbers, ppo
-from tests.train.rl.test_step import keep_gradient, wide, x64
+from tests.train.rl.test_step import keep_gradient, wide
 from train.config.plan import Layout
 from train.rl.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
@@ -189,7 +189,7 @@ def test_a_weight_scales_the_policy_term_and_a_rejected_token_has_no_term(entrie
     config, objective = objective_of(rejected_tokens)
     batch = dataclasses.replace(corrected(*entries)[1], advantages=batch_of().advantages)
     # In float64: the oracle's log-probs are those of another program, and rounding is not the subject.
-    with x64(True):
+    with jax.enable_x64(True):
         params, batch = wide(tiny.host_params()), wide(batch)
         batch = dataclasses.replace(batch, token_weights=token_weights(config, batch))
         x, log_prob, mask = numbers(batch), np.asarray(log_probs_of(batch)(params)), np.asarray(batch.completion_mask)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
 
 import chex
 import jax
@@ -51,16 +50,6 @@ TERMS = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.05")
 VALUE = ("advantage.type=gae", "loss.value_coef=0.5")
 
 
-@contextlib.contextmanager
-def x64(enabled: bool) -> Iterator[None]:
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", enabled)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", before)
-
-
 def wide(tree):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
@@ -74,7 +63,7 @@ def test_micro_batches_change_neither_gradient_nor_metrics(in_x64, tolerance):
     state = tiny.state_of(tiny.config_of(*options), keep_gradient())
     # Off-policy, so that ratios differ from 1 and clips are active: log-probs of 264 tokens are about -5.6.
     batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6))
-    with x64(in_x64):
+    with jax.enable_x64(in_x64):
         start, data = (wide(state), wide(batch)) if in_x64 else (state, batch)
         for parts in (1, 4) if in_x64 else (1, 2, 4):
             config = tiny.config_of(*options, f"optim.micro_batches={parts}")
