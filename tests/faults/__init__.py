@@ -1,1 +1,1 @@
-"""Faults that the trainer and its commands are put through: `python -m tests.faults` counts what comes of them."""
+"""Faults that the trainer and its commands are put through: `python -m tests.faults` counts the outcomes."""

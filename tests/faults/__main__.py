@@ -1,4 +1,4 @@
-"""Puts the trainer and its commands through faults and counts what comes of them.
+"""Puts the trainer and its commands through faults and counts the outcomes.
 
     python -m tests.faults                     all areas: the table of docs/reliability.md
     python -m tests.faults --areas server      some of them

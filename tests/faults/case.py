@@ -1,4 +1,4 @@
-"""One fault that a run, a command or a reader is put through, and what came of it."""
+"""One fault that a run, a command or a reader is put through, and its outcome."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from train.config.errors import UserError
 
 OUTCOMES = {
     "refused": "a clear message that names what is wrong, and nothing lost",
-    "repaired": "noticed, said, and what is left is used: the run goes on",
+    "repaired": "noticed and said; the rest is used, and the run goes on",
     "identical": "not needed, or put right: the results are those without the fault",
     "silent": "other results without a word",
     "traceback": "an error that is not meant for users",
@@ -115,7 +115,7 @@ def damaged(
 
 
 def count(faults: Sequence[Fault], directory: pathlib.Path) -> Iterator[tuple[Fault, str]]:
-    """Runs the faults one after the other and yields what came of each."""
+    """Runs the faults one after the other and yields the outcome of each."""
     for number, fault in enumerate(faults):
         place = directory / f"fault-{number}"
         place.mkdir()

@@ -23,7 +23,7 @@ DEEP, LONG, HUGE = "[" * 100_000, "9" * 6_000, "1" + "0" * 400
 
 
 def task(text: str | bytes, *words: str) -> Run:
-    """A task file whose second line is this text; refused with the line and the words."""
+    """Makes a fault of a task file whose second line is this text; the message has the line and the words."""
 
     def run(directory: pathlib.Path) -> str:
         path = directory / "task.jsonl"
@@ -49,7 +49,7 @@ def _line(**changes: Any) -> str:
 
 
 def recorded(line: str | bytes, *words: str) -> Run:
-    """A recording whose third row is this line; refused with the line and the words."""
+    """Makes a fault of a recording whose third row is this line; the message has the line and the words."""
 
     def run(directory: pathlib.Path) -> str:
         path = directory / "rows.jsonl"
@@ -61,7 +61,7 @@ def recorded(line: str | bytes, *words: str) -> Run:
 
 
 def _changed(directory: pathlib.Path, replacement: str) -> str:
-    """A recording that changes after the run has started, which then can be continued."""
+    """Changes a recording after the run has started, which can be continued then."""
     path = directory / "rows.jsonl"
     path.write_text("".join(json.dumps(row(number // 2, number % 2)) + "\n" for number in range(4)))
     source = _open(path)
@@ -71,7 +71,7 @@ def _changed(directory: pathlib.Path, replacement: str) -> str:
 
 
 def _surrogate(directory: pathlib.Path) -> str:
-    """A prompt without UTF-8 is recorded, and read as it was."""
+    """Records a prompt that UTF-8 cannot hold, and reads it as it was."""
     rows = [row(0, sample) | {"prompt": "a\ud800b"} for sample in range(2)]
     try:
         write_rows(directory, 0, rows)
@@ -83,7 +83,7 @@ def _surrogate(directory: pathlib.Path) -> str:
 
 
 def parquet(rows: list[dict[str, Any]], *words: str) -> Run:
-    """Rows of Parquet; refused with the line and the words."""
+    """Makes a fault of rows of Parquet; the message has the line and the words."""
 
     def run(directory: pathlib.Path) -> str:
         import pyarrow

@@ -1,4 +1,4 @@
-"""Numbers that are not finite, and runs that diverge: what is skipped, what is saved, what is said."""
+"""Numbers that are not finite, and runs that diverge: nothing is lost, and a message says so."""
 
 import json
 import pathlib
@@ -24,7 +24,7 @@ def _saved_finite(root: pathlib.Path) -> bool:
 
 
 def _said(root: pathlib.Path, done: Finished) -> str:
-    """The outcome of a run that went to its end: a metric that is null needs a word."""
+    """Tells the outcome of a run that went to its end: a metric that is null needs a message."""
     records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     if not any(None in record.values() for record in records):
         return "identical"

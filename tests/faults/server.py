@@ -1,4 +1,4 @@
-"""Faults of a server of completions: what it sends, how, and how long it takes."""
+"""Faults of a server of completions: its answers, the bytes that carry them, and their time."""
 
 import contextlib
 import dataclasses
@@ -45,7 +45,7 @@ async def _no_wait(seconds: float) -> None:
 
 @contextlib.contextmanager
 def _opened(url: str, timeout: float, key: str | None = None) -> Iterator[ServerSource]:
-    """A source whose server was right when the run started."""
+    """Opens a source whose server was right when the run started."""
     config = tiny.config_of("rollout.prompts_per_step=1", SOURCE.format(url))
     context = dataclasses.replace(_context(), config=config)
     client = Client(url, timeout=SECONDS, retries=1, key=key, sleep=_no_wait)
@@ -64,7 +64,7 @@ def _good(path: str, body: dict[str, Any]) -> bytes:
 
 
 def _sample(first: Reply | None, then: Reply | None = None, timeout: float = SECONDS) -> Completions:
-    """The completions of a step from a server that answers with `first`, then with `then`, or rightly."""
+    """Samples a step from a server that answers with `first`, then with `then`, or rightly."""
     replies = iter([])
 
     def reply(path: str) -> Reply:
@@ -79,7 +79,7 @@ def _sample(first: Reply | None, then: Reply | None = None, timeout: float = SEC
 
 
 def refused(reply: Reply, *words: str, timeout: float = SECONDS) -> Callable[[pathlib.Path], str]:
-    """A fault that stays: the run ends with a message of the words, in not much more than the time that it has."""
+    """Makes a fault that stays: the run ends with a message of the words, soon after the time that it has."""
 
     def run(directory: pathlib.Path) -> str:
         began = time.monotonic()
@@ -90,7 +90,7 @@ def refused(reply: Reply, *words: str, timeout: float = SECONDS) -> Callable[[pa
 
 
 def recovered(reply: Reply) -> Callable[[pathlib.Path], str]:
-    """A fault that passes: the step has the completions of a server without one."""
+    """Makes a fault that passes: the step has the completions of a server without one."""
 
     def run(directory: pathlib.Path) -> str:
         try:
@@ -104,7 +104,7 @@ def recovered(reply: Reply) -> Callable[[pathlib.Path], str]:
 
 
 def _answer(change: Callable[[dict[str, Any]], Any]) -> Reply:
-    """A right answer, changed: what `change` returns, or the answer that it has changed in place."""
+    """Changes a right answer: to the result of `change`, or in place if that is None."""
 
     def reply(connection: socket.socket, body: dict[str, Any]) -> None:
         answer = json.loads(Digits(ByteTokenizer().eos_id)("/v1/completions", body)[1])
@@ -116,7 +116,7 @@ def _answer(change: Callable[[dict[str, Any]], Any]) -> Reply:
 
 
 def choice(*words: str, **fields: Any) -> Callable[[pathlib.Path], str]:
-    """A field of one completion that is replaced, or removed if it is `...`; refused with the words."""
+    """Makes a fault of a field of one completion that is replaced, or removed if it is `...`."""
 
     def change(answer: dict[str, Any]) -> None:
         for name, value in fields.items():
@@ -128,12 +128,12 @@ def choice(*words: str, **fields: Any) -> Callable[[pathlib.Path], str]:
 
 
 def log_probs(values: Any, *words: str) -> Callable[[pathlib.Path], str]:
-    """Other log-probs of one completion."""
+    """Makes a fault of other log-probs of one completion."""
     return choice("token_logprobs of the answer: got", *words, logprobs={"token_logprobs": values})
 
 
 def said(text: str | bytes, *words: str, status: str = "200 OK", **headers: str) -> Callable[[pathlib.Path], str]:
-    """An answer of this text."""
+    """Makes a fault of an answer of this text."""
     body = text if isinstance(text, bytes) else text.encode()
     return refused(sends(response(body, status, **headers)), *words)
 
@@ -143,7 +143,7 @@ def _choices(change: Callable[[list[Any]], Any]) -> Reply:
 
 
 def _memory(directory: pathlib.Path) -> str:
-    """A small answer that decompresses to a large one must not take its memory."""
+    """Sends a small answer that decompresses to a large one, whose memory must not be taken."""
     packed = blanks(200 * MEGABYTE)
     tracemalloc.start()
     try:
@@ -172,7 +172,7 @@ def _get(url: str) -> None:
 
 
 def _redirect(directory: pathlib.Path) -> str:
-    """Is not followed, so that the key stays with the server that it is for."""
+    """Redirects, which is not followed: the key stays with the server that it is for."""
     asked: list[str] = []
 
     def elsewhere(path: str) -> Reply:
@@ -199,7 +199,7 @@ def _repeated_key(directory: pathlib.Path) -> str:
 
 
 def address(url: str, *words: str, hidden: str = "") -> Callable[[pathlib.Path], str]:
-    """An address that the check of the config refuses."""
+    """Makes a fault of an address that the check of the config refuses."""
 
     def run(directory: pathlib.Path) -> str:
         try:

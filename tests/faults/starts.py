@@ -40,7 +40,7 @@ def names_of_starts() -> dict[int, list[str]]:
 
 
 def one_moment(_: Path, number: int) -> str:
-    """One of the starts at one moment: each process gets a name of its own."""
+    """Tells the outcome of one of the starts at one moment: each process gets a name of its own."""
     names = names_of_starts()[number]
     if names == ["run", "run-2"]:
         return "identical"

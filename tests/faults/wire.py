@@ -1,4 +1,4 @@
-"""A server on loopback that sends the bytes it is told to, with the faults that a real one may have."""
+"""A server on loopback that sends any bytes, with the faults that a real one may have."""
 
 import contextlib
 import gzip
@@ -16,7 +16,7 @@ Reply = Callable[[socket, dict[str, Any]], None]
 
 
 def response(body: bytes, status: str = "200 OK", **headers: str) -> bytes:
-    """A response of HTTP/1.1 with its length, after which the server closes; `headers` are added, with `-` for `_`."""
+    """Writes a response of HTTP/1.1 with its length, after which the server closes; `headers` have `-` for `_`."""
     lines = [f"HTTP/1.1 {status}", "Connection: close", f"Content-Length: {len(body)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
@@ -56,18 +56,18 @@ def hangs(connection: socket, body: dict[str, Any]) -> None:
 
 
 def zipped(text: bytes) -> bytes:
-    """A compressed answer."""
+    """Writes a compressed answer."""
     return response(gzip.compress(text), Content_Encoding="gzip")
 
 
 def blanks(total: int) -> bytes:
-    """A small compressed answer of many bytes."""
+    """Writes a small compressed answer of many bytes."""
     return zipped(b" " * total)
 
 
 @contextlib.contextmanager
 def wire(reply: Callable[[str], Reply]) -> Iterator[str]:
-    """The address of a server; `reply` gives the answer to a request of a path."""
+    """Starts a server and yields its address; `reply` returns the answer to a request of a path."""
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:

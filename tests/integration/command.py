@@ -1,4 +1,4 @@
-"""The command, in a process of its own or in that of the tests, and what it leaves on disk."""
+"""The command, in a process of its own or in that of the tests, and the files that it writes."""
 
 import contextlib
 import dataclasses
@@ -56,14 +56,14 @@ class Run:
         return Path(line.removeprefix("run directory: "))
 
     def succeeded(self) -> "Run":
-        """Itself, after asserting that the command ended well and quietly."""
+        """Asserts that the command ended well and quietly; returns the run."""
         assert self.returncode == 0, f"exit code {self.returncode}\n{self.stdout}\n{self.stderr}"
         assert "Traceback" not in self.stderr
         return self
 
 
 def environment(cache: Path) -> dict[str, str]:
-    """As many CPU devices as the tests have. `cache` keeps compiled programs for later runs."""
+    """Returns an environment with the CPU devices of the tests; `cache` keeps compiled programs for later runs."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     settings = {
         "JAX_PLATFORMS": "cpu",
@@ -112,12 +112,12 @@ def wait_for(process: subprocess.Popen[str], happens: Callable[[], bool]) -> Non
 
 
 def run(env: Mapping[str, str], *arguments: object) -> Run:
-    """`python -m train ARGUMENTS` to its end."""
+    """Runs `python -m train ARGUMENTS` to its end."""
     return finish(start(env, *arguments))
 
 
 def run_here(*arguments: object) -> Run:
-    """The same in this process, which spares the imports; an exception that ends the command ends the test."""
+    """Does the same in this process, which spares the imports; an exception that ends the command ends the test."""
     out, err = io.StringIO(), io.StringIO()
     # In a process of its own a warning goes to standard error; here pytest takes it.
     warnings = logging.StreamHandler(err)
@@ -131,7 +131,7 @@ def run_here(*arguments: object) -> Run:
 
 
 def shared_run(directory: Path, *arguments: str, command: Callable[..., Run]) -> Run:
-    """One run for all tests and test processes that ask for these arguments; its output lies below `directory`.
+    """Returns one run for all tests and test processes that ask for these arguments; its output lies below `directory`.
 
     The first to come runs the command while the others wait, so nobody may change what the run wrote.
     """
@@ -153,13 +153,13 @@ def lines_written(root: Path, phase: str) -> int:
 
 
 def records(root: Path, phase: str) -> list[dict]:
-    """The records of one phase of `metrics.jsonl`."""
+    """Reads the records of one phase of `metrics.jsonl`."""
     lines = (root / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["phase"] == phase]
 
 
 def saved_arrays(directory: Path) -> dict[str, np.ndarray]:
-    """Every array of a directory that orbax saved, by its dotted name."""
+    """Reads every array of a directory that orbax saved, by its dotted name."""
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree = checkpointer.metadata(directory).item_metadata.tree
         arguments = ocp.args.PyTreeRestore(
@@ -171,12 +171,12 @@ def saved_arrays(directory: Path) -> dict[str, np.ndarray]:
 
 
 def state_arrays(root: Path, step: int) -> dict[str, np.ndarray]:
-    """The state that a run saved after a step."""
+    """Reads the state that a run saved after a step."""
     return saved_arrays(root / "checkpoints" / str(step) / "state")
 
 
 def assert_same_arrays(got: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
-    """Bit by bit, which also tells -0 from 0 and one NaN from another."""
+    """Compares bit by bit, which also tells -0 from 0 and one NaN from another."""
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert got[name].dtype == value.dtype
@@ -185,7 +185,7 @@ def assert_same_arrays(got: Mapping[str, np.ndarray], expected: Mapping[str, np.
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    """Every file below a directory with its bytes."""
+    """Reads every file below a directory."""
     return {
         str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
     }

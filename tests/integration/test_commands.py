@@ -26,7 +26,7 @@ ABSENT = re.compile(r"not there|does not exist|no such|is not a folder|has no to
 
 
 def commands() -> dict[str, list[str]]:
-    """The words of each command, by the line that shows it."""
+    """Lists the words of each command by the line that shows it."""
     found = {}
     for page in PAGES:
         if "_build" in page.parts:

@@ -103,7 +103,7 @@ def test_merged_weights_may_have_another_dtype(lora, export):
 
 
 def test_merged_weights_become_a_folder_of_hugging_face(lora, export):
-    """What is read back has the log-probs of base and adapter, whatever of the run is left by then."""
+    """A folder that is read back has the log-probs of base and adapter, whatever is left of the run by then."""
     folder = export(lora, "--merge")
     saved, model, mesh = built(lora)
     whole = Decoder(decoder_config(folder))

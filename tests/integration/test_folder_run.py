@@ -57,7 +57,7 @@ def trained(tmp_path_factory) -> tuple[Path, Path, Path]:
 
 
 def log_probs(config_path: Path, overrides: list[str], policy_of) -> np.ndarray:
-    """Log-probs of one batch under a policy of the model that a config describes."""
+    """Computes log-probs of one batch under a policy of the model that a config describes."""
     config, mesh = load(config_path, overrides).config, make_mesh()
     model = make_model(config, load_tokenizer(config))
     tokens = np.random.default_rng(0).integers(0, 320, (2, 12)).astype(np.int32)

@@ -32,7 +32,7 @@ KILLS = 20
 
 
 def log_of(root: Path) -> int:
-    """The number of bytes that a run has written to its metrics."""
+    """Counts the bytes that a run has written to its metrics."""
     path = root / "metrics.jsonl"
     return path.stat().st_size if path.exists() else 0
 

@@ -28,7 +28,7 @@ def whole(session_directory, env):
 
 
 def assert_same_run(got, expected) -> None:
-    """Bit by bit: base, states and metrics."""
+    """Compares base, states and metrics, bit by bit."""
     assert_same_arrays(saved_arrays(got / "base"), saved_arrays(expected / "base"))
     for step in range(lost.STEPS + 1):
         assert_same_arrays(state_arrays(got, step), state_arrays(expected, step))
@@ -36,7 +36,7 @@ def assert_same_run(got, expected) -> None:
 
 
 def assert_close_run(got, expected) -> None:
-    """The last state, within rounding of the largest number of each array, and the metrics of each step."""
+    """Compares the last state within rounding of the largest number of each array, and the metrics of each step."""
     one, two = (state_arrays(root, lost.STEPS) for root in (got, expected))
     assert one.keys() == two.keys()
     for name, value in two.items():
@@ -47,7 +47,7 @@ def assert_close_run(got, expected) -> None:
 
 
 def test_a_killed_run_of_two_processes_goes_on_in_one(env, tmp_path):
-    """The one case of every day: the leader is killed while it saves, and one process goes on."""
+    """The leader is killed while it saves, and one process goes on; the other cases are thorough."""
     ended = lost.signalled(tmp_path / "two", "in a save", 0, signal.SIGKILL, env=env)
     assert lost.names_the_lost(ended, 0), ended
     run_here(*lost.RECIPE, f"output={tmp_path / 'two'}", "--resume").succeeded()

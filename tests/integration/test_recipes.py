@@ -41,7 +41,7 @@ REPEATS = ("gsm8k_qwen3_8b_v5p64",)
 
 @pytest.fixture(scope="module")
 def quick_compilations(_kept_programs):
-    """Programs are not made fast: they run for milliseconds."""
+    """Compiles without optimizations: the programs run for milliseconds."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     yield

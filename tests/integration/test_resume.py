@@ -45,7 +45,7 @@ def resume(tmp_path):
 
 
 def assert_same_run(got: Path, expected: Path) -> None:
-    """The same base, states and metrics; the arrays bit by bit, the metrics byte by byte."""
+    """Compares base, states and metrics: the arrays bit by bit, the metrics byte by byte."""
     assert (got / "metrics.jsonl").read_text() == (expected / "metrics.jsonl").read_text()
     assert_same_arrays(saved_arrays(got / "base"), saved_arrays(expected / "base"))
     for step in (0, STEPS):
@@ -55,7 +55,7 @@ def assert_same_run(got: Path, expected: Path) -> None:
 
 
 def copied(run: Run, output: Path) -> Path:
-    """A copy of a run that a test may harm."""
+    """Copies a run, so that a test may harm it."""
     return Path(shutil.copytree(run.root, output / NAME))
 
 
@@ -76,7 +76,7 @@ def in_save(root: Path, step: int) -> bool:
 
 
 def before_save(root: Path, step: int) -> bool:
-    """Between steps: the lines of a step are there, its checkpoint is not."""
+    """Whether the lines of a step are there, and its checkpoint is not."""
     return lines_written(root, "train") == step and not list(root.glob(f"checkpoints/{step}*"))
 
 

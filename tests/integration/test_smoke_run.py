@@ -36,14 +36,14 @@ def smoke(shared, train):
 
 @pytest.fixture(scope="module")
 def again(smoke):
-    """The same command twice into one directory, the second time compiled anew: (files of the first before, second)."""
+    """Runs a command twice into one directory, the second time compiled anew: (files after the first, second run)."""
     before = files(smoke.root)
     with programs.compiled_anew():
         return before, run_here(CONFIG, f"output={smoke.root.parent}").succeeded()
 
 
 def scalars(directory):
-    """`{(tag, step): value}` of the event files of a directory."""
+    """Reads `{(tag, step): value}` from the event files of a directory."""
     from tensorboardX import proto
 
     found = {}

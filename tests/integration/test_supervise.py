@@ -12,7 +12,7 @@ NAME = "smoke"
 
 
 def child_of(pid: int) -> int:
-    """The one process that a process has started."""
+    """Returns the one process that a process has started."""
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)
 
