@@ -1,6 +1,5 @@
 """Virtual environments of contenders, apart from that of this project."""
 
-import os
 import pathlib
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from benchmarks.harness.process import ROOT
 
 def interpreter(venv: pathlib.Path) -> pathlib.Path:
     """Returns the path of an environment's interpreter, whether it exists or not."""
-    return venv.absolute() / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    return venv.absolute() / "bin/python"
 
 
 def missing(directory: pathlib.Path | None, paths: Sequence[pathlib.Path], option: str) -> str | None:
