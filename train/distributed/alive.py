@@ -7,11 +7,9 @@ process that is silent. A process that is slow is warned of, and nothing else.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -22,12 +20,15 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 from train.config.errors import LostProcessError, UserError, warn
-from train.distributed.exchange import SLOW_SECONDS, ProcessError, exchange_json, failed_process, report_failure
+from train.distributed.exchange import ProcessError, exchange_json, failed_process, report_failure, rounds_begun
+from train.distributed.joining import before_abort, coordinator_answers
 from train.distributed.peers import HEARTBEAT_SECONDS, coordination, is_leader, process, processes
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 5.0
 """A process that has not written for this long is named, if something says that a process is lost."""
+SLOW_SECONDS = 60.0
+"""The leader names a process that all others have waited for this long."""
 GRACE_SECONDS = 2.5
 """A process ends this long after it has read of a failure or a loss, unless its main thread has ended it."""
 LEADER_SECONDS = 2.5
@@ -48,9 +49,9 @@ OF_CONNECTIONS = (
 
 
 class Progress(NamedTuple):
-    """How far a process is: the number of phases begun, the step, and the phase."""
+    """How far a process is: the number of phases and exchanges begun, the step, and the phase."""
 
-    phases: int
+    moves: int
     step: int
     phase: str
 
@@ -69,7 +70,7 @@ class Peer:
         """Takes over what the process has written."""
         if beats != self.beats:
             self.heard = now
-        if progress.phases != self.progress.phases:
+        if progress.moves != self.progress.moves:
             self.moved = now
         self.beats, self.progress = beats, progress
 
@@ -91,16 +92,18 @@ class Watch:
         self._reason: UserError | None = None
         self._told: float | None = None
         self._beaten, self._slow = now, SLOW_SECONDS
+        self._phases = 0
 
     def enter(self, step: int, phase: str) -> None:
         """Notes that this process begins a phase of a step."""
+        self._phases += 1
         me = self.peers[self._number]
-        me.progress, me.moved = Progress(me.progress.phases + 1, step, phase), time.monotonic()
+        me.progress = me.progress._replace(step=step, phase=phase)
 
     def beat(self) -> None:
         """Writes the progress of this process and reads that of the others."""
         me, now = self.peers[self._number], time.monotonic()
-        me.beats, me.heard = me.beats + 1, now
+        me.hear(me.beats + 1, me.progress._replace(moves=self._phases + rounds_begun()), now)
         text = json.dumps([me.beats, *me.progress])
         self._service.key_value_set(f"{PROGRESS}/{self._number}", text, allow_overwrite=True)
         if now - self._beaten > SILENT_SECONDS / 2:
@@ -159,11 +162,14 @@ class Watch:
         return f"process {number} of {len(self.peers)} ({self.peers[number].name})"
 
     def slow(self) -> str | None:
-        """Describes the process that all others wait for, once it is longer than a limit that doubles every time."""
+        """Describes the process that all others wait for, once it is longer than a limit that doubles every time.
+
+        They wait for it in an exchange of the same phase, or in a collective of a later one.
+        """
         now = time.monotonic()
-        last = min(self.peers, key=lambda n: self.peers[n].progress.phases)
+        last = min(self.peers, key=lambda n: self.peers[n].progress.moves)
         others = [peer for number, peer in self.peers.items() if number != last]
-        if any(peer.progress.phases <= self.peers[last].progress.phases for peer in others):
+        if any(peer.progress.moves <= self.peers[last].progress.moves for peer in others):
             self._slow = SLOW_SECONDS
             return None
         waited = min(now - peer.moved for peer in others)
@@ -200,7 +206,8 @@ def watching() -> Iterator[None]:
     _watch = Watch(names, coordination(), process())
     over = threading.Event()
     thread = threading.Thread(target=_beat_until, args=(_watch, over), name="watch", daemon=True)
-    with _abort_handled(_watch):
+    watch = _watch
+    with before_abort(lambda: watch.end(watch.reason_of_abort(coordinator_answers))):
         thread.start()
         try:
             yield
@@ -270,35 +277,3 @@ def _short(reason: BaseException) -> str:
     if isinstance(reason, KeyboardInterrupt):
         return "interrupted"
     return f"{type(reason).__name__}: {str(reason).strip()[:300]}"
-
-
-@contextlib.contextmanager
-def _abort_handled(watch: Watch) -> Iterator[None]:
-    """Ends the process with a reason where JAX aborts it; another abort stays one.
-
-    JAX aborts in a thread of C++, with no hook that works; a handler of Python would run in the main thread, too late.
-    """
-    library = ctypes.CDLL(None)
-    library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_int)
-    def handle(number: int) -> None:
-        watch.end(watch.reason_of_abort(_coordinator_answers))
-        library.signal(number, before)
-
-    before = library.signal(signal.SIGABRT, ctypes.cast(handle, ctypes.c_void_p))
-    try:
-        yield
-    finally:
-        library.signal(signal.SIGABRT, before)
-
-
-def _coordinator_answers() -> bool:
-    from jax._src import distributed
-
-    host, _, port = str(distributed.global_state.coordinator_address).rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-    except OSError:
-        return False
-    return True

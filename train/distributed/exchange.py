@@ -3,27 +3,23 @@
 Values travel through the coordination service of JAX, in the same order in every process. No device takes part.
 """
 
-import itertools
 import json
 import struct
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
 
-from train.config.errors import UserError, warn
+from train.config.errors import UserError
 from train.distributed.peers import coordination, is_leader, process, processes
 
 T = TypeVar("T")
-SLOW_SECONDS = 60.0
-"""The leader names a process that it has waited for this long."""
 POLL_MILLISECONDS = 500
 """A wait ends this often, so that signals are heard."""
 FAILED = "kljax/failed"
 READING = {error.__name__: error for error in (FileNotFoundError, ValueError)}
 """Errors of reading, which callers turn into one that names a field."""
-_rounds = itertools.count()
+_STATE = {"rounds": 0}
 
 
 class ProcessError(UserError):
@@ -130,13 +126,14 @@ def send_to_leader(label: str, value: bytes) -> list[bytes]:
 def _round(label: str, value: bytes, *, to_all: bool) -> list[bytes]:
     if processes() == 1:
         return [value]
-    service, number = coordination(), next(_rounds)
+    service, number = coordination(), _STATE["rounds"]
+    _STATE["rounds"] += 1
     prefix = f"kljax/{number}"
     if not is_leader():
         service.key_value_set_bytes(f"{prefix}/{process()}", join([label.encode(), value]))
-        labels, *values = split(_wait(f"{prefix}/all", 0, label))
+        labels, *values = split(_wait(f"{prefix}/all"))
     else:
-        received = [split(_wait(f"{prefix}/{peer}", peer, label)) for peer in range(1, processes())]
+        received = [split(_wait(f"{prefix}/{peer}")) for peer in range(1, processes())]
         labels = json.dumps([label, *(part[0].decode() for part in received)]).encode()
         values = [value, *(part[1] for part in received)]
         service.key_value_set_bytes(f"{prefix}/all", join([labels, *(values if to_all else ())]))
@@ -145,6 +142,11 @@ def _round(label: str, value: bytes, *, to_all: bool) -> list[bytes]:
     if len(set(found := json.loads(labels))) > 1:
         raise RuntimeError(f"the processes are at different places of the program: {', '.join(found)}")
     return values
+
+
+def rounds_begun() -> int:
+    """Returns how many exchanges this process has begun; the same number in every process that is as far."""
+    return _STATE["rounds"]
 
 
 def report_failure(text: str, code: int) -> None:
@@ -166,9 +168,9 @@ def _mark(error: Exception) -> Exception:
     return error
 
 
-def _wait(key: str, peer: int, label: str) -> bytes:
+def _wait(key: str) -> bytes:
     """Waits for a value of another process, in short steps that signals can end."""
-    service, began, slow = coordination(), time.monotonic(), SLOW_SECONDS
+    service = coordination()
     while True:
         try:
             return service.blocking_key_value_get_bytes(key, POLL_MILLISECONDS)
@@ -178,9 +180,6 @@ def _wait(key: str, peer: int, label: str) -> bytes:
         failed = failed_process(service, processes())
         if failed is not None:
             raise failed
-        if is_leader() and time.monotonic() - began > slow:
-            slow *= 2
-            warn(f"process {peer} is slow: waited {time.monotonic() - began:.0f} s for it ({label})")
 
 
 def _user_error(kind: str, text: str) -> Exception:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from train.config.errors import LostProcessError, UserError
+from train.distributed.joining import joining_within
 
 HEARTBEAT_SECONDS = 10
 """A process that says nothing for this long is taken for lost."""
@@ -41,10 +42,14 @@ def peers_of(coordinator: str | None, process: int | None, processes: int | None
     return Peers(coordinator, process, processes)
 
 
-def start(peers: Peers | None) -> None:
+def start(peers: Peers | None, *, join_seconds: float) -> None:
     """Joins the other processes; call it before the first use of a device.
 
     Without flags, a TPU pod, SLURM and Open MPI are detected; anywhere else, and for one process, it is a no-op.
+
+    Args:
+      peers: from `peers_of`.
+      join_seconds: after this time the process ends with exit code 75, and says which processes came.
 
     Raises:
       LostProcessError: the other processes cannot be reached.
@@ -61,13 +66,16 @@ def start(peers: Peers | None) -> None:
         (None, None, None) if peers is None else (peers.coordinator, peers.process, peers.processes)
     )
     try:
-        jax.distributed.initialize(
-            address,
-            num_processes=count,
-            process_id=number,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
-        )
+        with joining_within(join_seconds):
+            jax.distributed.initialize(
+                address,
+                num_processes=count,
+                process_id=number,
+                # The limit is kept here, with a message in place of an abort.
+                initialization_timeout=int(join_seconds) + 60,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+            )
     except (RuntimeError, ValueError) as error:
         where = "" if peers is None else f" at {peers.coordinator}"
         reason = str(error).strip().splitlines()[0][:200]

@@ -14,6 +14,10 @@ from train.run.ending import ending_alone, known_ending
 from train.run.interrupt import ending_at_once
 from train.run.streams import guarded_streams
 
+JOIN_SECONDS = 60.0
+"""All processes of a run join one another within this time."""
+LONGEST_JOIN_SECONDS = 86_400.0
+
 
 @contextmanager
 def quiet_orbax() -> Iterator[None]:
@@ -68,6 +72,20 @@ def add_process_flags(command: argparse.ArgumentParser) -> None:
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, the same in every process")
     group.add_argument("--process", metavar="I", type=int, help="number of this process, from 0")
     group.add_argument("--processes", metavar="N", type=int, help="number of processes")
+    group.add_argument(
+        "--join-timeout",
+        metavar="SECONDS",
+        type=_seconds,
+        default=JOIN_SECONDS,
+        help=f"end if another process has not joined by then (default {JOIN_SECONDS:g})",
+    )
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= LONGEST_JOIN_SECONDS:
+        raise ValueError(text)
+    return seconds
 
 
 def join_processes(options: argparse.Namespace) -> None:
@@ -79,7 +97,8 @@ def join_processes(options: argparse.Namespace) -> None:
     # Imported late, so that an error in the config shows before JAX starts.
     from train import distributed
 
-    distributed.start(distributed.peers_of(options.coordinator, options.process, options.processes))
+    peers = distributed.peers_of(options.coordinator, options.process, options.processes)
+    distributed.start(peers, join_seconds=options.join_timeout)
     if not distributed.is_leader():
         leave_warnings_to_another_process()
         logging.getLogger("train").setLevel(logging.ERROR)

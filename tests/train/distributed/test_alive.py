@@ -125,6 +125,18 @@ def test_the_process_that_all_others_wait_for_is_slow(clock, watches):
     assert watches[0].slow() is None
 
 
+def test_the_process_that_all_others_wait_for_in_an_exchange_is_slow(clock, watches, monkeypatch):
+    for watch in watches:
+        watch.enter(2, "rollout")
+    for _ in range(64):
+        clock.now += 1
+        for watch, rounds in zip(watches, (8, 7, 8), strict=True):
+            monkeypatch.setattr(alive, "rounds_begun", lambda rounds=rounds: rounds)
+            watch.beat()
+    text = "process 1 of 3 (b, pid 11) is slow: the others have waited 62 s for it; it is at step 2 (rollout)"
+    assert watches[0].slow() == text
+
+
 def test_places_are_small_json(watches):
     watches[1].enter(3, "update")
     watches[1].beat()

@@ -1,6 +1,8 @@
 """The door with two real processes, and what its flags refuse."""
 
 import os
+import re
+import socket
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests import peers
 from train import distributed
 from train.config.errors import UserError
+from train.distributed.joining import connected_hosts
 from train.models.sharding import batch_sharding, make_mesh
 
 
@@ -40,10 +43,42 @@ def test_flags_that_do_not_fit_are_refused(flags, text) -> None:
 
 def test_one_process_needs_no_flags_and_no_network() -> None:
     assert distributed.peers_of(None, None, None) is None
-    distributed.start(None)
-    distributed.start(distributed.peers_of("nowhere.invalid:1", 0, 1))
+    distributed.start(None, join_seconds=1)
+    distributed.start(distributed.peers_of("nowhere.invalid:1", 0, 1), join_seconds=1)
     assert (distributed.process(), distributed.processes(), distributed.is_leader()) == (0, 1, True)
     distributed.stop()
+
+
+def test_a_process_that_does_not_come_ends_those_that_wait() -> None:
+    """Process 2 never starts; process 0 waits longer than process 1, so that it says who is there."""
+    flags = ("--coordinator", f"127.0.0.1:{peers.free_port()}", "--processes", 3)
+    module, start = "tests.train.distributed.peer", {"processes": 1, "devices": 1, "env": os.environ}
+    with (
+        peers.started(module, *flags, "--process", 1, "--join-timeout", 40, **start) as (second,),
+        peers.started(module, *flags, "--process", 0, "--join-timeout", 8, **start) as (first,),
+    ):
+        peers.wait([first], 60)
+        assert first.returncode == 75
+        expected = (
+            r"error: --join-timeout: 2 of 3 processes have joined 127\.0\.0\.1:\d+ after 8 s, from 127\.0\.0\.1; "
+        )
+        assert re.search(expected + "start all processes at about the same time, or raise the limit", first.stderr)
+        # The leader took the service along.
+        peers.wait([second], 60)
+        assert second.returncode == 75
+        assert re.search(r"error: --join-timeout: process 0 at \S+ cannot be reached after \d+ s; ", second.stderr)
+
+
+def test_the_hosts_at_a_port_are_those_of_its_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert connected_hosts(port) == []
+        with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)):
+            assert connected_hosts(port) == ["127.0.0.1"] * 2
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("::1", port)):
+            assert sorted(connected_hosts(port) or ()) == ["127.0.0.1", "::1"]
 
 
 class Device(NamedTuple):
