@@ -24,7 +24,6 @@ TaskName = Literal["arithmetic", "gsm8k", "math", "countdown", "jsonl"]
 Judge = Literal["math_verify", "strict"]
 
 ESTIMATORS: tuple[str, ...] = get_args(Estimator)
-ROLLOUT_ESTIMATORS: tuple[str, ...] = get_args(RolloutEstimator)
 KL_GRADIENTS: tuple[str, ...] = get_args(KLGradient)
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 EMPTY_ROWS: tuple[str, ...] = get_args(EmptyRows)

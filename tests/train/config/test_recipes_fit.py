@@ -5,8 +5,9 @@ import pathlib
 
 import pytest
 
+from tests.train.weights.parameters import parameter_count
 from train.config.load import load
-from train.weights.huggingface.config import decoder_config, parameter_count
+from train.weights.huggingface.config import decoder_config
 
 ROOT = pathlib.Path(__file__).parents[3]
 PUBLIC = ROOT / "tests" / "goldens" / "models" / "configs"

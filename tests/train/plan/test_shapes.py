@@ -6,11 +6,12 @@ import pathlib
 import pytest
 
 from tests.tiny import config_of
+from tests.train.weights.parameters import parameter_count
 from train.config.errors import UserError
 from train.config.load import load, parse
 from train.data.tokenizers import load_tokenizer
 from train.plan.shapes import PUBLISHED, folder_config, planned_model
-from train.weights.huggingface.config import decoder_config, parameter_count
+from train.weights.huggingface.config import decoder_config
 from train.weights.model import make_model
 
 ROOT = pathlib.Path(__file__).parents[3]

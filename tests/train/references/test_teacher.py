@@ -25,7 +25,6 @@ from train.weights.orbax import save_base
 
 DISTIL = ("loss.type=none", "rollout.samples_per_prompt=2")
 WIDER = tiny.config_of("model={layers: 2, width: 24, heads: 3, kv_heads: 1, head_dim: 8, mlp_width: 40}")
-UNTIED = "model.tie_embeddings=false"
 # The cap is below the largest logits, so that a policy's cap in its place would show.
 TEACHER = Decoder(dataclasses.replace(tiny.model_of(WIDER).config, tie_embeddings=False, final_softcap=1.0))
 

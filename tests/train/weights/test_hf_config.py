@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from tests.train.weights.parameters import parameter_count
 from train.models import Decoder, DecoderConfig, LinearScaling, Llama3Scaling, Rope, YarnScaling
 from train.models.rope import frequencies
-from train.weights.huggingface.config import decoder_config, hf_config, parameter_count
+from train.weights.huggingface.config import decoder_config, hf_config
 from train.weights.huggingface.families import FAMILIES
 
 CONFIGS = Path(__file__).parents[2] / "goldens" / "models" / "configs"

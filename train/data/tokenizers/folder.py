@@ -55,11 +55,6 @@ class FolderTokenizer:
         self.pad_id = self.eos_ids[0] if pad is None else pad
         self._first = self._first_ids(add_bos)
 
-    @property
-    def chats(self) -> bool:
-        """Whether a chat template renders the prompts."""
-        return self._template is not None
-
     def _id(self, text: str | None) -> int | None:
         return None if text is None else self._tokenizer.token_to_id(text)
 

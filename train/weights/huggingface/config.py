@@ -118,18 +118,6 @@ def hf_config(config: DecoderConfig, *, like: Mapping[str, Any] | None = None) -
     raise ValueError(f"no model of {', '.join(candidates)} in transformers has this shape: {shape}")
 
 
-def parameter_count(config: DecoderConfig) -> int:
-    """Counts the base parameters, without adapters; a tied head counts once."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    attention = config.width * (2 * queries + 2 * keys)
-    attention += config.qkv_bias * (queries + 2 * keys) + config.output_bias * config.width
-    attention += config.qk_norm * 2 * config.head_dim
-    mlp = 3 * config.width * config.mlp_width + config.mlp_bias * (2 * config.mlp_width + config.width)
-    norms = (4 if config.post_norms else 2) * config.width
-    tables = config.vocab_size * config.width * (1 if config.tie_embeddings else 2)
-    return config.layers * (attention + mlp + norms) + tables + config.width
-
-
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the mapping of the language model: the text part of a multimodal model, else the mapping itself.
 

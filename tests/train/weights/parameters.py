@@ -1,0 +1,15 @@
+"""The number of parameters of a decoder, by its sizes."""
+
+from train.models.config import DecoderConfig
+
+
+def parameter_count(config: DecoderConfig) -> int:
+    """Counts the base parameters, without adapters; a tied head counts once."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = config.width * (2 * queries + 2 * keys)
+    attention += config.qkv_bias * (queries + 2 * keys) + config.output_bias * config.width
+    attention += config.qk_norm * 2 * config.head_dim
+    mlp = 3 * config.width * config.mlp_width + config.mlp_bias * (2 * config.mlp_width + config.width)
+    norms = (4 if config.post_norms else 2) * config.width
+    tables = config.vocab_size * config.width * (1 if config.tie_embeddings else 2)
+    return config.layers * (attention + mlp + norms) + tables + config.width
