@@ -1,5 +1,7 @@
 """The warm start: imitation of the solutions at the temperature of the run, reported step by step."""
 
+import functools
+
 import chex
 import jax
 import numpy as np
@@ -53,10 +55,9 @@ def test_imitation_lowers_the_loss_and_reports_every_step():
     assert losses[-1] < losses[0] - 1
     # The first loss is that of the first weights on the first batch: mean over the tokens of the solutions.
     batch, model = data.batch(0), tiny.model_of(config)
-    stats, _ = token_stats(
-        model, tiny.kljax.Policy(tiny.host_params()), batch.tokens, batch.token_mask, temperature=0.8
-    )
-    expected = -np.asarray(stats.log_prob, float)[batch.completion_mask].mean()
+    policy = tiny.kljax.Policy(tiny.host_params())
+    scored = jax.jit(lambda policy: token_stats(model, policy, batch.tokens, batch.token_mask, temperature=0.8)[0])
+    expected = -np.asarray(scored(policy).log_prob, float)[batch.completion_mask].mean()
     np.testing.assert_allclose(losses[0], expected, rtol=1e-5)
     # The weights that came in were not given away.
     chex.assert_trees_all_equal(jax.device_get(params), tiny.host_params())
@@ -66,14 +67,14 @@ def test_imitation_lowers_the_loss_and_reports_every_step():
 def test_only_solutions_are_imitated():
     config = tiny.config_of()
     _, data = context_of(config)
-    batch, model = data.batch(0), tiny.model_of(config)
-    loss, metric = supervised_loss(config, model, tiny.host_params(), batch)
+    batch, loss_of = data.batch(0), jax.jit(functools.partial(supervised_loss, config, tiny.model_of(config)))
+    loss, metric = loss_of(tiny.host_params(), batch)
     np.testing.assert_allclose(loss, metric.value(), rtol=1e-6)
     assert float(metric.weight) == batch.completion_mask.sum()
     beyond = ~batch.token_mask
     changed = batch._replace(tokens=np.where(beyond, 7, batch.tokens))
     assert beyond.any()
-    np.testing.assert_array_equal(supervised_loss(config, model, tiny.host_params(), changed)[0], loss)
+    np.testing.assert_array_equal(loss_of(tiny.host_params(), changed)[0], loss)
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -37,12 +37,13 @@ def assert_loaded(params: dict, expected: dict[str, np.ndarray], dtype: str = "f
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         *modules, kind = (key.key for key in path)
         assert leaf.dtype == jnp.dtype(dtype)
+        values = np.asarray(leaf)
         ending = "bias" if kind == "bias" else "weight"
         for layer in range(leaf.shape[0] if modules[0] == "layers" else 1):
             head = [] if modules[0] == "lm_head" else ["model"]
             number = ["layers", str(layer), *modules[1:]] if modules[0] == "layers" else modules
             name = ".".join([*head, *number, ending])
-            got = np.asarray(leaf[layer] if modules[0] == "layers" else leaf)
+            got = values[layer] if modules[0] == "layers" else values
             want = expected[name].astype(dtype)
             np.testing.assert_array_equal(got, want.T if kind == "kernel" else want, err_msg=name)
             used.add(name)
