@@ -21,7 +21,7 @@ import pytest
 
 import kljax
 from kljax.typing import ArrayLike
-from tests import oracles
+from tests import oracles, programs
 
 # Distinct, so that an axis is known by its size. Rows and positions can be split over 8 devices.
 SIZES = {"B": 8, "T": 16, "V": 11, "D": 5, "K": 2, "G": 3}
@@ -313,7 +313,10 @@ def program(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    return jax.device_get(program(function, *arguments)(*arguments))
+    # No other test reads this program from disk.
+    with programs.compiled_anew():
+        run = program(function, *arguments)
+    return jax.device_get(run(*arguments))
 
 
 @functools.cache
