@@ -188,13 +188,13 @@ def distributions(params, batch: Batch) -> jax.Array:
 def test_the_exact_kl_of_the_loss():
     config, plain = tiny.config_of("kl.loss={coef: 0.7, estimator: exact}"), tiny.config_of()
     other, batch = tiny.moved(tiny.host_params(), 0.05), batch_of()
-    hidden = hidden_states(MODEL, kljax.Policy(other), batch.tokens, batch.token_mask)
+    hidden = jax.jit(hidden_states, static_argnums=0)(MODEL, kljax.Policy(other), batch.tokens, batch.token_mask)
     batch = dataclasses.replace(batch, ref_hidden=hidden)
     arguments = ({"params": tiny.host_params()}, None, batch, coefficients(config))
-    theirs, mask = distributions(other, batch), np.asarray(batch.completion_mask)
+    mask = np.asarray(batch.completion_mask)
 
     def kl_of(params) -> jax.Array:
-        mine = distributions(params, batch)
+        mine, theirs = distributions(params, batch), distributions(other, batch)
         return (jnp.exp(mine) * (mine - theirs)).sum(-1)[mask].mean()
 
     def objective(config):

@@ -335,7 +335,9 @@ def test_the_rows_depend_on_seed_and_step_alone():
 
 
 def optimizer_of(*overrides: str) -> optax.GradientTransformation:
-    return make_optimizer(tiny.config_of(*overrides).optim)
+    """The optimizer of a config, its update compiled as one program."""
+    optimizer = make_optimizer(tiny.config_of(*overrides).optim)
+    return optax.GradientTransformation(jax.jit(optimizer.init), jax.jit(optimizer.update))
 
 
 @pytest.mark.parametrize(("norm", "kept"), [(10.0, 2.0), (0.5, 0.5)])
@@ -395,7 +397,7 @@ def test_kept_tokens_renormalise_the_log_probs_of_every_policy():
     assert ((np.asarray(batch.kept_ids)[mask] >= 0).sum(-1) > 1).any()
     scored = make_score(config, MODEL, tiny.mesh_of())(state.trainable, None, REFERENCE, batch)
     np.testing.assert_allclose(scored.old_log_probs, np.where(mask, batch.rollout_log_probs, 0), atol=2e-5)
-    hidden = hidden_states(MODEL, REFERENCE.policy, batch.tokens, batch.token_mask)
+    hidden = jax.jit(hidden_states, static_argnums=0)(MODEL, REFERENCE.policy, batch.tokens, batch.token_mask)
     logits = np.asarray(hidden, np.float64) @ np.asarray(head(MODEL, REFERENCE.policy.params), np.float64) / 0.8
     for row, column in zip(*np.nonzero(mask), strict=True):
         before, ids = logits[row, column - 1], np.asarray(batch.kept_ids[row, column])

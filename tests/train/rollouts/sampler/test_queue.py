@@ -222,14 +222,17 @@ def sent(text: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("unroll", [True, False])
+# On one device the loop over the layers is compared above.
+@pytest.mark.parametrize("unroll", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_the_same_on_a_mesh_that_does_not_divide_the_prompts(queued, unroll):
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
         check_same(run(policy_of(mesh), slots=4, unroll=unroll), queued)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 2), *(pytest.param(shape, marks=pytest.mark.thorough) for shape in ((1, 1, 2), (2, 1, 1)))]
+)
 def test_rows_of_a_prompt_are_the_same_where_heads_or_rows_are_split(queued, shape):
     mesh = make_mesh(*shape)
     with jax.set_mesh(mesh):
