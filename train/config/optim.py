@@ -80,3 +80,5 @@ class Optim(Section):
     """Micro-batches of an update; changes memory, not the result."""
     share_prompts: bool = True
     """Run a prompt through the model once for all of its completions; changes speed and memory, not the result."""
+    packing: bool = False
+    """Pack several completions into a row, so that the layers do not pay for padding; changes speed, not the result."""

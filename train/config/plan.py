@@ -122,6 +122,14 @@ class Plan:
         return self.old_log_probs or self.exact_reward or self.value_head or self.sum_squared_probs
 
     @property
+    def rows_move(self) -> bool:
+        """Whether the rows of an update may change their micro-batch, as the loss of a token does not depend on it.
+
+        A loss of the user may compare the rows of a micro-batch; one with a key draws numbers for them in their order.
+        """
+        return self.loss is None or (self.loss.target.startswith("kljax:") and not self.key)
+
+    @property
     def fields(self) -> tuple[str, ...]:
         """The optional fields of the batch that the objective reads; some are scored, a rollout brings the others."""
         needs = {

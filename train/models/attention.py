@@ -27,12 +27,14 @@ class AttentionMask:
       segments: [B, S] int32 for whole sequences, whose queries are the last T tokens: a token attends to tokens of its
         number up to itself, 0 is padding. None while decoding, and if no kernel is wanted.
       window: number of tokens that a sliding layer attends to.
+      by_segments: whether `segments` tell the keys. They do not where completions of a segment share its prompt.
     """
 
     full: jax.Array
     sliding: jax.Array | None = None
     segments: jax.Array | None = None
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    by_segments: bool = dataclasses.field(default=True, metadata={"static": True})
 
     def for_layer(self, sliding: bool | jax.Array) -> jax.Array:
         """Selects the mask [B, 1, T, S] of a sliding or a full layer; `sliding` may be traced."""
@@ -162,7 +164,7 @@ def attend(
     seen = mask.for_layer(options.sliding)
     kernel = None if mask.segments is None else choose_kernel(query, key, options.softcap)
     scale = query.shape[-1] ** -0.5 if options.scale is None else options.scale
-    if kernel == "splash" and mask.segments is not None:
+    if kernel == "splash" and mask.by_segments and mask.segments is not None:
         output = splash_attention(
             query,
             key,

@@ -27,6 +27,7 @@ from train.models.attention import (
 from train.models.cache import KeyValues, LayerCache
 from train.models.config import DecoderConfig
 from train.models.layers import Embed, InitKey, Linear, RMSNorm
+from train.models.packing import PackedRows, pack_rows, packed_mask, packed_positions, unpack_states
 from train.models.rope import RopeTables, apply_rope, rope_tables
 from train.models.sharding import constrain
 
@@ -248,6 +249,24 @@ class Transformer(nnx.Module):
         inputs = (tokens, token_mask, token_positions(token_mask))
         packed_tokens, real, positions = (pack(x, prompt, group) for x in inputs)
         return unpack(self._run(packed_tokens, real, positions, mask)[0], prompt, group)
+
+    def packed(self, tokens: jax.Array, token_mask: jax.Array, packed: PackedRows, *, prompt: int) -> jax.Array:
+        """Computes the hidden states of packed rows; the layers do not pay for padding.
+
+        Args:
+          tokens: [B, P + C] int32, before packing.
+          token_mask: [B, P + C] bool, True at real tokens.
+          packed: their places.
+          prompt: P.
+
+        Returns:
+          [B, P + C, D], equal to `__call__` of the same rows where a token of a completion follows, up to rounding; 0
+          elsewhere.
+        """
+        mask = self._for_kernels(packed_mask(token_mask, packed, prompt, self.config.window))
+        real, positions = pack_rows(token_mask, packed), packed_positions(token_mask, packed)
+        states, _ = self._run(pack_rows(tokens, packed), real, positions, mask)
+        return unpack_states(states, token_mask, packed, prompt)
 
     def prefill(
         self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None

@@ -19,6 +19,7 @@ from train.config.loss import Loss
 from train.config.plan import Layout, Plan
 from train.config.schema import Config
 from train.models import Decoder
+from train.models.packing import PackedRows
 from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import correct, loss_mask
@@ -31,7 +32,7 @@ Tree = Any
 Coefficients = dict[str, Array]
 Controllers = dict[str, kljax.ControllerState]
 Preparation = Callable[[Batch, Controllers], tuple[Batch, Controllers, Metrics]]
-Objective = Callable[[dict[str, Tree], Tree, Batch, Coefficients, kljax.Head | None], tuple[Array, "LossMetrics"]]
+Objective = Callable[..., tuple[Array, "LossMetrics"]]
 
 
 class LossMetrics(NamedTuple):
@@ -214,15 +215,22 @@ def make_objective(config: Config, model: Decoder) -> Objective:
     The sum is over the tokens that no correction rejects, and `w_t` are the weights of the corrections. A loss that
     treats tokens alone is fused with the LM head.
 
-    The signature is `objective(trainable, base, batch, coefficients, ref_head)`; `ref_head` comes from
-    `reference_head`, for the exact KL. Gradient: to `trainable` only. Metrics are treated as constants.
+    The signature is `objective(trainable, base, batch, coefficients, ref_head, *, packed)`; `ref_head` comes from
+    `reference_head`, for the exact KL; `packed` are the places of the rows in packed rows, if there are any. Gradient:
+    to `trainable` only. Metrics are treated as constants.
     """
     plan = Plan.of(config)
 
     def objective(
-        trainable: dict[str, Tree], base: Tree, batch: Batch, coefs: Coefficients, ref_head: kljax.Head | None = None
+        trainable: dict[str, Tree],
+        base: Tree,
+        batch: Batch,
+        coefs: Coefficients,
+        ref_head: kljax.Head | None = None,
+        *,
+        packed: PackedRows | None = None,
     ) -> tuple[Array, LossMetrics]:
-        policy, options = policy_of(trainable, base), _head_options(config, batch, ref_head)
+        policy, options = policy_of(trainable, base), _head_options(config, batch, ref_head) | {"packed": packed}
         arguments = model, policy, batch.tokens, batch.token_mask
         if plan.treats_tokens_alone:
             score = functools.partial(fused_loss, *arguments, **options, token_chunk=config.log_probs.token_chunk)

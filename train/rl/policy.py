@@ -14,6 +14,7 @@ import kljax
 from kljax.trees import named_leaves
 from train.config.plan import ROWS, Layout
 from train.models import Decoder, Transformer, ValueHead
+from train.models.packing import PackedRows
 from train.models.sharding import constrain, mesh_is_set, param_shardings, partition_spec
 
 Tree = Any
@@ -120,6 +121,7 @@ def hidden_states(
     *,
     layout: Layout = ROWS,
     segment_ids: jax.Array | None = None,
+    packed: PackedRows | None = None,
 ) -> jax.Array:
     """Computes hidden states [B, T, D]; finite but meaningless at padding.
 
@@ -130,10 +132,14 @@ def hidden_states(
       token_mask: [B, T] bool, True at real tokens.
       layout: rows that share a prompt; the prompt goes through the layers once.
       segment_ids: [B, T] int32, sequences packed into one row; only with a group of 1.
+      packed: the places of the rows in packed rows, through which the layers run. Hidden states are then 0 but where a
+        token of a completion follows.
 
     Raises:
       ValueError: for segments in rows that share a prompt.
     """
+    if packed is not None:
+        return bind(model, policy).packed(tokens, token_mask, packed, prompt=layout.prompt_length)
     if layout.group == 1:
         return bind(model, policy)(tokens, token_mask, segment_ids=segment_ids)
     if segment_ids is not None:
@@ -149,6 +155,7 @@ def paired_hidden_states(
     token_mask: jax.Array,
     *,
     layout: Layout = ROWS,
+    packed: PackedRows | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes hidden states [B, T, D] of a policy and of its base with another adapter, in one pass over the layers.
 
@@ -161,12 +168,13 @@ def paired_hidden_states(
       tokens: [B, T] int32.
       token_mask: [B, T] bool, True at real tokens.
       layout: see `hidden_states`.
+      packed: see `hidden_states`.
     """
     other = jax.tree.map(jnp.zeros_like, policy.adapter) if adapter is None else adapter
     pair = jax.tree.map(lambda *halves: jnp.stack(halves), policy.adapter, other)
 
     def run(lora: Tree) -> jax.Array:
-        return hidden_states(model, kljax.Policy(policy.params, lora), tokens, token_mask, layout=layout)
+        return hidden_states(model, kljax.Policy(policy.params, lora), tokens, token_mask, layout=layout, packed=packed)
 
     # Rows stay the leading axis, which the mesh splits.
     both = jax.vmap(run, out_axes=1)(pair)
@@ -219,6 +227,7 @@ def token_stats(
     segment_ids: jax.Array | None = None,
     hidden: jax.Array | None = None,
     kept_ids: jax.Array | None = None,
+    packed: PackedRows | None = None,
 ) -> tuple[kljax.TokenStats, jax.Array]:
     """Computes statistics of each token given the tokens before it, and the hidden states they come from.
 
@@ -242,6 +251,7 @@ def token_stats(
       hidden: the policy's hidden states [B, T, D], if they exist already.
       kept_ids: [B, T, K] int32, the tokens that the sampler kept, padded with -1; log-probs are renormalised over them,
         entropies and the exact KL are not. None: over the whole vocabulary.
+      packed: see `hidden_states`.
 
     Returns:
       `TokenStats` of [B, T] (position t is token t; 0 under the mask and before `prompt_length`) and hidden states
@@ -258,7 +268,7 @@ def token_stats(
     else:
         score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids[:, layout.prompt_length :])
     if hidden is None:
-        hidden = hidden_states(model, policy, tokens, token_mask, layout=layout, segment_ids=segment_ids)
+        hidden = hidden_states(model, policy, tokens, token_mask, layout=layout, segment_ids=segment_ids, packed=packed)
     inputs = _head_inputs(hidden, tokens, token_mask if mask is None else mask, layout, reference)
     stats = score(head=_lm_head(model, policy.params, tile), temperature=temperature, entropy=entropy, **inputs)
     return _from_first(stats, layout), hidden
@@ -308,6 +318,7 @@ def fused_loss(
     token_chunk: int | None = None,
     layout: Layout = ROWS,
     kept_ids: jax.Array | None = None,
+    packed: PackedRows | None = None,
 ) -> tuple[jax.Array, Tree, jax.Array]:
     """Computes a loss that treats tokens alone, with three products with the LM head instead of four.
 
@@ -326,6 +337,7 @@ def fused_loss(
       token_chunk: tokens whose logits are held at once; None takes the library's for this kind of device.
       layout: see `token_stats`.
       kept_ids: see `token_stats`.
+      packed: see `hidden_states`.
 
     Returns:
       The loss, its metrics [B, T], and hidden states [B, T, D].
@@ -333,7 +345,7 @@ def fused_loss(
     Raises:
       ValueError: a prompt length outside 1 to T.
     """
-    hidden = hidden_states(model, policy, tokens, token_mask, layout=layout)
+    hidden = hidden_states(model, policy, tokens, token_mask, layout=layout, packed=packed)
     first = layout.prompt_length
     loss, metrics = kljax.token_loss_from_hidden(
         **_head_inputs(hidden, tokens, mask, layout, reference),

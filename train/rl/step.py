@@ -17,9 +17,10 @@ import kljax
 from train.config.plan import Layout, Plan
 from train.config.schema import Config
 from train.models import Decoder
+from train.models.packing import PackedRows
 from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
-from train.rl.batch import Batch, map_micro_batches, micro_batches, row_count, take_rows
+from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, row_count, take_rows
 from train.rl.metrics import Metrics, single
 from train.rl.policy import paired_hidden_states, token_stats, token_values
 from train.rl.reference import Reference, reference_head, restore_shared_base
@@ -42,24 +43,40 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
 
     Not computed: the reference if no term needs it; its log-probs if only the exact KL is used, which reads its hidden
     states; the policy if a batch gets one update, whose log-probs are the old ones, and nothing reads them before.
+
+    With `rows` and `packed` of a `Packing`, the layers run through packed rows; each of their numbers is a program.
     """
     layout, plan, stats_of = Layout.of(config), Plan.of(config), _make_stats(config)
 
-    def score(trainable: dict[str, Tree], base: Tree, reference: Reference | None, batch: Batch) -> Batch:
+    def score(
+        trainable: dict[str, Tree],
+        base: Tree,
+        reference: Reference | None,
+        batch: Batch,
+        *,
+        rows: jax.Array | None = None,
+        packed: PackedRows | None = None,
+    ) -> Batch:
         policy = Reference(model, policy_of(trainable, base))
         in_one_pass = plan.scores_policy and _one_pass(mesh, policy, reference)
         reference = None if reference is None else restore_shared_base(reference, base)
 
-        def score_rows(part: Batch) -> Batch:
+        def score_rows(part: Batch, packed: PackedRows | None = None) -> Batch:
             per_token: dict[str, jax.Array] = {}
             states: dict[str, jax.Array] = {}
             hidden = ref_hidden = exact = None
             if in_one_pass and reference is not None:
                 hidden, ref_hidden = paired_hidden_states(
-                    model, policy.policy, reference.policy.adapter, part.tokens, part.token_mask, layout=layout
+                    model,
+                    policy.policy,
+                    reference.policy.adapter,
+                    part.tokens,
+                    part.token_mask,
+                    layout=layout,
+                    packed=packed,
                 )
             if reference is not None:
-                ref_stats, ref_hidden = stats_of(reference, part, ref_hidden)
+                ref_stats, ref_hidden = stats_of(reference, part, packed, ref_hidden)
                 if plan.ref_log_probs:
                     per_token["ref_log_probs"] = ref_stats.log_prob
                 if plan.exact_reward:
@@ -67,7 +84,8 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
                 if plan.exact_loss:
                     states["ref_hidden"] = ref_hidden
             if plan.scores_policy:
-                stats, hidden = stats_of(policy, part, hidden, exact, sum_squared_probs=plan.sum_squared_probs)
+                options = {"sum_squared_probs": plan.sum_squared_probs}
+                stats, hidden = stats_of(policy, part, packed, hidden, exact, **options)
                 per_token["old_log_probs"] = stats.log_prob
                 if stats.kl is not None:
                     per_token["ref_exact_kl"] = stats.kl
@@ -78,9 +96,19 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
             masked = {name: kljax.masked(value, part.completion_mask) for name, value in per_token.items()}
             return dataclasses.replace(part, **jax.lax.stop_gradient(masked | states))
 
-        return map_micro_batches(score_rows, batch, _score_parts(config), group=layout.group)
+        if packed is None:
+            return map_micro_batches(score_rows, batch, _score_parts(config), group=layout.group)
+        parts = micro_batches(batch if rows is None else take_rows(batch, rows), len(packed.tokens))
+        split = jax.lax.with_sharding_constraint((parts, packed), _micro_sharding(mesh))
+        done = merge_micro_batches(jax.lax.map(lambda part: score_rows(*part), split))
+        return done if rows is None else take_rows(done, jnp.argsort(rows))
 
-    return jax.jit(traced_once(score), out_shardings=batch_sharding(mesh))
+    return jax.jit(traced_once(score, size_of=packed_size), out_shardings=batch_sharding(mesh))
+
+
+def packed_size(*_: Any, packed: PackedRows | None = None, **__: Any) -> tuple[int, ...] | None:
+    """Returns the shape of the packed rows of a program, which compiles once for each; None for padded rows."""
+    return None if packed is None else packed.tokens.shape
 
 
 def _make_stats(config: Config) -> Callable[..., tuple[kljax.TokenStats, jax.Array]]:
@@ -90,6 +118,7 @@ def _make_stats(config: Config) -> Callable[..., tuple[kljax.TokenStats, jax.Arr
     def stats_of(
         scored: Reference,
         part: Batch,
+        packed: PackedRows | None,
         hidden: jax.Array | None,
         reference: kljax.ReferenceStates | None = None,
         *,
@@ -108,6 +137,7 @@ def _make_stats(config: Config) -> Callable[..., tuple[kljax.TokenStats, jax.Arr
             layout=layout,
             hidden=hidden,
             kept_ids=part.kept_ids,
+            packed=packed,
         )
 
     return stats_of
@@ -138,17 +168,27 @@ def make_control(config: Config, mesh: Mesh) -> Callable[..., objectives.Control
 def make_update(
     config: Config, model: Decoder, optimizer: optax.GradientTransformation, state: TrainState, mesh: Mesh
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """Compiles `(state, base, batch, rows, coefficients, ref_head=None) -> (state, metrics)`, one optimizer update.
+    """Compiles `(state, base, batch, rows, coefficients, ref_head=None, packed=None) -> (state, metrics)`, one update.
 
     The token weights come from the masks of all rows of the update, before it is split: gradients and metrics of the
-    micro-batches only add. The state is donated and keeps its shardings.
+    micro-batches only add. The state is donated and keeps its shardings. With the `rows` and `packed` of a `Packing`,
+    the layers run through packed rows; each of their numbers is a program.
 
     An update whose loss or gradient is not finite is skipped: weights and optimizer stay as they are. The metric
     `skipped_updates` and the guard's part of the state count it.
     """
     objective = objectives.make_objective(config, model)
     gradient = jax.value_and_grad(objective, has_aux=True)
-    layout = Layout.of(config)
+    moves, group = Plan.of(config).rows_move, Layout.of(config).group
+
+    def split(batch: Batch, rows: jax.Array, packed: PackedRows | None) -> tuple[Batch, PackedRows | None]:
+        count = config.optim.micro_batches if packed is None else len(packed.tokens)
+        moved = packed is not None and moves and count * mesh.shape["data"] * mesh.shape["fsdp"] > 1
+        # An update on all rows ignores their order, so that no row moves between devices.
+        chosen = batch if len(rows) == row_count(batch) and not moved else take_rows(batch, rows)
+        weighted = objectives.with_token_weights(config, chosen)
+        parts = micro_batches(weighted, count, group=1 if moved else group)
+        return jax.lax.with_sharding_constraint((parts, packed), _micro_sharding(mesh))
 
     def update(
         state: TrainState,
@@ -158,20 +198,14 @@ def make_update(
         coefs: objectives.Coefficients,
         *,
         ref_head: kljax.Head | None = None,
+        packed: PackedRows | None = None,
     ) -> tuple[TrainState, Metrics]:
-        # An update on all rows ignores their order, so that no row moves between devices.
-        chosen = batch if len(rows) == row_count(batch) else take_rows(batch, rows)
-        weighted = objectives.with_token_weights(config, chosen)
-        parts = jax.lax.with_sharding_constraint(
-            micro_batches(weighted, config.optim.micro_batches, group=layout.group), _micro_sharding(mesh)
-        )
-
-        def accumulate(total: Tree, part: Batch) -> tuple[Tree, objectives.LossMetrics]:
-            (_, metrics), grads = gradient(state.trainable, base, part, coefs, ref_head)
+        def accumulate(total: Tree, part: tuple[Batch, PackedRows | None]) -> tuple[Tree, objectives.LossMetrics]:
+            (_, metrics), grads = gradient(state.trainable, base, part[0], coefs, ref_head, packed=part[1])
             return jax.tree.map(jnp.add, total, grads), metrics
 
         zeros = jax.tree.map(jnp.zeros_like, state.trainable)
-        grads, found = jax.lax.scan(accumulate, zeros, parts)
+        grads, found = jax.lax.scan(accumulate, zeros, split(batch, rows, packed))
         # Sums of squares serve the norm and the guard: one reduction of each gradient is compiled, and not two.
         squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), grads)
         norm = jnp.sqrt(optax.tree.sum(squares))
@@ -185,7 +219,9 @@ def make_update(
         return dataclasses.replace(state, trainable=trainable, opt_state=opt_state, guard=guard), metrics
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    return jax.jit(traced_once(update), donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+    return jax.jit(
+        traced_once(update, size_of=packed_size), donate_argnums=0, out_shardings=(shardings, replicated(mesh))
+    )
 
 
 def _advance(

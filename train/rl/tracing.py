@@ -1,31 +1,37 @@
 """A guard against recompilation: a program that JAX traces a second time is an error, not a slow run."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import ParamSpec, TypeVar
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def traced_once(function: Callable[Arguments, Result], name: str | None = None) -> Callable[Arguments, Result]:
+def traced_once(
+    function: Callable[Arguments, Result],
+    name: str | None = None,
+    *,
+    size_of: Callable[Arguments, Hashable] = lambda *args, **kwargs: None,
+) -> Callable[Arguments, Result]:
     """Wraps a function that is about to be jitted so that a second trace raises AssertionError.
 
     The count belongs to the returned wrapper: two wrappers of one function are two programs.
 
     Args:
       name: the name of the compiled program, in place of the function's.
+      size_of: computes from the arguments the size of the program, for a function that has programs of several sizes.
     """
-    traces = 0
+    traced: set[Hashable] = set()
 
     @functools.wraps(function)
     def counted(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        nonlocal traces
-        traces += 1
-        if traces > 1:
+        size = size_of(*args, **kwargs)
+        if size in traced:
             raise AssertionError(
                 f"{counted.__name__} is traced a second time: a shape, dtype or static argument changed between calls"
             )
+        traced.add(size)
         return function(*args, **kwargs)
 
     if name is not None:

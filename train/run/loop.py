@@ -17,6 +17,7 @@ from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.metrics import metric_values, single
 from train.rl.objective import coefficients
+from train.rl.packing import Packer, StepPacking, make_packer
 from train.rl.reference import FrozenWeights, drop_shared_base, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import SCORED, make_control, make_prepare, make_score, make_update, update_rows
@@ -41,6 +42,7 @@ class Programs:
     follow: Callable[..., Any] | None
     held_out: Sampler
     greedy: Sampler
+    pack: Packer | None = None
 
     @classmethod
     def of(cls, context: RunContext, state: TrainState) -> "Programs":
@@ -55,6 +57,7 @@ class Programs:
             follow=None if following is None else make_follow(config, following),
             held_out=make_sampler(context, name="held_out"),
             greedy=make_sampler(context, name="greedy", greedy=True),
+            pack=make_packer(config, model, mesh),
         )
 
 
@@ -84,13 +87,15 @@ def rl_step(
     past, state = next_past(state), _updated_part(state)
     recorded = [name for name in plan.fields if name not in SCORED]
     require_fields(rollout.batch, recorded)
-    batch = programs.score(state.trainable, base, drop_shared_base(reference, base), rollout.batch)
+    updates = update_rows(config, purpose_key(config.seed, "rows", step))
+    packing = StepPacking.off(updates) if programs.pack is None else programs.pack(rollout.batch, updates)
+    batch = programs.score(state.trainable, base, drop_shared_base(reference, base), rollout.batch, **packing.score)
     batch, controllers, totals = programs.prepare(batch, state.controllers)
     coefs, ref_head = coefficients(config, controllers), reference_head(config, reference)
-    for number, rows in enumerate(update_rows(config, purpose_key(config.seed, "rows", step))):
+    for number, (rows, packed) in enumerate(packing.updates):
         if plan.key:
             coefs["key"] = jax.random.fold_in(purpose_key(config.seed, "loss", step), number)
-        state, metrics = programs.update(state, base, batch, rows, coefs, ref_head=ref_head)
+        state, metrics = programs.update(state, base, batch, rows, coefs, ref_head=ref_head, packed=packed)
         totals = totals | {name: totals[name] + new if name in totals else new for name, new in metrics.items()}
     if programs.control is not None:
         coef = controllers["loss"].coef
@@ -100,11 +105,11 @@ def rl_step(
     if programs.follow is not None:
         following = programs.follow(following, state.trainable[policy_part(state.trainable)], state.step)
         state = dataclasses.replace(state, reference=following)
-    values = rollout.metrics | metric_values(totals)
+    values = rollout.metrics | metric_values(totals) | dict(packing.metrics)
     if inspect is not None and values["skipped_updates"] > 0:
         inspect(batch, state)
     seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}
-    return state, values, seconds | rollout.timings
+    return state, values, seconds | rollout.timings | dict(packing.programs)
 
 
 def require_fields(batch: Batch, names: Iterable[str]) -> None:

@@ -1,0 +1,283 @@
+"""Packed rows: places for every token, and the update of padded rows, bit for bit of the loss and up to rounding."""
+
+import dataclasses
+import functools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kljax
+from tests import tiny
+from tests.train.rl.test_step import keep_gradient, wide, x64
+from train.config.plan import Plan
+from train.config.types import AGGREGATIONS
+from train.models.packing import PackedRows
+from train.models.sharding import batch_sharding
+from train.rl.batch import Batch
+from train.rl.keys import purpose_key
+from train.rl.objective import coefficients, make_objective, with_token_weights
+from train.rl.packing import Cells, Lengths, StepPacking, choose_packing, make_packer, round_up
+from train.rl.policy import abstract_params
+from train.rl.reference import Reference, reference_head
+from train.rl.step import make_prepare, make_score, make_update, update_rows
+
+PROMPT, ROOM = 5, 12
+WIDTH = PROMPT + ROOM
+LONG = f"data.max_completion_length={ROOM}"
+TERMS = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.05")
+VALUE = ("advantage.type=gae", "loss.value_coef=0.5")
+
+
+def config_of(*options: str):
+    return tiny.config_of(LONG, *options)
+
+
+def drawn_lengths(rng: np.random.Generator, rows: int = tiny.ROWS, group: int = tiny.SAMPLES) -> Lengths:
+    """Long tails: most completions are short, some are empty, one has all columns."""
+    completions = np.minimum(rng.geometric(0.25, rows) - 1, ROOM)
+    completions[rng.integers(rows)] = ROOM
+    prompts = rng.integers(1, PROMPT + 1, rows // group).repeat(group)
+    return Lengths(prompts, completions, np.arange(rows) // group)
+
+
+def rollout_batch(lengths: Lengths, seed: int = 0) -> Batch:
+    """A batch of these lengths as a rollout leaves it."""
+    rng, column = np.random.default_rng(seed), np.arange(WIDTH)
+    completion_mask = (column >= PROMPT) & (column < PROMPT + lengths.completions[:, None])
+    token_mask = ((column >= PROMPT - lengths.prompts[:, None]) & (column < PROMPT)) | completion_mask
+    tokens = rng.integers(0, 256, completion_mask.shape)
+    tokens[:, :PROMPT] = tokens[:: tiny.SAMPLES, :PROMPT].repeat(tiny.SAMPLES, axis=0)
+    rows = len(tokens)
+    log_probs = np.where(completion_mask, -5.6 + rng.normal(size=tokens.shape) / 4, 0)
+    return Batch(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        token_mask=jnp.asarray(token_mask),
+        completion_mask=jnp.asarray(completion_mask),
+        rewards=jnp.asarray(rng.normal(size=rows), jnp.float32),
+        group_ids=jnp.asarray(lengths.groups, jnp.int32),
+        rollout_log_probs=jnp.asarray(log_probs, jnp.float32),
+    )
+
+
+def full_batch(lengths: Lengths) -> Batch:
+    """The same with every field of a prepared batch; fields hold 1e4 under the mask."""
+    batch, rng = rollout_batch(lengths), np.random.default_rng(1)
+
+    def field(center: float, spread: float) -> jax.Array:
+        values = center + spread * rng.normal(size=batch.tokens.shape)
+        return jnp.asarray(np.where(batch.completion_mask, values, 1e4), jnp.float32)
+
+    return dataclasses.replace(
+        batch,
+        rollout_log_probs=field(-5.6, 0.1),
+        old_log_probs=field(-5.6, 0.3),
+        ref_log_probs=field(-5.6, 0.5),
+        values=field(0.0, 1.0),
+        advantages=field(0.0, 1.0),
+        returns=field(0.0, 1.0),
+    )
+
+
+# ---- places ----
+
+
+def cells_of(shards: int, rows: int, *, shared: bool = True, group: int = tiny.SAMPLES) -> Cells:
+    return Cells(PROMPT, WIDTH, shards, rows // group * (PROMPT + group * ROOM), shared, group)
+
+
+def read_back(packing, lengths: Lengths, cells: Cells) -> list[int]:
+    """Checks the places of every cell by walking through its packed rows, and returns the rows that have one."""
+    found = []
+    places = cells.positions(len(packing.rows), len(packing.packed.tokens), 1)
+    for numbers, slots, sources, starts in zip(
+        packing.rows[places].reshape(-1, places.shape[2]),
+        packing.packed.tokens.reshape(places.shape[0] * places.shape[1], -1, cells.width),
+        packing.packed.prompts.reshape(-1, places.shape[2]),
+        packing.packed.starts.reshape(-1, places.shape[2], 2),
+        strict=True,
+    ):
+        flat = slots.reshape(-1)
+        for row, number in enumerate(numbers):
+            length = lengths.completions[number]
+            if length == 0:
+                assert not (flat // WIDTH == row)[flat >= 0].any()
+                continue
+            prompt, (last, first) = lengths.prompts[number], starts[row]
+            source = sources[row]
+            assert lengths.groups[numbers[source]] == lengths.groups[number]
+            assert last // WIDTH == first // WIDTH, "a completion is in the packed row of its prompt"
+            expected = source * WIDTH + np.arange(PROMPT - prompt, PROMPT)
+            np.testing.assert_array_equal(flat[last - prompt + 1 : last + 1], expected)
+            expected = row * WIDTH + np.arange(PROMPT, PROMPT + length)
+            np.testing.assert_array_equal(flat[first : first + length], expected)
+            found.append(number)
+        used = flat[flat >= 0]
+        assert len(np.unique(used)) == len(used)
+    return found
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("shards", "parts"), [(1, 1), (1, 4), (4, 2)])
+def test_every_completion_has_one_place_with_its_prompt(shared, shards, parts):
+    rng, rows = np.random.default_rng(shards + 7 * parts), 64
+    for _ in range(5):
+        lengths = drawn_lengths(rng, rows, 4)
+        cells = cells_of(shards, rows // (shards * parts), shared=shared, group=4)
+        packing = choose_packing(cells, lengths, np.arange(rows), parts, 4, moves=True)
+        found = read_back(packing, lengths, cells)
+        assert sorted(found) == np.flatnonzero(lengths.completions).tolist()
+        assert sorted(packing.rows) == list(range(rows))
+        slots = packing.packed.tokens.size
+        assert slots < parts * shards * cells.padded
+        assert packing.packed.tokens.shape[1] // shards <= cells.limit
+        filled = np.where(lengths.completions > 0, lengths.prompts, 0)
+        real = lengths.completions.sum() + (filled.reshape(-1, 4).max(1) if shared else filled).sum()
+        # First-fit decreasing leaves less than a third empty, beside the rounding of the number of rows.
+        if shards * parts == 1:
+            assert real <= slots <= 1.35 * real + 2 * WIDTH
+
+
+def test_rows_that_may_not_move_keep_their_micro_batch_and_shard():
+    lengths = drawn_lengths(np.random.default_rng(3), 32, 4)
+    cells = cells_of(2, 4, group=4)
+    packing = choose_packing(cells, lengths, np.arange(32), 4, 4, moves=False)
+    np.testing.assert_array_equal(packing.rows, np.arange(32))
+    assert len(packing.packed.tokens) == 4
+
+
+def test_rows_stay_padded_where_packing_saves_nothing():
+    lengths = Lengths(np.full(8, PROMPT), np.full(8, ROOM), np.arange(8) // 2)
+    assert choose_packing(cells_of(1, 8), lengths, np.arange(8), 1, 2, moves=True) is None
+
+
+def test_there_are_few_numbers_of_packed_rows():
+    """At most 8 between a number and its double, and an eighth more than needed at most."""
+    sizes = {round_up(number) for number in range(1, 1025)}
+    assert len(sizes) <= 8 * math.log2(1024)
+    assert all(number <= round_up(number) <= math.ceil(number * 9 / 8) for number in range(1, 1025))
+
+
+# ---- the objective ----
+
+LENGTHS = Lengths(np.array([5, 5, 3, 3, 1, 1, 4, 4]), np.array([12, 1, 2, 4, 0, 3, 0, 0]), np.arange(8) // 2)
+"""A group whose rows are both empty, an empty row beside another, and a row of all columns."""
+
+
+@functools.cache
+def gradient_of(options: tuple[str, ...]):
+    """State, and the compiled value, metrics and gradient of an objective: of padded rows, and of packed ones."""
+    config = config_of(*options)
+    objective = make_objective(config, tiny.model_of(config))
+    return config, jax.jit(jax.value_and_grad(objective, has_aux=True))
+
+
+def placed(config, batch: Batch, **changes) -> PackedRows:
+    """The places of all rows in one cell."""
+    optim = config.optim.model_copy(update={"packing": True, **changes})
+    packer = make_packer(config.model_copy(update={"optim": optim}), tiny.model_of(config), tiny.mesh_of())
+    ((_, packed),) = packer(batch, [np.arange(tiny.ROWS)]).updates
+    return jax.tree.map(lambda x: x[0], packed)
+
+
+CASES = [("ppo", (*TERMS, *VALUE)), ("gspo", ("loss.type=gspo",))]
+SLOW = [
+    ("gmpo", ("loss.type=gmpo",)),
+    ("clip_cov", ("loss.type=clip_cov",)),
+    ("sequence", ("loss.level=sequence",)),
+]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(
+    "options",
+    [*(pytest.param(options, id=name) for name, options in CASES),
+     *(pytest.param(options, id=name, marks=pytest.mark.thorough) for name, options in SLOW)],
+)  # fmt: skip
+def test_loss_metrics_and_gradient_are_those_of_padded_rows(options, aggregation):
+    """In float64, with NaN in the embedding of the padding."""
+    with x64(True):
+        config, run = gradient_of(options)
+        length = (f"loss.max_length={ROOM}",) if aggregation == "seq_mean_token_sum_norm" else ()
+        reduced = config_of(*options, f"loss.aggregation={aggregation}", *length)
+        batch = wide(with_token_weights(reduced, full_batch(LENGTHS)))
+        state = wide(tiny.state_of(config, keep_gradient()).trainable)
+        coefs = coefficients(config) | ({"key": jax.random.key(0)} if Plan.of(config).key else {})
+        (loss, metrics), gradient = run(state, None, batch, coefs)
+        for share in (True, False):
+            packed = placed(config, batch, share_prompts=share)
+            assert packed.tokens.shape[0] < tiny.ROWS / 2
+            assert packed.shared == share
+            (packed_loss, packed_metrics), packed_gradient = run(state, None, batch, coefs, packed=packed)
+            scale = float(optax.tree.norm(gradient))
+            assert scale > 1e-3
+            np.testing.assert_allclose(packed_loss, loss, rtol=1e-12)
+            chex.assert_trees_all_close(packed_metrics, metrics, rtol=1e-12, atol=1e-12)
+            chex.assert_trees_all_close(packed_gradient, gradient, rtol=0, atol=1e-12 * scale)
+
+
+# ---- the step ----
+
+
+def step_of(options: tuple[str, ...], shape: tuple[int, int, int], packing: bool, lengths: Lengths = LENGTHS):
+    """Scores, prepares and updates; returns the prepared batch, the gradients and metrics of updates, and the packing."""
+    config = config_of(*options, f"optim.packing={str(packing).lower()}")
+    mesh, model = tiny.mesh_of(*shape), tiny.model_of(config)
+    with jax.set_mesh(mesh):
+        first = tiny.state_of(config, keep_gradient(), mesh)
+        if "adapter" in first.trainable:  # one that starts at zero would hide errors
+            first.trainable["adapter"] = jax.tree.map(lambda x: x + 0.1, first.trainable["adapter"])
+        base = None
+        if config.lora is not None:
+            base = jax.device_put(tiny.host_params(), jax.tree.map(lambda x: x.sharding, abstract_params(model, mesh)))
+        reference = Reference(model, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
+        ref_head = reference_head(config, reference)
+        batch = jax.device_put(rollout_batch(lengths), batch_sharding(mesh))
+        updates = update_rows(config, purpose_key(0, "rows", 0))
+        packer = make_packer(config, model, mesh)
+        places = StepPacking.off(updates) if packer is None else packer(batch, updates)
+        score, prepare = make_score(config, model, mesh), make_prepare(config, mesh)
+        update = make_update(config, model, keep_gradient(), first, mesh)
+        batch = score(first.trainable, base, reference, batch, **places.score)
+        prepared, _, _ = prepare(batch, first.controllers)
+        found = []
+        for rows, packed in places.updates:
+            state = jax.tree.map(jnp.copy, first)
+            after, metrics = update(state, base, prepared, rows, coefficients(config), ref_head=ref_head, packed=packed)
+            found.append((after.opt_state, {name: metric.value() for name, metric in metrics.items()}))
+    return *jax.device_get((prepared, found)), places
+
+
+LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj, down_proj]}"
+STEPS = [
+    pytest.param((*TERMS, *VALUE, "optim.updates_per_batch=2", "optim.micro_batches=2"), (1, 1, 1), id="parts"),
+    pytest.param(("kl.loss={coef: 0.3, estimator: exact}", LORA, "optim.micro_batches=2"), (2, 1, 2), id="mesh"),
+    pytest.param((*TERMS, LORA, "loss.aggregation=prompt_mean"), (1, 4, 1), id="fsdp", marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.parametrize(("options", "shape"), STEPS)
+def test_a_step_is_that_of_padded_rows(options, shape):
+    """Scores, and the gradient and metrics of each update; with rows that move between micro-batches and devices."""
+    batch, updates, _ = step_of(options, shape, packing=False)
+    packed_batch, packed_updates, places = step_of(options, shape, packing=True)
+    assert places.score["packed"] is not None
+    assert all(packed is not None for _, packed in places.updates)
+    assert 0.5 < places.metrics["packed_share"] <= 1
+    mask = batch.completion_mask
+    for name in ("old_log_probs", "ref_log_probs", "values", "ref_hidden"):
+        field, packed_field = getattr(batch, name), getattr(packed_batch, name)
+        if name == "ref_hidden" and field is not None:
+            before = np.roll(mask, -1, axis=1)
+            field, packed_field = field[before], packed_field[before]
+        if field is not None:
+            np.testing.assert_allclose(packed_field, field, rtol=0, atol=5e-6)
+    for (gradient, metrics), (packed_gradient, packed_metrics) in zip(updates, packed_updates, strict=True):
+        norm = float(metrics["grad_norm"])
+        assert norm > 0.01
+        chex.assert_trees_all_close(packed_gradient, gradient, rtol=0, atol=5e-6 * norm)
+        chex.assert_trees_all_close(packed_metrics, metrics, rtol=2e-5, atol=5e-6)

@@ -1,0 +1,307 @@
+"""The places of rows in packed rows, chosen on the host from the lengths of a batch.
+
+An update has n rows, in M micro-batches and over the S devices that split rows: a cell is the part of a micro-batch on
+one device. All cells have the same number of rows and of packed rows, which are in the shape of a program. A packed row
+has W = P + C slots, so that every row fits into one.
+"""
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from train.config.plan import Layout, Plan
+from train.config.schema import Config
+from train.distributed import to_host
+from train.models import Decoder
+from train.models.kernels import device_kind
+from train.models.packing import PackedRows
+from train.models.sharding import replicated
+from train.rl.batch import Batch
+
+FINER = 8
+"""Numbers of packed rows to choose from between a number and its double; each is a program."""
+FEWER = 4
+"""A packed update may have this many times fewer micro-batches, whose layers take no more memory."""
+
+
+class Lengths(NamedTuple):
+    """The real tokens of each row.
+
+    Attributes:
+      prompts: [B] int.
+      completions: [B] int; 0 for rows that need no place.
+      groups: [B] int, rows with one number share their prompt.
+    """
+
+    prompts: np.ndarray
+    completions: np.ndarray
+    groups: np.ndarray
+
+    def real(self, rows: np.ndarray) -> int:
+        """Counts the tokens of rows, with each prompt once."""
+        shown = {int(self.groups[row]): int(self.prompts[row]) for row in rows if self.completions[row]}
+        return sum(shown.values()) + int(self.completions[rows].sum())
+
+
+class Packing(NamedTuple):
+    """The places of the rows of one pass.
+
+    Attributes:
+      rows: [n] int32, the rows in the order that their cells take.
+      packed: the places, with the micro-batches on a leading axis.
+      moved: whether there are several cells, so that rows have to be put in this order.
+      share: share of the slots that hold a token.
+    """
+
+    rows: np.ndarray
+    packed: PackedRows
+    moved: bool
+    share: float
+
+
+class StepPacking(NamedTuple):
+    """The packing of a step. Where packed rows would have more slots than padded ones have tokens, rows stay padded.
+
+    Attributes:
+      score: keyword arguments of the program that scores.
+      updates: the rows of each update, and their places, or None.
+      metrics: share of the slots of the updates that hold a token, or of padded tokens that are real.
+      programs: numbers of packed rows that the updates of the run have had so far, each of which is a program.
+    """
+
+    score: Mapping[str, Any]
+    updates: Sequence[tuple[Any, PackedRows | None]]
+    metrics: Mapping[str, float]
+    programs: Mapping[str, float]
+
+    @classmethod
+    def off(cls, updates: Sequence[Any]) -> "StepPacking":
+        """Returns the padded rows of each update."""
+        return cls({}, [(rows, None) for rows in updates], {}, {})
+
+
+Packer = Callable[[Batch, Sequence[Any]], StepPacking]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """The cells of a pass over n rows.
+
+    Attributes:
+      prompt: P.
+      width: W.
+      shards: S.
+      padded: tokens of a cell of padded rows, which packed ones may not exceed.
+      shared: whether completions of a packed row share their prompt.
+      group: consecutive rows that stay in one micro-batch if rows do not move.
+    """
+
+    prompt: int
+    width: int
+    shards: int
+    padded: int
+    shared: bool
+    group: int
+
+    @property
+    def limit(self) -> int:
+        """The most packed rows of a cell."""
+        return self.padded // self.width
+
+    def positions(self, count: int, micro_batches: int, group: int = 1) -> np.ndarray:
+        """Returns the rows of each cell, [M, S, n / M S], as `batch.micro_batches` and the mesh split them."""
+        groups = np.arange(count).reshape(-1, micro_batches, group)
+        return groups.swapaxes(0, 1).reshape(micro_batches, self.shards, -1)
+
+
+def make_packer(config: Config, model: Decoder, mesh: Mesh) -> Packer | None:
+    """Makes `(rollout batch, rows of each update) -> packing` of a step; None if the config packs nothing.
+
+    Only lengths come to the host, those of all rows in every process, so that all choose the same places.
+    """
+    if not config.optim.packing:
+        return None
+    plan, layout, prompt = Plan.of(config), Layout.of(config), config.data.max_prompt_length
+    scores = plan.scores_policy or plan.reference
+    # Splash attention has segments, but no keys that several of them share.
+    splash = model.config.attention != "xla" and device_kind().startswith("TPU")
+    shared = config.optim.share_prompts and not splash
+    width, shards = prompt + config.data.max_completion_length, mesh.shape["data"] * mesh.shape["fsdp"]
+    together = math.gcd(config.rollout.samples_per_prompt, config.rows_per_batch() // config.optim.updates_per_batch)
+    measure = jax.jit(lambda mask: _measure(mask, prompt), out_shardings=replicated(mesh))
+    sizes: set[tuple[int, ...] | None] = set()
+
+    def pack(batch: Batch, updates: Sequence[Any]) -> StepPacking:
+        prompts, completions = to_host(measure(batch.token_mask))
+        lengths = Lengths(prompts, completions, np.arange(len(prompts)) // config.rollout.samples_per_prompt)
+
+        def padded_tokens(rows: int) -> int:
+            return rows // layout.group * (prompt + layout.group * (width - prompt))
+
+        def pack_rows(rows: np.ndarray, parts: int, moves: bool) -> Packing | None:
+            cells = Cells(prompt, width, shards, padded_tokens(len(rows) // (parts * shards)), shared, layout.group)
+            return choose_packing(cells, lengths, rows, parts, together, moves=moves)
+
+        parts, every = config.optim.micro_batches, np.arange(len(prompts))
+        scored = pack_rows(every, parts * config.optim.updates_per_batch, True) if scores else None
+        score = {} if scored is None else {"rows": scored.rows if scored.moved else None, "packed": scored.packed}
+        chosen = [(rows, pack_rows(np.asarray(rows), parts, plan.rows_move)) for rows in updates]
+        sizes.update(None if packing is None else packing.packed.tokens.shape for _, packing in chosen)
+        shares = [
+            lengths.real(np.asarray(rows)) / padded_tokens(len(rows)) if packing is None else packing.share
+            for rows, packing in chosen
+        ]
+        return StepPacking(
+            score,
+            [(rows, None) if packing is None else (packing.rows, packing.packed) for rows, packing in chosen],
+            {"packed_share": float(np.mean(shares))},
+            {"update_programs": len(sizes)},
+        )
+
+    return pack
+
+
+def _measure(token_mask: jax.Array, prompt: int) -> tuple[jax.Array, jax.Array]:
+    """Measures the prompt and the completion of each row, from its first to its last real token."""
+    columns = jnp.arange(token_mask.shape[1])
+    real, first = token_mask[:, :prompt], columns[:prompt]
+    prompts = jnp.max(jnp.where(real, prompt - first, 0), axis=1)
+    completions = jnp.max(jnp.where(token_mask[:, prompt:], columns[prompt:] - prompt + 1, 0), axis=1)
+    return prompts, completions
+
+
+def choose_packing(
+    cells: Cells, lengths: Lengths, rows: np.ndarray, micro_batches: int, together: int, *, moves: bool
+) -> Packing | None:
+    """Chooses the places of rows, in as few micro-batches as the limit of a cell allows.
+
+    Args:
+      cells: the cells.
+      lengths: of all rows of the batch.
+      rows: [n] numbers of the rows.
+      micro_batches: M of the padded rows.
+      together: consecutive rows that share a prompt.
+      moves: whether rows may change their cell, and micro-batches be fewer.
+
+    Returns:
+      None if packed rows do not have fewer slots than padded ones have tokens.
+    """
+    fewest = -(-micro_batches // FEWER) if moves else micro_batches
+    for count in range(fewest, micro_batches + 1):
+        if micro_batches % count:
+            continue
+        places = cells.positions(len(rows), count, 1 if moves else cells.group)
+        # Rows that share a prompt stay together, or are spread over cells that are then of more equal size.
+        runs = {math.gcd(together, places.shape[2]), 1}
+        orders = [_balance(cells, lengths, rows, places, run) for run in sorted(runs)] if moves else [rows]
+        fitted = [
+            [_fit(cells, lengths, cell) for cell in order[places].reshape(-1, places.shape[2])] for order in orders
+        ]
+        most = [max(map(len, cell_rows)) for cell_rows in fitted]
+        chosen = int(np.argmin(most))
+        if most[chosen] > cells.limit:
+            continue
+        size = min(round_up(most[chosen]), cells.limit)
+        if size * cells.width * count < cells.padded * micro_batches:
+            order = orders[chosen]
+            packed = _place(cells, lengths, order[places], fitted[chosen], size)
+            moved, share = places.shape[0] * places.shape[1] > 1, float((packed.tokens >= 0).mean())
+            return Packing(order.astype(np.int32), packed, moved, share)
+    return None
+
+
+def round_up(number: int) -> int:
+    """Rounds up to a number of packed rows that programs have; all numbers up to 2 `FINER` are among them."""
+    step = max(1, 2 ** max((number - 1).bit_length() - 1, 0) // FINER)
+    return -(-number // step) * step
+
+
+def _balance(cells: Cells, lengths: Lengths, rows: np.ndarray, places: np.ndarray, run: int) -> np.ndarray:
+    """Orders rows so that cells have about as many tokens each: the longest run goes to the emptiest cell with room."""
+    if places.shape[0] * places.shape[1] == 1:
+        return rows
+    runs = rows.reshape(-1, run)
+    tokens = lengths.completions[runs]
+    # A prompt costs nothing if no completion reads it.
+    sizes = tokens.sum(1) + np.where(tokens.any(1), lengths.prompts[runs].max(1), 0)
+    room = places.shape[2] // run
+    found: list[list[int]] = [[] for _ in range(places.shape[0] * places.shape[1])]
+    heap = [(0, cell) for cell in range(len(found))]
+    for number in np.argsort(-sizes, kind="stable"):
+        size, cell = heapq.heappop(heap)
+        found[cell].append(int(number))
+        if len(found[cell]) < room:
+            heapq.heappush(heap, (size + int(sizes[number]), cell))
+    order = np.empty_like(rows)
+    order[places.reshape(len(found), -1)] = [runs[sorted(cell)].reshape(-1) for cell in found]
+    return order
+
+
+def _fit(cells: Cells, lengths: Lengths, rows: np.ndarray) -> list[dict[int, list[int]]]:
+    """Fits the rows of a cell into packed rows, the largest first; each maps a prompt to the places of its completions.
+
+    Two orders are tried: by completions, and by prompts with all of their completions, which repeats fewer prompts.
+    """
+    groups = lengths.groups[rows] if cells.shared else np.arange(len(rows))
+    sizes, prompts = lengths.completions[rows], np.maximum(lengths.prompts[rows], 1)
+    _, number = np.unique(groups, return_inverse=True)
+    totals = np.bincount(number, sizes)[number]
+    by_completion, by_prompt = np.argsort(-sizes, kind="stable"), np.lexsort((-sizes, number, -totals))
+
+    def fit(order: Iterable[int]) -> list[dict[int, list[int]]]:
+        found: list[dict[int, list[int]]] = []
+        free: list[int] = []
+        for place in order:
+            group, size, prompt = int(groups[place]), int(sizes[place]), int(prompts[place])
+            if size == 0:
+                continue
+            having = (at for at, one in enumerate(found) if group in one and free[at] >= size)
+            at = next(having, None)
+            if at is None:
+                size += prompt
+                at = next((at for at, left in enumerate(free) if left >= size), len(found))
+            if at == len(found):
+                found.append({})
+                free.append(cells.width)
+            found[at].setdefault(group, []).append(int(place))
+            free[at] -= size
+        return found
+
+    return min(fit(by_completion), fit(by_prompt), key=len)
+
+
+def _place(
+    cells: Cells, lengths: Lengths, numbers: np.ndarray, fitted: Sequence[list[dict[int, list[int]]]], size: int
+) -> PackedRows:
+    """Writes the places of the rows `numbers` [M, S, n / M S] as arrays, with `size` packed rows in each cell."""
+    count, shards, rows = numbers.shape
+    tokens = np.full((count * shards, size, cells.width), -1, np.int32)
+    prompts = np.tile(np.arange(rows, dtype=np.int32), (count * shards, 1))
+    starts = np.zeros((count * shards, rows, 2), np.int32)
+    for cell, of_cell in enumerate(numbers.reshape(-1, rows)):
+        for at, of_prompts in enumerate(fitted[cell]):
+            column = 0
+            for of_prompt in of_prompts.values():
+                first = of_prompt[0]
+                length = max(int(lengths.prompts[of_cell[first]]), 1)
+                source = first * cells.width + cells.prompt
+                tokens[cell, at, column : column + length] = np.arange(source - length, source)
+                column += length
+                prompts[cell, of_prompt] = first
+                starts[cell, of_prompt, 0] = at * cells.width + column - 1
+                for row in of_prompt:
+                    length = int(lengths.completions[of_cell[row]])
+                    source = row * cells.width + cells.prompt
+                    tokens[cell, at, column : column + length] = np.arange(source, source + length)
+                    starts[cell, row, 1] = at * cells.width + column
+                    column += length
+    # The arrays stay on the host until a program takes them.
+    places: Any = tokens.reshape(count, shards * size, -1), prompts.reshape(count, -1), starts.reshape(count, -1, 2)
+    return PackedRows(places[0], places[1], places[2], shared=cells.shared)
