@@ -1,4 +1,4 @@
-"""Packed rows: places for every token, and the update of padded rows, bit for bit of the loss and up to rounding."""
+"""Packed rows: a place for every token, few programs, and the losses, gradients and scores of padded rows."""
 
 import dataclasses
 import functools
@@ -24,7 +24,8 @@ from train.rl.objective import coefficients, make_objective, with_token_weights
 from train.rl.packing import Cells, Lengths, StepPacking, choose_packing, make_packer, round_up
 from train.rl.policy import abstract_params
 from train.rl.reference import Reference, reference_head
-from train.rl.step import make_prepare, make_score, make_update, update_rows
+from train.rl.step import make_prepare, make_score, make_update, packed_size, update_rows
+from train.rl.tracing import traced_once
 
 PROMPT, ROOM = 5, 12
 WIDTH = PROMPT + ROOM
@@ -199,7 +200,7 @@ SLOW = [
      *(pytest.param(options, id=name, marks=pytest.mark.thorough) for name, options in SLOW)],
 )  # fmt: skip
 def test_loss_metrics_and_gradient_are_those_of_padded_rows(options, aggregation):
-    """In float64, with NaN in the embedding of the padding."""
+    """In float64; with a prompt whose completions are all empty, and one completion as long as a row."""
     with x64(True):
         config, run = gradient_of(options)
         length = (f"loss.max_length={ROOM}",) if aggregation == "seq_mean_token_sum_norm" else ()
@@ -223,8 +224,8 @@ def test_loss_metrics_and_gradient_are_those_of_padded_rows(options, aggregation
 # ---- the step ----
 
 
-def step_of(options: tuple[str, ...], shape: tuple[int, int, int], packing: bool, lengths: Lengths = LENGTHS):
-    """Scores, prepares and updates; returns the prepared batch, the gradients and metrics of updates, and the packing."""
+def step_of(options: tuple[str, ...], shape: tuple[int, int, int], packing: bool):
+    """Scores, prepares and updates; returns the batch, the gradient and metrics of each update, and the packing."""
     config = config_of(*options, f"optim.packing={str(packing).lower()}")
     mesh, model = tiny.mesh_of(*shape), tiny.model_of(config)
     with jax.set_mesh(mesh):
@@ -236,7 +237,7 @@ def step_of(options: tuple[str, ...], shape: tuple[int, int, int], packing: bool
             base = jax.device_put(tiny.host_params(), jax.tree.map(lambda x: x.sharding, abstract_params(model, mesh)))
         reference = Reference(model, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
         ref_head = reference_head(config, reference)
-        batch = jax.device_put(rollout_batch(lengths), batch_sharding(mesh))
+        batch = jax.device_put(rollout_batch(LENGTHS), batch_sharding(mesh))
         updates = update_rows(config, purpose_key(0, "rows", 0))
         packer = make_packer(config, model, mesh)
         places = StepPacking.off(updates) if packer is None else packer(batch, updates)
@@ -281,3 +282,27 @@ def test_a_step_is_that_of_padded_rows(options, shape):
         assert norm > 0.01
         chex.assert_trees_all_close(packed_gradient, gradient, rtol=0, atol=5e-6 * norm)
         chex.assert_trees_all_close(packed_metrics, metrics, rtol=2e-5, atol=5e-6)
+
+
+def test_batches_of_many_lengths_need_few_programs():
+    """The program is traced for a number of packed rows, or for padded rows, and never twice for one."""
+    config = config_of("optim.packing=true", "optim.updates_per_batch=2", "optim.micro_batches=4",
+                       "rollout={prompts_per_step: 32, samples_per_prompt: 4}")  # fmt: skip
+    packer, rng = make_packer(config, tiny.model_of(config), tiny.mesh_of()), np.random.default_rng(0)
+    updates, traced = [np.arange(64), np.arange(64, 128)], []
+
+    @jax.jit
+    @functools.partial(traced_once, size_of=lambda packed: packed_size(packed=packed))
+    def program(packed):
+        traced.append(packed_size(packed=packed))
+        return packed
+
+    for _ in range(30):
+        completions = np.minimum(rng.geometric(rng.uniform(0.1, 0.9), 128) - 1, ROOM)
+        lengths = Lengths(np.full(128, PROMPT), completions, np.arange(128) // 4)
+        places = packer(rollout_batch(lengths), updates)
+        for _, packed in places.updates:
+            program(packed)
+    assert places.programs == {"update_programs": len(traced)}
+    # From a quarter of the micro-batches to all of them, 8 sizes between a number of rows and its double.
+    assert 3 < len(traced) <= 3 * 8

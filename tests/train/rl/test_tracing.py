@@ -41,3 +41,14 @@ def test_programs_of_one_definition_count_apart():
     """A second run in the same process, or a second test, needs no reset."""
     for _ in range(2):
         doubled()(jnp.ones(3))
+
+
+def test_a_program_of_several_sizes_is_traced_once_for_each():
+    def double(x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    program = jax.jit(traced_once(double, size_of=lambda x: x.shape))
+    for length in (3, 4, 3):
+        program(jnp.ones(length))
+    with pytest.raises(AssertionError, match="double is traced a second time"):
+        program(jnp.ones(4, jnp.int32))

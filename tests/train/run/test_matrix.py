@@ -23,6 +23,7 @@ from train.config.plan import Layout, Plan
 from train.config.schema import Checkpoint, Config
 from train.config.types import AGGREGATIONS, ESTIMATORS, KL_GRADIENTS
 from train.references import with_abstract_reference
+from train.rl.packing import make_packer
 from train.rl.reference import FrozenWeights, Reference
 from train.rl.step import make_control, make_prepare, make_score, make_update
 from train.run import loop
@@ -137,6 +138,7 @@ def draw_raw(draw: Draw, loss: str, advantage: str, optimizer: str, controller: 
             "updates_per_batch": updates,
             "micro_batches": draw.one_of([1, 2]) if loss not in ("clip_cov", "kl_cov") else 1,
             "share_prompts": False,  # no algorithm sees it, and its programs take a fifth longer to make
+            "packing": draw.often(0.3),
         },
     }
 
@@ -199,6 +201,7 @@ def programs_of(context: Any, state: Any, scores: Scores) -> Programs:
         follow=None,
         held_out=None,
         greedy=None,
+        pack=make_packer(config, model, mesh),
     )
 
 
