@@ -16,18 +16,22 @@ from flax import nnx
 from train.models.attention import (
     AttentionMask,
     AttentionOptions,
+    PackedRows,
     SharedPromptMask,
     cache_mask,
     causal_mask,
     pack,
+    pack_rows,
+    packed_mask,
+    packed_positions,
     shared_prompt_mask,
     token_positions,
     unpack,
+    unpack_states,
 )
 from train.models.cache import KeyValues, LayerCache
 from train.models.config import DecoderConfig
 from train.models.layers import Embed, InitKey, Linear, RMSNorm
-from train.models.packing import PackedRows, pack_rows, packed_mask, packed_positions, unpack_states
 from train.models.rope import RopeTables, apply_rope, rope_tables
 from train.models.sharding import constrain
 

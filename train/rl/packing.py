@@ -20,8 +20,8 @@ from train.config.plan import Layout, Plan
 from train.config.schema import Config
 from train.distributed import to_host
 from train.models import Decoder
+from train.models.attention import PackedRows
 from train.models.kernels import device_kind
-from train.models.packing import PackedRows
 from train.models.sharding import replicated
 from train.rl.batch import Batch
 
@@ -211,7 +211,7 @@ def choose_packing(
         size = min(round_up(most[chosen]), cells.limit)
         if size * cells.width * count < cells.padded * micro_batches:
             order = orders[chosen]
-            packed = _place(cells, lengths, order[places], fitted[chosen], size)
+            packed = _write_places(cells, lengths, order[places], fitted[chosen], size)
             moved, share = places.shape[0] * places.shape[1] > 1, float((packed.tokens >= 0).mean())
             return Packing(order.astype(np.int32), packed, moved, share)
     return None
@@ -277,7 +277,7 @@ def _fit(cells: Cells, lengths: Lengths, rows: np.ndarray) -> list[dict[int, lis
     return min(fit(by_completion), fit(by_prompt), key=len)
 
 
-def _place(
+def _write_places(
     cells: Cells, lengths: Lengths, numbers: np.ndarray, fitted: Sequence[list[dict[int, list[int]]]], size: int
 ) -> PackedRows:
     """Writes the places of the rows `numbers` [M, S, n / M S] as arrays, with `size` packed rows in each cell."""

@@ -14,7 +14,7 @@ import kljax
 from kljax.trees import named_leaves
 from train.config.plan import ROWS, Layout
 from train.models import Decoder, Transformer, ValueHead
-from train.models.packing import PackedRows
+from train.models.attention import PackedRows
 from train.models.sharding import constrain, mesh_is_set, param_shardings, partition_spec
 
 Tree = Any

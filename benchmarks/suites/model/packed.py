@@ -132,22 +132,22 @@ def measure(tail: Tail, rounds: int) -> dict[str, Any]:
     return {**found, "real_share": share, "ratios": {clock: compared(clock) for clock in ("cpu", "wall")}}
 
 
-def checks(found: Mapping[str, Any]) -> list[Check]:
+def checks(report: Mapping[str, Any]) -> list[Check]:
     """Compares the ratios of CPU seconds with their limits."""
     titles = {
         "padded": "packed rows over padded rows",
-        "share": f"packed rows over {found['real_share']:.0%}, the share of tokens, of rows of the longest length",
+        "share": f"packed rows over {report['real_share']:.0%}, the share of tokens, of rows of the longest length",
     }
-    cpu, wall = (found["ratios"][clock] for clock in ("cpu", "wall"))
+    cpu, wall = (report["ratios"][clock] for clock in ("cpu", "wall"))
     return [Check(titles[name], limit, cpu[name], other=wall[name]) for name, limit in LIMITS.items()]
 
 
-def markdown(found: Mapping[str, Any]) -> str:
+def markdown(report: Mapping[str, Any]) -> str:
     """Returns the comparison as Markdown."""
     rows = [
-        [title, *(found[name][key] for key in ("cpu", "wall", "tokens", "share"))] for name, title in TITLES.items()
+        [title, *(report[name][key] for key in ("cpu", "wall", "tokens", "share"))] for name, title in TITLES.items()
     ]
-    verdicts = [[one.title, one.value, one.other, f"at most {one.limit:g}", one.verdict] for one in checks(found)]
+    verdicts = [[one.title, one.value, one.other, f"at most {one.limit:g}", one.verdict] for one in checks(report)]
     columns = (("in CPU seconds", ""), ("measured", ".2f"), ("wall clock", ".2f"), ("target", ""), ("", ""))
     return join(["### Packed rows", table(COLUMNS, rows), table(columns, verdicts)])
 
@@ -158,8 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=cli.positive, default=5)
     cli.add_outputs(parser)
     options = parser.parse_args(arguments)
-    found = measure(TAIL, options.rounds)
-    return cli.finish(options, markdown(found), found, [])
+    report = measure(TAIL, options.rounds)
+    return cli.finish(options, markdown(report), report, [])
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ import pytest
 from tests.train.models.test_rows import CONFIG, jit
 from tests.train.models.test_shared import GROUP, MASK, PROMPT, PROMPTS, ROOM, TOKENS, heads, poisoned
 from train.models import Decoder, attention, kernels
-from train.models.attention import AttentionOptions, attend
-from train.models.packing import PackedRows, packed_mask
+from train.models.attention import AttentionOptions, PackedRows, attend, packed_mask
 
 LENGTHS = np.asarray(MASK)[:, PROMPT:].sum(1)
 SLOTS = 20

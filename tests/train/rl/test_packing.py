@@ -16,7 +16,7 @@ from tests import tiny
 from tests.train.rl.test_step import keep_gradient, wide, x64
 from train.config.plan import Plan
 from train.config.types import AGGREGATIONS
-from train.models.packing import PackedRows
+from train.models.attention import PackedRows
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
