@@ -13,7 +13,7 @@ import pytest
 
 import kljax
 from tests import tiny
-from tests.train.rl.test_step import keep_gradient, wide, x64
+from tests.train.rl.test_step import keep_gradient, wide
 from train.config.plan import Plan
 from train.config.types import AGGREGATIONS
 from train.models.attention import PackedRows
@@ -201,7 +201,7 @@ SLOW = [
 )  # fmt: skip
 def test_loss_metrics_and_gradient_are_those_of_padded_rows(options, aggregation):
     """In float64; with a prompt whose completions are all empty, and one completion as long as a row."""
-    with x64(True):
+    with jax.enable_x64(True):
         config, run = gradient_of(options)
         length = (f"loss.max_length={ROOM}",) if aggregation == "seq_mean_token_sum_norm" else ()
         reduced = config_of(*options, f"loss.aggregation={aggregation}", *length)
