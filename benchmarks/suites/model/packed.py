@@ -74,7 +74,7 @@ def real_tokens(tail: Tail, lengths: np.ndarray) -> int:
 
 
 def programs_of(tail: Tail) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
-    """Returns the updates by name, each of which returns the norm of its first gradient; and real tokens over slots."""
+    """Returns the updates by name, each of which returns its gradient norm; and the share of slots with a token."""
     model, mesh = model_of(Work(vocab=tail.vocab, layers=tail.layers)), make_mesh()
     params, rows, shares = init_params(model, jax.random.key(0), mesh), np.arange(tail.rows), dict[str, float]()
 
