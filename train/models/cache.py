@@ -1,27 +1,32 @@
-"""KV caches of a layer: as a forward pass leaves keys and values, and as decoding reads them token by token.
+"""KV caches: as a forward pass leaves keys and values, and as decoding reads them token by token.
 
 Rows that complete the same prompts share a cache, in which each prompt is stored once and read once for its rows.
 """
 
 import dataclasses
+import functools
 from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from train.models.attention import AttentionMask, AttentionOptions, SharedPromptMask, attend, attend_shared
-from train.models.sharding import constrain
+from train.models.sharding import constrain, split_by_hand
+
+STACK_AXES = ("layers", "rows", "kv_heads", None, None)
+"""Logical axes of the keys and of the values of a stack."""
 
 
 class LayerCache(Protocol):
     """The keys and values of one layer."""
 
-    def write(self, new: "KeyValues", column: int | jax.Array) -> Self:
+    def write(self, new: "KeyValues", column: jax.Array) -> Self:
         """Returns this cache with `new` [B, s, K, H] written from a column on."""
 
-    def attend(self, query: jax.Array, mask: AttentionMask | SharedPromptMask, options: AttentionOptions) -> jax.Array:
-        """Computes the attention of queries [B, T, N, H] to these keys, [B, T, N, H]."""
+    def attend(self, query: jax.Array, mask: AttentionMask, options: AttentionOptions) -> jax.Array:
+        """Computes the attention of one query per row, [B, 1, N, H], to these keys."""
 
 
 @jax.tree_util.register_dataclass
@@ -31,25 +36,6 @@ class KeyValues:
 
     key: jax.Array
     value: jax.Array
-
-    def write(self, new: "KeyValues", column: int | jax.Array) -> "KeyValues":
-        """Returns this cache with `new` written into it.
-
-        Args:
-          new: fewer columns, of the same rows and layers.
-          column: where they begin; a scalar, or [B] for one column per row. A row whose column lies outside the cache
-            is left unchanged.
-        """
-        axis = self.key.ndim - 3
-        columns = jnp.asarray(column)
-        if columns.ndim == 0:
-            return jax.tree.map(lambda old, x: lax.dynamic_update_slice_in_dim(old, x, columns, axis), self, new)
-
-        def put(old: jax.Array, x: jax.Array, at: jax.Array) -> jax.Array:
-            return old.at[..., at, :, :].set(x[..., 0, :, :], mode="drop", wrap_negative_indices=False)
-
-        rows = axis - 1
-        return jax.tree.map(lambda old, x: jax.vmap(put, (rows, rows, 0), rows)(old, x, columns), self, new)
 
     def attend(self, query: jax.Array, mask: AttentionMask | SharedPromptMask, options: AttentionOptions) -> jax.Array:
         """Computes the attention of queries [B, T, N, H] to one layer's keys, [B, T, N, H]."""
@@ -61,33 +47,59 @@ class KeyValues:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotCache:
-    """Rotated keys [B, K, H, S] and values [B, K, S, H] of one layer: neither product of attention transposes them."""
+    """Rotated keys [B, K, H, S] and values [B, K, S, H] of one layer: neither product of attention transposes them.
+
+    A stack of layers has keys and values [L, B, K, S, H], whose columns are contiguous.
+    """
 
     key: jax.Array
     value: jax.Array
 
     @classmethod
-    def of(cls, layer: KeyValues) -> "SlotCache":
-        """Transposes keys and values [B, S, K, H] of one layer."""
-        return cls(layer.key.transpose(0, 2, 3, 1), layer.value.transpose(0, 2, 1, 3))
+    def of(cls, keys: KeyValues) -> "SlotCache":
+        """Transposes keys and values [B, S, K, H] of one layer, or of a stack [L, B, S, K, H]."""
+        stack = cls(keys.key.swapaxes(-3, -2), keys.value.swapaxes(-3, -2))
+        return stack if stack.is_stack else cls(stack.key.swapaxes(-2, -1), stack.value)
 
-    def write(self, new: KeyValues, column: int | jax.Array, row: int | jax.Array = 0) -> "SlotCache":
-        """Returns this cache with `new` [b, s, K, H] written from a row and a column (scalars) on."""
+    @classmethod
+    def zeros(cls, like: "SlotCache", rows: int, columns: int) -> "SlotCache":
+        """Makes an empty cache of other rows and columns."""
+        *layers, _, heads, _, head_dim = like.value.shape
+        value = jnp.zeros((*layers, rows, heads, columns, head_dim), like.value.dtype)
+        return cls(value if like.is_stack else value.swapaxes(-2, -1), value)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether this has a leading axis of layers."""
+        return self.value.ndim == len(STACK_AXES)
+
+    @property
+    def columns(self) -> int:
+        """S."""
+        return self.value.shape[-2]
+
+    def layer(self, number: int | jax.Array) -> "SlotCache":
+        """Returns one layer of a stack."""
+        one = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), self)
+        return SlotCache(one.key.swapaxes(-2, -1), one.value)
+
+    def write(self, new: KeyValues, *, row: int | jax.Array = 0, column: int | jax.Array = 0) -> "SlotCache":
+        """Returns this cache with `new` [..., b, s, K, H] written from a row and a column (scalars) on."""
         block = SlotCache.of(new)
+        if self.is_stack:
+            return self._write_stack(block, (0, row, 0, column, 0))
         return SlotCache(
             lax.dynamic_update_slice(self.key, block.key, (row, 0, 0, column)),
             lax.dynamic_update_slice(self.value, block.value, (row, 0, column, 0)),
         )
 
-    def attend(self, query: jax.Array, mask: AttentionMask | SharedPromptMask, options: AttentionOptions) -> jax.Array:
-        """Computes the attention of one query per row, [B, 1, N, H]; the formula of `train.models.attention.attend`."""
-        assert isinstance(mask, AttentionMask)
-        seen = mask.for_layer(options.sliding)
-        rows, _, heads, head_dim = query.shape
-        grouped = query.reshape(rows, self.key.shape[1], -1, head_dim)
-        weights = jax.nn.softmax(self.scores(grouped, seen, options), axis=-1).astype(query.dtype)
-        output = jnp.einsum("BKGS,BKSH->BKGH", weights, self.value).reshape(rows, 1, heads, head_dim)
-        return jnp.where(jnp.any(seen, axis=-1, keepdims=True), output, 0)
+    def write_layer(self, new: KeyValues, layer: jax.Array, column: jax.Array) -> "SlotCache":
+        """Returns this stack with `new` [b, s, K, H] written into one layer, from a column on."""
+        return self._write_stack(SlotCache.of(jax.tree.map(lambda x: x[None], new)), (layer, 0, 0, column, 0))
+
+    def _write_stack(self, block: "SlotCache", start: tuple[int | jax.Array, ...]) -> "SlotCache":
+        written = jax.tree.map(lambda old, x: lax.dynamic_update_slice(old, x, start), self, block)
+        return jax.tree.map(split_by_hand(_keep_layout, in_axes=(STACK_AXES,), out_axes=STACK_AXES), written)
 
     def scores(self, query: jax.Array, mask: jax.Array, options: AttentionOptions) -> jax.Array:
         """Computes scores [B, K, G, S] of queries [B, K, G, H], in float32 at least; very low where masked.
@@ -108,7 +120,7 @@ class SlotCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupCache:
-    """One layer's cache of R x G rows; the G rows of a prompt are consecutive.
+    """One layer's cache of R x G rows, or a stack of layers; the G rows of a prompt are consecutive.
 
     Attributes:
       prompts: the first P columns, of the R prompts.
@@ -119,28 +131,36 @@ class GroupCache:
     completions: SlotCache
 
     @classmethod
-    def of(cls, layer: KeyValues, group: int, max_new_tokens: int) -> "GroupCache":
-        """Builds a cache from prompts [R, P, K, H], with `max_new_tokens` columns of zeros for each row."""
-        prompts = SlotCache.of(layer)
-        count, heads, head_dim, _ = prompts.key.shape
-        key = jnp.zeros((count * group, heads, head_dim, max_new_tokens), prompts.key.dtype)
-        completions = (constrain(x, "rows", "kv_heads", None, None) for x in (key, key.transpose(0, 1, 3, 2)))
-        return cls(prompts, SlotCache(*completions))
+    def of(cls, prompts: KeyValues, group: int, columns: int) -> "GroupCache":
+        """Builds a cache from prompts [..., R, P, K, H], with `columns` columns of zeros for each row."""
+        cache = SlotCache.of(prompts)
+        rows = cache.value.shape[-4] * group
+        return jax.tree.map(_split, cls(cache, SlotCache.zeros(cache, rows, columns)))
 
-    def write(self, new: KeyValues, column: int | jax.Array) -> "GroupCache":
+    @property
+    def columns(self) -> int:
+        """The number of columns of completions."""
+        return self.completions.columns
+
+    def layers(self) -> list["GroupCache"]:
+        """Lists the caches of a stack."""
+        layers = range(len(self.prompts.value))
+        return [GroupCache(self.prompts.layer(number), self.completions.layer(number)) for number in layers]
+
+    def write(self, new: KeyValues, column: jax.Array) -> "GroupCache":
         """Returns this cache with `new` [B, s, K, H] written from a column (a scalar, at least P) on."""
-        return GroupCache(self.prompts, self.completions.write(new, column - self.prompts.key.shape[-1]))
+        column = column - self.prompts.columns
+        return GroupCache(self.prompts, self.completions.write(new, column=column))
 
-    def attend(self, query: jax.Array, mask: AttentionMask | SharedPromptMask, options: AttentionOptions) -> jax.Array:
+    def attend(self, query: jax.Array, mask: AttentionMask, options: AttentionOptions) -> jax.Array:
         """Computes the attention of one query per row, [B, 1, N, H]; the formula of `train.models.attention.attend`.
 
         One softmax over two arrays of scores: both are shifted by the larger of their maxima, and their sums of
         exponentials are added.
         """
-        assert isinstance(mask, AttentionMask)
         rows, _, heads, head_dim = query.shape
         wide = jnp.promote_types(query.dtype, jnp.float32)
-        columns = self.prompts.key.shape[-1]
+        columns = self.prompts.columns
         grouped = query.reshape(rows, self.completions.key.shape[1], -1, head_dim)
         seen = mask.for_layer(options.sliding)
         prompt_seen = jnp.broadcast_to(seen[..., :columns], (*grouped.shape[:1], 1, grouped.shape[2], columns))
@@ -166,6 +186,55 @@ class GroupCache:
         """Inverts `_by_prompt`."""
         (count, heads, _, last), rows = x.shape, self.completions.key.shape[0]
         return x.reshape(count, heads, rows // count, -1, last).swapaxes(1, 2).reshape(rows, heads, -1, last)
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedLayer:
+    """One layer of a stack of caches: the stack is written in place, and only this layer of it is read."""
+
+    stack: GroupCache
+    layer: jax.Array
+
+    def write(self, new: KeyValues, column: jax.Array) -> "StackedLayer":
+        """Returns the layer of a stack with `new` [B, s, K, H] written from a column (a scalar, at least P) on."""
+        column = column - self.stack.prompts.columns
+        completions = self.stack.completions.write_layer(new, self.layer, column)
+        return StackedLayer(GroupCache(self.stack.prompts, completions), self.layer)
+
+    def attend(self, query: jax.Array, mask: AttentionMask, options: AttentionOptions) -> jax.Array:
+        """Computes the attention of one query per row, [B, 1, N, H], as `GroupCache.attend`."""
+        cache = GroupCache(self.stack.prompts.layer(self.layer), self.stack.completions.layer(self.layer))
+        return cache.attend(query, mask, options)
+
+
+def _keep_layout(x: jax.Array) -> jax.Array:
+    """Keeps the axes of a stack in their order in memory, which both products of attention read.
+
+    Left to itself, the compiler of TPUs lays it out for the write of a column, and copies it before it reads it.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def doubled(cache: SlotCache) -> SlotCache:
+    """Doubles the columns of a cache outside of a program, one array at a time: each narrow one is freed at once."""
+
+    def double(x: jax.Array, axis: int) -> jax.Array:
+        wide = double_columns(x, axis)
+        x.delete()
+        return wide
+
+    return SlotCache(double(cache.key, -2 if cache.is_stack else -1), double(cache.value, -2))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def double_columns(x: jax.Array, axis: int) -> jax.Array:
+    """Repeats the columns of keys or values, so that column n is found at n and after all others."""
+    return _split(jnp.concatenate([x, x], axis))
+
+
+def _split(x: jax.Array) -> jax.Array:
+    """Splits keys or values over the mesh, by rows and key-value heads."""
+    return constrain(x, *STACK_AXES[-x.ndim :])
 
 
 def _max(x: jax.Array) -> jax.Array:

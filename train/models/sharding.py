@@ -1,7 +1,7 @@
 """The mesh, and the one table that says which mesh axis each logical axis of an array lives on."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -195,6 +195,24 @@ def mesh_is_set() -> bool:
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Hint the layout of an activation inside jit; the array itself where no mesh is set."""
     return jax.lax.with_sharding_constraint(x, partition_spec(axes)) if mesh_is_set() else x
+
+
+def split_by_hand(
+    function: Callable[..., Any], in_axes: Sequence[tuple[str | None, ...]], out_axes: tuple[str | None, ...]
+) -> Callable[..., Any]:
+    """Wraps a function so that every device runs it on its own part of the arrays; the function itself without a mesh.
+
+    The partitioner would gather the arrays of operations that it does not know, such as a constraint of the layout.
+
+    Args:
+      function: of arrays, or trees of arrays, without communication.
+      in_axes: the logical axes of each argument; all arrays of a tree have the same.
+      out_axes: those of the result.
+    """
+    if not mesh_is_set():
+        return function
+    specs = tuple(map(partition_spec, in_axes))
+    return jax.shard_map(function, in_specs=specs, out_specs=partition_spec(out_axes), check_vma=False)
 
 
 def axis_size(axis: str) -> int:

@@ -7,7 +7,7 @@ with the depth.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +29,13 @@ from train.models.attention import (
     unpack,
     unpack_states,
 )
-from train.models.cache import KeyValues, LayerCache
+from train.models.cache import GroupCache, KeyValues, LayerCache, SlotCache, StackedLayer
 from train.models.config import DecoderConfig
 from train.models.layers import Embed, InitKey, Linear, RMSNorm
 from train.models.rope import RopeTables, apply_rope, rope_tables
 from train.models.sharding import constrain
 
-Cache: TypeAlias = KeyValues | Sequence[LayerCache]
+Cache: TypeAlias = GroupCache | Sequence[GroupCache]
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +46,7 @@ class LayerContext:
     Attributes:
       mask: the keys that each query attends to.
       rope: cosines and sines of the queries' positions.
-      column: the queries' cache column, a scalar or [B].
+      column: the queries' cache column, a scalar.
     """
 
     mask: AttentionMask | SharedPromptMask
@@ -107,8 +107,8 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: jax.Array, cache: LayerCache | None, sliding: bool | jax.Array, context: LayerContext
-    ) -> tuple[jax.Array, KeyValues]:
-        """Returns the output [B, T, D] and the keys and values [B, T, K, H] of x."""
+    ) -> tuple[jax.Array, KeyValues | LayerCache]:
+        """Returns the output [B, T, D], and the cache with the keys and values of x; without one, these alone."""
         config = self.config
 
         def heads_of(projected: jax.Array) -> jax.Array:
@@ -119,10 +119,10 @@ class Attention(nnx.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         rope = context.rope.for_layer(sliding)
         query, new = apply_rope(query, rope), KeyValues(apply_rope(key, rope), value)
-        keys = new if cache is None else cache.write(new, context.column)
+        keys: Any = new if cache is None else cache.write(new, jnp.asarray(context.column))
         options = AttentionOptions(sliding, config.attention_scale, config.attention_softcap)
         output = keys.attend(query, context.mask, options)
-        return self.o_proj(output.reshape(*x.shape[:-1], -1)), new
+        return self.o_proj(output.reshape(*x.shape[:-1], -1)), keys
 
 
 class Mlp(nnx.Module):
@@ -158,8 +158,8 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self, x: jax.Array, cache: LayerCache | None, sliding: bool | jax.Array | None, context: LayerContext
-    ) -> tuple[jax.Array, KeyValues]:
-        """Returns the output [B, T, D] and the layer's keys and values of x.
+    ) -> tuple[jax.Array, KeyValues | LayerCache]:
+        """Returns the output [B, T, D], and the layer's cache with the keys and values of x; without one, these alone.
 
         Args:
           x: [B, T, D].
@@ -296,13 +296,11 @@ class Transformer(nnx.Module):
         Args:
           tokens: [B] int32, in column `column` of the sequences.
           positions: [B] int32, the tokens' positions in their rows.
-          cache: filled where `token_mask` is True except at `column`: `KeyValues` [layers, B, S, K, H], or one
-            `LayerCache` per layer if the layers are `unrolled`.
+          cache: filled where `token_mask` is True except at `column`; a stack of layers, or a list of them if the
+            layers are `unrolled`.
           token_mask: [B, S] bool, the columns that the token attends to, itself included; a sliding layer attends to
-            the last ones of these.
-          column: int32, a scalar or [B], one column per row; a scalar if the layers are unrolled. A row whose column is
-            S or more and whose `token_mask` is False throughout leaves the cache unchanged; its hidden state is
-            meaningless.
+            the last ones of these. The hidden state of a row without any is meaningless.
+          column: int32, a scalar, after the columns of the prompts.
           key_positions: [B, S] int32, the positions of the columns in their rows; None: columns are in order.
           rope: `rope_tables` of `positions`, if already known.
 
@@ -314,11 +312,7 @@ class Transformer(nnx.Module):
         hidden, new = self._run(
             tokens[:, None], real, positions[:, None], mask, cache=cache, column=column, keep=True, rope=rope
         )
-        if isinstance(cache, KeyValues):
-            assert isinstance(new, KeyValues)
-            return hidden[:, 0], cache.write(new, column)
-        assert isinstance(new, list)
-        return hidden[:, 0], [old.write(added, column) for old, added in zip(cache, new, strict=True)]
+        return hidden[:, 0], cast(Cache, new)
 
     def unrolled(self) -> "Transformer":
         """Returns the same decoder with a list of layers, for `decode`: no loop, and no copy of a layer out of a stack.
@@ -339,7 +333,7 @@ class Transformer(nnx.Module):
         segment_ids: jax.Array | None,
         *,
         keep: bool = False,
-    ) -> tuple[jax.Array, KeyValues | list[KeyValues] | None]:
+    ) -> tuple[jax.Array, KeyValues | Cache | None]:
         mask = self._for_kernels(causal_mask(token_mask, segment_ids, self.config.window))
         if positions is None:
             positions = token_positions(token_mask, segment_ids)
@@ -360,8 +354,8 @@ class Transformer(nnx.Module):
         column: int | jax.Array = 0,
         keep: bool = False,
         rope: RopeTables | None = None,
-    ) -> tuple[jax.Array, KeyValues | list[KeyValues] | None]:
-        """Computes hidden states [B, T, D] after the last norm, and the new keys and values if `keep`."""
+    ) -> tuple[jax.Array, KeyValues | Cache | None]:
+        """Computes hidden states [B, T, D] after the last norm, and the cache, or the keys and values if `keep`."""
         config = self.config
         x = self.embed_tokens(tokens)
         if config.embed_scale is not None:
@@ -370,29 +364,46 @@ class Transformer(nnx.Module):
         x = constrain(jnp.where(real[..., None], x, 0), "rows", None, None)
         rope = rope_tables(config, positions, x.dtype) if rope is None else rope
         context = LayerContext(mask, rope, column)
+        new: Any
         if isinstance(self.layers, nnx.List):
             assert isinstance(cache, Sequence)
-            new: Any = []
+            new = []
             for kind, layer, layer_cache in zip(config.kinds, self.layers, cache, strict=True):
-                x, added = layer(x, layer_cache, kind == "sliding", context)
-                new.append(added)
+                x, written = layer(x, layer_cache, kind == "sliding", context)
+                new.append(written)
+        elif cache is None:
+            x, new = self._scan(x, context, keep)
         else:
-            x, new = self._scan(x, cache, context, keep)
+            assert isinstance(cache, GroupCache)
+            x, new = self._scan_cache(x, cache, context)
         return self.norm(x), new
 
-    def _scan(
-        self, x: jax.Array, cache: Cache | None, context: LayerContext, keep: bool
-    ) -> tuple[jax.Array, KeyValues | None]:
-        kinds = self.config.kinds
-        sliding = jnp.array([kind == "sliding" for kind in kinds]) if len(set(kinds)) > 1 else None
-
+    def _scan(self, x: jax.Array, context: LayerContext, keep: bool) -> tuple[jax.Array, KeyValues | None]:
         def run_layer(layer: DecoderLayer, x: jax.Array, *args: Any) -> tuple[jax.Array, KeyValues | None]:
-            x, new = layer(x, *args)
+            x, new = layer(x, None, *args)
+            assert isinstance(new, KeyValues)
             return x, new if keep else None
 
         # With "full", memory grows by one [B, T, D] a layer. Inside a scan nothing can be shared between the two passes
         # anyway, so CSE needs no barrier.
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.config.remat == "dots" else None
         rematerialised = jax.checkpoint(run_layer, prevent_cse=False, policy=policy)
-        stacked = (self.layers, cache, sliding)
-        return jax.lax.scan(lambda x, of_layer: rematerialised(of_layer[0], x, *of_layer[1:], context), x, stacked)
+        stacked = (self.layers, self._sliding())
+        return jax.lax.scan(lambda x, of_layer: rematerialised(of_layer[0], x, of_layer[1], context), x, stacked)
+
+    def _scan_cache(self, x: jax.Array, cache: GroupCache, context: LayerContext) -> tuple[jax.Array, GroupCache]:
+        """Runs the layers on one token per row; every layer writes its part of the stack in place."""
+
+        def run_layer(carry: tuple[jax.Array, SlotCache], of_layer: Any) -> tuple[tuple[jax.Array, SlotCache], None]:
+            (x, completions), (layer, number, sliding) = carry, of_layer
+            x, written = layer(x, StackedLayer(GroupCache(cache.prompts, completions), number), sliding, context)
+            return (x, written.stack.completions), None
+
+        stacked = (self.layers, jnp.arange(self.config.layers), self._sliding())
+        (x, completions), _ = jax.lax.scan(run_layer, (x, cache.completions), stacked)
+        return x, GroupCache(cache.prompts, completions)
+
+    def _sliding(self) -> jax.Array | None:
+        """Says which layers are sliding ones; None if all are alike."""
+        kinds = self.config.kinds
+        return jnp.array([kind == "sliding" for kind in kinds]) if len(set(kinds)) > 1 else None

@@ -1,9 +1,9 @@
-"""Sampling in this process, with one compiled program per prompt-length bucket."""
+"""Sampling in this process, with compiled programs for each prompt-length bucket."""
 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from train.models.rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.tracing import traced_once
 from train.rollouts.context import RunContext
-from train.rollouts.sampler import Samples, Sampling, StopTable, sample, samples_sharding, stop_table
+from train.rollouts.sampler import Samples, Sampling, StopTable, WindowedSampler, samples_sharding, stop_table
 from train.rollouts.source import Completions, Request
 
 Sampler = Callable[[kljax.Policy, jax.Array, jax.Array, jax.Array], Samples]
@@ -51,7 +51,7 @@ def prompt_buckets(max_prompt_length: int) -> list[int]:
 def make_sampler(
     context: RunContext, *, name: str, samples: int = 1, greedy: bool = False, record_kept_tokens: bool = False
 ) -> Sampler:
-    """Makes `(policy, prompts, prompt_mask, key) -> Samples`, compiled on first use of each prompt-length bucket.
+    """Makes `(policy, prompts, prompt_mask, key) -> Samples`, compiled on first use of each bucket and window.
 
     Args:
       context: the model, and the sampling section of its config.
@@ -84,13 +84,13 @@ def make_sampler(
     return run_program
 
 
-def rollout_programs(context: RunContext) -> dict[int, Any]:
-    """Makes the jitted, not yet compiled programs of rollouts, by prompt-length bucket."""
+def rollout_programs(context: RunContext) -> dict[int, WindowedSampler]:
+    """Makes the not yet compiled samplers of rollouts, by prompt-length bucket."""
     return _sampling_programs(context, "rollout", rollout_rows(context)[1], rollout_sampling(context.config))
 
 
-def evaluation_programs(context: RunContext) -> dict[int, Any]:
-    """Makes the jitted, not yet compiled programs of an evaluation that samples, by prompt-length bucket."""
+def evaluation_programs(context: RunContext) -> dict[int, WindowedSampler]:
+    """Makes the not yet compiled samplers of an evaluation that samples, by prompt-length bucket."""
     sampling = _sampling(context.config, greedy=False, record_kept_tokens=False)
     return _sampling_programs(context, "held_out", 1, sampling)
 
@@ -115,7 +115,7 @@ def _sampling(config: Config, *, greedy: bool, record_kept_tokens: bool) -> Samp
     return Sampling(config.temperature, section.top_k, section.top_p, section.min_p, greedy, record_kept_tokens)
 
 
-def _sampling_programs(context: RunContext, name: str, samples: int, sampling: Sampling) -> dict[int, Any]:
+def _sampling_programs(context: RunContext, name: str, samples: int, sampling: Sampling) -> dict[int, WindowedSampler]:
     section, size = context.config.rollout, context.model.config.vocab_size
     # Checkpoints often have more vocabulary rows than their tokenizer has tokens, and any row may be sampled.
     stop = stop_table(section.stop, vocabulary_bytes(context.tokenizer, size) if section.stop else [])
@@ -127,41 +127,33 @@ def _sampling_programs(context: RunContext, name: str, samples: int, sampling: S
 
 def sampling_program(
     context: RunContext, name: str, prompt_length: int, samples: int, *, sampling: Sampling, stop: StopTable | None
-) -> Any:
-    """Makes the jitted, not yet compiled program of `make_sampler` for one prompt length."""
+) -> WindowedSampler:
+    """Makes the not yet compiled sampler of `make_sampler` for one prompt length."""
     config, layout = context.config, context.layout
     padding = config.data.max_prompt_length - prompt_length
 
-    def pad_left(x: jax.Array, fill: int = 0) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (padding, 0), *[(0, 0)] * (x.ndim - 2)), constant_values=fill)
+    def pad_left(x: jax.Array | None, fill: int = 0) -> jax.Array | None:
+        widths = ((0, 0), (padding, 0), *[(0, 0)] * (0 if x is None else x.ndim - 2))
+        return None if x is None else jnp.pad(x, widths, constant_values=fill)
 
-    def draw(policy: kljax.Policy, prompts: jax.Array, prompt_mask: jax.Array, key: jax.Array) -> Samples:
-        samples_of_bucket = sample(
-            layout.model,
-            policy,
-            prompts,
-            prompt_mask,
-            key=key,
-            max_new_tokens=config.data.max_completion_length,
-            sampling=sampling,
-            eos_ids=context.tokenizer.eos_ids,
-            stop=stop,
-            slots=config.rollout.slots,
-            group=samples,
-        )
-        kept_ids, log_kept_mass = samples_of_bucket.kept_ids, samples_of_bucket.log_kept_mass
-        return dataclasses.replace(
-            samples_of_bucket,
-            tokens=pad_left(samples_of_bucket.tokens, context.tokenizer.pad_id),
-            token_mask=pad_left(samples_of_bucket.token_mask),
-            completion_mask=pad_left(samples_of_bucket.completion_mask),
-            log_probs=pad_left(samples_of_bucket.log_probs),
-            kept_ids=None if kept_ids is None else pad_left(kept_ids, -1),
-            log_kept_mass=None if log_kept_mass is None else pad_left(log_kept_mass),
-        )
+    def to_longest_prompts(samples: Samples) -> Samples:
+        fills = {"tokens": context.tokenizer.pad_id, "kept_ids": -1}
+        names = ("tokens", "token_mask", "completion_mask", "log_probs", "kept_ids", "log_kept_mass")
+        changes = {name: pad_left(getattr(samples, name), fills.get(name, 0)) for name in names}
+        return dataclasses.replace(samples, **changes)  # type: ignore[arg-type]
 
-    # One mesh in the whole program, as cuDNN's attention requires.
-    return jax.jit(traced_once(draw, name), out_shardings=samples_sharding(layout.mesh, sampling))
+    return WindowedSampler(
+        layout.model,
+        layout.mesh,
+        name=name,
+        max_new_tokens=config.data.max_completion_length,
+        sampling=sampling,
+        eos_ids=context.tokenizer.eos_ids,
+        stop=stop,
+        slots=config.rollout.slots,
+        group=samples,
+        transform=to_longest_prompts,
+    )
 
 
 def sample_completions(

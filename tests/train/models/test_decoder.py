@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from train.models import Decoder, DecoderConfig, KeyValues, LoraConfig, Rope
+from train.models import Decoder, DecoderConfig, GroupCache, LoraConfig, Rope
 from train.models.attention import attend, causal_mask, token_positions
 from train.models.layers import RMSNorm, matmul
 from train.models.rope import apply_rope, rope_cos_sin
@@ -213,35 +213,29 @@ def test_depth_changes_neither_the_trace_nor_the_operations(sliding):
     assert abs(text_12 - text_4) < 0.01 * text_4
 
 
-def test_rows_are_decoded_at_columns_of_their_own():
-    """Three rows at different columns of one cache, one of them idle, against the whole sequences."""
-    model, params = Decoder(CONFIG), scaled(params_of(CONFIG), 3.0)
-    tokens = jax.random.randint(jax.random.key(1), (3, 7), 0, 24)
-    lengths = jnp.array([5, 3, 0])
-    start = jnp.arange(7) < lengths[:, None]
-    _, cache = model.bind(params).prefill(tokens, start)
-    expected = jax.jit(lambda mask: model.bind(params)(tokens, mask))(jnp.arange(7) < lengths[:, None] + 2)
-    decode = jax.jit(lambda *args: model.bind(params).decode(*args))
-    idle = jnp.array([False, False, True])
-    for step in range(2):
-        column = jnp.where(idle, 7, lengths + step)
-        token = tokens[jnp.arange(3), lengths + step]
-        mask = (jnp.arange(7) <= column[:, None]) & ~idle[:, None]
-        before, (hidden, cache) = cache, decode(token, lengths + step, cache, mask, column)
-        chex.assert_trees_all_close(hidden[:2], expected[jnp.arange(2), (lengths + step)[:2]], atol=2e-6)
-        chex.assert_trees_all_equal(*[jax.tree.map(lambda x: x[:, 2], c) for c in (before, cache)])
-        for row in range(2):
-            others = jnp.arange(7) != column[row]
-            kept = [jax.tree.map(lambda x, row=row, others=others: x[:, row, others], c) for c in (before, cache)]
+@pytest.mark.parametrize("unroll", [False, True])
+def test_tokens_that_are_decoded_are_those_of_whole_sequences(unroll):
+    """Two rows of different lengths, in a stack of caches and in a list of them; the last column stays empty."""
+    model, params, width = Decoder(CONFIG), scaled(params_of(CONFIG), 3.0), 4
+    tokens = jax.random.randint(jax.random.key(1), (2, width + 3), 0, 24)
+    mask = jnp.arange(width + 3) >= jnp.array([[0], [3]])
+    expected = jax.jit(lambda: model.bind(params)(tokens, mask))()
+    prompts = model.bind(params).prefill(tokens[:, :width], mask[:, :width])[1]
+    cache = GroupCache.of(prompts, 1, 4)
+    decoder = model.bind(params).unrolled() if unroll else model.bind(params)
+    decode = jax.jit(decoder.decode)
+    cache = cache.layers() if unroll else cache
+    for column in range(width, width + 3):
+        seen = jnp.pad(mask, ((0, 0), (0, 1))) & (jnp.arange(width + 4) <= column)
+        place = seen.sum(-1) - 1
+        before, (hidden, cache) = cache, decode(tokens[:, column], place, cache, seen, jnp.int32(column))
+        chex.assert_trees_all_close(hidden, expected[:, column], atol=2e-6)
+        others = jnp.arange(4) != column - width
+        for old, new in zip(before, cache, strict=True) if unroll else [(before, cache)]:
+            chex.assert_trees_all_equal(old.prompts, new.prompts)
+            parts = [jax.tree.map(np.asarray, c.completions) for c in (old, new)]
+            kept = [(c.key[..., others] if unroll else c.key[..., others, :], c.value[..., others, :]) for c in parts]
             chex.assert_trees_all_equal(*kept)
-
-
-def test_a_cache_column_per_row_is_the_scalar_column_in_all_rows():
-    key = jax.random.key(0)
-    cache = KeyValues(*jax.random.normal(key, (2, 3, 2, 5, 2, 4)))
-    new = KeyValues(*jax.random.normal(key, (2, 3, 2, 1, 2, 4)))
-    chex.assert_trees_all_equal(cache.write(new, jnp.array([3, 3])), cache.write(new, jnp.int32(3)))
-    chex.assert_trees_all_equal(cache.write(new, jnp.array([5, -1])), cache)
 
 
 @pytest.mark.parametrize(("field", "value"), [("kv_heads", 3), ("head_dim", 5)])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 
-from train.models import Decoder, DecoderConfig, KeyValues
+from train.models import Decoder, DecoderConfig, GroupCache, KeyValues
 from train.models.config import Rope
 
 SHAPE = {"vocab_size": 20, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 24, "qk_norm": True}
@@ -29,7 +29,8 @@ CONFIGS = {
     "qwen": DecoderConfig(layers=2, dtype="bfloat16", **SHAPE),
     "gemma": DecoderConfig(dtype="bfloat16", **SHAPE, **GEMMA),
 }
-ROWS, LENGTH = 3, 5
+# Scores against 3 and 5 columns have sizes of their own.
+ROWS, LENGTH, PROMPT = 3, 5, 3
 # Both layers are one loop, so what is in a layer is there once: the norms of both blocks, of queries and of keys, and
 # the one after the last layer.
 NORMS = {"qwen": 5, "gemma": 7}
@@ -53,12 +54,12 @@ def traced(request):
     params = model.structure().params
     if way == "whole":
         return name, jax.make_jaxpr(lambda params: model.bind(params)(tokens, mask))(params).jaxpr
-    held = jnp.zeros((2, ROWS, LENGTH, 1, 8), jnp.bfloat16)
-    place = jnp.full(ROWS, LENGTH - 1)
+    prompts = jnp.zeros((2, ROWS, PROMPT, 1, 8), jnp.bfloat16)
+    place, seen = jnp.full(ROWS, PROMPT + LENGTH - 1), jnp.ones((ROWS, PROMPT + LENGTH), bool)
 
     def decode(params: Any) -> jax.Array:
-        cache = KeyValues(held, held)
-        return model.bind(params).decode(tokens[:, 0], place, cache, mask, jnp.int32(LENGTH - 1))[0]
+        cache = GroupCache.of(KeyValues(prompts, prompts), 1, LENGTH)
+        return model.bind(params).decode(tokens[:, 0], place, cache, seen, jnp.int32(PROMPT + LENGTH - 1))[0]
 
     return name, jax.make_jaxpr(decode)(params).jaxpr
 
@@ -91,13 +92,18 @@ def test_norms_are_in_float32(traced):
 def test_scores_and_their_softmax_are_in_float32(traced):
     """From the sums of products on: they are never rounded before the exponential."""
     name, program = traced
+    # A token is decoded against two arrays, of prompts and of completions: one softmax over both.
+    parts = 2 if program.outvars[0].aval.ndim == 2 else 1
     wide = [eqn for eqn in all_of(program) if eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.dtype == "f4"]
-    assert len(wide) == 1, "queries times keys"
-    size = wide[0].outvars[0].aval.size  # which no other array has
-    rounded = [eqn for eqn in all_of(program) if eqn.primitive.name == "convert_element_type" and of_size(eqn, size)]
-    assert [str(eqn.outvars[0].aval.dtype) for eqn in rounded] == ["bfloat16"], "the weights, after the softmax"
-    assert operands(program, "exp") == operands(program, "reduce_max") == ["float32"]
-    assert operands(program, "tanh") == ["float32"] * (name == "gemma")
+    scores = [eqn.outvars[0].aval for eqn in wide if eqn.outvars[0].aval.shape[-1] != SHAPE["head_dim"]]
+    assert len(scores) == parts, "queries times keys"
+    for size in {aval.size for aval in scores}:  # which no other array has
+        rounded = [
+            eqn for eqn in all_of(program) if eqn.primitive.name == "convert_element_type" and of_size(eqn, size)
+        ]
+        assert [str(eqn.outvars[0].aval.dtype) for eqn in rounded] == ["bfloat16"], "the weights, after the softmax"
+    assert operands(program, "exp") == operands(program, "reduce_max") == ["float32"] * parts
+    assert operands(program, "tanh") == ["float32"] * (parts if name == "gemma" else 0)
 
 
 def test_angles_are_in_float32_and_so_are_rotations(traced):

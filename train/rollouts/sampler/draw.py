@@ -203,7 +203,7 @@ def _inverse_cdf(masses: jax.Array, uniform: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(running > uniform[:, None] * total, index, last), axis=-1)
 
 
-def token_uniforms(key: jax.Array, row_ids: jax.Array, count: int, dtype: jnp.dtype) -> jax.Array:
+def token_uniforms(key: jax.Array, row_ids: jax.Array, first: int, count: int, dtype: jnp.dtype) -> jax.Array:
     """Generates two uniform numbers for each token, [B, C, 2] in [0, 1).
 
     Token n of row r gets the numbers of `fold_in(fold_in(key, row_ids[r]), n)`. All are generated at once: hashing one
@@ -212,6 +212,7 @@ def token_uniforms(key: jax.Array, row_ids: jax.Array, count: int, dtype: jnp.dt
     Args:
       key: the random key.
       row_ids: [B] int32.
+      first: n of the first token.
       count: C, the number of tokens of each row.
       dtype: float32 or float64.
     """
@@ -219,4 +220,4 @@ def token_uniforms(key: jax.Array, row_ids: jax.Array, count: int, dtype: jnp.dt
     def uniforms_of(row_id: jax.Array, index: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, row_id), index), (2,), dtype)
 
-    return jax.vmap(jax.vmap(uniforms_of, (None, 0)), (0, None))(row_ids, jnp.arange(count))
+    return jax.vmap(jax.vmap(uniforms_of, (None, 0)), (0, None))(row_ids, first + jnp.arange(count))

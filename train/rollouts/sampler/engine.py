@@ -1,8 +1,12 @@
-"""The engine: prompts are prefilled once, then slots decode in one compiled loop until all rows end."""
+"""The engine: prompts are prefilled once, then slots decode in a compiled loop until all rows end.
+
+`sample` is one program. Its phases `start`, `decode` and `finish` are programs of their own in
+`train.rollouts.sampler.windows`, where the KV cache grows with the longest row.
+"""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import kljax
-from train.models import Decoder, KeyValues, RopeTables, Transformer, rope_tables
+from train.models import Decoder, GroupCache, KeyValues, RopeTables, Transformer, rope_tables
 from train.models.kernels import device_kind
 from train.models.sharding import axis_size, batch_sharding, replicated
 from train.rl.policy import bind, head
@@ -40,8 +44,9 @@ def sample(
     """Completes left-padded prompts; jittable with `model`, `sampling` and all Python numbers static.
 
     Every prompt is prefilled once, for any number of completions, and its keys and values stay until the end. Every
-    slot has P + C columns of KV cache, or C if the rows of a prompt share its columns (`GroupCache`). With fewer slots
-    than rows, a slot whose row has ended takes the next row within the program.
+    slot has P + C columns of KV cache, or C if the rows of a prompt share its columns (`GroupCache`), and every decode
+    step reads all of them: where C is much more than the usual length, `WindowedSampler` takes less time and memory.
+    With fewer slots than rows, a slot whose row has ended takes the next row within the program.
 
     Args:
       model: the decoder.
@@ -69,47 +74,142 @@ def sample(
       ValueError: `max_new_tokens`, `slots` or `group` below 1; slots or rows that the mesh does not divide; both
         `group` and `prompt_ids`.
     """
+    unroll = device_kind() == "cpu" if unroll is None else unroll
+    rows: dict[str, Any] = {"group": group, "prompt_ids": prompt_ids}
+    state = start(
+        model,
+        policy,
+        prompts,
+        prompt_mask,
+        key=key,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        slots=slots,
+        row_ids=row_ids,
+        limits=limits,
+        unroll=unroll,
+        **rows,
+    )
+    state = decode(model, policy, state, sampling=sampling, eos_ids=eos_ids, stop=stop)
+    return finish(state, prompts, prompt_mask, eos_ids=eos_ids, **rows)
+
+
+def start(
+    model: Decoder,
+    policy: kljax.Policy,
+    prompts: jax.Array,
+    prompt_mask: jax.Array,
+    *,
+    key: jax.Array,
+    max_new_tokens: int,
+    sampling: Sampling,
+    unroll: bool,
+    slots: int | None = None,
+    group: int = 1,
+    prompt_ids: jax.Array | None = None,
+    row_ids: jax.Array | None = None,
+    limits: jax.Array | None = None,
+    window: int | None = None,
+) -> "State":
+    """Prefills the prompts and makes the slots, before their first draw.
+
+    Args:
+      model, policy, prompts, prompt_mask, key, max_new_tokens, sampling, unroll, slots, group, prompt_ids, row_ids,
+        limits: see `sample`.
+      window: columns of KV cache for completions; None: `max_new_tokens`.
+
+    Raises:
+      ValueError: see `sample`.
+    """
     prompts, prompt_mask = jnp.asarray(prompts, jnp.int32), jnp.asarray(prompt_mask)
     to_rows = _prompts_to_rows(len(prompts), group, prompt_ids)
     ids_of_rows = to_rows(jnp.arange(len(prompts)), 0)
     count = len(ids_of_rows)
     slots = count if slots is None else min(slots, count)
     _check_sizes(count, slots, max_new_tokens)
-    transformer = bind(model, policy)
     lengths = to_rows(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), 0)
     limits = jnp.full(count, max_new_tokens) if limits is None else jnp.minimum(limits, max_new_tokens)
     limits = jnp.where(lengths > 0, limits, 0)
-    padded_mask, hidden, cache = _prefill(transformer, prompts, prompt_mask)
-    row_ids = jnp.arange(count) if row_ids is None else jnp.asarray(row_ids)
+    padded_mask, hidden, cache = _prefill(bind(model, policy), prompts, prompt_mask)
     queue = PromptQueue(
         order=jnp.argsort(limits <= 0, stable=True).astype(jnp.int32),
         count=jnp.sum(limits > 0, dtype=jnp.int32),
         prompt_ids=ids_of_rows,
         lengths=lengths,
         limits=limits,
-        uniforms=token_uniforms(key, row_ids, max_new_tokens, jnp.promote_types(hidden.dtype, jnp.float32)),
+        row_ids=jnp.arange(count) if row_ids is None else jnp.asarray(row_ids),
+        key=key,
         prompt_mask=padded_mask,
         hidden=hidden,
         cache=cache,
+        max_new_tokens=max_new_tokens,
     )
-    unroll = device_kind() == "cpu" if unroll is None else unroll
-    columns = jnp.arange(prompts.shape[1] + max_new_tokens)
+    window, recorded = window or max_new_tokens, kept_tokens(sampling, model.config.vocab_size)
+    if slots < count:
+        return State(queue, empty_slots(queue, slots, window=window, kept_tokens=recorded, unroll=unroll))
+    filled = fill_slots(queue, to_rows, group, window=window, kept_tokens=recorded, unroll=unroll)
+    return State(dataclasses.replace(queue, cache=None), filled)
+
+
+def decode(
+    model: Decoder,
+    policy: kljax.Policy,
+    state: "State",
+    *,
+    sampling: Sampling,
+    eos_ids: Sequence[int] | jax.Array,
+    stop: StopTable | None = None,
+    after: int = 0,
+) -> "State":
+    """Decodes until all rows have ended, or the longest of them fills the window of the KV cache.
+
+    Args:
+      model, policy, sampling, eos_ids, stop: see `sample`.
+      state: of `start`, or of a narrower window, doubled.
+      after: the narrower window; 0 in the first one.
+    """
+    queue, slots, transformer = state.queue, state.slots, bind(model, policy)
+    unroll = not isinstance(slots.cache, GroupCache)
+    # Without a queue all rows are as long as the window before; a row of the queue starts with its first token.
+    first_token = 0 if slots.outputs is not None else after
+    columns = jnp.arange(slots.prompt_length + slots.window)
     engine = Engine(
         transformer=transformer.unrolled() if unroll else transformer,
-        rope=rope_tables(transformer.config, columns[None], hidden.dtype) if unroll else None,
+        rope=rope_tables(transformer.config, columns[None], slots.hidden.dtype) if unroll else None,
         lm_head=head(model, policy.params),
         sampling=sampling,
         eos_ids=jnp.asarray(eos_ids, jnp.int32).reshape(-1),
         stop=stop,
         queue=queue,
+        uniforms=token_uniforms(
+            queue.key, queue.row_ids, first_token, slots.window - first_token, slots.draws.log_probs.dtype
+        ),
+        first_token=first_token,
     )
-    recorded = kept_tokens(sampling, model.config.vocab_size)
-    if slots == count:
-        start = fill_slots(queue, to_rows, group, kept_tokens=recorded, unroll=unroll)
-    else:
-        start = empty_slots(queue, slots, kept_tokens=recorded, unroll=unroll)
-    last, outputs = engine.run(start)
-    return _to_samples(last, outputs, engine.eos_ids, to_rows(prompts, 0), to_rows(prompt_mask, 0))
+    return State(queue, engine.run(slots if after else engine.draw_tokens(engine.refill(slots))))
+
+
+def finish(
+    state: "State",
+    prompts: jax.Array,
+    prompt_mask: jax.Array,
+    *,
+    eos_ids: Sequence[int] | jax.Array,
+    group: int = 1,
+    prompt_ids: jax.Array | None = None,
+) -> "Samples":
+    """Collects the completions of all rows, after the last token.
+
+    Args:
+      state: of `decode`.
+      prompts, prompt_mask, eos_ids, group, prompt_ids: see `sample`.
+    """
+    slots = state.slots
+    # Every row that has a slot from the start began in the first step, so no completion wraps around.
+    outputs = Outputs(slots.draws, slots.length, slots.finished) if slots.outputs is None else slots.write_outputs()
+    to_rows = _prompts_to_rows(len(prompts), group, prompt_ids)
+    rows = (to_rows(jnp.asarray(prompts, jnp.int32), 0), to_rows(jnp.asarray(prompt_mask), 0))
+    return _to_samples(slots, outputs, jnp.asarray(eos_ids, jnp.int32).reshape(-1), *rows)
 
 
 def samples_sharding(mesh: Mesh, sampling: Sampling) -> "Samples":
@@ -218,20 +318,36 @@ class Samples:
     occupancy: jax.Array | float = 1.0
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Sampling between two programs: the queue, which is constant, and the slots."""
+
+    queue: PromptQueue
+    slots: Slots
+
+    def is_running(self) -> jax.Array:
+        """Whether a row goes on or waits, [] bool."""
+        active = jnp.any(self.slots.active)
+        return active if self.slots.taken is None else active | (self.slots.taken < self.queue.count)
+
+
 @dataclasses.dataclass(frozen=True)
 class Engine:
     """The model, the queue and the sampling options: constants of the decode loop.
 
     Attributes:
       transformer: the decoder and its weights. Stacked layers run in one loop, whose program does not grow with depth,
-        but which copies caches out of the stack and back. Unrolled layers have separate caches.
-      rope: `rope_tables` of all positions [1, P + C] if the layers are unrolled, each of which would otherwise compute
+        but which copies weights out of the stack. Unrolled layers have separate caches.
+      rope: `rope_tables` of all positions [1, P + W] if the layers are unrolled, each of which would otherwise compute
         sines and cosines again. None for stacked layers, which share one computation.
       lm_head: [D, V].
       sampling: temperature and filters.
       eos_ids: [E] int32.
       stop: the table of stop strings, or None.
       queue: the prompts and rows.
+      uniforms: [B, W - first_token, 2], the random numbers of each token.
+      first_token: the index of the first token that `uniforms` has.
     """
 
     transformer: Transformer
@@ -241,38 +357,36 @@ class Engine:
     eos_ids: jax.Array
     stop: StopTable | None
     queue: PromptQueue
+    uniforms: jax.Array
+    first_token: int
 
-    def run(self, slots: Slots) -> tuple[Slots, Outputs]:
-        """Decodes until all rows have ended; returns the final slots and the outputs of all rows."""
+    def run(self, slots: Slots) -> Slots:
+        """Decodes until all rows have ended, or the longest of them fills the window."""
 
-        def is_running(slots: Slots) -> jax.Array:
-            active = jnp.any(slots.active)
-            return active if slots.taken is None else active | (slots.taken < self.queue.count)
+        def can_advance(slots: Slots) -> jax.Array:
+            running = State(self.queue, slots).is_running()
+            # The last window has a column for every token.
+            return running if slots.window >= slots.max_new_tokens else running & (slots.longest() < slots.window)
 
         def advance(slots: Slots) -> Slots:
             return self.draw_tokens(self.refill(self.decode(slots)))
 
-        slots = self.draw_tokens(self.refill(slots))
         # The names tell a plan of the program which loop depends on the data.
         with jax.named_scope("decode"):
-            slots = lax.while_loop(is_running, advance, slots)
-        if slots.outputs is not None:
-            return slots, slots.write_outputs()
-        # Every row has its slot and started in the first step, so no completion wraps around.
-        return slots, Outputs(slots.draws, slots.length, slots.finished)
+            return lax.while_loop(can_advance, advance, slots)
 
     def decode(self, slots: Slots) -> Slots:
         """Runs the model on the latest token of every slot; updates `hidden` and `cache`."""
-        last = slots.last_draw()
         prompt_lengths = self.queue.lengths[slots.row]
         positions = prompt_lengths + slots.length - 1
+        token_mask, key_positions = slots.columns(prompt_lengths)
         hidden, cache = self.transformer.decode(
-            lax.dynamic_index_in_dim(slots.draws.tokens, last, axis=1, keepdims=False),
+            slots.last_tokens(),
             positions,
             slots.cache,
-            slots.token_mask,
-            slots.prompt_length + last,
-            key_positions=slots.key_positions(prompt_lengths),
+            token_mask,
+            slots.last_column(),
+            key_positions=key_positions,
             rope=jax.tree.map(lambda x: jnp.take(x[0], positions, axis=0, mode="clip")[:, None], self.rope),
         )
         return dataclasses.replace(slots, hidden=hidden, cache=cast(KVCache, cache))
@@ -283,7 +397,7 @@ class Engine:
         logits = jnp.dot(slots.hidden, self.lm_head, preferred_element_type=dtype).astype(dtype)
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
-        uniforms = self.queue.uniforms[slots.row, slots.length]
+        uniforms = self.uniforms[slots.row, slots.length - self.first_token]
         draws = draw(logits / self.sampling.temperature, uniforms, self.sampling)
         ended = jnp.any(draws.tokens[:, None] == self.eos_ids, axis=1)
         stop_state = slots.stop_state

@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from train.models import GroupCache, KeyValues, SlotCache
+from train.models import GroupCache, KeyValues
 from train.models.sharding import axis_size, constrain
 from train.rollouts.sampler.draw import Draws
 
-KVCache: TypeAlias = KeyValues | list[SlotCache] | list[GroupCache]
+# A stack of layers, or a list of them.
+KVCache: TypeAlias = GroupCache | list[GroupCache]
 # Maps an array and its axis of N prompts to the same array with B rows, each with a copy of its prompt's entry.
 PromptsToRows: TypeAlias = Callable[[jax.Array, int], jax.Array]
 
 
 def fill_slots(
-    queue: "PromptQueue", to_rows: PromptsToRows, group: int, *, kept_tokens: int | None, unroll: bool
+    queue: "PromptQueue", to_rows: PromptsToRows, group: int, *, window: int, kept_tokens: int | None, unroll: bool
 ) -> "Slots":
     """Makes a slot for every row, before its first draw.
 
@@ -26,31 +27,31 @@ def fill_slots(
       queue: the prompts and rows.
       to_rows: copies prompts to their rows.
       group: the number of rows of each prompt; 1 with any other assignment.
+      window: the number of columns for completions.
       kept_tokens: the length of the recorded lists of kept tokens; None: not recorded.
       unroll: whether the cache is a list of layers instead of one stack.
     """
-    # On a mesh a prompt may be on another device than its rows.
-    if group == 1 or not unroll or axis_size("rows") > 1:
-        prompts = jax.tree.map(lambda x: to_rows(x, 1), queue.cache)
-        cache = _extend_cache(prompts, queue.max_new_tokens, unroll=unroll)
-    else:
-        cache = [GroupCache.of(layer, group, queue.max_new_tokens) for layer in _layers(queue.cache)]
     rows = len(queue.order)
+    # On a mesh a prompt may be on another device than its rows.
+    shared = group > 1 and axis_size("rows") == 1
+    prompts = queue.cache if shared else jax.tree.map(lambda x: to_rows(x, 1), queue.cache)
+    cache = GroupCache.of(cast(KeyValues, prompts), group if shared else 1, window)
     draws = queue.empty_draws(rows, kept_tokens)
-    return _make_slots(queue, jnp.arange(rows), queue.limits > 0, to_rows, draws=draws, cache=cache)
+    return _make_slots(
+        queue, jnp.arange(rows), queue.limits > 0, to_rows, draws=draws, cache=cache.layers() if unroll else cache
+    )
 
 
-def empty_slots(queue: "PromptQueue", count: int, *, kept_tokens: int | None, unroll: bool) -> "Slots":
+def empty_slots(queue: "PromptQueue", count: int, *, window: int, kept_tokens: int | None, unroll: bool) -> "Slots":
     """Makes `count` slots without rows, to be filled from the queue, and empty outputs."""
 
     def zeros(x: jax.Array, axis: int) -> jax.Array:
         return jnp.zeros((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
 
     rows = len(queue.order)
-    prompts = jax.tree.map(lambda x: zeros(x, 1), queue.cache)
-    cache = _extend_cache(prompts, queue.max_new_tokens, unroll=unroll)
-    draws = queue.empty_draws(count, kept_tokens)
-    slots = _make_slots(queue, jnp.full(count, rows), jnp.zeros(count, bool), zeros, draws=draws, cache=cache)
+    cache = GroupCache.of(jax.tree.map(lambda x: zeros(x, 1), cast(KeyValues, queue.cache)), 1, window)
+    draws, caches = queue.empty_draws(count, kept_tokens), cache.layers() if unroll else cache
+    slots = _make_slots(queue, jnp.full(count, rows), jnp.zeros(count, bool), zeros, draws=draws, cache=caches)
     outputs = Outputs(
         draws=queue.empty_draws(rows, kept_tokens),
         lengths=jnp.zeros(rows, jnp.int32),
@@ -88,39 +89,20 @@ def _make_slots(
         finished=zero > 0,
         stop_state=zero,
         draws=draws,
-        token_mask=jnp.pad(to_slots(queue.prompt_mask, 0), ((0, 0), (0, queue.max_new_tokens))),
+        prompt_mask=to_slots(queue.prompt_mask, 0),
         hidden=constrain(to_slots(queue.hidden, 0), "rows", None),
         cache=cache,
     )
 
 
-def _layers(stacked: KeyValues) -> list[KeyValues]:
-    """Lists the keys and values of each layer."""
-    return [jax.tree.map(lambda x, layer=layer: x[layer], stacked) for layer in range(len(stacked.key))]
-
-
-def _extend_cache(prompts: KeyValues, max_new_tokens: int, *, unroll: bool) -> KVCache:
-    """Appends `max_new_tokens` columns of zeros to keys and values [L, S, P, K, H], one cache per layer if `unroll`."""
-
-    def pad(x: jax.Array, axis: int, *axes: str | None) -> jax.Array:
-        return constrain(jnp.pad(x, [(0, max_new_tokens if axis == n else 0) for n in range(x.ndim)]), *axes)
-
-    if not unroll:
-        return jax.tree.map(lambda x: pad(x, 2, "layers", "rows", None, "kv_heads", None), prompts)
-    axes = ("rows", "kv_heads", None, None)
-    layers = [SlotCache.of(layer) for layer in _layers(prompts)]
-    return [SlotCache(pad(layer.key, 3, *axes), pad(layer.value, 2, *axes)) for layer in layers]
-
-
 def _write_prompt(cache: KVCache, slot: jax.Array, prompts: KeyValues, prompt: jax.Array) -> KVCache:
-    """Copies the columns of one prompt into one slot; later columns are masked until they are written."""
+    """Copies the columns of one prompt into one slot."""
     # A gather instead of a slice: if prompts are split over devices, only this prompt is sent.
     new = jax.tree.map(lambda x: jnp.take(x, prompt[None], axis=1, mode="clip"), prompts)
-    if isinstance(cache, KeyValues):
-        return jax.tree.map(lambda old, x: lax.dynamic_update_slice(old, x, (0, slot, 0, 0, 0)), cache, new)
-    # A `GroupCache` never gets here: all its rows are in slots from the start.
-    layers = cast(list[SlotCache], cache)
-    return [old.write(layer, 0, slot) for old, layer in zip(layers, _layers(new), strict=True)]
+    if isinstance(cache, GroupCache):
+        return GroupCache(cache.prompts.write(new, row=slot), cache.completions)
+    layers = (jax.tree.map(lambda x, layer=layer: x[layer], new) for layer in range(len(cache)))
+    return [GroupCache(old.prompts.write(x, row=slot), old.completions) for old, x in zip(cache, layers, strict=True)]
 
 
 @jax.tree_util.register_dataclass
@@ -134,10 +116,12 @@ class PromptQueue:
       prompt_ids: [B] int32, the prompt of each row.
       lengths: [B] int32, the prompt length of each row.
       limits: [B] int32, the max new tokens of each row; 0 without a prompt.
-      uniforms: [B, C, 2], the random numbers of each token.
+      row_ids: [B] int32, the numbers of the rows for `key`.
+      key: the random key.
       prompt_mask: [N, P] bool.
       hidden: [N, D], the hidden states of the prompts' last tokens.
-      cache: the keys and values of the prompts, [L, N, P, K, H].
+      cache: the keys and values of the prompts, [L, N, P, K, H]; None once every row has its slot.
+      max_new_tokens: C.
     """
 
     order: jax.Array
@@ -145,19 +129,17 @@ class PromptQueue:
     prompt_ids: jax.Array
     lengths: jax.Array
     limits: jax.Array
-    uniforms: jax.Array
+    row_ids: jax.Array
+    key: jax.Array
     prompt_mask: jax.Array
     hidden: jax.Array
-    cache: KeyValues
-
-    @property
-    def max_new_tokens(self) -> int:
-        """C."""
-        return self.uniforms.shape[1]
+    cache: KeyValues | None
+    max_new_tokens: int = dataclasses.field(metadata={"static": True})
 
     def empty_draws(self, rows: int, kept_tokens: int | None) -> Draws:
-        """Makes empty draws [rows, C]."""
-        return Draws.zeros((rows, self.max_new_tokens), self.uniforms.dtype, kept_tokens)
+        """Makes empty draws [rows, C], with log-probs in float32 at least."""
+        dtype = jnp.promote_types(self.hidden.dtype, jnp.float32)
+        return Draws.zeros((rows, self.max_new_tokens), dtype, kept_tokens)
 
 
 @jax.tree_util.register_dataclass
@@ -183,11 +165,11 @@ class Outputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """S rows that are decoded at once, with their KV cache; P columns of prompt and C of completion.
+    """S rows that are decoded at once, with their KV cache; P columns of prompt and a window of W for completions.
 
-    All slots write the same column in a step, `P + step % C`. A row that starts in step b has its completion from
-    column `P + b % C` on, and wraps around at the end. Attention takes the mask and the position of each column, so the
-    order of columns does not matter.
+    All slots write the same column in a step, `P + step % W`, as long as no live row has more than W tokens. A row that
+    starts in step b has its completion from column `P + b % W` on, and wraps around at the end. Attention takes the
+    mask and the position of each column, so the order of columns does not matter. Draws have C columns of their own.
 
     Attributes:
       step: [] int32, the number of draws so far.
@@ -197,8 +179,8 @@ class Slots:
       active: [S] bool, the slots that draw another token.
       finished: [S] bool, the rows that EOS or a stop string ended.
       stop_state: [S] int32, the states of the search for stop strings.
-      draws: [S, C], the columns of completions.
-      token_mask: [S, P + C] bool, the columns that are attended.
+      draws: [S, C], in the column `step % C`.
+      prompt_mask: [S, P] bool, the real tokens of the prompts.
       hidden: [S, D], the hidden states that predict the next token.
       cache: keys and values.
       outputs: the completions that have left their slots; None with a slot for every row.
@@ -213,7 +195,7 @@ class Slots:
     finished: jax.Array
     stop_state: jax.Array
     draws: Draws
-    token_mask: jax.Array
+    prompt_mask: jax.Array
     hidden: jax.Array
     cache: KVCache
     outputs: Outputs | None = None
@@ -227,22 +209,41 @@ class Slots:
     @property
     def prompt_length(self) -> int:
         """P."""
-        return self.token_mask.shape[1] - self.max_new_tokens
+        return self.prompt_mask.shape[1]
 
-    def last_draw(self) -> jax.Array:
-        """Returns the index of the latest draw in `draws`."""
-        return (self.step - 1) % self.max_new_tokens
+    @property
+    def window(self) -> int:
+        """W."""
+        return (self.cache if isinstance(self.cache, GroupCache) else self.cache[0]).columns
 
-    def key_positions(self, prompt_lengths: jax.Array) -> jax.Array:
-        """Computes the position of every column in its row, [S, P + C]; arbitrary where masked.
+    def longest(self) -> jax.Array:
+        """Returns the number of tokens of the longest completion that goes on, [] int32."""
+        return jnp.max(jnp.where(self.active, self.length, 0))
+
+    def last_tokens(self) -> jax.Array:
+        """Returns the latest token of every slot, [S] int32."""
+        column = (self.step - 1) % self.max_new_tokens
+        return lax.dynamic_index_in_dim(self.draws.tokens, column, axis=1, keepdims=False)
+
+    def last_column(self) -> jax.Array:
+        """Returns the cache column of the latest tokens, [] int32."""
+        return self.prompt_length + (self.step - 1) % self.window
+
+    def columns(self, prompt_lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns which columns the latest token of every slot attends to, and their positions in the row.
 
         Args:
           prompt_lengths: [S] int32, the number of real tokens of each prompt.
+
+        Returns:
+          [S, P + W] bool, meaningless in inactive slots; [S, P + W] int32, meaningless where masked.
         """
-        column = jnp.arange(self.prompt_length + self.max_new_tokens)
-        in_prompt = column - self.prompt_length + prompt_lengths[:, None]
-        draw = (column - self.prompt_length - self.first_step[:, None]) % self.max_new_tokens
-        return jnp.where(column < self.prompt_length, in_prompt, prompt_lengths[:, None] + draw)
+        # A column holds the token that was drawn `age` steps before the latest.
+        age = (self.step - 1 - jnp.arange(self.window)) % self.window
+        mask = jnp.concatenate([self.prompt_mask, age < self.length[:, None]], axis=1)
+        in_prompt = jnp.arange(-self.prompt_length, 0) + prompt_lengths[:, None]
+        latest = prompt_lengths + self.length - 1
+        return mask, jnp.concatenate([in_prompt, latest[:, None] - age], axis=1)
 
     def append(self, new: Draws, stop_state: jax.Array, *, ended: jax.Array) -> "Slots":
         """Appends one token to every active slot; other slots stay unchanged.
@@ -254,12 +255,12 @@ class Slots:
         """
         index, active = self.step % self.max_new_tokens, self.active
 
-        def write(array: jax.Array, values: jax.Array, column: jax.Array) -> jax.Array:
+        def write(array: jax.Array, values: jax.Array) -> jax.Array:
             # An inactive slot may still contain a completion: none of its columns is overwritten.
-            old = lax.dynamic_slice_in_dim(array, column, 1, axis=1)
+            old = lax.dynamic_slice_in_dim(array, index, 1, axis=1)
             is_active = active.reshape(-1, *[1] * (old.ndim - 1))
             new = jnp.where(is_active, values[:, None].astype(array.dtype), old)
-            return lax.dynamic_update_slice_in_dim(array, new, column, axis=1)
+            return lax.dynamic_update_slice_in_dim(array, new, index, axis=1)
 
         return dataclasses.replace(
             self,
@@ -268,8 +269,7 @@ class Slots:
             active=active & ~ended,
             finished=self.finished | (active & ended),
             stop_state=stop_state,
-            draws=jax.tree.map(lambda array, values: write(array, values, index), self.draws, new),
-            token_mask=write(self.token_mask, active, self.prompt_length + index),
+            draws=jax.tree.map(write, self.draws, new),
         )
 
     def write_outputs(self) -> Outputs:
@@ -312,8 +312,10 @@ class Slots:
             "active": True,
             "finished": False,
             "stop_state": 0,
-            "token_mask": jnp.pad(queue.prompt_mask[prompt], (0, self.max_new_tokens)),
+            "prompt_mask": queue.prompt_mask[prompt],
             "hidden": queue.hidden[prompt],
         }
         new = {name: getattr(self, name).at[slot].set(value) for name, value in changes.items()}
-        return dataclasses.replace(self, **new, cache=_write_prompt(self.cache, slot, queue.cache, prompt))
+        return dataclasses.replace(
+            self, **new, cache=_write_prompt(self.cache, slot, cast(KeyValues, queue.cache), prompt)
+        )

@@ -55,7 +55,7 @@ def test_draws_pass_a_chi_square_test_and_uniforms_decide_alone():
 
 def test_the_numbers_of_a_token_are_those_of_its_row_and_its_place():
     key, ids = jax.random.key(7), jnp.array([4, 0, 9])
-    found = token_uniforms(key, ids, 5, jnp.float32)
+    found = token_uniforms(key, ids, 0, 5, jnp.float32)
     for row, number in enumerate(ids):
         for token in range(5):
             own = jax.random.fold_in(jax.random.fold_in(key, number), token)

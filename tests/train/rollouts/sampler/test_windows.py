@@ -1,0 +1,138 @@
+"""Windows of KV cache: the tokens of one program, in memory and steps that follow the longest row."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+import kljax
+from train.models import Decoder, DecoderConfig
+from train.models.sharding import make_mesh
+from train.rl.policy import init_params
+from train.rollouts.sampler import Sampling, WindowedSampler, sample, stop_table, windows
+from train.rollouts.sampler.windows import window_widths
+
+# A sliding window shorter than the completions: columns out of order would show.
+MODEL = Decoder(
+    DecoderConfig(
+        vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, sliding_window=5,
+        layer_kinds=("sliding", "full"), tie_embeddings=True,
+    )
+)  # fmt: skip
+WIDTH, LIMIT, GROUP, PROMPTS = 6, 14, 4, 2
+ROWS = GROUP * PROMPTS
+WIDTHS = (2, 4, 8, 16)
+KEPT = Sampling(0.7, top_k=6, record_kept_tokens=True)
+KEY = jax.random.key(5)
+
+
+@functools.cache
+def policy_of(mesh=None) -> kljax.Policy:
+    params = init_params(MODEL, jax.random.key(0), mesh or make_mesh())
+    params["embed_tokens"]["embedding"] *= 20
+    return kljax.Policy(params)
+
+
+def prompts_of() -> tuple[np.ndarray, np.ndarray]:
+    mask = np.arange(WIDTH) >= np.array([[0], [3]])
+    return np.where(mask, np.random.default_rng(0).integers(0, 24, mask.shape), 0).astype(np.int32), mask
+
+
+def sampler_of(mesh=None, **changes) -> WindowedSampler:
+    options = {"name": "draw", "max_new_tokens": LIMIT, "sampling": KEPT, "eos_ids": (5,), "group": GROUP, **changes}
+    return WindowedSampler(MODEL, mesh or make_mesh(), **{"widths": WIDTHS, **options})
+
+
+LIMITS = np.array([14, 1, 3, 9, 14, 2, 5, 7])
+STOP = stop_table(["aab"], [bytes((97 + token,)) for token in range(24)])
+
+
+@functools.cache
+def expected():
+    draw = jax.jit(
+        lambda policy, limits: sample(
+            MODEL, policy, *prompts_of(), key=KEY, max_new_tokens=LIMIT, sampling=KEPT, eos_ids=(5,), stop=STOP,
+            group=GROUP, limits=limits,
+        )
+    )  # fmt: skip
+    return jax.tree.map(np.asarray, draw(policy_of(), LIMITS))
+
+
+def check_same(got, want, *, steps: bool) -> None:
+    for name in ("tokens", "token_mask", "completion_mask", "finished", "kept_ids"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+    for name in ("log_probs", "log_kept_mass"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), atol=3e-6, err_msg=name)
+    if steps:
+        assert (got.steps, got.occupancy) == (want.steps, want.occupancy)
+
+
+def test_windows_double_from_a_least_width_to_the_limit():
+    assert window_widths(2048) == [128, 256, 512, 1024, 2048]
+    assert window_widths(256) == [128, 256]
+    assert [window_widths(limit) for limit in (1, 100, 255)] == [[1], [100], [255]]
+    for limit in range(1, 3000, 7):
+        widths = window_widths(limit)
+        assert limit <= widths[-1] < limit + 2 ** (len(widths) - 1)
+        assert all(wide == 2 * narrow for narrow, wide in itertools.pairwise(widths))
+
+
+@pytest.mark.parametrize(("slots", "unroll"), [(None, True), (3, True), (None, False), (3, False)])
+def test_tokens_are_those_of_one_program(slots, unroll):
+    """With a slot for every row, and with fewer, whose columns have wrapped around when the window grows."""
+    sampler = sampler_of(slots=slots, unroll=unroll, stop=STOP)
+    for _ in range(2):  # The second time nothing compiles: a program that is traced twice is an error.
+        samples = sampler(policy_of(), *prompts_of(), KEY, {"limits": LIMITS})
+        check_same(samples, expected(), steps=slots is None)
+    lengths = expected().completion_mask.sum(-1)
+    assert len(set(lengths)) > 4, "rows of many lengths"
+    assert lengths.max() > 8, "a row that needs the last window"
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), pytest.param((8, 1, 1), marks=pytest.mark.thorough)])
+def test_tokens_are_the_same_on_a_mesh(shape):
+    mesh = make_mesh(*shape)
+    with jax.set_mesh(mesh):
+        samples = sampler_of(mesh, stop=STOP, unroll=False)(policy_of(mesh), *prompts_of(), KEY, {"limits": LIMITS})
+        check_same(samples, expected(), steps=True)
+
+
+def test_a_row_chooses_its_prompt():
+    ids = np.repeat(np.arange(PROMPTS), GROUP)
+    order = np.random.default_rng(1).permutation(ROWS)
+    rows = {"prompt_ids": ids[order], "row_ids": order, "limits": LIMITS[order]}
+    samples = sampler_of(stop=STOP, slots=3)(policy_of(), *prompts_of(), KEY, rows)
+    check_same(samples, jax.tree.map(lambda x: x[order] if np.ndim(x) else x, expected()), steps=False)
+
+
+def test_only_windows_that_a_row_needs_are_compiled_and_allocated(monkeypatch):
+    """No array of the programs, nor of the state between them, has more columns of cache than the longest row needs."""
+    widths, sampler = [], sampler_of(max_new_tokens=64, widths=(4, 8, 16, 32, 64))
+    double = windows.doubled
+    monkeypatch.setattr(windows, "doubled", lambda cache: widths.append(2 * cache.columns) or double(cache))
+    samples = sampler(policy_of(), *prompts_of(), KEY, {"limits": np.minimum(LIMITS, 7)})
+    assert samples.tokens.shape == (ROWS, WIDTH + 64)
+    # The caches of two layers, doubled once: 7 tokens fit in 8 columns.
+    assert widths == [8] * 2
+
+
+def test_the_memory_of_the_first_window_does_not_depend_on_the_limit():
+    def memory_of(lowered: jax.stages.Lowered) -> int:
+        analysis = lowered.compile({"xla_backend_optimization_level": 0}).memory_analysis()
+        return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+    def first_window(limit: int) -> int:
+        widths = [width for width in (32, 64, 128, 256, 512, 1024) if width <= limit]
+        sampler = sampler_of(max_new_tokens=limit, widths=widths)
+        return memory_of(sampler.first.lower(policy_of(), *prompts_of(), KEY, {}))
+
+    config, columns = MODEL.config, 1024 - 64
+    cache = 2 * 4 * ROWS * columns * config.layers * config.kv_heads * config.head_dim
+    # The limit adds records of the draws alone: ids and log-probs of 4 bytes, kept as they are and on their way.
+    records = 2 * 4 * ROWS * columns * (3 + KEPT.top_k)
+    assert first_window(1024) - first_window(64) <= records
+    # The one program for all lengths has the widest cache from its start.
+    whole = [memory_of(sampler_of(max_new_tokens=limit).lower(policy_of(), *prompts_of(), KEY)) for limit in (64, 1024)]
+    assert whole[1] - whole[0] >= cache

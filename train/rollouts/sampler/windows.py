@@ -1,0 +1,192 @@
+"""Sampling whose time and memory follow the longest completion, not the limit: a program for each width of KV cache.
+
+A decode step reads all columns of its KV cache. The cache begins with a narrow window of columns for completions. When
+the longest live row fills it, the window is doubled, and the program of the next width goes on.
+
+XLA plans the memory of a program before it runs, so one program would allocate its widest cache whatever the lengths.
+Hence each width has a program of its own, compiled when a row first needs it, and the host reads one flag after each.
+"""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import kljax
+from train.models import Decoder, GroupCache
+from train.models.cache import doubled
+from train.models.kernels import device_kind
+from train.models.sharding import replicated
+from train.rl.tracing import traced_once
+from train.rollouts.sampler.draw import Sampling
+from train.rollouts.sampler.engine import Samples, State, decode, finish, sample, samples_sharding, start
+from train.rollouts.sampler.slots import KVCache
+from train.rollouts.sampler.stops import StopTable
+
+FIRST_WINDOW = 128
+"""A narrower first window would save less than its program takes to compile."""
+log = logging.getLogger(__name__)
+
+
+def window_widths(max_new_tokens: int) -> list[int]:
+    """Lists the columns of each window: doubled until they hold `max_new_tokens`, from at least 128 on.
+
+    Example:
+      >>> window_widths(2048), window_widths(300), window_widths(100)
+      ([128, 256, 512, 1024, 2048], [150, 300], [100])
+    """
+    doublings = max((max_new_tokens // FIRST_WINDOW).bit_length() - 1, 0)
+    first = -(-max_new_tokens // 2**doublings)
+    return [first << number for number in range(doublings + 1)]
+
+
+class WindowedSampler:
+    """Completes prompts as `sample` does, with the same tokens, in windows of KV cache that grow.
+
+    Where one window holds all tokens, `sample` is the only program. Otherwise the first prefills and decodes; each
+    wider window has one that decodes; a last one collects the results. Every window ends in the same step on all
+    processes, since the flag that ends it is replicated.
+
+    Attributes:
+      widths: columns of each window.
+      first: the program of the first window.
+
+    Args:
+      model: the decoder.
+      mesh: of the programs.
+      name: prefix of their names.
+      max_new_tokens: C, the most tokens drawn per row.
+      sampling: temperature and filters.
+      eos_ids: [E], the tokens that end a row.
+      stop: the table of strings that end a row, or None.
+      slots: the number of rows decoded at once; None: all of them.
+      group: the number of rows of each prompt, which are consecutive.
+      widths: columns of each window, each twice the one before; None: `window_widths`.
+      unroll: see `sample`.
+      transform: applied to the results within the last program.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        mesh: Mesh,
+        *,
+        name: str,
+        max_new_tokens: int,
+        sampling: Sampling,
+        eos_ids: Sequence[int],
+        stop: StopTable | None = None,
+        slots: int | None = None,
+        group: int = 1,
+        widths: Sequence[int] | None = None,
+        unroll: bool | None = None,
+        transform: Callable[[Samples], Samples] = lambda samples: samples,
+    ) -> None:
+        self.widths = list(widths or window_widths(max_new_tokens))
+        self._name, self._model, self._mesh, self._sampling = name, model, mesh, sampling
+        self._decode = functools.partial(decode, model, sampling=sampling, eos_ids=eos_ids, stop=stop)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "slots": slots}
+        options["unroll"] = device_kind() == "cpu" if unroll is None else unroll
+
+        def draw_all(policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array, rows: Any) -> Samples:
+            rows = _rows(group, rows)
+            return transform(
+                sample(model, policy, prompts, mask, key=key, eos_ids=eos_ids, stop=stop, **options, **rows)
+            )
+
+        def begin(policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array, rows: Any) -> Any:
+            window = self.widths[0]
+            state = start(model, policy, prompts, mask, key=key, window=window, **options, **_rows(group, rows))
+            return self._until_full(policy, state)
+
+        def collect(state: State, prompts: jax.Array, mask: jax.Array, rows: Any) -> Samples:
+            ids = _rows(group, {name: rows[name] for name in rows if name == "prompt_ids"})
+            return transform(finish(state, prompts, mask, eos_ids=eos_ids, **ids))
+
+        results, flag = samples_sharding(mesh, sampling), (None, None, replicated(mesh))
+        self._whole = jax.jit(traced_once(draw_all, name), out_shardings=results)
+        self.first = jax.jit(traced_once(begin, self._program(0)), out_shardings=flag)
+        self._collect = jax.jit(traced_once(collect, f"{name}_collect"), out_shardings=results)
+        self._windows: dict[int, Callable[..., Any]] = {}
+        self._flag = flag
+
+    def __call__(
+        self,
+        policy: kljax.Policy,
+        prompts: jax.Array,
+        prompt_mask: jax.Array,
+        key: jax.Array,
+        rows: Mapping[str, jax.Array] | None = None,
+    ) -> Samples:
+        """Completes prompts.
+
+        Args:
+          policy: the weights.
+          prompts: [N, P] int32, left-padded.
+          prompt_mask: [N, P] bool.
+          key: the random key.
+          rows: `prompt_ids`, `row_ids` and `limits` of `sample`, by name.
+        """
+        rows = rows or {}
+        if len(self.widths) == 1:
+            return self._whole(policy, prompts, prompt_mask, key, rows)
+        state, cache, running = self.first(policy, prompts, prompt_mask, key, rows)
+        for number in range(1, len(self.widths)):
+            if not np.asarray(running):
+                break
+            cache = _double(cache)
+            state, cache, running = self.window(number)(policy, state, cache)
+        return self._collect(state, prompts, prompt_mask, rows)
+
+    def lower(self, policy: Any, prompts: Any, prompt_mask: Any, key: Any) -> jax.stages.Lowered:
+        """Lowers `sample` as one program for arrays or their shapes.
+
+        It has the last window from the start, so its memory is that of the longest completions.
+        """
+        return self._whole.lower(policy, prompts, prompt_mask, key, {})
+
+    def _until_full(self, policy: kljax.Policy, state: State, after: int = 0) -> tuple[State, KVCache, jax.Array]:
+        """Decodes within one window; returns the state without its cache, the cache, and whether a row goes on."""
+        state = self._decode(policy, state, after=after)
+        return _without_cache(state), state.slots.cache, state.is_running()
+
+    def window(self, number: int) -> Callable[..., Any]:
+        """Makes the program of a window on first use; the cache is donated."""
+        if number not in self._windows:
+            width, after = self.widths[number], self.widths[number - 1]
+            log.info("%s: a row is longer than %d tokens; compiling for %d", self._name, after, width)
+
+            def advance(policy: kljax.Policy, state: State, cache: KVCache) -> Any:
+                return self._until_full(policy, _with_cache(state, cache), after)
+
+            program = traced_once(advance, self._program(number))
+            self._windows[number] = jax.jit(program, out_shardings=self._flag, donate_argnums=2)
+        return self._windows[number]
+
+    def _program(self, number: int) -> str:
+        return f"{self._name}_window_{self.widths[number]}"
+
+
+def _rows(group: int, rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that assign rows to prompts: ids are an alternative to a group."""
+    return {**rows, "group": 1 if "prompt_ids" in rows else group}
+
+
+def _without_cache(state: State) -> State:
+    return dataclasses.replace(state, slots=dataclasses.replace(state.slots, cache=[]))
+
+
+def _with_cache(state: State, cache: KVCache) -> State:
+    return dataclasses.replace(state, slots=dataclasses.replace(state.slots, cache=cache))
+
+
+def _double(cache: KVCache) -> KVCache:
+    """Doubles the window of a KV cache; the narrow one is freed."""
+    if isinstance(cache, GroupCache):
+        return GroupCache(cache.prompts, doubled(cache.completions))
+    return [GroupCache(layer.prompts, doubled(layer.completions)) for layer in cache]
