@@ -80,6 +80,14 @@ def positive(text: str) -> int:
     return numbers("8")(text)[0]
 
 
+def increasing(text: str) -> tuple[int, ...]:
+    """Parses positive numbers that are separated by commas, the smallest first."""
+    found = tuple(map(positive, names(text)))
+    if list(found) != sorted(set(found)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected increasing numbers such as 256,512")
+    return found
+
+
 def names(text: str) -> tuple[str, ...]:
     """Parses names that are separated by commas."""
     return tuple(text.split(","))

@@ -1,0 +1,67 @@
+"""The benchmark of limits: the same tokens and the same KV cache under every limit. No time is looked at."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import rollout
+from benchmarks.suites.model import limits
+from train.rollouts.sampler import windows
+
+LENGTHS = limits.Lengths(rows=4, group=2, prompt_length=4, median=3.0, longest=8, vocab=32, layers=1)
+
+
+def test_a_larger_limit_needs_no_more_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "Lengths", lambda: LENGTHS)
+    monkeypatch.setattr(windows, "FIRST_WINDOW", 4)
+    files = tmp_path / "found.json", tmp_path / "found.md"
+    command = [
+        "--limits",
+        "8,32",
+        "--rounds",
+        "1",
+        "--threads",
+        "0",
+        "--json",
+        str(files[0]),
+        "--markdown",
+        str(files[1]),
+    ]
+    assert rollout.main(command) == 0
+    found = json.loads(files[0].read_text())
+    longest = max(found["lengths"])
+    assert found["lengths"] == LENGTHS.tokens().tolist()
+    # Keys and values of 2 heads of 64, in float32: 2 prompts of 4 columns, 4 rows with the columns of a window.
+    column = 2 * 2 * 64 * 4
+    reached = 4 if longest <= 4 else 8
+    for row in found["rows"]:
+        window = row["limit"] if row["way"] == "whole" else reached
+        assert row["window"] == window
+        assert row["cache_bytes"] == column * (2 * 4 + 4 * window)
+    assert [row["memory"] for row in found["rows"] if row["way"] == "windows"] == [1, 1]
+    assert files[1].read_text() == limits.markdown(found)
+
+
+def test_limits_that_draw_different_tokens_are_an_error(monkeypatch):
+    class Wrong:
+        def __init__(self, limit: int) -> None:
+            self.limit = limit
+
+        def __call__(self, *arguments: object) -> "Wrong":
+            return self
+
+        @property
+        def tokens(self) -> np.ndarray:
+            return np.full((LENGTHS.rows, LENGTHS.prompt_length + self.limit), self.limit)
+
+    monkeypatch.setattr(limits.Problem, "sampler", lambda problem, limit, way: Wrong(limit))
+    with pytest.raises(RuntimeError, match="differ"):
+        limits.measure(LENGTHS, (8, 16), 0)
+
+
+@pytest.mark.parametrize("text", ["512,256", "0,8", "8,8", "a"])
+def test_limits_are_increasing_numbers(text, capsys):
+    with pytest.raises(SystemExit):
+        rollout.main(["--limits", text])
+    assert "--limits" in capsys.readouterr().err
