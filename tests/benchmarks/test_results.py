@@ -15,7 +15,7 @@ from benchmarks.suites.aot import plans
 from benchmarks.suites.head.problem import Options, Size
 from benchmarks.suites.head.rates import Rates
 from benchmarks.suites.head.suite import HeadSuite
-from benchmarks.suites.model import long_tail
+from benchmarks.suites.model import limits, long_tail
 from benchmarks.suites.model.problem import Work
 from benchmarks.suites.model.suite import ModelSuite
 
@@ -47,6 +47,11 @@ def test_whole_models(name: str, part: str) -> None:
     found, text = read(name)
     section = "\n".join(found["profile"]) + "\n" if part == "step" else long_tail.markdown(found["long_tail"])
     assert render(ModelSuite(part), found, Work) + "\n" + section == text
+
+
+def test_the_price_of_a_limit() -> None:
+    found, text = read("rollout-limits-cpu")
+    assert limits.markdown(found) == text
 
 
 def test_two_checkouts() -> None:
