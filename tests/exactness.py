@@ -47,11 +47,19 @@ COMMON = (
     "advantage={type: reinforce_plus_plus}",
     "optim={learning_rate: 1e-3, optimizer: {type: adamw, eps: 1e-5}, updates_per_batch: 2, micro_batches: 2}",
 )
+OWN_MESH = "rollout.mesh"
+"""Stands for a mesh for sampling over the devices of the layout, with tensor of size 2; one device has none."""
 CONFIGS: dict[str, tuple[str, ...]] = {
     "all weights, EMA reference, KL in the loss": (
         "loss.aggregation=token_mean",
         "kl={loss: {coef: 0.1, estimator: k3, aggregation: seq_mean_token_mean}}",
         "reference={source: ema, decay: 0.9}",
+    ),
+    "sampled on a mesh of its own": (
+        OWN_MESH,
+        "loss.aggregation=token_mean",
+        "kl={loss: {coef: 0.1, estimator: k3}}",
+        "reference={source: step, step: 0}",
     ),
     "LoRA, KL in the reward and to the sampler": (
         # The adapter does not start at 0: B would be its changes alone, the remainder of gradients that cancel. The
@@ -122,8 +130,18 @@ class Distance:
 def run(layout: Layout, changes: tuple[str, ...], output: pathlib.Path, env: Mapping[str, str]) -> pathlib.Path:
     """Runs a config; returns the run directory, with the recorded rollouts in `rollouts`."""
     data, fsdp, tensor = layout.mesh
-    mesh = f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}}}"
-    arguments = (*COMMON, *changes, mesh, "name=run", f"output={output}", f"rollout.record={output / 'rollouts'}")
+    mesh, size = f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}}}", data * fsdp * tensor
+    own_mesh = (f"{OWN_MESH}={{data: {size // 2}, tensor: 2}}",) if OWN_MESH in changes and size > 1 else ()
+    changes = tuple(change for change in changes if change != OWN_MESH)
+    arguments = (
+        *COMMON,
+        *changes,
+        *own_mesh,
+        mesh,
+        "name=run",
+        f"output={output}",
+        f"rollout.record={output / 'rollouts'}",
+    )
     ended = peers.run("train", *arguments, processes=layout.processes, devices=layout.devices, env=env, seconds=900)
     for number, (code, out, err) in enumerate(ended):
         if code:

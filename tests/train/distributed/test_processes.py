@@ -49,6 +49,13 @@ def test_one_process_needs_no_flags_and_no_network() -> None:
     distributed.stop()
 
 
+@pytest.mark.slow
+def test_the_library_is_exact_over_two_processes_in_float64() -> None:
+    ended = peers.run("tests.train.distributed.float64", processes=2, devices=4, env=os.environ, seconds=300)
+    for number, (code, out, err) in enumerate(ended):
+        assert (code, out.splitlines()[-1:]) == (0, [f"process {number}: all holds"]), err
+
+
 def test_a_process_that_does_not_come_ends_those_that_wait() -> None:
     """Process 2 never starts; process 0 waits longer than process 1, so that it says who is there."""
     flags = ("--coordinator", f"127.0.0.1:{peers.free_port()}", "--processes", 3)
