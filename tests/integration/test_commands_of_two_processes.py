@@ -1,5 +1,6 @@
 """Two processes do as one: sources from elsewhere, references, a roll-back, an evaluation, and exports."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import peers
-from tests.integration.command import LORA, files, records, run_here, saved_arrays
+from tests.integration.command import LORA, Run, assert_same_arrays, files, records, run_here, saved_arrays
 from tests.integration.test_eval import assert_as_written
 from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.data.tokenizers import ByteTokenizer
@@ -19,14 +20,14 @@ STEPS = 2
 CLOSE = 1e-5
 
 
-def pair(module: str, *arguments: object, env) -> tuple[str, str]:
-    """Runs a command to its end in two processes of one device; returns output and errors of the leader."""
+def pair(module: str, *arguments: object, env) -> Run:
+    """Runs a command to its end in two processes of one device; returns what the leader printed."""
     ended = peers.run(module, *arguments, processes=2, devices=1, env=env)
     for code, out, err in ended:
         assert code == 0, f"{out}\n{err}"
         assert "Traceback" not in err
     assert ended[1][2] == "", "the leader alone warns"
-    return ended[0][1:]
+    return Run(*ended[0])
 
 
 def assert_close(root: Path, expected: Path) -> None:
@@ -44,45 +45,43 @@ def assert_close(root: Path, expected: Path) -> None:
 def recorded(shared, session_directory):
     """A run of one process, and the directory with its rollouts."""
     rollouts = session_directory / "recorded-rollouts"
-    run = shared(*LORA, f"rollout.record={rollouts}").succeeded()
-    return run.root, rollouts
+    return shared(*LORA, f"rollout.record={rollouts}").succeeded().root, rollouts
 
 
-@pytest.mark.slow
-def test_recorded_rows_a_step_as_reference_and_a_roll_back(recorded, env, tmp_path):
+@pytest.fixture(scope="module")
+def arguments(recorded):
+    """Of a run on recorded rows, with a step as reference. No policy has this entropy: weights roll back every step."""
     source = f"rollout.source={{type: file, path: {recorded[1]}}}"
-    # No policy has this entropy: the weights of step 0 come back after every step.
     guard = "guard={min_entropy: 100, action: roll_back}"
-    arguments = (*LORA, source, guard, "reference={source: step, step: 0}", "kl.loss.coef=0.1", "checkpoint.every=2")
-    _, warnings = pair("train", *arguments, MESH, f"output={tmp_path / 'two'}", env=env)
-    one = run_here(*arguments, f"output={tmp_path / 'one'}").succeeded()
-    for text in (warnings, one.stderr):
-        assert text.count("rolled back to the weights of step 0") == STEPS
-    assert_close(tmp_path / "two" / "lora", one.root)
+    reference = "reference={source: step, step: 0}"
+    return (*LORA, source, guard, reference, "kl.loss.coef=0.1", "checkpoint.every=2")
+
+
+@pytest.fixture(scope="module")
+def of_two(shared, arguments, env):
+    """The run in two processes."""
+    return shared(*arguments, MESH, command=functools.partial(pair, "train", env=env))
 
 
 @pytest.mark.slow
-def test_an_evaluation_has_the_numbers_of_the_run(recorded, env, tmp_path):
-    root, _ = recorded
-    pair("train.eval", root, MESH, "--step", 0, "--json", tmp_path / "found.json", env=env)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert_as_written(found, records(root, "eval")[0])
+def test_recorded_rows_a_step_as_reference_a_roll_back_and_an_evaluation(of_two, arguments, env, tmp_path):
+    one = run_here(*arguments, f"output={tmp_path}").succeeded()
+    for run in (of_two, one):
+        assert run.stderr.count("rolled back to the weights of step 0") == STEPS
+    assert_close(of_two.root, one.root)
+    pair("train.eval", of_two.root, "--step", 2, "--json", tmp_path / "found.json", env=env)
+    assert_as_written(json.loads((tmp_path / "found.json").read_text()), records(of_two.root, "eval")[-1])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("form", ["peft", "orbax", "hf"])
-def test_an_export_is_that_of_one_process(recorded, env, tmp_path, form):
-    root, _ = recorded
+def test_an_export_is_that_of_one_process(of_two, env, tmp_path, form):
     flags = ["--format", form, *(["--merge"] if form == "hf" else [])]
     one, two = tmp_path / "one" / "out", tmp_path / "two" / "out"
-    assert export([str(root), "--to", str(one), *flags]) == 0
-    printed, _ = pair("train.export", root, "--to", two, *flags, env=env)
-    assert printed.startswith(str(two))
+    assert export([str(of_two.root), "--to", str(one), *flags]) == 0
+    assert str(two) in pair("train.export", of_two.root, "--to", two, *flags, env=env).stdout
     if form == "orbax":
-        got, expected = saved_arrays(two), saved_arrays(one)
-        assert {name: array.tobytes() for name, array in got.items()} == {
-            name: array.tobytes() for name, array in expected.items()
-        }
+        assert_same_arrays(saved_arrays(two), saved_arrays(one))
     else:
         assert files(two) == files(one)
 
@@ -107,15 +106,15 @@ def test_a_server_and_a_teacher(recorded, env, tmp_path):
     assert export([str(recorded[0]), "--to", str(teacher), "--merge"]) == 0
     reference = f"reference={{source: checkpoint, path: {teacher}}}"
 
-    def arguments(url: str, name: str) -> tuple[str, ...]:
+    def options(url: str, name: str) -> tuple[str, ...]:
         source = f"rollout.source={{type: openai, url: '{url}', model: m, folder: {tmp_path / name}}}"
         return (*LORA, source, reference, "kl.loss.coef=0.1", f"output={tmp_path / name}")
 
     one, two = Adapters(), Adapters()
     with serving(one) as url:
-        alone = run_here(*arguments(url, "one")).succeeded()
+        alone = run_here(*options(url, "one")).succeeded()
     with serving(two) as url:
-        pair("train", *arguments(url, "two"), MESH, env=env)
+        pair("train", *options(url, "two"), MESH, env=env)
     assert_close(tmp_path / "two" / "lora", alone.root)
     assert len(two.loaded) == len(one.loaded) == STEPS
     asked = [sorted(json.dumps(body, sort_keys=True) for body in server.bodies) for server in (one, two)]
