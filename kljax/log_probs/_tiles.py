@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kljax._narrow import narrow_on_cpu, read_with
 from kljax._typing import Array, HeadLayout
-from kljax.log_probs._head import Axes, embed_axis
+from kljax.log_probs._head import Axes, device_kind, embed_axis
 from kljax.log_probs._inputs import Constants, Spec, Weights, scaled_logits, statistics_dtype
 
 # Replaces the logit of an impossible token: its exponential is 0, and 0 times it is 0, unlike 0 times -infinity.
@@ -136,10 +137,12 @@ class MeshAxes(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec) -> "MeshAxes":
-        """Returns the axes of a sharding."""
+        """Returns the axes of a sharding that have several devices; compilers keep an exchange with no other."""
         if spec.sharding is None:
             return cls()
-        return cls(spec.sharding.token_axes(), *spec.sharding.head_axes(spec.layout))
+        sizes = spec.sharding.resolved_mesh().shape
+        axes = (spec.sharding.token_axes(), *spec.sharding.head_axes(spec.layout))
+        return cls(*(tuple(name for name in names if sizes[name] > 1) for names in axes))
 
     def sum_over_vocab(self, values: Any) -> Any:
         """Sums over the devices that split the vocabulary."""
@@ -202,10 +205,13 @@ def scan_chunks(spec: Spec, weights: Weights, body: Callable[[Any, Chunk], Any],
     count = -(-local // width)
     overlap = count * width - local
     first = lax.axis_index(axes.vocab) * held if axes.vocab else jnp.int32(0)
+    kind = device_kind(spec.sharding)
     padded = bool(axes.vocab) and spec.vocab_size < held * math.prod(lax.axis_size(axis) for axis in axes.vocab)
 
     def columns_of(head: Array, hidden: Array, layout: HeadLayout, start: Array) -> Array:
         embed = embed_axis(layout)
+        if narrow_on_cpu(head, kind):
+            head, start = read_with(head, start)
         columns = lax.dynamic_slice_in_dim(head, start, width, axis=1 - embed)
         return axes.gather_embed(columns, embed).astype(_wider(hidden.dtype, head.dtype))
 

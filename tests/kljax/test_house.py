@@ -23,7 +23,7 @@ SOURCES = LIBRARY + sorted((ROOT / "train").rglob("*.py"))
 
 # A module imports from its own layer or a lower one.
 LAYERS = [
-    {"_typing", "typing", "_checks", "_numerics", "_devices", "_npy", "_orbax", "digests", "trees"},
+    {"_typing", "typing", "_checks", "_numerics", "_devices", "_narrow", "_npy", "_orbax", "digests", "trees"},
     {"rows"},
     {"masking"},
     {"log_probs", "kl", "ratios"},

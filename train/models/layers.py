@@ -2,21 +2,32 @@
 
 Shapes: T tokens (rows flattened), I and O inputs and outputs, D model width. An adapter of a projection is low-rank,
 `y = x W + scale (x A) B`, with A and B a tree of their own, float32 on any base.
+
+Narrow weights on one CPU device are read in pieces inside loops: a layer of the stack, rows of a table, columns of the
+head. As a whole, each would get a float32 copy (`kljax._narrow`), which takes twice the bytes of bfloat16.
 """
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
+from kljax._narrow import narrow_on_cpu, read_with
 from train.models.config import LoraConfig
 from train.models.int8 import quantise
+from train.models.kernels import device_kind
 from train.models.sharding import constrain
 
+Tree = TypeVar("Tree")
 EMBEDDING_STD = 0.02
+COLUMNS = 8192
+"""Columns of the LM head that a decode step converts at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +109,71 @@ def add_low_rank(x: jax.Array, y: jax.Array, lora_a: jax.Array, lora_b: jax.Arra
     update = jnp.einsum("TR,RO->TO", jnp.einsum("TI,IR->TR", tokens, lora_a), lora_b).reshape(y.shape)
     # Rounds once, after the sum, if the base computes in bfloat16.
     return (y + scale * update).astype(y.dtype)
+
+
+def in_pieces(x: jax.Array) -> bool:
+    """Whether an array is read piece by piece. On a mesh a piece would be gathered."""
+    alone = math.prod(jax.sharding.get_abstract_mesh().shape.values()) == 1
+    return alone and narrow_on_cpu(x, device_kind())
+
+
+def scanned_layers(stacked: Tree) -> tuple[Any, Callable[[Any], Tree]]:
+    """Splits a stack of layers for a scan: its inputs, and the function from one of them to the layer."""
+    leaves, structure = jax.tree.flatten(stacked)
+    narrow = [in_pieces(x) for x in leaves]
+    if not any(narrow):
+        return stacked, lambda layer: layer
+    wide = [None if is_narrow else x for x, is_narrow in zip(leaves, narrow, strict=True)]
+
+    def layer_at(step: tuple[jax.Array, list[jax.Array | None]]) -> Tree:
+        index, of_layer = step
+        found = [_at(x, index) if own is None else own for x, own in zip(leaves, of_layer, strict=True)]
+        return jax.tree.unflatten(structure, found)
+
+    return (jnp.arange(len(leaves[0])), wide), layer_at
+
+
+def nth_layer(stacked: Tree, number: int, *, after: jax.Array) -> Tree:
+    """Returns a layer of a stack for a loop that contains all layers.
+
+    A narrow layer is converted after `after` is known, its input. Otherwise the compiler converts all layers first.
+    """
+    # Never true, which the compiler does not know.
+    index = number + (after.ravel()[0] > jnp.inf).astype(jnp.int32)
+    return jax.tree.map(lambda x: _at(x, index) if in_pieces(x) else x[number], stacked)
+
+
+def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the rows of a table [V, D] at `ids` [...], clipped, as [..., D]."""
+    if in_pieces(table):
+        table, ids = read_with(table, ids)
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
+def narrow_logits(hidden: jax.Array, stored: jax.Array, dtype: jnp.dtype, *, tied: bool) -> jax.Array:
+    """Computes `hidden @ W`, [B, V], a few columns at a time.
+
+    Args:
+      hidden: [B, D].
+      stored: W as [V, D] if `tied`, else [D, V].
+      dtype: of the result.
+      tied: whether the head is the table of embeddings.
+    """
+    axis = 0 if tied else 1
+    count, width = stored.shape[axis], min(COLUMNS, stored.shape[axis])
+
+    def add(number: jax.Array, logits: jax.Array) -> jax.Array:
+        # The last piece overlaps the one before.
+        weights, start = read_with(stored, jnp.minimum(number * width, count - width))
+        piece = lax.dynamic_slice_in_dim(weights, start, width, axis)
+        product = lax.dot_general(hidden, piece, (((1,), (1 - axis,)), ((), ())), preferred_element_type=dtype)
+        return lax.dynamic_update_slice_in_dim(logits, product.astype(dtype), start, axis=1)
+
+    return lax.fori_loop(0, -(-count // width), add, jnp.zeros((hidden.shape[0], count), dtype))
+
+
+def _at(stack: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(*read_with(stack, index), keepdims=False)
 
 
 class Int8Kernel(nnx.Module):
@@ -206,7 +282,7 @@ class Embed(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         # Rows and the embedding axis share mesh axis fsdp: gather from a table that is whole along it.
         table = constrain(self.embedding[...], "vocab", None)
-        return compute_cast(jnp.take(table, tokens, axis=0, mode="clip"), self.dtype)
+        return compute_cast(take_rows(table, tokens), self.dtype)
 
 
 class ValueHead(nnx.Module):

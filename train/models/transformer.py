@@ -31,7 +31,7 @@ from train.models.attention import (
 )
 from train.models.cache import GroupCache, KeyValues, LayerCache, SlotCache, StackedLayer
 from train.models.config import DecoderConfig
-from train.models.layers import Embed, InitKey, Linear, RMSNorm
+from train.models.layers import Embed, InitKey, Linear, RMSNorm, in_pieces, nth_layer, scanned_layers
 from train.models.rope import RopeTables, apply_rope, rope_tables
 from train.models.sharding import constrain
 
@@ -317,8 +317,10 @@ class Transformer(nnx.Module):
     def unrolled(self) -> "Transformer":
         """Returns the same decoder with a list of layers, for `decode`: no loop, and no copy of a layer out of a stack.
 
-        The program then grows with the depth.
+        The program then grows with the depth. Layers that are read in pieces stay in the stack.
         """
+        if any(in_pieces(x) for x in jax.tree.leaves(self.layers)):
+            return self
         copy = jax.tree.map(lambda x: x, self)
         copy.layers = nnx.List(
             [jax.tree.map(lambda x, layer=layer: x[layer], self.layers) for layer in range(self.config.layers)]
@@ -365,10 +367,11 @@ class Transformer(nnx.Module):
         rope = rope_tables(config, positions, x.dtype) if rope is None else rope
         context = LayerContext(mask, rope, column)
         new: Any
-        if isinstance(self.layers, nnx.List):
-            assert isinstance(cache, Sequence)
+        if isinstance(cache, Sequence):
             new = []
-            for kind, layer, layer_cache in zip(config.kinds, self.layers, cache, strict=True):
+            for number, (kind, layer_cache) in enumerate(zip(config.kinds, cache, strict=True)):
+                unrolled = isinstance(self.layers, nnx.List)
+                layer = self.layers[number] if unrolled else nth_layer(self.layers, number, after=x)
                 x, written = layer(x, layer_cache, kind == "sliding", context)
                 new.append(written)
         elif cache is None:
@@ -379,8 +382,10 @@ class Transformer(nnx.Module):
         return self.norm(x), new
 
     def _scan(self, x: jax.Array, context: LayerContext, keep: bool) -> tuple[jax.Array, KeyValues | None]:
-        def run_layer(layer: DecoderLayer, x: jax.Array, *args: Any) -> tuple[jax.Array, KeyValues | None]:
-            x, new = layer(x, None, *args)
+        weights, layer_at = scanned_layers(self.layers)
+
+        def run_layer(part: Any, x: jax.Array, *args: Any) -> tuple[jax.Array, KeyValues | None]:
+            x, new = layer_at(part)(x, None, *args)
             assert isinstance(new, KeyValues)
             return x, new if keep else None
 
@@ -388,18 +393,21 @@ class Transformer(nnx.Module):
         # anyway, so CSE needs no barrier.
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.config.remat == "dots" else None
         rematerialised = jax.checkpoint(run_layer, prevent_cse=False, policy=policy)
-        stacked = (self.layers, self._sliding())
+        stacked = (weights, self._sliding())
         return jax.lax.scan(lambda x, of_layer: rematerialised(of_layer[0], x, of_layer[1], context), x, stacked)
 
     def _scan_cache(self, x: jax.Array, cache: GroupCache, context: LayerContext) -> tuple[jax.Array, GroupCache]:
         """Runs the layers on one token per row; every layer writes its part of the stack in place."""
+        weights, layer_at = scanned_layers(self.layers)
 
         def run_layer(carry: tuple[jax.Array, SlotCache], of_layer: Any) -> tuple[tuple[jax.Array, SlotCache], None]:
-            (x, completions), (layer, number, sliding) = carry, of_layer
-            x, written = layer(x, StackedLayer(GroupCache(cache.prompts, completions), number), sliding, context)
+            (x, completions), (part, number, sliding) = carry, of_layer
+            x, written = layer_at(part)(
+                x, StackedLayer(GroupCache(cache.prompts, completions), number), sliding, context
+            )
             return (x, written.stack.completions), None
 
-        stacked = (self.layers, jnp.arange(self.config.layers), self._sliding())
+        stacked = (weights, jnp.arange(self.config.layers), self._sliding())
         (x, completions), _ = jax.lax.scan(run_layer, (x, cache.completions), stacked)
         return x, GroupCache(cache.prompts, completions)
 

@@ -15,6 +15,7 @@ from kljax.trees import named_leaves
 from train.config.plan import ROWS, Layout
 from train.models import Decoder, Transformer, ValueHead
 from train.models.attention import PackedRows
+from train.models.layers import in_pieces, narrow_logits
 from train.models.sharding import constrain, mesh_is_set, param_shardings, partition_spec
 
 Tree = Any
@@ -190,6 +191,18 @@ def head(model: Decoder, params: Tree) -> jax.Array:
     """Returns the LM head [D, V], not split along D, so that the sampler's loop does not gather it in every step."""
     stored = stored_head(model, params)
     return constrain(stored.T if model.config.tie_embeddings else stored, None, "vocab")
+
+
+def make_logits(model: Decoder, params: Tree) -> Callable[[jax.Array, jnp.dtype], jax.Array]:
+    """Makes `(hidden [B, D], dtype) -> logits [B, V]` of a decode step, before the cap of the model."""
+    stored, whole = stored_head(model, params), head(model, params)
+
+    def logits(hidden: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        if in_pieces(stored):
+            return narrow_logits(hidden, stored, dtype, tied=model.config.tie_embeddings)
+        return jnp.dot(hidden, whole, preferred_element_type=dtype).astype(dtype)
+
+    return logits
 
 
 def _lm_head(model: Decoder, params: Tree, tile: kljax.Tile | None) -> kljax.Head:

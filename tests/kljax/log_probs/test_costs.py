@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import kljax
 from kljax import Tile
@@ -170,3 +171,39 @@ def test_the_reference_builds_what_the_tiles_do_not() -> None:
 
     text = jax.jit(jax.grad(full)).lower(arrays()["head"]).compile().as_text()
     assert f"f32[{TOKENS},{VOCABULARY}]" in text
+
+
+def temporary_bytes(function: Any, *arguments: Any) -> int:
+    plan = jax.jit(function).lower(*arguments).compile().memory_analysis()
+    return int(plan.temp_size_in_bytes)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_narrow_head_has_no_float32_copy_on_a_cpu(fused: bool) -> None:
+    # Tied embeddings as they are stored, frozen; wide enough that nothing else has their size.
+    hidden, weights = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((8192, 32), jnp.bfloat16)
+
+    def loss(hidden: jax.Array, weights: jax.Array) -> jax.Array:
+        head = kljax.Head(weights, layout="vd", tile=Tile(16, 256))
+        targets = jnp.zeros(16, jnp.int32)
+        if fused:
+            token_loss = kljax.token_loss_from_hidden(
+                hidden, head, targets, lambda s, _: (-s.log_prob, ()), (), token_chunk=8
+            )
+            return token_loss[0]
+        return kljax.log_probs_from_hidden(hidden, head, targets, entropy=True).entropy.sum()
+
+    # Beside the head: logits of 8 tokens.
+    assert temporary_bytes(jax.grad(loss), hidden, weights) < weights.nbytes + 8 * 8192 * 4
+
+
+def test_axes_of_one_device_exchange_nothing() -> None:
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = kljax.HeadSharding(tokens=P("fsdp"), head=P("fsdp", "tensor"), mesh=mesh)
+
+    def loss(hidden: jax.Array, weights: jax.Array) -> jax.Array:
+        head = kljax.Head(weights, sharding=sharding, tile=TILE)
+        return kljax.log_probs_from_hidden(hidden, head, jnp.zeros(TOKENS, jnp.int32)).log_prob.sum()
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(arrays()["hidden"], arrays()["head"]).compile().as_text()
+    assert not re.findall(r"all-(?:gather|reduce)|reduce-scatter", text)

@@ -5,7 +5,7 @@
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -17,7 +17,7 @@ import kljax
 from train.models import Decoder, GroupCache, KeyValues, RopeTables, Transformer, rope_tables
 from train.models.kernels import device_kind
 from train.models.sharding import axis_size, batch_sharding, replicated
-from train.rl.policy import bind, head
+from train.rl.policy import bind, make_logits
 from train.rollouts.sampler.draw import Sampling, draw, kept_tokens, token_uniforms
 from train.rollouts.sampler.slots import KVCache, Outputs, PromptQueue, PromptsToRows, Slots, empty_slots, fill_slots
 from train.rollouts.sampler.stops import StopTable
@@ -176,7 +176,7 @@ def decode(
     engine = Engine(
         transformer=transformer.unrolled() if unroll else transformer,
         rope=rope_tables(transformer.config, columns[None], slots.hidden.dtype) if unroll else None,
-        lm_head=head(model, policy.params),
+        logits=make_logits(model, policy.params),
         sampling=sampling,
         eos_ids=jnp.asarray(eos_ids, jnp.int32).reshape(-1),
         stop=stop,
@@ -341,7 +341,7 @@ class Engine:
         but which copies weights out of the stack. Unrolled layers have separate caches.
       rope: `rope_tables` of all positions [1, P + W] if the layers are unrolled, each of which would otherwise compute
         sines and cosines again. None for stacked layers, which share one computation.
-      lm_head: [D, V].
+      logits: from `make_logits`.
       sampling: temperature and filters.
       eos_ids: [E] int32.
       stop: the table of stop strings, or None.
@@ -352,7 +352,7 @@ class Engine:
 
     transformer: Transformer
     rope: RopeTables | None
-    lm_head: jax.Array
+    logits: Callable[[jax.Array, jnp.dtype], jax.Array]
     sampling: Sampling
     eos_ids: jax.Array
     stop: StopTable | None
@@ -394,7 +394,7 @@ class Engine:
     def draw_tokens(self, slots: Slots) -> Slots:
         """Draws the next token of every active slot from its hidden state."""
         dtype, softcap = slots.draws.log_probs.dtype, self.transformer.config.final_softcap
-        logits = jnp.dot(slots.hidden, self.lm_head, preferred_element_type=dtype).astype(dtype)
+        logits = self.logits(slots.hidden, dtype)
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
         uniforms = self.uniforms[slots.row, slots.length - self.first_token]

@@ -1,0 +1,172 @@
+"""Peak memory of a recipe on a CPU, phase by phase: load, sample, score, prepare, update, evaluate.
+
+    python -m benchmarks.memory                           Qwen3-0.6B with LoRA, random weights
+    python -m benchmarks.memory --folder DIR              keeps the checkpoint, or takes the one that is there
+    python -m benchmarks.memory rollout.slots=8           overrides of the config
+
+The peak is that of the resident set of the process, libraries and compilers included, over the bytes of the weights as
+they are stored. The batch is small: with the lengths and rows of the recipe, KV caches and activations come on top.
+"""
+
+import json
+import multiprocessing
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import tokenizers
+
+import kljax
+from benchmarks.harness import cli
+from benchmarks.harness.machine import describe, release
+from benchmarks.harness.measure import begin_peak, known, resident
+from benchmarks.harness.report import join, table, where
+from train.config.load import load
+from train.models import Decoder
+from train.models.sharding import make_mesh
+from train.plan.shapes import PUBLISHED
+from train.references import load_reference
+from train.rl.keys import purpose_key
+from train.rl.objective import coefficients
+from train.rl.policy import init_params
+from train.rl.reference import drop_shared_base, reference_head
+from train.rl.state import policy_of
+from train.rl.step import update_rows
+from train.rollouts import collect, open_source, sampling_policy
+from train.run.base import load_initial_base
+from train.run.evaluate import evaluate
+from train.run.loop import Programs
+from train.run.setup import first_state, make_context
+from train.weights.huggingface.config import decoder_config
+from train.weights.huggingface.save import save_folder
+
+CONFIG, MODEL = "configs/gsm8k_qwen3_0_6b_lora.yaml", "Qwen3-0.6B"
+SMALL = (
+    "data.template_arguments={}",  # for a chat template, which the random folder has not
+    "data.max_prompt_length=64",
+    "data.max_completion_length=32",
+    "rewards.overlong_buffer=8",
+    "rollout.prompts_per_step=2",
+    "rollout.samples_per_prompt=2",
+    "rollout.slots=4",
+    "optim.updates_per_batch=1",
+    "optim.micro_batches=2",
+    "eval.prompts=4",
+    "eval.batch_size=4",
+)
+COLUMNS = (("phase", ""), ("peak MiB", "MiB"), ("of the weights", ".2f"))
+
+
+def make_folder(folder: pathlib.Path) -> None:
+    """Writes random bfloat16 weights of the model, with a tokenizer of bytes and a few problems."""
+    model = Decoder(decoder_config(PUBLISHED[MODEL], dtype="bfloat16", param_dtype="bfloat16"))
+    save_folder(folder, model, kljax.Policy(init_params(model, jax.random.key(0), make_mesh())))
+    shape = json.loads((folder / "config.json").read_text())
+    end = "<end>"
+    alphabet = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), end]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({text: n for n, text in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([end])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(shape | {"eos_token_id": len(alphabet) - 1}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    problems = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(8)]
+    (folder / "problems.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
+
+
+def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yields the phases of a run, each a function to call before the next is taken."""
+    files = (f"model.path={folder}", f"data.train={folder}/problems.jsonl", f"data.eval={folder}/problems.jsonl")
+    config = load(CONFIG, [*SMALL, *files, *overrides]).config
+    context, found = make_context(config), {}
+    model, mesh, none = context.model, context.mesh, cast(Any, None)
+
+    def keep(**values: Any) -> Any:
+        found.update(values)
+        return jax.block_until_ready(jax.tree.leaves(values))
+
+    def read() -> None:
+        base = load_initial_base(config, model, mesh)
+        state = first_state(config, model, mesh, base, context.optimizer)
+        reference = load_reference(config, model, mesh, base=base, read_base=none, checkpoints=none)
+        keep(base=base, state=state, reference=reference)
+
+    def sample() -> None:
+        source.update(*sampling_policy(found["state"], found["base"]))
+        keep(batch=collect(context, source, 0).batch)
+
+    def score() -> None:
+        base = found["base"]
+        shared = drop_shared_base(found["reference"], base)
+        keep(batch=programs.score(found["state"].trainable, base, shared, found["batch"]))
+
+    def prepare() -> None:
+        batch, controllers, _ = programs.prepare(found["batch"], found["state"].controllers)
+        keep(batch=batch, controllers=controllers)
+
+    def update() -> None:
+        (rows,) = update_rows(config, purpose_key(config.seed, "rows", 0))
+        coefs, head = coefficients(config, found["controllers"]), reference_head(config, found["reference"])
+        keep(state=programs.update(found["state"], found["base"], found["batch"], rows, coefs, ref_head=head)[0])
+
+    def judge() -> None:
+        policy = policy_of(found["state"].trainable, found["base"])
+        evaluate(context, programs.held_out, policy, purpose_key(config.seed, "held_out"))
+
+    with jax.set_mesh(mesh):
+        yield "load", read
+        source, programs = open_source(context, continued=False), Programs.of(context, found["state"])
+        for function in (sample, score, prepare, update, judge):
+            yield {"judge": "evaluate"}.get(function.__name__, function.__name__), function
+
+
+def measure(folder: pathlib.Path, overrides: Sequence[str]) -> dict[str, int]:
+    """Returns the peak of each phase in bytes, and that of the libraries alone as "libraries"."""
+    peaks = {"libraries": begin_peak()}
+    for name, function in phases(folder, overrides):
+        begin_peak()
+        function()
+        peaks[name] = resident("VmHWM")
+        print(f"{name}: {peaks[name] / 2**20:,.0f} MiB", file=sys.stderr, flush=True)
+    return peaks
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 1 where the system does not tell the memory of a process."""
+    parser = cli.make_parser("memory", __doc__)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
+    parser.add_argument(
+        "--folder", type=pathlib.Path, metavar="DIR", help="of the checkpoint; made where it is missing"
+    )
+    cli.add_outputs(parser)
+    options = parser.parse_args(arguments)
+    if not known():
+        return cli.finish(options, "", {}, ["this system does not tell the peak memory of a process"])
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = options.folder or pathlib.Path(scratch, MODEL)
+        if not folder.exists():
+            # In a process of its own, whose memory does not count.
+            maker = multiprocessing.get_context("spawn").Process(target=make_folder, args=(folder,))
+            maker.start()
+            maker.join()
+            if maker.exitcode:
+                return cli.finish(options, "", {}, [f"{folder} could not be made"])
+        peaks = measure(folder, options.overrides)
+        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    report = {
+        "machine": describe(jax.devices()[0]),
+        "versions": {"jax": jax.__version__, "kljax": release()},
+        "weights": weights,
+        "peaks": peaks,
+    }
+    rows = [[name, peak, peak / weights] for name, peak in peaks.items()]
+    head = f"{CONFIG} with a small batch; {weights / 2**20:,.0f} MiB of weights in bfloat16."
+    return cli.finish(options, join([where(report), head, table(COLUMNS, rows)]), report, [])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
