@@ -309,50 +309,44 @@ def forward(
 
 def _scan_vocabulary(device: DeviceView, *, with_hidden_grads: bool) -> tuple[Sums, HeadSums | None]:
     """Makes one pass over the vocabulary: the online sums and, if requested, the sums of columns."""
-    columns = None
-    if with_hidden_grads:
-        zero = jnp.zeros_like(device.tokens.hidden, dtype=device.dtype)
-        columns = HeadSums(zero, zero)
-    Carry = tuple[Sums, HeadSums | None]
+    zero = jnp.zeros_like(device.tokens.hidden, dtype=device.dtype) if with_hidden_grads else None
+    Carry = tuple[Sums, Array | None]
 
     def body(carry: Carry, chunk: Chunk) -> Carry:
         def tile(index: Array, carry: Carry) -> Carry:
-            sums, columns = carry
+            sums, weighted = carry
             tokens, before = device.get_tile(index, (device.tokens, sums))
             policy, ref = device.logits(chunk, tokens)
             pair = (policy.values, None if ref is None else ref.values)
             new, e, rescale = add_tile(device.spec, before, pair, chunk, tokens)
-            if columns is not None:
+            if weighted is not None:
                 grads = e * (policy.slope * device.constants.logit_scale)
                 more = device.grad_hidden(grads, chunk.head, device.spec.layout)
-                weighted = device.get_tile(index, columns.weighted) * rescale[:, None] + more
-                columns = columns._replace(weighted=device.set_tile(index, columns.weighted, weighted))
-            return device.set_tile(index, sums, new), columns
+                more = device.get_tile(index, weighted) * rescale[:, None] + more
+                weighted = device.set_tile(index, weighted, more)
+            return device.set_tile(index, sums, new), weighted
 
-        sums, columns = device.loop_tiles(tile, carry)
-        if columns is not None:
-            columns = columns._replace(target=columns.target + _target_columns(device, chunk))
-        return sums, columns
+        return device.loop_tiles(tile, carry)  # type: ignore[no-any-return]
 
-    sums, columns = device.scan_chunks(body, (empty_sums(device.spec, device.tokens, device.dtype), columns))
-    return sums, columns
+    sums, weighted = device.scan_chunks(body, (empty_sums(device.spec, device.tokens, device.dtype), zero))
+    return sums, None if weighted is None else HeadSums(weighted, _target_columns(device))
 
 
-def _target_columns(device: DeviceView, chunk: Chunk) -> Array:
-    """Returns `[rows, D]`, the gradient of the target's logit to the hidden states; 0 for targets of other chunks."""
-    tokens, constants, dtype = device.tokens, device.constants, device.dtype
+def _target_columns(device: DeviceView) -> Array:
+    """Returns `[rows, D]`, the gradient of the target's logit to the hidden states; 0 where others hold its column."""
+    spec, tokens, constants, dtype = device.spec, device.tokens, device.constants, device.dtype
     assert tokens.targets is not None
-    at = tokens.targets - chunk.first_id
-    column = jnp.take(chunk.head, at, axis=1 - embed_axis(device.spec.layout), mode="clip")
-    column = (column.T if device.spec.layout == "dv" else column).astype(dtype)
+    columns = device.weights.head.shape[1 - embed_axis(spec.layout)]
+    at, inside = device.axes.place_in_vocab(tokens.targets, columns)
+    column = device.axes.take_columns(device.weights.head, at, embed_axis(spec.layout)).astype(dtype)
     slope = tokens.inverse_temperature
     if constants.softcap is not None:
         raw = (tokens.hidden.astype(dtype) * column).sum(-1) * constants.logit_scale
-        if chunk.bias is not None:
-            raw = raw + jnp.take(chunk.bias, at, mode="clip").astype(dtype)
+        if device.weights.bias is not None:
+            raw = raw + jnp.take(device.weights.bias, at, mode="clip").astype(dtype)
         slope = slope * (1 - jnp.tanh(raw / constants.softcap) ** 2)
-    inside = (at >= chunk.skip) & (at < chunk.size)
-    return jnp.where(inside[:, None], column * (slope * constants.logit_scale)[:, None], 0)
+    column = column * (slope * constants.logit_scale)[:, None]
+    return column if inside is None else jnp.where(inside[:, None], column, 0)
 
 
 def statistics(spec: Spec, sums: Sums) -> tuple[dict[str, Array], Residuals]:

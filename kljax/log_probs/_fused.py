@@ -284,10 +284,9 @@ def _keep_logits(device: DeviceView, tokens: Tokens, kept: _Kept) -> tuple[Sums,
 def _target_logits(device: DeviceView, tokens: Tokens, logits: Array) -> Array:
     """Returns `[tile]`, the logit of each target, or 0 where another device holds its column."""
     assert tokens.targets is not None
-    axes, columns = device.axes, logits.shape[1]
-    at = tokens.targets - (lax.axis_index(axes.vocab) * columns if axes.vocab else 0)
+    at, inside = device.axes.place_in_vocab(tokens.targets, logits.shape[1])
     found = jnp.take_along_axis(logits, at[:, None], axis=1, mode="clip")[:, 0]
-    return jnp.where((at >= 0) & (at < columns), found, 0) if axes.vocab else found
+    return found if inside is None else jnp.where(inside, found, 0)
 
 
 def _differentiate(

@@ -167,6 +167,24 @@ class MeshAxes(NamedTuple):
         rest = tuple(name for name in self.tokens if name not in self.embed)
         return lax.psum(gradient, rest) if rest else gradient
 
+    def place_in_vocab(self, ids: Array, columns: int) -> tuple[Array, Array | None]:
+        """Returns the columns of tokens on this device, of `columns`, and whether it has them; None if it has all."""
+        if not self.vocab:
+            return ids, None
+        at = ids - lax.axis_index(self.vocab) * columns
+        return at, (at >= 0) & (at < columns)
+
+    def take_columns(self, head: Array, at: Array, embed: int) -> Array:
+        """Returns the columns of the head at `at` `[rows]`, clipped, as `[rows, D]`.
+
+        Where devices split `D`, each takes its part for the tokens of all, and they exchange the parts.
+        """
+        if self.embed:
+            at = lax.all_gather(at, self.embed, tiled=True)
+        found = jnp.take(head, at, axis=1 - embed, mode="clip")
+        found = found if embed else found.T
+        return lax.all_to_all(found, self.embed, split_axis=0, concat_axis=1, tiled=True) if self.embed else found
+
 
 class Chunk(NamedTuple):
     """A chunk of columns of the heads, in their layouts.

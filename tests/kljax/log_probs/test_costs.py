@@ -53,13 +53,13 @@ def loss(given: dict[str, Any], kind: str, mask: Any = None, tile: Tile = TILE) 
     return sum(field.sum() for field in jax.tree.leaves(stats))  # type: ignore[return-value]
 
 
-def products_of(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+def products_of(jaxpr: Any, primitive: str = "dot_general") -> Iterator[tuple[int, ...]]:
     """The shapes of the matrix products of a program, as often as its loops of known length run them."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
+        if equation.primitive.name == primitive:
             yield equation.outvars[0].aval.shape
         inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(equation.params.values()))]
-        shapes = [shape for x in inner if hasattr(x, "eqns") for shape in products_of(x)]
+        shapes = [shape for x in inner if hasattr(x, "eqns") for shape in products_of(x, primitive)]
         assert not shapes or equation.primitive.name != "while"
         yield from shapes * equation.params.get("length", 1)
 
@@ -113,6 +113,14 @@ def test_products_per_tile(kind: str, to: tuple[str, ...], expected: int) -> Non
     products = list(products_of(jax.make_jaxpr(lambda given: function(given, kind))(given).jaxpr))
     assert len(products) == expected * TILES
     assert set(products) <= {(8, 12), (8, WIDTH), (WIDTH, 12)}
+
+
+def test_the_columns_of_targets_are_gathered_once() -> None:
+    # A frozen head: each chunk of the vocabulary would otherwise read and write an array `[N, D]` for them.
+    given = {"hidden": arrays()["hidden"]}
+    program = jax.make_jaxpr(jax.grad(lambda given: loss(given, "log_prob")))(given).jaxpr
+    gathered = [shape for shape in products_of(program, "gather") if set(shape) == {TOKENS, WIDTH}]
+    assert len(gathered) == 1
 
 
 EVERY_COUNT = [pytest.param(*pair, marks=pytest.mark.thorough) for pair in ((1, 1), (8, 1), (16, 2), (24, 3))]
