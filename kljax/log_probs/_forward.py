@@ -326,7 +326,7 @@ def _scan_vocabulary(device: DeviceView, *, with_hidden_grads: bool) -> tuple[Su
                 weighted = device.set_tile(index, weighted, more)
             return device.set_tile(index, sums, new), weighted
 
-        return device.loop_tiles(tile, carry)  # type: ignore[no-any-return]
+        return device.loop_tiles(tile, carry)
 
     sums, weighted = device.scan_chunks(body, (empty_sums(device.spec, device.tokens, device.dtype), zero))
     return sums, None if weighted is None else HeadSums(weighted, _target_columns(device))

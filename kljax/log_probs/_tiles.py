@@ -18,6 +18,8 @@ from kljax.log_probs._inputs import Constants, Spec, Weights, scaled_logits, sta
 IMPOSSIBLE = -1e30
 # The compilers for TPU and GPU pad arrays to multiples of this.
 _LANES = 128
+# Of a piece of the head that columns are taken from.
+_FEWEST_COLUMNS = 2048
 
 
 # ---- tokens ----
@@ -181,9 +183,26 @@ class MeshAxes(NamedTuple):
         """
         if self.embed:
             at = lax.all_gather(at, self.embed, tiled=True)
-        found = jnp.take(head, at, axis=1 - embed, mode="clip")
-        found = found if embed else found.T
+        found = jnp.take(head, at, axis=0, mode="clip") if embed else _take_of_pieces(head, at)
         return lax.all_to_all(found, self.embed, split_axis=0, concat_axis=1, tiled=True) if self.embed else found
+
+
+def _take_of_pieces(head: Array, at: Array) -> Array:
+    """Returns columns of `[D, V]` as `[rows, D]`; TPUs transpose the array for it, here a piece as large as the result.
+
+    Columns that the head does not have are 0.
+    """
+    columns = head.shape[1]
+    width = min(columns, max(at.shape[0], _FEWEST_COLUMNS))
+
+    def take(index: Array, result: Array) -> Array:
+        start = jnp.minimum(index * width, columns - width)
+        piece, place = lax.dynamic_slice_in_dim(head, start, width, axis=1), at - start
+        inside = (place >= 0) & (place < width)
+        return jnp.where(inside[:, None], jnp.take(piece, place, axis=1, mode="clip").T, result)
+
+    empty = jnp.zeros_like(head, shape=(at.shape[0], head.shape[0]))
+    return lax.fori_loop(0, -(-columns // width), take, empty)
 
 
 class Chunk(NamedTuple):

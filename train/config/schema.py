@@ -134,6 +134,8 @@ class Eval(Section):
     """Largest number of held-out prompts in an evaluation."""
     batch_size: Count = 128
     """Rows sampled at once."""
+    greedy: bool = True
+    """Also take the most probable tokens, for `accuracy_greedy`: each prompt is then completed twice."""
 
 
 class Checkpoint(Section):

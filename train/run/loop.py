@@ -131,12 +131,16 @@ def _updated_part(state: TrainState) -> TrainState:
 def write_evaluation(context: RunContext, programs: Programs, policy: kljax.Policy, writer: Metrics, step: int) -> None:
     """Evaluates a policy on the held-out prompts; writes the metrics and some completions.
 
-    `accuracy` is sampled at the training temperature, with the same keys every time; `accuracy_greedy` is greedy.
+    `accuracy` is sampled at the training temperature, with the same keys every time; `accuracy_greedy`, if the config
+    wants it, is greedy.
     """
     enter(step, "evaluation")
     key = purpose_key(context.config.seed, "held_out")
-    sampled, greedy = (evaluate(context, one, policy, key) for one in (programs.held_out, programs.greedy))
-    writer.write("eval", step, {**sampled.metrics, "accuracy_greedy": greedy.metrics["accuracy"]})
+    sampled = evaluate(context, programs.held_out, policy, key)
+    metrics = dict(sampled.metrics)
+    if context.config.eval.greedy:
+        metrics["accuracy_greedy"] = evaluate(context, programs.greedy, policy, key).metrics["accuracy"]
+    writer.write("eval", step, metrics)
     writer.samples(step, sampled.samples)
 
 

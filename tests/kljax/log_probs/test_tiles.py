@@ -14,6 +14,7 @@ from kljax import Tile
 from kljax.log_probs._inputs import Spec, Weights
 from kljax.log_probs._tiles import (
     Chunk,
+    MeshAxes,
     chunk_width,
     get_tile,
     pack,
@@ -149,3 +150,12 @@ def test_every_column_counts_once_and_is_written_last_where_it_counts(columns: i
     np.testing.assert_array_equal(counted, 1)
     assert written.all()
     np.testing.assert_array_equal(copied, head)
+
+
+def test_columns_are_taken_from_pieces_that_overlap() -> None:
+    head = jnp.stack([jnp.arange(5000.0), 10_000 + jnp.arange(5000.0)])
+    at = jnp.array([0, 2047, 2048, 4095, 4096, 2951, 2952, 4999, -1, 5000])
+    taken = MeshAxes().take_columns(head, at, 0)
+    expected = [[n, 10_000 + n] if 0 <= n < 5000 else [0, 0] for n in at.tolist()]
+    np.testing.assert_array_equal(taken, expected)
+    np.testing.assert_array_equal(MeshAxes().take_columns(head.T, at[:-2], 1), expected[:-2])

@@ -12,6 +12,7 @@ from train.data.tasks.arithmetic import score
 from train.data.tokenizers import ByteTokenizer
 from train.rollouts.sampler import Samples
 from train.run.evaluate import evaluate
+from train.run.loop import Programs, write_evaluation
 
 TOKENIZER = ByteTokenizer()
 EXAMPLES = [Example(f"{digit}+1=", str(digit + 1), str(digit + 1)) for digit in range(5)]
@@ -61,3 +62,28 @@ def test_each_example_counts_once(right, batch_size):
     assert [sample["prompt"] for sample in samples] == [example.prompt for example in EXAMPLES]
     assert [sample["correct"] for sample in samples] == [float(digit in right) for digit in range(5)]
     assert seen == [batch_size] * -(-5 // batch_size), "one program serves every batch"
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_weights_are_sampled_once_where_greedy_answers_are_not_wanted(greedy):
+    config = tiny.config_of("eval.batch_size=5", f"eval.greedy={str(greedy).lower()}")
+    task, drawn = Task("plus one", EXAMPLES, EXAMPLES, score), {"held_out": [], "greedy": []}
+    context = tiny.context_of(config, task=task, held_out=EXAMPLES)
+    samplers = {name: knows({0, 1}, seen) for name, seen in drawn.items()}
+    programs = Programs(score=None, prepare=None, update=None, control=None, follow=None, **samplers)
+    writer = Recorder()
+    write_evaluation(context, programs, kljax.Policy({}), writer, 3)
+    assert drawn == {"held_out": [5], "greedy": [5] * greedy}
+    assert writer.written["accuracy"] == 40
+    assert ("accuracy_greedy" in writer.written) == greedy
+
+
+class Recorder:
+    """The metrics of an evaluation, in memory."""
+
+    def write(self, phase: str, step: int, metrics: dict[str, float]) -> None:
+        assert (phase, step) == ("eval", 3)
+        self.written = metrics
+
+    def samples(self, step: int, samples: list) -> None:
+        assert len(samples) == 5
