@@ -402,9 +402,8 @@ class Transformer(nnx.Module):
 
         def run_layer(carry: tuple[jax.Array, SlotCache], of_layer: Any) -> tuple[tuple[jax.Array, SlotCache], None]:
             (x, completions), (part, number, sliding) = carry, of_layer
-            x, written = layer_at(part)(
-                x, StackedLayer(GroupCache(cache.prompts, completions), number), sliding, context
-            )
+            layer: Any = layer_at(part)
+            x, written = layer(x, StackedLayer(GroupCache(cache.prompts, completions), number), sliding, context)
             return (x, written.stack.completions), None
 
         stacked = (weights, jnp.arange(self.config.layers), self._sliding())
