@@ -1,10 +1,12 @@
 """Rollouts: the protocol `Source`, its implementations, and the batch made from their completions."""
 
-from train.rollouts.collect import Rollout, collect, judge_together
+from train.rollouts.collect import Drawn, Rollout, collect, draw, judge_drawn, judge_together
 from train.rollouts.jax_source import (
     DecodedSamples,
     JaxSource,
     Sampler,
+    begin_samples,
+    decode_samples,
     evaluation_programs,
     make_sampler,
     rollout_programs,
@@ -20,15 +22,20 @@ from train.rollouts.source import Completions, Request, Source, SourceError
 __all__ = [
     "Completions",
     "DecodedSamples",
+    "Drawn",
     "JaxSource",
     "Request",
     "Rollout",
     "Sampler",
     "Source",
     "SourceError",
+    "begin_samples",
     "collect",
+    "decode_samples",
+    "draw",
     "evaluation_programs",
     "initial_past",
+    "judge_drawn",
     "judge_together",
     "make_sampler",
     "next_past",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,14 @@ from train.rollouts.source import Array, Completions, Request, Source, SourceErr
 
 
 @dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Completions on the devices, which may still sample them: the batch has no rewards yet."""
+
+    batch: Batch
+    completions: Completions
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollout:
     """A sampled and scored batch.
 
@@ -29,6 +38,7 @@ class Rollout:
       timings: measurements of the source that differ between identical runs.
       completions: output of the source.
       scores: named rewards, each [B], before weights and penalties.
+      arrived: when the completions were on the host, in seconds of `time.perf_counter`.
     """
 
     batch: Batch
@@ -36,16 +46,37 @@ class Rollout:
     timings: dict[str, float]
     completions: Completions
     scores: dict[str, np.ndarray]
+    arrived: float
 
 
 def collect(context: RunContext, source: Source, step: int) -> Rollout:
-    """Samples, scores and optionally records `samples_per_prompt` completions of each prompt of a step.
+    """Samples, judges and optionally records `samples_per_prompt` completions of each prompt of a step.
 
     Raises:
       SourceError: the source stopped answering, or the recording cannot be written.
     """
-    completions = run_together("rollout", lambda: source.sample(Request.of(context, step)))
-    rollout = make_rollout(context, completions)
+    return judge_drawn(context, draw(context, source, step), step)
+
+
+def draw(context: RunContext, source: Source, step: int) -> Drawn:
+    """Takes the completions of a step from a source, and shards their rows over the devices.
+
+    Raises:
+      SourceError: the source stopped answering, or its rows are wrong.
+    """
+    return place(context, run_together("rollout", lambda: source.sample(Request.of(context, step))))
+
+
+def judge_drawn(context: RunContext, drawn: Drawn, step: int) -> Rollout:
+    """Waits for the completions, judges them, and records them if the config says so.
+
+    The devices go on with what they were given before.
+
+    Raises:
+      RewardError: the reward function failed.
+      SourceError: the recording cannot be written.
+    """
+    rollout = judge_rows(context, drawn)
     if context.config.rollout.record is not None:
         _record(context, rollout, Path(context.config.rollout.record), step)
     return rollout
@@ -66,18 +97,43 @@ def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -
 
 
 def make_rollout(context: RunContext, completions: Completions) -> Rollout:
-    """Scores the completions unless the source did, combines the rewards, and shards the rows.
+    """Shards the rows of completions over the devices, and judges them."""
+    return judge_rows(context, place(context, completions))
+
+
+def place(context: RunContext, completions: Completions) -> Drawn:
+    """Shards the rows of completions over the devices; does not wait for a device that samples."""
+    section = context.config.rollout
+    run_together("rollout", lambda: _check_rows(completions, context.model.config.vocab_size))
+    held = held_rows(batch_sharding(context.mesh), _count(context, completions))
+    rows = {
+        "tokens": completions.tokens,
+        "token_mask": completions.token_mask,
+        "completion_mask": completions.completion_mask,
+        "group_ids": (held // section.samples_per_prompt).astype(np.int32),
+    }
+    if section.record_log_probs and completions.log_probs is not None:
+        rows["rollout_log_probs"] = completions.log_probs
+    if completions.kept_ids is not None:
+        rows["kept_ids"] = completions.kept_ids
+    # Every process has to put arrays of one layout on the devices.
+    agree("rollout", {name: f"{np.dtype(x.dtype)}{list(x.shape[1:])} of a row" for name, x in rows.items()})
+    return Drawn(Batch(**shard_rows(rows, context.mesh)), completions)
+
+
+def judge_rows(context: RunContext, drawn: Drawn) -> Rollout:
+    """Scores the completions unless the source did, combines the rewards, and puts them on the devices.
 
     Each process judges its own rows, and all rewards are collected before a mean is taken, so that it has the bits of a
     run in one process.
     """
-    config, section = context.config, context.config.rollout
+    config = context.config
+    completions = run_together("rollout", drawn.completions.completed)
+    arrived, count = time.perf_counter(), _count(context, completions)
     lengths = _of_own_rows(completions.completion_mask, completions.rows, context).sum(-1)
     numbers = _numbers(completions)
-    count = len(completions.examples) if completions.rows is None else config.rows_per_batch()
 
     def score() -> Scores:
-        _check_rows(completions, context.model.config.vocab_size)
         if completions.rewards is None:
             return judge(context.task, completions.examples, completions.texts, completions.finished)
         return dict(completions.rewards)
@@ -87,23 +143,21 @@ def make_rollout(context: RunContext, completions: Completions) -> Rollout:
     if completions.lags is not None:
         measured["rollout_lag"] = completions.lags
     measured = gather_rows("completions", measured, numbers, count)
-    held = held_rows(batch_sharding(context.mesh), count)
-    rows = {
-        "tokens": completions.tokens,
-        "token_mask": completions.token_mask,
-        "completion_mask": completions.completion_mask,
-        "rewards": scores["reward"][held],
-        "group_ids": (held // section.samples_per_prompt).astype(np.int32),
-    }
-    if section.record_log_probs and completions.log_probs is not None:
-        rows["rollout_log_probs"] = completions.log_probs
-    if completions.kept_ids is not None:
-        rows["kept_ids"] = completions.kept_ids
-    # Every process has to put arrays of one layout on the devices.
-    agree("rollout", {name: f"{np.dtype(x.dtype)}{list(x.shape[1:])} of a row" for name, x in rows.items()})
-    batch = Batch(**shard_rows(rows, context.mesh))
+    rewards = shard_rows(scores["reward"][held_rows(batch_sharding(context.mesh), count)], context.mesh)
     metrics = {name: float(value.mean(dtype=np.float64)) for name, value in (scores | measured).items()}
-    return Rollout(batch, metrics | dict(completions.metrics), dict(completions.timings), completions, named_rewards)
+    return Rollout(
+        dataclasses.replace(drawn.batch, rewards=rewards),
+        metrics | dict(completions.metrics),
+        dict(completions.timings),
+        completions,
+        named_rewards,
+        arrived,
+    )
+
+
+def _count(context: RunContext, completions: Completions) -> int:
+    """Counts the rows of all processes."""
+    return len(completions.examples) if completions.rows is None else context.config.rows_per_batch()
 
 
 def judge_together(

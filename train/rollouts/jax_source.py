@@ -160,6 +160,13 @@ def sample_completions(
     context: RunContext, sampler: Sampler, policy: kljax.Policy, examples: Sequence[Example], key: jax.Array
 ) -> DecodedSamples:
     """Samples and decodes completions of each example, in the smallest bucket that fits all prompts."""
+    return decode_samples(context, begin_samples(context, sampler, policy, examples, key))
+
+
+def begin_samples(
+    context: RunContext, sampler: Sampler, policy: kljax.Policy, examples: Sequence[Example], key: jax.Array
+) -> Samples:
+    """Starts the program of `sample_completions` on the devices, and does not wait for it."""
     max_prompt_length = context.config.data.max_prompt_length
     tokens, mask = encode_prompts(examples, context.tokenizer, max_prompt_length)
     longest = mask.sum(axis=1).max()
@@ -167,7 +174,11 @@ def sample_completions(
     # Prompts are padded on the left, so the last columns have all their tokens.
     held = held_rows(batch_sharding(context.layout.mesh), len(examples))
     prompts, prompt_mask = shard_rows((tokens[held, -bucket:], mask[held, -bucket:]), context.layout.mesh)
-    samples = sampler(policy, prompts, prompt_mask, key)
+    return sampler(policy, prompts, prompt_mask, key)
+
+
+def decode_samples(context: RunContext, samples: Samples) -> DecodedSamples:
+    """Waits for samples, and decodes the rows that this process judges."""
     sharding, count = batch_sharding(context.mesh), samples.tokens.shape[0]
     rows, held = own_rows(sharding, count), held_rows(sharding, count)
     arrays = to_host_rows((samples.tokens, samples.completion_mask, samples.finished))
@@ -191,7 +202,7 @@ class JaxSource:
         self._policy = policy
 
     def sample(self, request: Request) -> Completions:
-        """Samples the completions; token n of row r depends only on the key, r, n and the prompt.
+        """Starts to sample the completions; token n of row r depends only on the key, r, n and the prompt.
 
         Raises:
           ValueError: before the first `update`.
@@ -200,27 +211,32 @@ class JaxSource:
             raise ValueError("policy: missing; call `update` before `sample`")
         prompts = [example for example in request.examples for _ in range(self._repeats)]
         start = time.perf_counter()
-        decoded = sample_completions(self._context, self._sampler, self._policy, prompts, request.key)
-        samples, rows = decoded.samples, decoded.rows
-        token_count, occupancy = to_host((samples.completion_mask.sum(), samples.occupancy))
-        metrics, log_probs = {"rollout_occupancy": float(occupancy)}, samples.log_probs
+        samples = begin_samples(self._context, self._sampler, self._policy, prompts, request.key)
+        # All programs are started here: those that come later wait for the scores of the batch.
+        measured, log_probs = {"rollout_occupancy": samples.occupancy}, samples.log_probs
         if samples.log_kept_mass is not None:
             # The log-probs of the distribution that the tokens were drawn from.
             log_probs = log_probs - samples.log_kept_mass
-            kept_mass = kljax.masked_mean(jnp.exp(samples.log_kept_mass), samples.completion_mask)
-            metrics["rollout_kept_mass"] = float(to_host(kept_mass))
+            measured["rollout_kept_mass"] = kljax.masked_mean(jnp.exp(samples.log_kept_mass), samples.completion_mask)
+        token_count = samples.completion_mask.sum()
+
+        def finish() -> dict[str, Any]:
+            decoded = decode_samples(self._context, samples)
+            seconds = time.perf_counter() - start
+            metrics = {name: float(value) for name, value in to_host(measured).items()}
+            timings = {"rollout_tokens_per_second": float(to_host(token_count)) / seconds}
+            return {"finished": decoded.finished, "texts": decoded.texts, "metrics": metrics, "timings": timings}
+
+        rows = own_rows(batch_sharding(self._context.mesh), samples.tokens.shape[0])
         return Completions(
             examples=[request.examples[row // request.samples] for row in rows],
             rows=rows,
             tokens=samples.tokens,
             token_mask=samples.token_mask,
             completion_mask=samples.completion_mask,
-            finished=decoded.finished,
-            texts=decoded.texts,
+            finish=finish,
             log_probs=log_probs,
             kept_ids=samples.kept_ids,
-            metrics=metrics,
-            timings={"rollout_tokens_per_second": float(token_count) / (time.perf_counter() - start)},
         )
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """The protocol between the trainer and a source of completions: `Request`, `Completions` and `Source`."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -73,6 +73,8 @@ class Completions:
       completion_mask: [B, P + C] bool, True on sampled tokens, including EOS.
       finished: [B] bool; True for rows that ended with EOS or a stop, not at the length limit.
       texts: [B] text of each completion.
+      finish: waits for the devices, and returns `finished`, `texts`, `metrics` and `timings`, which are empty until
+        then; None if nothing is under way.
       log_probs: [B, P + C] float32 log-probs of the sampled tokens under the sampling policy, 0 elsewhere; or None.
         With `kept_ids`, renormalised over these tokens.
       kept_ids: [B, P + C, K] int32, the tokens that top-k, top-p and min-p kept for each sampled token; -1 pads the
@@ -89,8 +91,9 @@ class Completions:
     tokens: Array
     token_mask: Array
     completion_mask: Array
-    finished: np.ndarray
-    texts: Sequence[str]
+    finished: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool))
+    texts: Sequence[str] = ()
+    finish: Callable[[], Mapping[str, Any]] | None = None
     log_probs: Array | None = None
     kept_ids: Array | None = None
     rewards: Mapping[str, np.ndarray] | None = None
@@ -98,6 +101,10 @@ class Completions:
     lags: np.ndarray | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def completed(self) -> "Completions":
+        """Returns the completions with all fields, when the devices have sampled them."""
+        return self if self.finish is None else dataclasses.replace(self, finish=None, **self.finish())
 
 
 class Source(Protocol):

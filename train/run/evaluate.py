@@ -10,8 +10,9 @@ import kljax
 from train.data.tasks import Example
 from train.data.tasks.rewards import judge
 from train.distributed import exchange_json
-from train.rollouts import DecodedSamples, Sampler, judge_together, sample_completions
+from train.rollouts import DecodedSamples, Sampler, begin_samples, decode_samples, judge_together
 from train.rollouts.context import RunContext
+from train.rollouts.sampler import Samples
 
 SHOWN = 16
 
@@ -35,19 +36,28 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
     not a server's copy, with the same keys every time. The last batch is filled up with repeated examples, which are
     not counted, so that every batch runs the same program.
     """
-    config, examples = context.config, context.held_out
-    size = config.eval.batch_size
+    examples, size = context.held_out, context.config.eval.batch_size
     scores: list[dict[str, np.ndarray]] = []
     shown: list[dict[str, Any]] = []
+
+    def begin(start: int) -> tuple[list[Example], Samples]:
+        filled = (examples[start : start + size] * size)[:size]
+        return filled, begin_samples(context, sampler, policy, filled, jax.random.fold_in(key, start))
+
+    begun = begin(0)
     for start in range(0, len(examples), size):
-        chunk = list(examples[start : start + size])
-        filled = (chunk * size)[:size] if len(chunk) < size else chunk
-        decoded = sample_completions(context, sampler, policy, filled, jax.random.fold_in(key, start))
+        filled, samples = begun
+        if start + size < len(examples):
+            # A chunk is judged while the devices sample the next one; two at once would take twice the memory.
+            jax.block_until_ready(samples)
+            begun = begin(start + size)
+        decoded = decode_samples(context, samples)
         drawn = [filled[row] for row in decoded.rows]
         score = functools.partial(judge, context.task, drawn, decoded.texts, decoded.finished)
         _, judged = judge_together(
             context, "evaluation", score, lengths=decoded.lengths, numbers=decoded.rows, count=size
         )
+        chunk = filled[: len(examples) - start]
         scores.append({name: values[: len(chunk)] for name, values in judged.items()})
         if len(shown) < SHOWN:
             shown += _shown(chunk[: SHOWN - len(shown)], decoded, judged)

@@ -21,7 +21,7 @@ from train.rl.packing import Packer, StepPacking, make_packer
 from train.rl.reference import FrozenWeights, drop_shared_base, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import SCORED, make_control, make_prepare, make_score, make_update, update_rows
-from train.rollouts import Sampler, Source, SourceError, collect, make_sampler, next_past, sampling_policy
+from train.rollouts import Sampler, Source, SourceError, draw, judge_drawn, make_sampler, next_past, sampling_policy
 from train.rollouts.context import RunContext
 from train.run.evaluate import evaluate
 from train.run.guard import Watch
@@ -79,17 +79,19 @@ def rl_step(
     plan = Plan.of(config)
     enter(step + 1, "rollout")
     run_together("rollout", lambda: source.update(*sampling_policy(state, base)))
-    rollout = collect(context, source, step)
+    drawn = draw(context, source, step)
     context.layout.release()
-    sampled = time.perf_counter()
     enter(step + 1, "update")
     reference, following = current_reference(frozen.reference, state), state.reference
     past, state = next_past(state), _updated_part(state)
-    recorded = [name for name in plan.fields if name not in SCORED]
-    require_fields(rollout.batch, recorded)
+    require_fields(drawn.batch, [name for name in plan.fields if name not in (*SCORED, "rewards")])
     updates = update_rows(config, purpose_key(config.seed, "rows", step))
-    packing = StepPacking.off(updates) if programs.pack is None else programs.pack(rollout.batch, updates)
-    batch = programs.score(state.trainable, base, drop_shared_base(reference, base), rollout.batch, **packing.score)
+    packing = StepPacking.off(updates) if programs.pack is None else programs.pack(drawn.batch, updates)
+    scored = programs.score(state.trainable, base, drop_shared_base(reference, base), drawn.batch, **packing.score)
+    # The devices sample and score while the host decodes and judges.
+    rollout = judge_drawn(context, drawn, step)
+    judged = time.perf_counter()
+    batch = dataclasses.replace(scored, rewards=rollout.batch.rewards)
     batch, controllers, totals = programs.prepare(batch, state.controllers)
     coefs, ref_head = coefficients(config, controllers), reference_head(config, reference)
     for number, (rows, packed) in enumerate(packing.updates):
@@ -108,7 +110,11 @@ def rl_step(
     values = rollout.metrics | metric_values(totals) | dict(packing.metrics)
     if inspect is not None and values["skipped_updates"] > 0:
         inspect(batch, state)
-    seconds = {"rollout": sampled - clock, "update": time.perf_counter() - sampled}
+    seconds = {
+        "rollout": rollout.arrived - clock,
+        "rewards": judged - rollout.arrived,
+        "update": time.perf_counter() - judged,
+    }
     return state, values, seconds | rollout.timings | dict(packing.programs)
 
 

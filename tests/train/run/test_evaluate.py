@@ -87,3 +87,23 @@ class Recorder:
 
     def samples(self, step: int, samples: list) -> None:
         assert len(samples) == 5
+
+
+def test_a_chunk_is_judged_while_the_next_one_is_sampled():
+    events: list[str] = []
+    config = tiny.config_of("eval.batch_size=2")
+    draw = knows({0}, [])
+
+    def sampler(*arguments) -> Samples:
+        events.append("sample")
+        return draw(*arguments)
+
+    def judged(example, text, finished):
+        events.append("judge")
+        return score(example, text, finished)
+
+    task = Task("plus one", EXAMPLES, EXAMPLES, judged)
+    context = tiny.context_of(config, task=task, held_out=EXAMPLES)
+    evaluate(context, sampler, kljax.Policy({}), jax.random.key(0))
+    judging = ["judge", "judge"]
+    assert events == ["sample", "sample", *judging, "sample", *judging, *judging]

@@ -13,6 +13,7 @@ from tests import tiny
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.data.tasks.reward_function import RewardError
+from train.data.tokenizers import ByteTokenizer
 from train.rl.metrics import metric_values
 from train.rl.reference import FrozenWeights, Reference
 from train.rollouts import JaxSource
@@ -124,6 +125,38 @@ def test_three_steps_compile_nothing_twice_and_carry_the_state_on():
         coef *= 1 + np.clip(values["kl_reward"] / 0.1 - 1, -0.2, 0.2) * tiny.ROWS / 100
     np.testing.assert_allclose([values["kl_coef"] for values in metrics], coefs, rtol=1e-5)
     np.testing.assert_allclose(state.controllers["reward"].coef, coef, rtol=1e-5)
+
+
+def test_the_devices_score_while_the_host_judges():
+    """The sampler and the scores are under way before a completion is decoded or judged."""
+    events: list[str] = []
+
+    def noting(name, function):
+        def call(*arguments, **options):
+            events.append(name)
+            return function(*arguments, **options)
+
+        return call
+
+    context = tiny.context_of(CONFIG)
+    task = dataclasses.replace(context.task, score=noting("judge", context.task.score))
+    context = dataclasses.replace(context, task=task, tokenizer=Decodes(noting("decode", context.tokenizer.decode)))
+    with jax.set_mesh(context.mesh):
+        state = tiny.state_of(CONFIG, context.optimizer)
+        programs = Programs.of(context, state)
+        named = {name: noting(name, getattr(programs, name)) for name in ("score", "prepare", "update")}
+        programs = dataclasses.replace(programs, **named)
+        rl_step(context, programs, JaxSource(context), frozen_of(CONFIG), state, step=0)
+    rows = tiny.ROWS
+    assert events == ["score", *["decode"] * rows, *["judge"] * rows, "prepare", "update", "update"]
+
+
+class Decodes(ByteTokenizer):
+    """A tokenizer with another `decode`."""
+
+    def __init__(self, decode) -> None:
+        super().__init__()
+        self.decode = decode
 
 
 def test_sums_are_divided_on_the_host():
