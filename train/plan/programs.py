@@ -121,6 +121,9 @@ class AbstractRun:
             batch, program = self._traced("score", score, arguments, {}, tiles)
             yield program
             rows = batch_sharding(self.context.mesh)
+            # Rewards come while the devices score.
+            rewards = jax.ShapeDtypeStruct((self.context.config.rows_per_batch(),), jnp.float32)
+            batch = dataclasses.replace(batch, rewards=rewards)
             prepare = make_prepare(self.context.config, self.context.mesh)
             scored = (with_sharding(batch, rows), self.state.controllers)
             (batch, *_), program = self._traced("prepare", prepare, scored, {}, {})
@@ -212,7 +215,6 @@ class AbstractRun:
             tokens=array(jnp.int32, length),
             token_mask=array(jnp.bool, length),
             completion_mask=array(jnp.bool, length),
-            rewards=array(jnp.float32),
             group_ids=array(jnp.int32),
             rollout_log_probs=array(jnp.float32, length) if config.rollout.record_log_probs else None,
             kept_ids=None if kept is None else array(jnp.int32, length, kept),

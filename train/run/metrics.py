@@ -16,6 +16,8 @@ from train.weights.files import write_text_atomic
 
 FILE_NAME = "metrics.jsonl"
 PHASES = ("warm_start", "train", "eval")
+FLUSH_SECONDS = 2
+"""Events are written to the files of TensorBoard by a thread of their own, this often; a step does not wait for it."""
 
 
 def finite_or_none(value: SupportsFloat) -> float | None:
@@ -80,7 +82,7 @@ def _lines_of_mark(path: Path, mark: Mapping[str, Any]) -> str:
 
 
 class MetricsWriter:
-    """Appends the metrics of a run to `metrics.jsonl` and to TensorBoard, flushing every line.
+    """Appends the metrics of a run to `metrics.jsonl`, flushing every line, and to TensorBoard.
 
     `metrics.jsonl` holds `{"phase", "step", name: value, ...}` a line, keys sorted, floats with every digit, so two
     runs with equal values have equal bytes. Times and other values that differ between runs go through `timing`.
@@ -128,6 +130,7 @@ class MetricsWriter:
                 str(self._directory / "tensorboard" / phase),
                 purge_step=None if resumed_after is None else resumed_after + 1,
                 filename_suffix="" if self._resume_step is None else f".resumed{self._resume_step}",
+                flush_secs=FLUSH_SECONDS,
             )
         return self._boards[phase]
 
@@ -136,7 +139,6 @@ class MetricsWriter:
         for name, value in values.items():
             if value is not None:
                 board.add_scalar(name, value, step, display_name=name)
-        board.flush()
 
     def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Writes the values of a step; NaN and infinity become null, and have no point in TensorBoard.

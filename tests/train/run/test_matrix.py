@@ -168,10 +168,11 @@ class Recorded:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    def collect(context: Any, source: Any, step: int) -> SimpleNamespace:
-        return SimpleNamespace(batch=jax.device_put(tiny.rollout_batch(step)), metrics={}, timings={})
+    def draw(context: Any, source: Any, step: int) -> SimpleNamespace:
+        return SimpleNamespace(batch=jax.device_put(tiny.rollout_batch(step)), metrics={}, timings={}, arrived=0.0)
 
-    monkeypatch.setattr(loop, "collect", collect)
+    monkeypatch.setattr(loop, "draw", draw)
+    monkeypatch.setattr(loop, "judge_drawn", lambda context, drawn, step: drawn)
 
 
 SCORE_READS = (

@@ -1,0 +1,76 @@
+"""The run whose steps are timed: a small decoder, GRPO with a KL to the base, completions of one length."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kljax
+from train.config.load import parse
+from train.config.schema import Config
+from train.rl.keys import purpose_key
+from train.rl.policy import init_params
+from train.rl.reference import FrozenWeights, Reference
+from train.rl.state import TrainState
+from train.rollouts.context import RunContext
+from train.run.loop import Programs
+from train.run.setup import first_state, make_context
+
+QUICK = {"width": 16, "completion_length": 4}
+"""A smoke test: steps of milliseconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Sizes of the model and of a batch."""
+
+    width: int = 256
+    prompts: int = 8
+    samples: int = 4
+    completion_length: int = 32
+
+    @property
+    def rows(self) -> int:
+        """Returns the completions of a batch."""
+        return self.prompts * self.samples
+
+
+def config_of(work: Work, **rollout: Any) -> Config:
+    """Returns the config of a run that neither evaluates nor ends by itself."""
+    heads = {"layers": 4, "width": work.width, "heads": 4, "kv_heads": 2, "head_dim": work.width // 4}
+    raw = {
+        "steps": 10**6,
+        "data": {"max_prompt_length": 16, "max_completion_length": work.completion_length},
+        "model": {**heads, "mlp_width": 3 * work.width},
+        "warm_start": {"steps": 0},
+        "rollout": {"prompts_per_step": work.prompts, "samples_per_prompt": work.samples, **rollout},
+        "kl": {"loss": {"coef": 0.04}},
+        "optim": {"epochs": 2},
+        "eval": {"every": 10**6, "prompts": 1, "batch_size": 1},
+    }
+    return parse(raw)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """A context with its programs, the frozen weights and the first state."""
+
+    context: RunContext
+    programs: Programs
+    frozen: FrozenWeights
+    state: TrainState
+
+    @classmethod
+    def of(cls, config: Config) -> "Learner":
+        """Draws the weights; the programs compile at their first use."""
+        context = make_context(config)
+        params = init_params(context.model, purpose_key(config.seed, "params"), context.mesh)
+        reference = Reference(context.model, kljax.Policy(jax.tree.map(jnp.copy, params)))
+        state = first_state(config, context.model, context.mesh, params, context.optimizer)
+        return cls(context, Programs.of(context, state), FrozenWeights(None, reference), state)
+
+    def with_config(self, config: Config) -> "Learner":
+        """Returns a learner with another source: a state of its own, and the same programs."""
+        context = dataclasses.replace(self.context, config=config)
+        return dataclasses.replace(self, context=context, state=jax.tree.map(jnp.copy, self.state))

@@ -1,0 +1,123 @@
+"""Steps of the trainer's loop with logging, a checkpoint or a slow verifier, each beside steps without."""
+
+import contextlib
+import dataclasses
+import pathlib
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from benchmarks.harness.measure import Seconds
+from benchmarks.harness.race import log
+from benchmarks.suites.overhead.problem import Learner, Work, config_of
+from train.config.schema import Checkpoint
+from train.data.tasks import Example
+from train.rollouts import open_source
+from train.run.guard import Watch
+from train.run.interrupt import Interrupt
+from train.run.loop import train
+from train.run.metrics import MetricsWriter
+from train.weights.orbax import Checkpoints
+
+CYCLE = ("after", "plain", "logged", "verified", "plain", "logged", "saved")
+"""The kinds of steps in turns: nothing is written in a plain one, and a save goes on during the step after it."""
+LOGGED = ("logged", "saved", "after")
+VERIFIER = 0.1
+"""Seconds of the verifier over those of a plain step."""
+
+
+def kind_of(step: int) -> str:
+    """Returns the kind of a step, which counts from 1."""
+    return CYCLE[(step - 1) % len(CYCLE)]
+
+
+class Writer:
+    """Passes the metrics of the logged kinds of steps on."""
+
+    def __init__(self, writer: MetricsWriter) -> None:
+        self._writer = writer
+
+    def write(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
+        """Writes the values of a step."""
+        if kind_of(step) in LOGGED:
+            self._writer.write(phase, step, values)
+
+    def timing(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes the timings of a step."""
+        if kind_of(step) in LOGGED:
+            self._writer.timing(step, values)
+
+    def samples(self, step: int, samples: Any) -> None:
+        """No-op: nothing is evaluated."""
+
+
+class Clocks:
+    """Times the steps by their kind; those of the first round compile and do not count.
+
+    Attributes:
+      rounds: the seconds of the steps of each kind, wall and CPU, for each round.
+      verifier: seconds that the verifier of a step takes, spread over its completions.
+    """
+
+    def __init__(self, rounds: int, interrupt: Interrupt) -> None:
+        self.rounds: list[dict[str, list[Seconds]]] = []
+        self.verifier = 0.0
+        self._last = (rounds + 1) * len(CYCLE)
+        self._interrupt, self._step, self._began = interrupt, 0, self._now()
+
+    def advance(self, note: str) -> None:
+        """Ends a step; the run stops behind the last one."""
+        ended = self._now()
+        self._step += 1
+        if self._step % len(CYCLE) == 1:
+            self.rounds.append({kind: [] for kind in dict.fromkeys(CYCLE)})
+            log(f"round {len(self.rounds) - 1}")
+        seconds = self.rounds[-1]
+        seconds[kind_of(self._step)].append((ended[0] - self._began[0], ended[1] - self._began[1]))
+        self.verifier = VERIFIER * min((wall for wall, _ in seconds["plain"]), default=0.0)
+        self._interrupt.requested = self._step == self._last - 1
+        self._began = self._now()
+
+    def is_verified(self) -> bool:
+        """Tells whether the step under way has the slow verifier."""
+        return kind_of(self._step + 1) == "verified"
+
+    def _now(self) -> Seconds:
+        return time.perf_counter(), time.process_time()
+
+
+def measure(work: Work, rounds: int) -> tuple[list[dict[str, list[Seconds]]], int]:
+    """Runs the loop; returns the seconds of the steps of each round by kind, and the bytes of a state."""
+    config = config_of(work).model_copy(update={"checkpoint": Checkpoint(every=len(CYCLE))})
+    learner, interrupt = Learner.of(config), Interrupt()
+    clocks = Clocks(rounds, interrupt)
+
+    def score(example: Example, text: str, finished: bool) -> dict[str, float]:
+        if clocks.is_verified():
+            time.sleep(clocks.verifier / work.rows)
+        return learner.context.task.score(example, text, finished)
+
+    context = dataclasses.replace(learner.context, task=dataclasses.replace(learner.context.task, score=score))
+    with tempfile.TemporaryDirectory() as directory, jax.set_mesh(context.mesh):
+        root = pathlib.Path(directory)
+        with (
+            contextlib.closing(Checkpoints(root / "checkpoints", config.checkpoint)) as checkpoints,
+            contextlib.closing(MetricsWriter(root)) as writer,
+            contextlib.closing(open_source(context)) as source,
+        ):
+            checkpoints.carry = lambda: {"metrics": writer.mark()}
+            state = train(
+                context,
+                learner.programs,
+                source,
+                learner.frozen,
+                learner.state,
+                writer=Writer(writer),  # type: ignore[arg-type]
+                watch=Watch(config, checkpoints, root / "nonfinite"),
+                interrupt=interrupt,
+                advance=clocks.advance,
+            )
+    return clocks.rounds[1:], sum(leaf.nbytes for leaf in jax.tree.leaves(state))

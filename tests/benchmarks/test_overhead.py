@@ -1,0 +1,61 @@
+"""The benchmark of logging, checkpoints and a server: its ratios, its targets, and a smoke test."""
+
+import json
+
+import pytest
+
+from benchmarks import overhead
+from benchmarks.suites.overhead.problem import Work
+from benchmarks.suites.overhead.steps import CYCLE, kind_of
+
+
+def parts(pace: float, step: float) -> dict[str, float]:
+    """A step whose update takes a little longer than the answer."""
+    return {"step": step, "answer": 0.9 * pace, "update": pace}
+
+
+def report(**seconds: float) -> dict:
+    """Three rounds on a machine that gets slower; each kind of step takes so many plain steps."""
+    kinds = {kind: seconds.get(kind, 1.0) for kind in overhead.TITLES}
+    slow = (1.0, 2.0, 4.0)
+    return {
+        "machine": {"date": "today", "processor": "a processor"},
+        "versions": {"kljax": "1"},
+        "load": [0.5, 0.6],
+        "work": {"width": 8, "prompts": 2, "samples": 2, "completion_length": 3},
+        "rounds": len(slow),
+        "bytes": 2e6,
+        "steps": [{kind: [[pace * value, pace]] for kind, value in kinds.items()} for pace in slow],
+        "server": [{"ahead: 0": parts(pace, 2 * pace), "ahead: 1": parts(pace, 1.1 * pace)} for pace in slow],
+    }
+
+
+def test_steps_are_compared_with_the_plain_ones_of_their_round():
+    found = report(logged=1.01, saved=1.2, after=1.1)
+    verdicts = {check.title: (round(check.value, 4), check.verdict) for check in overhead.checks(found)}
+    assert verdicts == {
+        "metrics in every step": (1.01, "met"),
+        "metrics in every step, the state every 50 steps": (round((48 * 1.01 + 1.2 + 1.1) / 50, 4), "met"),
+        "the step that saves": (1.2, "missed"),
+        "a verifier of a tenth of the step": (1.0, "met"),
+        "a server one step ahead": (1.1, "met"),
+    }
+    text = overhead.markdown(found)
+    assert "| and the state is saved | 2.400 | 1.200 | 2.000 | 1.000 |" in text
+    assert "| a step with `ahead: 0` | 4.000 | 2.00 |" in text
+    assert f"{Work(**found['work']).rows} completions of 3 tokens" in text
+
+
+def test_the_trainer_saves_at_the_last_step_of_a_round():
+    assert [kind_of(step) for step in range(1, 15)] == [*CYCLE, *CYCLE]
+    assert [step for step in range(1, 15) if kind_of(step) == "saved"] == [7, 14]
+
+
+@pytest.mark.thorough
+def test_a_smoke_run_ends_in_tables(tmp_path, capsys):
+    path = tmp_path / "found.json"
+    assert overhead.main(["--quick", "--rounds", "1", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert overhead.markdown(found) == capsys.readouterr().out
+    assert [len(pairs) for pairs in found["steps"][0].values()] == [1, 2, 2, 1, 1]
+    assert found["bytes"] > 0
