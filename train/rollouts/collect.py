@@ -127,7 +127,6 @@ def judge_rows(context: RunContext, drawn: Drawn) -> Rollout:
     Each process judges its own rows, and all rewards are collected before a mean is taken, so that it has the bits of a
     run in one process.
     """
-    config = context.config
     completions = run_together("rollout", drawn.completions.completed)
     arrived, count = time.perf_counter(), _count(context, completions)
     lengths = _of_own_rows(completions.completion_mask, completions.rows, context).sum(-1)

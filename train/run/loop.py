@@ -81,7 +81,6 @@ def rl_step(
     run_together("rollout", lambda: source.update(*sampling_policy(state, base)))
     drawn = draw(context, source, step)
     context.layout.release()
-    enter(step + 1, "update")
     reference, following = current_reference(frozen.reference, state), state.reference
     past, state = next_past(state), _updated_part(state)
     require_fields(drawn.batch, [name for name in plan.fields if name not in (*SCORED, "rewards")])
@@ -91,6 +90,7 @@ def rl_step(
     # The devices sample and score while the host decodes and judges.
     rollout = judge_drawn(context, drawn, step)
     judged = time.perf_counter()
+    enter(step + 1, "update")
     batch = dataclasses.replace(scored, rewards=rollout.batch.rewards)
     batch, controllers, totals = programs.prepare(batch, state.controllers)
     coefs, ref_head = coefficients(config, controllers), reference_head(config, reference)
