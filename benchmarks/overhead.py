@@ -1,4 +1,4 @@
-"""What logging, checkpoints, a verifier and a server add to a step of the trainer, on a CPU.
+"""Times what logging, checkpoints, a verifier and a server add to a step of the trainer, on a CPU.
 
     python -m benchmarks.overhead
     python -m benchmarks.overhead --rounds 20 --json PATH --markdown PATH

@@ -64,7 +64,7 @@ def draw(context: RunContext, source: Source, step: int) -> Drawn:
     Raises:
       SourceError: the source stopped answering, or its rows are wrong.
     """
-    return place(context, run_together("rollout", lambda: source.sample(Request.of(context, step))))
+    return shard_completions(context, run_together("rollout", lambda: source.sample(Request.of(context, step))))
 
 
 def judge_drawn(context: RunContext, drawn: Drawn, step: int) -> Rollout:
@@ -98,10 +98,10 @@ def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -
 
 def make_rollout(context: RunContext, completions: Completions) -> Rollout:
     """Shards the rows of completions over the devices, and judges them."""
-    return judge_rows(context, place(context, completions))
+    return judge_rows(context, shard_completions(context, completions))
 
 
-def place(context: RunContext, completions: Completions) -> Drawn:
+def shard_completions(context: RunContext, completions: Completions) -> Drawn:
     """Shards the rows of completions over the devices; does not wait for a device that samples."""
     section = context.config.rollout
     run_together("rollout", lambda: _check_rows(completions, context.model.config.vocab_size))
