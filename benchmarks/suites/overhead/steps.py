@@ -5,7 +5,7 @@ import dataclasses
 import pathlib
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from benchmarks.harness.race import log
 from benchmarks.suites.overhead.problem import Learner, Work, config_of
 from train.config.schema import Checkpoint
 from train.data.tasks import Example
+from train.rl.state import TrainState
 from train.rollouts import open_source
 from train.run.guard import Watch
 from train.run.interrupt import Interrupt
@@ -24,6 +25,7 @@ from train.weights.orbax import Checkpoints
 
 CYCLE = ("after", "plain", "logged", "verified", "plain", "logged", "saved")
 """The kinds of steps in turns: nothing is written in a plain one, and a save goes on during the step after it."""
+Step = tuple[float, float, float]
 LOGGED = ("logged", "saved", "after")
 VERIFIER = 0.1
 """Seconds of the verifier over those of a plain step."""
@@ -35,38 +37,58 @@ def kind_of(step: int) -> str:
 
 
 class Writer:
-    """Passes the metrics of the logged kinds of steps on."""
+    """Passes the metrics of the logged kinds of steps on, and times the calls."""
 
-    def __init__(self, writer: MetricsWriter) -> None:
-        self._writer = writer
+    def __init__(self, writer: MetricsWriter, clocks: "Clocks") -> None:
+        self._writer, self._clocks = writer, clocks
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
         """Writes the values of a step."""
         if kind_of(step) in LOGGED:
-            self._writer.write(phase, step, values)
+            with self._clocks.stalled():
+                self._writer.write(phase, step, values)
 
     def timing(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes the timings of a step."""
         if kind_of(step) in LOGGED:
-            self._writer.timing(step, values)
+            with self._clocks.stalled():
+                self._writer.timing(step, values)
 
     def samples(self, step: int, samples: Any) -> None:
         """No-op: nothing is evaluated."""
+
+
+class TimedWatch(Watch):
+    """Times the saves."""
+
+    clocks: "Clocks"
+
+    def save(self, state: TrainState, step: int) -> None:
+        """Saves a state, as the trainer does."""
+        with self.clocks.stalled():
+            super().save(state, step)
 
 
 class Clocks:
     """Times the steps by their kind; those of the first round compile and do not count.
 
     Attributes:
-      rounds: the seconds of the steps of each kind, wall and CPU, for each round.
+      rounds: the seconds of the steps of each kind for each round: wall, CPU, and those that the loop spent in writing.
       verifier: seconds that the verifier of a step takes, spread over its completions.
     """
 
     def __init__(self, rounds: int, interrupt: Interrupt) -> None:
-        self.rounds: list[dict[str, list[Seconds]]] = []
+        self.rounds: list[dict[str, list[Step]]] = []
         self.verifier = 0.0
         self._last = (rounds + 1) * len(CYCLE)
-        self._interrupt, self._step, self._began = interrupt, 0, self._now()
+        self._interrupt, self._step, self._began, self._stalled = interrupt, 0, self._now(), 0.0
+
+    @contextlib.contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Counts the seconds of a block as those in which the loop writes."""
+        began = time.perf_counter()
+        yield
+        self._stalled += time.perf_counter() - began
 
     def advance(self, note: str) -> None:
         """Ends a step; the run stops behind the last one."""
@@ -76,10 +98,11 @@ class Clocks:
             self.rounds.append({kind: [] for kind in dict.fromkeys(CYCLE)})
             log(f"round {len(self.rounds) - 1}")
         seconds = self.rounds[-1]
-        seconds[kind_of(self._step)].append((ended[0] - self._began[0], ended[1] - self._began[1]))
-        self.verifier = VERIFIER * min((wall for wall, _ in seconds["plain"]), default=0.0)
+        wall, cpu = ended[0] - self._began[0], ended[1] - self._began[1]
+        seconds[kind_of(self._step)].append((wall, cpu, self._stalled))
+        self.verifier = VERIFIER * min((plain[0] for plain in seconds["plain"]), default=0.0)
         self._interrupt.requested = self._step == self._last - 1
-        self._began = self._now()
+        self._began, self._stalled = self._now(), 0.0
 
     def is_verified(self) -> bool:
         """Tells whether the step under way has the slow verifier."""
@@ -89,7 +112,7 @@ class Clocks:
         return time.perf_counter(), time.process_time()
 
 
-def measure(work: Work, rounds: int) -> tuple[list[dict[str, list[Seconds]]], int]:
+def measure(work: Work, rounds: int) -> tuple[list[dict[str, list[Step]]], int]:
     """Runs the loop; returns the seconds of the steps of each round by kind, and the bytes of a state."""
     config = config_of(work).model_copy(update={"checkpoint": Checkpoint(every=len(CYCLE))})
     learner, interrupt = Learner.of(config), Interrupt()
@@ -109,14 +132,16 @@ def measure(work: Work, rounds: int) -> tuple[list[dict[str, list[Seconds]]], in
             contextlib.closing(open_source(context)) as source,
         ):
             checkpoints.carry = lambda: {"metrics": writer.mark()}
+            watch = TimedWatch(config, checkpoints, root / "nonfinite")
+            watch.clocks = clocks
             state = train(
                 context,
                 learner.programs,
                 source,
                 learner.frozen,
                 learner.state,
-                writer=Writer(writer),  # type: ignore[arg-type]
-                watch=Watch(config, checkpoints, root / "nonfinite"),
+                writer=Writer(writer, clocks),  # type: ignore[arg-type]
+                watch=watch,
                 interrupt=interrupt,
                 advance=clocks.advance,
             )
