@@ -26,6 +26,7 @@ TRAIN_METRICS = {
     *("rollout_kl_loss", "clip_fraction", "ppo_kl", "grad_norm", "completion_length", "finished"),
     *("rollout_log_prob_error", "rollout_occupancy", "skipped_updates"),
 }
+TIMES = ("rollout", "rewards", "update", "rollout_tokens_per_second")
 EVAL_METRICS = {"accuracy", "correct", "reward", "accuracy_greedy"}
 
 
@@ -131,7 +132,7 @@ def test_tensorboard_has_the_same_values_and_the_times(smoke):
             if name not in ("phase", "step")
         }
         assert found == expected
-        names = {"time/rollout", "time/update", "time/rollout_tokens_per_second"} if phase == "train" else set()
+        names = {f"time/{name}" for name in TIMES} if phase == "train" else set()
         assert set(timed) == {(name, step) for name in names for step in (1, 2)}
         assert all(seconds > 0 for seconds in timed.values())
 
