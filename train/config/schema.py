@@ -31,6 +31,8 @@ class Mesh(Section):
     """Devices that split the rows and replicate the parameters."""
     fsdp: Count = 1
     """Devices that split rows and parameters."""
+    context: Count = 1
+    """Devices that split the tokens of a row, for long sequences; scoring and updates gather keys and values."""
     tensor: Count = 1
     """Devices that split heads, MLP and vocabulary."""
     slices: Count = 1

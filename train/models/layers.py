@@ -22,7 +22,7 @@ from kljax._narrow import narrow_on_cpu, read_with
 from train.models.config import LoraConfig
 from train.models.int8 import quantise
 from train.models.kernels import device_kind
-from train.models.sharding import constrain
+from train.models.sharding import axis_size, constrain
 
 Tree = TypeVar("Tree")
 EMBEDDING_STD = 0.02
@@ -75,8 +75,13 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
     Rows are flattened, which takes XLA's CPU backend two thirds of the time of a batched product.
     """
-    tokens = jnp.einsum("TI,IO->TO", x.reshape(-1, x.shape[-1]), kernel)
+    tokens = jnp.einsum("...I,IO->...O", _flat(x), kernel)
     return tokens.reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """Flattens [..., D] to tokens [T, D], unless axis context splits the tokens of a row: XLA would gather them."""
+    return x if axis_size("tokens") > 1 else x.reshape(-1, x.shape[-1])
 
 
 def over_all_tokens(function: Callable[..., jax.Array], x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -105,8 +110,7 @@ def add_low_rank(x: jax.Array, y: jax.Array, lora_a: jax.Array, lora_b: jax.Arra
       lora_b: [rank, O].
       scale: `LoraConfig.scale`.
     """
-    tokens = x.reshape(-1, x.shape[-1])
-    update = jnp.einsum("TR,RO->TO", jnp.einsum("TI,IR->TR", tokens, lora_a), lora_b).reshape(y.shape)
+    update = jnp.einsum("...R,RO->...O", jnp.einsum("...I,IR->...R", _flat(x), lora_a), lora_b).reshape(y.shape)
     # Rounds once, after the sum, if the base computes in bfloat16.
     return (y + scale * update).astype(y.dtype)
 

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 
 RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "rows": ("data", "fsdp"),
+    "tokens": "context",
     "vocab": "tensor",
     "embed": "fsdp",
     "heads": "tensor",
@@ -24,35 +25,42 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = 1, tensor: int = 1, slices: int = 1, *, devices: Sequence[jax.Device] | None = None
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    slices: int = 1,
+    *,
+    context: int = 1,
+    devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh over the first `data * fsdp * tensor` devices.
+    """A mesh over the first `data * fsdp * context * tensor` devices.
 
     With slices, each has an equal part of axis data, whose collectives alone go over the network between them.
 
     Args:
       data, fsdp, tensor: sizes of the axes.
       slices: a divisor of `data`.
+      context: size of the axis that splits the tokens of a row.
       devices: the devices to choose from; None: all devices of the run.
 
     Raises:
       ValueError: an axis below 1, fewer devices than the mesh needs, or slices that the devices do not lie in.
     """
-    shape = (data, fsdp, tensor)
+    shape = (data, fsdp, context, tensor)
     for name, size in zip((*AXES, "slices"), (*shape, slices), strict=True):
         if size < 1:
             raise ValueError(f"mesh.{name}: got {size}, expected at least 1")
     if data % slices:
         raise ValueError(f"mesh.slices: got {slices}, expected a divisor of mesh.data = {data}")
-    needed, devices = data * fsdp * tensor, jax.devices() if devices is None else devices
+    needed, devices = math.prod(shape), jax.devices() if devices is None else devices
     if needed > len(devices):
-        raise ValueError(
-            f"mesh: data={data} x fsdp={fsdp} x tensor={tensor} needs {needed} devices, "
-            f"got {len(devices)} ({devices[0].platform})"
+        sizes = " x ".join(
+            f"{name}={size}" for name, size in zip(AXES, shape, strict=True) if name != "context" or size > 1
         )
+        raise ValueError(f"mesh: {sizes} needs {needed} devices, got {len(devices)} ({devices[0].platform})")
     types = (AxisType.Auto,) * len(AXES)
     blocks = [
-        jax.make_mesh((data // slices, fsdp, tensor), AXES, axis_types=types, devices=block).devices
+        jax.make_mesh((data // slices, *shape[1:]), AXES, axis_types=types, devices=block).devices
         for block in split_slices(devices, slices, needed // slices)
     ]
     return Mesh(np.concatenate(blocks), AXES, axis_types=types)
@@ -86,7 +94,7 @@ def split_slices(devices: Sequence[jax.Device], slices: int, size: int) -> list[
 
 
 def reshape_mesh(mesh: Mesh, data: int, tensor: int) -> Mesh:
-    """Arranges the devices of a mesh, in its order, as `data x tensor`; axis fsdp has size 1.
+    """Arranges the devices of a mesh, in its order, as `data x tensor`; axes fsdp and context have size 1.
 
     One program may use both meshes, as its devices have one order.
 
@@ -95,7 +103,7 @@ def reshape_mesh(mesh: Mesh, data: int, tensor: int) -> Mesh:
     """
     if data * tensor != mesh.size:
         raise ValueError(f"rollout.mesh: got data={data} x tensor={tensor}, expected {mesh.size} devices")
-    return Mesh(mesh.devices.reshape(data, 1, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(mesh.devices.reshape(data, 1, 1, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def mesh_axes(axis: str | None, rules: Mapping[str, str | tuple[str, ...] | None] = RULES) -> tuple[str, ...]:
@@ -213,6 +221,22 @@ def split_by_hand(
         return function
     specs = tuple(map(partition_spec, in_axes))
     return jax.shard_map(function, in_specs=specs, out_specs=partition_spec(out_axes), check_vma=False)
+
+
+def divides(size: int, axis: str) -> bool:
+    """Whether the mesh which is set splits `size` entries of a logical axis into equal parts."""
+    return size % axis_size(axis) == 0
+
+
+def split_tokens(x: jax.Array) -> jax.Array:
+    """Hint that rows and tokens of an activation [B, T, ...] are split; tokens only if axis context divides them."""
+    tokens = "tokens" if divides(x.shape[1], "tokens") else None
+    return constrain(x, "rows", tokens, *(None,) * (x.ndim - 2))
+
+
+def whole_sequences(x: jax.Array) -> jax.Array:
+    """Gathers keys or values [B, S, K, H] of split sequences over axis context; the array itself without one."""
+    return constrain(x, "rows", None, "kv_heads", None) if axis_size("tokens") > 1 else x
 
 
 def axis_size(axis: str) -> int:

@@ -33,7 +33,7 @@ from train.models.cache import GroupCache, KeyValues, LayerCache, SlotCache, Sta
 from train.models.config import DecoderConfig
 from train.models.layers import Embed, InitKey, Linear, RMSNorm, in_pieces, nth_layer, scanned_layers
 from train.models.rope import RopeTables, apply_rope, rope_tables
-from train.models.sharding import constrain
+from train.models.sharding import split_tokens, whole_sequences
 
 Cache: TypeAlias = GroupCache | Sequence[GroupCache]
 
@@ -119,6 +119,8 @@ class Attention(nnx.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         rope = context.rope.for_layer(sliding)
         query, new = apply_rope(query, rope), KeyValues(apply_rope(key, rope), value)
+        if cache is None:
+            new = jax.tree.map(whole_sequences, new)
         keys: Any = new if cache is None else cache.write(new, jnp.asarray(context.column))
         options = AttentionOptions(sliding, config.attention_scale, config.attention_softcap)
         output = keys.attend(query, context.mask, options)
@@ -175,7 +177,7 @@ class DecoderLayer(nnx.Module):
         else:
             x = x + mixed
             x = x + self.mlp(self.post_attention_layernorm(x))
-        return constrain(x, "rows", None, None), new
+        return split_tokens(x), new
 
 
 class Transformer(nnx.Module):
@@ -363,7 +365,7 @@ class Transformer(nnx.Module):
         if config.embed_scale is not None:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         # Drops padding values, NaN included: attention weights of 0 would not.
-        x = constrain(jnp.where(real[..., None], x, 0), "rows", None, None)
+        x = split_tokens(jnp.where(real[..., None], x, 0))
         rope = rope_tables(config, positions, x.dtype) if rope is None else rope
         context = LayerContext(mask, rope, column)
         new: Any

@@ -138,11 +138,12 @@ def config_on_slices(path: str, overrides: Sequence[str], topology: Topology, *,
         mesh = loaded.config.mesh
     if mesh.slices != slices:
         raise UserError(f"mesh.slices: got {mesh.slices}, but --slices is {slices}; set both to the same")
-    size = mesh.data * mesh.fsdp * mesh.tensor
+    size = mesh.data * mesh.fsdp * mesh.context * mesh.tensor
     if size != topology.size:
+        context = f" x context={mesh.context}" if mesh.context > 1 else ""
         raise UserError(
-            f"mesh: data={mesh.data} x fsdp={mesh.fsdp} x tensor={mesh.tensor} has {size} devices, but {topology} has "
-            f"{topology.size}; set the mesh to as many, or let --search find one"
+            f"mesh: data={mesh.data} x fsdp={mesh.fsdp}{context} x tensor={mesh.tensor} has {size} devices, but "
+            f"{topology} has {topology.size}; set the mesh to as many, or let --search find one"
         )
     return loaded
 

@@ -210,7 +210,9 @@ def tables(hardware: HardwareReport) -> list[Table]:
 def summary(hardware: HardwareReport) -> list[str]:
     """Returns the answer in a few lines: the layout, whether it fits, and the least time."""
     device, peak = hardware.topology.device, hardware.peak
-    mesh = " x ".join(f"{name}={size}" for name, size in hardware.mesh.items() if name != "slices" or size > 1)
+    mesh = " x ".join(
+        f"{name}={size}" for name, size in hardware.mesh.items() if name not in ("context", "slices") or size > 1
+    )
     needs = f"{peak.name} needs {_gib(peak.total)} GiB of {_gib(hardware.usable)} on a device"
     refused = [program for program in hardware.programs if program.refused]
     verdict = f"fits: {needs}" if hardware.fits else f"does not fit: {needs}"

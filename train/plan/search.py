@@ -72,10 +72,12 @@ def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -
       topology: every mesh has all of its devices.
     """
     start = load(path, overrides).config
-    most = start.rows_per_batch() // start.optim.updates_per_batch
-    for (data, fsdp, tensor), parts, remat in itertools.product(_meshes(topology), _divisors(most), REMAT):
+    most, context = start.rows_per_batch() // start.optim.updates_per_batch, start.mesh.context
+    split = f", context: {context}" if context > 1 else ""
+    meshes = _meshes(topology.size // context, topology.slices)
+    for (data, fsdp, tensor), parts, remat in itertools.product(meshes, _divisors(most), REMAT):
         changed = (
-            f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}, slices: {topology.slices}}}",
+            f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}, slices: {topology.slices}{split}}}",
             f"optim.micro_batches={parts}",
             f"model.remat={remat}",
         )
@@ -88,10 +90,10 @@ def candidates(path: str | Path, overrides: Sequence[str], topology: Topology) -
             yield found
 
 
-def _meshes(topology: Topology) -> Iterator[tuple[int, int, int]]:
-    for tensor in _divisors(topology.size // topology.slices):
-        for fsdp in _divisors(topology.size // topology.slices // tensor):
-            yield topology.size // fsdp // tensor, fsdp, tensor
+def _meshes(size: int, slices: int) -> Iterator[tuple[int, int, int]]:
+    for tensor in _divisors(size // slices):
+        for fsdp in _divisors(size // slices // tensor):
+            yield size // fsdp // tensor, fsdp, tensor
 
 
 def _divisors(number: int) -> list[int]:
@@ -102,7 +104,8 @@ def _estimated(overrides: tuple[str, ...], config: Config, topology: Topology) -
     """Counts what stays in memory, two gradients, and the inputs of all layers of a micro-batch."""
     run, mesh, optim = abstract_run(config, topology), config.mesh, config.optim
     model = run.context.model.config
-    tokens = config.rows_per_micro_batch() * (config.data.max_prompt_length + config.data.max_completion_length)
+    length = config.data.max_prompt_length + config.data.max_completion_length
+    tokens = config.rows_per_micro_batch() * length // mesh.context
     width = 2 if model.dtype == "bfloat16" else 4
     saved = tokens * model.layers * model.width * width
     if model.remat == "dots":

@@ -16,7 +16,7 @@ from train.config.plan import ROWS, Layout
 from train.models import Decoder, Transformer, ValueHead
 from train.models.attention import PackedRows
 from train.models.layers import in_pieces, narrow_logits
-from train.models.sharding import constrain, mesh_is_set, param_shardings, partition_spec
+from train.models.sharding import axis_size, constrain, divides, mesh_is_set, param_shardings, partition_spec
 
 Tree = Any
 
@@ -205,23 +205,30 @@ def make_logits(model: Decoder, params: Tree) -> Callable[[jax.Array, jnp.dtype]
     return logits
 
 
-def _lm_head(model: Decoder, params: Tree, tile: kljax.Tile | None) -> kljax.Head:
-    """Returns the LM head as the parameters store it, with the cap of the model and the sharding of the mesh."""
+def _lm_head(model: Decoder, params: Tree, tile: kljax.Tile | None, columns: int) -> kljax.Head:
+    """Returns the LM head as the parameters store it, with the cap of the model and the sharding of the mesh.
+
+    Args:
+      columns: scored columns of a row.
+    """
     return kljax.Head(
         stored_head(model, params),
         softcap=model.config.final_softcap,
         layout="vd" if model.config.tie_embeddings else "dv",
-        sharding=_head_sharding(model),
+        sharding=_head_sharding(model, columns),
         tile=tile,
     )
 
 
-def _head_sharding(model: Decoder) -> kljax.HeadSharding | None:
-    """Returns the sharding of rows and head on the mesh; None if no mesh is set."""
+def _head_sharding(model: Decoder, columns: int) -> kljax.HeadSharding | None:
+    """Returns the sharding of rows, columns and head on the mesh; None if no mesh is set."""
     if not mesh_is_set():
         return None
     axes = ("vocab", "embed") if model.config.tie_embeddings else ("embed", "vocab")
-    return kljax.HeadSharding(tokens=partition_spec(("rows",)), head=partition_spec(axes))
+    split = axis_size("tokens") > 1 and divides(columns, "tokens")
+    return kljax.HeadSharding(
+        tokens=partition_spec(("rows", "tokens") if split else ("rows",)), head=partition_spec(axes)
+    )
 
 
 def token_stats(
@@ -283,7 +290,8 @@ def token_stats(
     if hidden is None:
         hidden = hidden_states(model, policy, tokens, token_mask, layout=layout, segment_ids=segment_ids, packed=packed)
     inputs = _head_inputs(hidden, tokens, token_mask if mask is None else mask, layout, reference)
-    stats = score(head=_lm_head(model, policy.params, tile), temperature=temperature, entropy=entropy, **inputs)
+    head = _lm_head(model, policy.params, tile, tokens.shape[1] - layout.prompt_length)
+    stats = score(head=head, temperature=temperature, entropy=entropy, **inputs)
     return _from_first(stats, layout), hidden
 
 
@@ -362,7 +370,7 @@ def fused_loss(
     first = layout.prompt_length
     loss, metrics = kljax.token_loss_from_hidden(
         **_head_inputs(hidden, tokens, mask, layout, reference),
-        head=_lm_head(model, policy.params, tile),
+        head=_lm_head(model, policy.params, tile, tokens.shape[1] - first),
         token_loss=token_loss,
         per_token=jax.tree.map(lambda x: x[:, first:] if x.ndim else x, per_token),
         temperature=temperature,

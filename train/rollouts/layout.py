@@ -117,17 +117,21 @@ class SamplingLayout:
     def _halfway(self, part: str) -> Tree:
         """Makes shardings between those of the update and those for sampling, which every leaf passes through.
 
-        Where tensor grows, a part of axis fsdp moves to it first: an all-to-all. Without this step the partitioner of
-        XLA may hold whole leaves on every device ("involuntary full rematerialization").
+        Where tensor grows, a part of axis context moves to it first, whose devices hold the same weights, then a part
+        of axis fsdp: an all-to-all. Without this step the partitioner of XLA may hold whole leaves on every device
+        ("involuntary full rematerialization").
         """
-        data, fsdp, tensor = (self._training.shape[name] for name in AXES)
-        split = max(self.mesh.shape["tensor"] // tensor, 1)
-        devices = self._training.devices.reshape(data, fsdp // split, split, tensor)
-        mesh = Mesh(devices, ("data", "fsdp", "split", "tensor"), axis_types=(AxisType.Auto,) * 4)
+        data, fsdp, context, tensor = (self._training.shape[name] for name in AXES)
+        growth = max(self.mesh.shape["tensor"] // tensor, 1)
+        near = math.gcd(growth, context)
+        split = math.gcd(growth // near, fsdp)
+        devices = self._training.devices.reshape(data, fsdp // split, split, context // near, near, tensor)
+        names = ("data", "fsdp", "split", "context", "near", "tensor")
+        mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
         describe = abstract_params if part == "params" else abstract_adapter
 
         def sharding_of(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-            spec = (("tensor", "split") if axis == "tensor" else axis for axis in leaf.sharding.spec)
+            spec = (("split", "near", "tensor") if axis == "tensor" else axis for axis in leaf.sharding.spec)
             return NamedSharding(mesh, PartitionSpec(*spec))
 
         return jax.tree.map(sharding_of, describe(self.model, self._training))

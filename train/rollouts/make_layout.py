@@ -41,7 +41,7 @@ def make_layout(
     sampler = Decoder(dataclasses.replace(model.config, dtype=section.dtype or model.config.dtype))
 
     def layout_of(tensor: int | None) -> SamplingLayout:
-        if tensor is None or (mesh.shape["fsdp"] == 1 and mesh.shape["tensor"] == tensor):
+        if tensor is None or (mesh.shape["fsdp"] * mesh.shape["context"] == 1 and mesh.shape["tensor"] == tensor):
             target = mesh
         else:
             target = reshape_mesh(mesh, devices // tensor, tensor)
@@ -65,7 +65,7 @@ def make_layout(
             [option_of(tensor) for tensor in tensors],
             resident=resident,
             memory=memory,
-            gathers=mesh.shape["fsdp"] > 1,
+            gathers=mesh.shape["fsdp"] * mesh.shape["context"] > 1,
             narrows=not SamplingLayout(mesh, mesh, sampler).in_place,
         )
     layout = layout_of(choice.tensor)

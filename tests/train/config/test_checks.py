@@ -39,7 +39,7 @@ HEADS = "model={heads: 8, kv_heads: 8}"
 SAMPLING_MESHES = [
     (
         (MESH, "rollout.mesh={data: 2, tensor: 2}"),
-        "rollout.mesh: got data=2 x tensor=2 = 4 devices, expected the 8 of mesh.data x mesh.fsdp x mesh.tensor",
+        "rollout.mesh: got data=2 x tensor=2 = 4 devices, expected the 8 of mesh.data x mesh.fsdp x mesh.context x ",
     ),
     (
         (MESH, "rollout.mesh={data: 2, tensor: 4}"),

@@ -33,8 +33,8 @@ CONFIG = DecoderConfig(
 
 def test_a_mesh_takes_the_first_devices_and_auto_axes():
     mesh = make_mesh(2, 1, 2)
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
-    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "context": 1, "tensor": 2}
+    assert mesh.axis_types == (AxisType.Auto,) * 4
     assert set(mesh.devices.flat) == set(jax.devices()[:4])
 
 
@@ -47,7 +47,7 @@ def test_a_mesh_that_cannot_be_is_explained():
 
 def test_slices_split_the_data_axis_first():
     mesh = make_mesh(4, 1, 2, slices=2)
-    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "tensor": 2}
+    assert dict(mesh.shape) == {"data": 4, "fsdp": 1, "context": 1, "tensor": 2}
     first, second = jax.devices()[:4], jax.devices()[4:]
     assert set(mesh.devices[:2].flat) == set(first)
     assert set(mesh.devices[2:].flat) == set(second)

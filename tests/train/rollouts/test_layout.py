@@ -75,7 +75,7 @@ def test_tokens_are_those_of_one_device(one_device, training, sampling):
     context = context_on(training, sampling_mesh(*sampling))
     samples = sampled(context)
     assert not context.layout.in_place
-    assert dict(context.layout.mesh.shape) == {"data": sampling[0], "fsdp": 1, "tensor": sampling[1]}
+    assert dict(context.layout.mesh.shape) == {"data": sampling[0], "fsdp": 1, "context": 1, "tensor": sampling[1]}
     np.testing.assert_array_equal(samples.tokens, one_device.tokens)
     np.testing.assert_array_equal(samples.completion_mask, one_device.completion_mask)
     np.testing.assert_allclose(samples.log_probs, one_device.log_probs, atol=2e-6)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from train.config.checks.problem import Problem, problem
 from train.config.model import BYTE_VOCABULARY, PRESETS
+from train.config.plan import Layout
 from train.config.schema import Config
 
 SPLIT_BY_TENSOR = ("heads", "kv_heads", "mlp_width", "vocab_size")
@@ -41,6 +42,26 @@ def _slices(config: Config) -> Iterator[Problem]:
     mesh = config.mesh
     if mesh.data % mesh.slices:
         yield problem(f"got {mesh.slices}, expected a divisor of mesh.data = {mesh.data}", "mesh.slices", "mesh.data")
+
+
+def _context(config: Config) -> Iterator[Problem]:
+    context, group = config.mesh.context, Layout.of(config).group
+    if context == 1:
+        return
+    for name in ("max_prompt_length", "max_completion_length"):
+        length = getattr(config.data, name)
+        if length % context:
+            yield problem(
+                f"got {length}, expected a multiple of mesh.context = {context}", f"data.{name}", "mesh.context"
+            )
+    if group > 1:
+        line = (
+            f"got true with mesh.context = {context}, but rows that share a prompt are not split by tokens; set false"
+        )
+        yield problem(line, "optim.share_prompts", "mesh.context")
+    if config.optim.packing:
+        line = f"got true with mesh.context = {context}, but packed rows are not split by tokens; set false"
+        yield problem(line, "optim.packing", "mesh.context")
 
 
 def divisions(shape: Mapping[str, int], config: Config) -> Iterator[tuple[str, str]]:
@@ -82,12 +103,12 @@ def _sampling_mesh(config: Config) -> Iterator[Problem]:
             yield problem(line, "rollout.in_place", f"rollout.{name}")
     if sampling is None:
         return
-    fields = ("rollout.mesh.data", "rollout.mesh.tensor", "mesh.data", "mesh.fsdp", "mesh.tensor")
-    devices = mesh.data * mesh.fsdp * mesh.tensor
+    fields = ("rollout.mesh.data", "rollout.mesh.tensor", "mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor")
+    devices = mesh.data * mesh.fsdp * mesh.context * mesh.tensor
     if sampling.data * sampling.tensor != devices:
         line = (
             f"got data={sampling.data} x tensor={sampling.tensor} = {sampling.data * sampling.tensor} devices, "
-            f"expected the {devices} of mesh.data x mesh.fsdp x mesh.tensor"
+            f"expected the {devices} of mesh.data x mesh.fsdp x mesh.context x mesh.tensor"
         )
         yield Problem(fields, f"rollout.mesh: {line}")
         return
@@ -162,4 +183,4 @@ def _quantization(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_rows, _slices, _divisions, _sampling_mesh, _host_memory, _folder, _trained_dtype, _quantization)
+CHECKS = (_rows, _slices, _context, _divisions, _sampling_mesh, _host_memory, _folder, _trained_dtype, _quantization)

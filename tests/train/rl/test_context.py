@@ -1,0 +1,130 @@
+"""A mesh whose axis context splits the tokens of a row: the numbers of one device, and errors before device work."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import kljax
+from tests import tiny
+from train.config.errors import ConfigError
+from train.models import attention, kernels
+from train.models.attention import AttentionOptions, attend, causal_mask
+from train.models.kernels import splash_attention
+from train.models.sharding import make_mesh
+from train.rl.keys import purpose_key
+from train.rl.objective import coefficients
+from train.rl.policy import hidden_states, init_params
+from train.rl.reference import Reference
+from train.rl.step import make_prepare, make_score, make_update, update_rows
+from train.run.setup import first_state
+
+PROMPT = tiny.PROMPT - 1
+OPTIONS = (
+    f"data.max_prompt_length={PROMPT}",
+    *("model.heads=4", "model.kv_heads=2", "optim.share_prompts=false", "optim.micro_batches=2"),
+    *("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.05"),
+)
+MESHES = ({"context": 2}, {"context": 4}, {"fsdp": 2, "context": 2}, {"context": 2, "tensor": 2})
+
+
+def keep_gradient():
+    """An optimizer that changes nothing and whose state is the last gradient."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda gradient, state, params: (jax.tree.map(jnp.zeros_like, gradient), gradient),
+    )
+
+
+@functools.cache
+def updated(mesh_shape, options=()):
+    """Scored log-probs, loss and gradient of one update on a mesh."""
+    config, mesh = tiny.config_of(*OPTIONS, *options), make_mesh(**dict(mesh_shape))
+    model, optimizer = tiny.model_of(config), keep_gradient()
+    with jax.set_mesh(mesh):
+        params = init_params(model, jax.random.key(0), mesh)
+        reference = Reference(model, kljax.Policy(init_params(model, jax.random.key(1), mesh)))
+        state = first_state(config, model, mesh, params, optimizer)
+        # Rows of 4 + 4 tokens: a column of prompts less than in other tests.
+        batch = jax.tree.map(lambda x: x[:, 1:] if x.ndim > 1 else x, tiny.rollout_batch())
+        batch = make_score(config, model, mesh)(state.trainable, None, reference, batch)
+        scored = batch.ref_log_probs
+        batch, _, _ = make_prepare(config, mesh)(batch, state.controllers)
+        (rows,) = update_rows(config, purpose_key(0, "rows"))
+        state, metrics = make_update(config, model, optimizer, state, mesh)(
+            state, None, batch, rows, coefficients(config)
+        )
+        return jax.device_get((scored, metrics["loss"], state.opt_state["params"]))
+
+
+def assert_close(actual, expected):
+    scale = max(np.abs(x).max() for x in jax.tree.leaves(expected))
+    chex.assert_trees_all_close(actual, expected, rtol=0, atol=2e-6 * scale)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_loss_and_gradients_are_those_of_one_device(mesh):
+    expected, found = updated(()), updated(tuple(mesh.items()))
+    assert np.abs(expected[0]).max() > 1
+    for actual, one in zip(found, expected, strict=True):
+        assert_close(actual, one)
+
+
+def test_tokens_are_split_and_no_device_scores_those_of_another():
+    config, mesh = tiny.config_of(*OPTIONS), make_mesh(context=4)
+    model, batch = tiny.model_of(config), jax.tree.map(lambda x: x[:, 1:] if x.ndim > 1 else x, tiny.rollout_batch())
+    with jax.set_mesh(mesh):
+        params = init_params(model, jax.random.key(0), mesh)
+
+        def run(params):
+            return hidden_states(model, kljax.Policy(params), batch.tokens, batch.token_mask)
+
+        compiled = jax.jit(run).lower(params).compile()
+        hidden, text = compiled(params), compiled.as_text()
+    assert hidden.sharding.shard_shape(hidden.shape) == (tiny.ROWS, 2, 16)
+    # The activations of the MLP of a device: two of its eight tokens.
+    assert "f32[8,2,24]" in text
+    assert not re.search(r"f32\[(64|8,8),24\]", text)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_splash_attention_of_split_queries_is_that_of_whole_ones(window, monkeypatch):
+    """Interpreted: what the kernel computes, not how fast."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, key, value, slope = (jax.random.normal(k, (2, 256, n, 8)) for k, n in zip(keys, (4, 2, 2, 4), strict=True))
+    real = jnp.arange(256) >= jnp.array([[0], [37]])
+    mask, options = causal_mask(real, None, window), AttentionOptions(window is not None)
+
+    def results(query, key, value):
+        output, pull = jax.vjp(lambda *qkv: attend(*qkv, mask, options), query, key, value)
+        return output, *pull(slope)
+
+    run = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    expected = run(functools.partial(results))(query, key, value)
+    monkeypatch.setattr(attention, "splash_attention", functools.partial(splash_attention, interpret=True))
+    monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
+    with jax.set_mesh(make_mesh(context=2, tensor=2)):
+        found = run(functools.partial(results))(query, key, value)
+    chex.assert_trees_all_close(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("data.max_completion_length=6",),
+            "data.max_completion_length: got 6, expected a multiple of mesh.context = 4",
+        ),
+        (("data.max_prompt_length=5",), "data.max_prompt_length: got 5, expected a multiple of mesh.context = 4"),
+        (("optim.packing=true",), "optim.packing: got true with mesh.context = 4"),
+        (("optim.share_prompts=true",), "optim.share_prompts: got true with mesh.context = 4"),
+    ],
+)
+def test_what_the_axis_does_not_divide_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tiny.config_of(*OPTIONS, "mesh.context=4", *overrides)
