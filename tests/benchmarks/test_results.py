@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import quickstart
+from benchmarks import overhead, quickstart
 from benchmarks.harness.results import Measured, Result
 from benchmarks.harness.suite import Suite, markdown
 from benchmarks.suites.aot import plans
@@ -57,6 +57,12 @@ def test_the_price_of_a_limit() -> None:
 def test_two_checkouts() -> None:
     found, text = read("train-step-linen-cpu")
     assert render(ModelSuite("step"), found, Work) == text
+
+
+def test_the_overhead_of_a_step() -> None:
+    found, text = read("overhead-cpu")
+    assert overhead.markdown(found) == text
+    assert [check.as_json() for check in overhead.checks(found)] == found["targets"]
 
 
 @pytest.mark.parametrize("name", ["quickstart-cpu", "quickstart-cpu-newest", "quickstart-fooled-cpu"])
