@@ -162,7 +162,7 @@ def test_a_worker_answers_and_survives_errors(tmp_path):
     assert loaded == {"result": None}
     assert len(timed["result"]["run"]) == 2
     assert unknown == {"error": "KeyError: 'nothing'"}
-    expected = "arrays, compare, device_peak, outputs, peak, prepare, run, save, temporary, versions"
+    expected = "arrays, compare, device_peak, outputs, peak, prepare, redraw, run, save, temporary, versions"
     assert wrong == {"error": f"ValueError: do: got 'dance', expected load or one of {expected}"}
     assert set(versions["result"]) == {"jax", "kljax"}
 
