@@ -47,7 +47,7 @@ def test_the_layout_is_chosen_by_the_memory_of_the_device(topology):
     found = plan(topology)
     expected = {
         "v5p:4x4x4": {"data": 16, "fsdp": 1, "context": 1, "tensor": 4},
-        "h200:8": {"data": 8, "fsdp": 1, "tensor": 1},
+        "h200:8": {"data": 8, "fsdp": 1, "context": 1, "tensor": 1},
     }
     assert found["mesh"] == expected[topology]
     assert "no decode step gathers weights, and both layouts fit" in found["line"]
