@@ -64,8 +64,8 @@ def two_writers(place: Path) -> str:
 
 FAULTS = [
     *(
-        Fault("two processes", f"two starts at one moment, {number}", functools.partial(one_moment, number=number))
+        Fault("two starts", f"two starts at one moment, {number}", functools.partial(one_moment, number=number))
         for number in range(ROUNDS)
     ),
-    Fault("two processes", "--resume while the run is alive", two_writers),
+    Fault("two starts", "--resume while the run is alive", two_writers),
 ]
