@@ -15,7 +15,7 @@ from benchmarks.suites.aot import plans
 from benchmarks.suites.head.problem import Options, Size
 from benchmarks.suites.head.rates import Rates
 from benchmarks.suites.head.suite import HeadSuite
-from benchmarks.suites.model import limits, long_tail
+from benchmarks.suites.model import limits, long_tail, packed
 from benchmarks.suites.model.problem import Work
 from benchmarks.suites.model.suite import ModelSuite
 
@@ -52,6 +52,11 @@ def test_whole_models(name: str, part: str) -> None:
 def test_the_price_of_a_limit() -> None:
     found, text = read("rollout-limits-cpu")
     assert limits.markdown(found) == text
+
+
+def test_packed_rows() -> None:
+    found, text = read("update-packed-cpu")
+    assert packed.markdown(found) == text
 
 
 def test_two_checkouts() -> None:

@@ -149,7 +149,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     ]
     verdicts = [[one.title, one.value, one.other, f"at most {one.limit:g}", one.verdict] for one in checks(report)]
     columns = (("in CPU seconds", ""), ("measured", ".2f"), ("wall clock", ".2f"), ("target", ""), ("", ""))
-    return join(["### Packed rows", table(COLUMNS, rows), table(columns, verdicts)])
+    return join(["### Packed and padded rows", table(COLUMNS, rows), table(columns, verdicts)])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
