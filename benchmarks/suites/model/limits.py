@@ -22,6 +22,7 @@ from benchmarks.harness.race import race_programs
 from benchmarks.harness.report import join, table, where
 from benchmarks.harness.results import Check, ratio
 from benchmarks.suites.model.kljax import model_of
+from benchmarks.suites.model.long_tail import draw_lengths, draw_prompts
 from benchmarks.suites.model.problem import Work
 from train.models.sharding import make_mesh
 from train.rl.policy import init_params
@@ -56,13 +57,11 @@ class Lengths:
 
     def tokens(self) -> np.ndarray:
         """Returns `[rows]` int32, the tokens of each completion."""
-        drawn = self.median * np.exp(self.sigma * np.random.default_rng(0).normal(size=self.rows))
-        return np.clip(np.rint(drawn), 1, self.longest).astype(np.int32)
+        return draw_lengths(self.rows, self.median, self.sigma, self.longest)
 
     def prompts(self) -> np.ndarray:
         """Draws `[rows / group, prompt_length]` int32 ids."""
-        shape = (self.rows // self.group, self.prompt_length)
-        return np.random.default_rng(1).integers(0, self.vocab, shape, np.int32)
+        return draw_prompts(self.rows // self.group, self.prompt_length, self.vocab)
 
 
 class Problem:

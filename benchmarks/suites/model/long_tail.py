@@ -55,13 +55,22 @@ class Tail:
 
     def lengths(self) -> np.ndarray:
         """Returns `[rows]` int32, the tokens of each completion."""
-        drawn = self.median * np.exp(self.sigma * np.random.default_rng(0).normal(size=self.rows))
-        return np.clip(np.rint(drawn), 1, self.max_new_tokens).astype(np.int32)
+        return draw_lengths(self.rows, self.median, self.sigma, self.max_new_tokens)
 
     def prompts(self) -> np.ndarray:
         """Draws `[rows / group, prompt_length]` int32 ids."""
-        shape = (self.rows // self.group, self.prompt_length)
-        return np.random.default_rng(1).integers(0, self.vocab, shape, np.int32)
+        return draw_prompts(self.rows // self.group, self.prompt_length, self.vocab)
+
+
+def draw_lengths(rows: int, median: float, sigma: float, longest: int) -> np.ndarray:
+    """Returns `[rows]` int32, lognormal numbers of tokens of this median and spread, from 1 to `longest`."""
+    drawn = median * np.exp(sigma * np.random.default_rng(0).normal(size=rows))
+    return np.clip(np.rint(drawn), 1, longest).astype(np.int32)
+
+
+def draw_prompts(prompts: int, length: int, vocab: int) -> np.ndarray:
+    """Returns `[prompts, length]` int32 ids below `vocab`."""
+    return np.random.default_rng(1).integers(0, vocab, (prompts, length), np.int32)
 
 
 def programs_of(tail: Tail) -> Programs:
