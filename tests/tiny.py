@@ -22,7 +22,9 @@ from train.models.sharding import make_mesh
 from train.rl.batch import Batch
 from train.rl.host_memory import make_run_optimizer
 from train.rl.state import TrainState
+from train.rollouts.collect import Rollout, judge_rows, shard_completions
 from train.rollouts.context import RunContext
+from train.rollouts.source import Completions
 from train.run.setup import first_state
 from train.weights.model import make_model
 
@@ -126,6 +128,11 @@ def full_batch(log_probs: np.ndarray, seed: int = 0) -> Batch:
         returns=field(0.0, 1.0),
         token_weights=kljax.token_weights(mask, mode="token_mean"),
     )
+
+
+def rollout_of(context: RunContext, completions: Completions) -> Rollout:
+    """Shards the rows of completions over the devices, and judges them."""
+    return judge_rows(context, shard_completions(context, completions))
 
 
 def context_of(config: Config, **changes: Any) -> RunContext:

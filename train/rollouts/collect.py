@@ -96,11 +96,6 @@ def _record(context: RunContext, rollout: Rollout, directory: Path, step: int) -
     on_leader("recording", lambda: write_rows(directory, step, rows))
 
 
-def make_rollout(context: RunContext, completions: Completions) -> Rollout:
-    """Shards the rows of completions over the devices, and judges them."""
-    return judge_rows(context, shard_completions(context, completions))
-
-
 def shard_completions(context: RunContext, completions: Completions) -> Drawn:
     """Shards the rows of completions over the devices; does not wait for a device that samples."""
     section = context.config.rollout

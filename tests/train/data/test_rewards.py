@@ -11,7 +11,6 @@ from train.config.errors import UserError
 from train.config.load import parse
 from train.data.tasks import Example, Task, load_task
 from train.data.tasks.rewards import compose, judge, overlong
-from train.rollouts.collect import make_rollout
 from train.rollouts.source import Completions
 
 EXAMPLES = [Example(f"{a}+{b}=", str(a + b), str(a + b)) for a, b in ((1, 2), (3, 4), (5, 5), (0, 8))]
@@ -118,7 +117,7 @@ def test_a_batch_is_trained_on_the_composed_reward_and_logs_every_name():
         texts=["x"] * rows,
         finished=np.ones(rows, bool),
     )
-    rollout = make_rollout(context, completions)
+    rollout = tiny.rollout_of(context, completions)
     expected = 2 - 0.5 * mask.sum(1) / longest
     np.testing.assert_allclose(np.asarray(rollout.batch.rewards), expected, rtol=1e-6)
     np.testing.assert_allclose(rollout.metrics["length_penalty"], (expected - 2).mean(), rtol=1e-6)

@@ -9,7 +9,6 @@ from tests import tiny
 from train.data.tasks import Task
 from train.data.tasks.task import Example
 from train.rollouts import SourceError
-from train.rollouts.collect import make_rollout
 from train.rollouts.source import Completions
 
 EXAMPLES = [Example("1+1=", "2", "2")] * 4
@@ -35,7 +34,7 @@ def completions_of(**changes) -> Completions:
 def collected(completions: Completions):
     config = tiny.config_of("rollout.samples_per_prompt=2")
     task = Task("fixed", EXAMPLES, EXAMPLES, lambda example, text, finished: {"reward": 1.0, "correct": 1.0})
-    return make_rollout(tiny.context_of(config, task=task), completions)
+    return tiny.rollout_of(tiny.context_of(config, task=task), completions)
 
 
 def test_rows_that_fit_are_taken_whatever_lies_under_the_mask() -> None:

@@ -12,7 +12,6 @@ from train.rl.objective import make_preparation
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_score
 from train.rollouts import JaxSource
-from train.rollouts.collect import make_rollout
 from train.rollouts.server import Client
 from train.run.loop import Programs, rl_step
 from train.weights.orbax import Checkpoints
@@ -71,7 +70,7 @@ def test_completions_of_vllm_are_weighted_by_default():
         client.close()
     (entry,) = context.config.correction
     assert (entry.type, entry.max_weight) == ("truncated_importance_weights", 2.0)
-    rollout = make_rollout(context, completions)
+    rollout = tiny.rollout_of(context, completions)
     score = make_score(context.config, context.model, context.mesh)
     prepare, mask = jax.jit(make_preparation(context.config)), np.asarray(rollout.batch.completion_mask)
     found = {}
