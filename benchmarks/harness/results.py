@@ -117,7 +117,7 @@ def ratio(value: float | None, other: float | None) -> float | None:
     return None if value is None or not other else value / other
 
 
-def check(target: Target, title: str, results: Mapping[str, Result], *, large: bool, digits: int = 2) -> Check:
+def check(target: Target, title: str, results: Mapping[str, Result], *, large: bool = False, digits: int = 2) -> Check:
     """Compares the results of two contenders with a target."""
     limit = target.large_limit if large and target.large_limit is not None else target.limit
     measure, missing = target.measure, "not measured"
