@@ -13,7 +13,7 @@ import multiprocessing
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -135,6 +135,14 @@ def measure(folder: pathlib.Path, overrides: Sequence[str]) -> dict[str, int]:
     return peaks
 
 
+def markdown(report: Mapping[str, Any]) -> str:
+    """Returns the conditions and the table."""
+    weights = report["weights"]
+    rows = [[name, peak, peak / weights] for name, peak in report["peaks"].items()]
+    head = f"{CONFIG} with a small batch; {weights / 2**20:,.0f} MiB of weights in bfloat16."
+    return join([where(report), head, table(COLUMNS, rows)])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 where the system does not tell the memory of a process."""
     parser = cli.make_parser("memory", __doc__)
@@ -163,9 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "weights": weights,
         "peaks": peaks,
     }
-    rows = [[name, peak, peak / weights] for name, peak in peaks.items()]
-    head = f"{CONFIG} with a small batch; {weights / 2**20:,.0f} MiB of weights in bfloat16."
-    return cli.finish(options, join([where(report), head, table(COLUMNS, rows)]), report, [])
+    return cli.finish(options, markdown(report), report, [])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import overhead, quickstart
+from benchmarks import memory, overhead, quickstart
 from benchmarks.harness.results import Measured, Result
 from benchmarks.harness.suite import Suite, markdown
 from benchmarks.suites.aot import plans
@@ -62,6 +62,11 @@ def test_packed_rows() -> None:
 def test_two_checkouts() -> None:
     found, text = read("train-step-linen-cpu")
     assert render(ModelSuite("step"), found, Work) == text
+
+
+def test_the_memory_of_a_recipe() -> None:
+    found, text = read("memory-cpu")
+    assert memory.markdown(found) == text
 
 
 def test_the_overhead_of_a_step() -> None:
