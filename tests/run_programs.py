@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from train.config.schema import Config
 from train.models import Decoder
+from train.references import store
 from train.rollouts import jax_source
 from train.run import loop, warm_start
 
@@ -23,6 +24,7 @@ def shared_by_runs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("make_score", "make_prepare", "make_update", "make_control"):
             patch.setattr(loop, name, _once(getattr(loop, name), _step_key))
+        patch.setattr(store, "make_reference_score", _once(store.make_reference_score, _step_key))
         patch.setattr(jax_source, "sampling_program", _once(jax_source.sampling_program, _sampler_key))
         patch.setattr(warm_start, "make_step", _once(warm_start.make_step, _warm_start_key))
         yield

@@ -67,6 +67,7 @@ class Plan:
       moving: the placements whose coefficient changes during the run.
       reference: whether a term or a metric reads the reference.
       ref_log_probs: whether one reads its log-probs of the sampled tokens; the exact KL does not.
+      keeps_ref_log_probs: whether these are kept for the rows of a recording, which the reference then scores once.
       exact_loss: whether the loss has the exact KL, which reads the hidden states of the reference.
       exact_reward: whether the reward has the exact KL.
       shares_head: whether policy and reference share the LM head, which is then frozen.
@@ -89,6 +90,7 @@ class Plan:
     moving: tuple[str, ...]
     reference: bool
     ref_log_probs: bool
+    keeps_ref_log_probs: bool
     exact_loss: bool
     exact_reward: bool
     shares_head: bool
@@ -205,6 +207,12 @@ def _signature(section: Algorithm, table: Mapping[str, str]) -> Signature:
     return read_signature(section.function if isinstance(section, UserFunction) else table[section.type])
 
 
+def follows_policy(config: Config) -> bool:
+    """Whether the reference changes during the run."""
+    section = config.reference
+    return section.source == "ema" or getattr(section, "refresh_every", None) is not None
+
+
 def is_on(term: RewardKL | LossKL | AdvantageKL) -> bool:
     """Whether a term of the KL is part of the objective: its coefficient is above 0, or can come there."""
     return term.coef > 0 or term.controller.type in FROM_ZERO
@@ -237,6 +245,7 @@ def _plan(config: Config) -> Plan:
         moving=tuple(name for name in on if terms[name].controller.type != DEFAULT_CONTROLLER.type),
         reference=ref_log_probs or bool(on),
         ref_log_probs=ref_log_probs,
+        keeps_ref_log_probs=ref_log_probs and "exact" not in on.values() and _rows_return_alike(config),
         exact_loss=on.get("loss") == "exact",
         exact_reward=on.get("reward") == "exact",
         shares_head=config.lora is not None and config.reference.source != "checkpoint",
@@ -253,6 +262,16 @@ def _plan(config: Config) -> Plan:
         whole_update=loss is not None and "axis_name" in loss,
         treats_tokens_alone=loss is None or _treats_tokens_alone(config.loss, loss),
     )
+
+
+def _rows_return_alike(config: Config) -> bool:
+    """Whether rows come back in every epoch, and a constant reference would score them as before, bit by bit.
+
+    The places of a row in packed rows depend on the other rows of its batch, and so does the rounding.
+    """
+    source = config.rollout.source
+    recorded = source.type == "file" and source.max_reference_mib > 0
+    return recorded and not follows_policy(config) and not config.optim.packing
 
 
 def _treats_tokens_alone(section: Algorithm, loss: Signature) -> bool:

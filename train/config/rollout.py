@@ -59,6 +59,8 @@ class FileSource(Section):
     """file: JSON lines or Parquet, one completion per row, or a directory of files, as `rollout.record` writes."""
     shuffle: bool = True
     """file: shuffle the prompts anew in every epoch; false: keep the order of the file."""
+    max_reference_mib: CountOrZero = 1024
+    """file: host memory in MiB for log-probs of a constant reference, which then scores each row once; 0: none."""
 
 
 CompletionSource = Annotated[

@@ -22,7 +22,7 @@ from train.rl.host_memory import has_host_memory, make_run_optimizer
 from train.rl.objective import coefficients, tile
 from train.rl.reference import Reference, drop_shared_base, reference_head
 from train.rl.state import HOST, TrainState, policy_of
-from train.rl.step import make_prepare, make_score, make_update, update_rows
+from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
 from train.rollouts import evaluation_programs, rollout_programs, rollout_rows, rollout_sampling
 from train.rollouts.context import RunContext
 from train.rollouts.layout import device_bytes
@@ -36,7 +36,7 @@ class LoweredProgram:
     """A program of a step.
 
     Attributes:
-      name: "lay out", "sample", "evaluate", "score", "prepare" or "update".
+      name: "lay out", "sample", "evaluate", "score", "score reference", "prepare" or "update".
       lowered: ready to be compiled.
       beside: bytes on a device of the arrays of the run that are in memory and no arguments.
       parts: bytes on a device of known arrays, by name.
@@ -116,10 +116,8 @@ class AbstractRun:
                 yield from self._lay_out(policy)
             yield from self._samplers()
             batch = self._rollout_batch()
-            arguments = (self.state.trainable, self.base, drop_shared_base(self.reference, self.base), batch)
-            score = make_score(self.context.config, self.context.model, self.context.mesh)
-            batch, program = self._traced("score", score, arguments, {}, tiles)
-            yield program
+            batch, programs = self._score(batch, tiles)
+            yield from programs
             rows = batch_sharding(self.context.mesh)
             # Rewards come while the devices score.
             rewards = jax.ShapeDtypeStruct((self.context.config.rows_per_batch(),), jnp.float32)
@@ -226,6 +224,25 @@ class AbstractRun:
         tokens = config.rows_per_micro_batch() * config.data.max_completion_length
         size = tile(config) or default_tile(mesh.devices.flat[0].device_kind)
         return {"token_tiles": math.ceil(tokens / size.tokens)}
+
+    def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:
+        """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""
+        config, model, mesh = self.context.config, self.context.model, self.context.mesh
+        plan, reference, programs = Plan.of(config), drop_shared_base(self.reference, self.base), []
+        scored: dict[str, Any] = {}
+        if plan.keeps_ref_log_probs:
+            arguments: tuple[Any, ...] = (self.base, reference, batch)
+            score_reference = make_reference_score(config, model, mesh)
+            (scored["ref_log_probs"], _), program = self._traced(
+                "score reference", score_reference, arguments, {}, tiles
+            )
+            programs.append(program)
+            reference = None
+        if plan.scores_policy or not plan.keeps_ref_log_probs:
+            arguments = (self.state.trainable, self.base, reference, batch)
+            batch, program = self._traced("score", make_score(config, model, mesh), arguments, {}, tiles)
+            programs.append(program)
+        return dataclasses.replace(batch, **scored), programs
 
     def _update(self, batch: Batch, tiles: Mapping[str, float]) -> LoweredProgram:
         config, context = self.context.config, self.context

@@ -3,7 +3,6 @@
 from train.references.find import locate, run_directory_of, warn_of_other_base
 from train.references.follow import (
     current_reference,
-    follows_policy,
     frozen_part,
     make_follow,
     start_following,
@@ -18,17 +17,19 @@ from train.references.record import (
     restore_record,
     saved_entries,
 )
+from train.references.store import ReferenceStore, make_reference_store
 
 __all__ = [
+    "ReferenceStore",
     "assert_unchanged",
     "check_reference",
     "current_reference",
-    "follows_policy",
     "frozen_part",
     "is_recorded",
     "load_reference",
     "locate",
     "make_follow",
+    "make_reference_store",
     "pinned_steps",
     "record_reference",
     "reference_fingerprint",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import kljax
-from train.config.plan import Plan
+from train.config.plan import Plan, follows_policy
 from train.config.schema import Config
 from train.models import Decoder
 from train.rl.reference import Reference
@@ -20,12 +20,6 @@ from train.rl.tracing import traced_once
 
 Tree = Any
 Follow = Callable[[Tree, Tree, jax.Array], Tree]
-
-
-def follows_policy(config: Config) -> bool:
-    """Whether the reference changes during the run."""
-    section = config.reference
-    return section.source == "ema" or getattr(section, "refresh_every", None) is not None
 
 
 def with_abstract_reference(config: Config, state: TrainState) -> TrainState:

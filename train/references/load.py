@@ -11,12 +11,12 @@ from jax.sharding import Mesh
 
 import kljax
 from train.config.errors import UserError
-from train.config.plan import Plan
+from train.config.plan import Plan, follows_policy
 from train.config.schema import Config
 from train.distributed import on_leader
 from train.models import Decoder
 from train.references.find import PARTS, SavedReference, find_reference, warn_of_other_base
-from train.references.follow import follows_policy, frozen_part, start_following
+from train.references.follow import frozen_part, start_following
 from train.references.record import is_recorded, record_reference, reference_fingerprint
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rl.reference import Reference

@@ -11,9 +11,9 @@ import numpy as np
 
 import kljax
 from train.config.errors import UserError, warn
+from train.config.plan import follows_policy
 from train.config.schema import Config
 from train.distributed import to_host
-from train.references.follow import follows_policy
 from train.rl.reference import Reference
 from train.weights.files import read_record, write_record
 

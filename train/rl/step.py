@@ -44,6 +44,8 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
     Not computed: the reference if no term needs it; its log-probs if only the exact KL is used, which reads its hidden
     states; the policy if a batch gets one update, whose log-probs are the old ones, and nothing reads them before.
 
+    Without a reference it scores the policy alone: `make_reference_score` does the rest.
+
     With `rows` and `packed` of a `Packing`, the layers run through packed rows; each of their numbers is a program.
     """
     layout, plan, stats_of = Layout.of(config), Plan.of(config), _make_stats(config)
@@ -104,6 +106,27 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
         return done if rows is None else take_rows(done, jnp.argsort(rows))
 
     return jax.jit(traced_once(score, size_of=packed_size), out_shardings=batch_sharding(mesh))
+
+
+def make_reference_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Compiles `(base, reference, batch) -> (log_probs, log_probs)`: those of the reference alone, [B, T] float32.
+
+    The first are split over the mesh as the batch; the second are whole on every device, for the host. They are
+    computed as in `make_score`, and treated as constants; the reference comes without weights that are `base`.
+    """
+    layout, stats_of = Layout.of(config), _make_stats(config)
+
+    def score_reference(base: Tree, reference: Reference, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        reference = restore_shared_base(reference, base)
+
+        def score_rows(part: Batch) -> jax.Array:
+            stats, _ = stats_of(reference, part, None, None)
+            return jax.lax.stop_gradient(kljax.masked(stats.log_prob, part.completion_mask))
+
+        log_probs = map_micro_batches(score_rows, batch, _score_parts(config), group=layout.group)
+        return log_probs, log_probs
+
+    return jax.jit(traced_once(score_reference), out_shardings=(batch_sharding(mesh), replicated(mesh)))
 
 
 def packed_size(*_: Any, packed: PackedRows | None = None, **__: Any) -> tuple[int, ...] | None:

@@ -81,6 +81,7 @@ class Completions:
         lists, and fills them elsewhere. None if they are not recorded.
       rewards: named rewards, each [B] float32; None means that the task scores the completions.
       rows: the numbers of the rows that this process judges; None means all.
+      recorded_rows: [B] int64, where each row lies in the recording, of the rows of all processes; None for others.
       lags: [B] int32, RL steps between the policy that sampled a row and the one that trains on it; None if all are of
         `rollout.policy_lag`.
       metrics: measurements of the source that are equal in identical runs.
@@ -98,6 +99,7 @@ class Completions:
     kept_ids: Array | None = None
     rewards: Mapping[str, np.ndarray] | None = None
     rows: np.ndarray | None = None
+    recorded_rows: np.ndarray | None = None
     lags: np.ndarray | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timings: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "rollout.record",
     "rollout.mesh",
     "rollout.in_place",
+    "rollout.source.max_reference_mib",
     *SERVER,
 )
 

@@ -12,7 +12,13 @@ from train.config.errors import UserError
 from train.config.plan import Plan
 from train.data.tasks.reward_function import RewardError
 from train.distributed import any_of, enter, run_together
-from train.references import current_reference, make_follow, with_abstract_reference
+from train.references import (
+    ReferenceStore,
+    current_reference,
+    make_follow,
+    make_reference_store,
+    with_abstract_reference,
+)
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.metrics import metric_values, single
@@ -21,8 +27,19 @@ from train.rl.packing import Packer, StepPacking, make_packer
 from train.rl.reference import FrozenWeights, drop_shared_base, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import SCORED, make_control, make_prepare, make_score, make_update, update_rows
-from train.rollouts import Sampler, Source, SourceError, draw, judge_drawn, make_sampler, next_past, sampling_policy
+from train.rollouts import (
+    Drawn,
+    Sampler,
+    Source,
+    SourceError,
+    draw,
+    judge_drawn,
+    make_sampler,
+    next_past,
+    sampling_policy,
+)
 from train.rollouts.context import RunContext
+from train.rollouts.recorded import FileSource
 from train.run.evaluate import evaluate
 from train.run.guard import Watch
 from train.run.interrupt import Interrupt
@@ -33,7 +50,11 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The compiled functions of a run; each compiles once."""
+    """The compiled functions of a run; each compiles once.
+
+    Attributes:
+      store: scores the rows of a recording with a constant reference, each once; None: `score` runs the reference.
+    """
 
     score: Callable[..., Any]
     prepare: Callable[..., Any]
@@ -43,12 +64,14 @@ class Programs:
     held_out: Sampler
     greedy: Sampler
     pack: Packer | None = None
+    store: ReferenceStore | None = None
 
     @classmethod
-    def of(cls, context: RunContext, state: TrainState) -> "Programs":
-        """Compiles, lazily, the programs of a run for states of this layout."""
+    def of(cls, context: RunContext, state: TrainState, source: Source | None = None) -> "Programs":
+        """Compiles, lazily, the programs of a run for states of this layout; those of a recording know its rows."""
         config, model, mesh = context.config, context.model, context.mesh
         following = with_abstract_reference(config, state).reference
+        recorded = source.row_count if isinstance(source, FileSource) else None
         return cls(
             score=make_score(config, model, mesh),
             prepare=make_prepare(config, mesh),
@@ -58,6 +81,7 @@ class Programs:
             held_out=make_sampler(context, name="held_out"),
             greedy=make_sampler(context, name="greedy", greedy=True),
             pack=make_packer(config, model, mesh),
+            store=make_reference_store(config, model, mesh, recorded),
         )
 
 
@@ -86,7 +110,8 @@ def rl_step(
     require_fields(drawn.batch, [name for name in plan.fields if name not in (*SCORED, "rewards")])
     updates = update_rows(config, purpose_key(config.seed, "rows", step))
     packing = StepPacking.off(updates) if programs.pack is None else programs.pack(drawn.batch, updates)
-    scored = programs.score(state.trainable, base, drop_shared_base(reference, base), drawn.batch, **packing.score)
+    weights = FrozenWeights(base, drop_shared_base(reference, base))
+    scored = _score(context, programs, weights, state, drawn, packing=packing)
     # The devices sample and score while the host decodes and judges.
     rollout = judge_drawn(context, drawn, step)
     judged = time.perf_counter()
@@ -108,6 +133,8 @@ def rl_step(
         following = programs.follow(following, state.trainable[policy_part(state.trainable)], state.step)
         state = dataclasses.replace(state, reference=following)
     values = rollout.metrics | metric_values(totals) | dict(packing.metrics)
+    if programs.store is not None:
+        programs.store.collect()
     if inspect is not None and values["skipped_updates"] > 0:
         inspect(batch, state)
     seconds = {
@@ -116,6 +143,25 @@ def rl_step(
         "update": time.perf_counter() - judged,
     }
     return state, values, seconds | rollout.timings | dict(packing.programs)
+
+
+def _score(
+    context: RunContext,
+    programs: Programs,
+    weights: FrozenWeights,
+    state: TrainState,
+    drawn: Drawn,
+    *,
+    packing: StepPacking,
+) -> Batch:
+    """Scores a batch with policy and reference; with a store, each with a program of its own, if it has to run."""
+    base, reference, batch, rows = weights.base, weights.reference, drawn.batch, drawn.completions.recorded_rows
+    if programs.store is None or rows is None:
+        return programs.score(state.trainable, base, reference, batch, **packing.score)
+    log_probs = programs.store.score(base, reference, batch, rows)
+    if Plan.of(context.config).scores_policy:
+        batch = programs.score(state.trainable, base, None, batch)
+    return dataclasses.replace(batch, ref_log_probs=log_probs)
 
 
 def require_fields(batch: Batch, names: Iterable[str]) -> None:

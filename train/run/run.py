@@ -170,7 +170,7 @@ def _reinforce(
     """Runs RL from this state, and checks at the end that the frozen part of the reference is unchanged."""
     if isinstance(source, AheadSource):
         source.attach(checkpoints, int(state.step))
-    programs = Programs.of(context, state)
+    programs = Programs.of(context, state, source)
     watch = Watch(context.config, checkpoints, directory.nonfinite)
     if not checkpoints.steps():
         write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)

@@ -1,6 +1,7 @@
 """Plans of programs for this machine's devices, reports made by hand, and the mistakes of a command line."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -50,6 +51,15 @@ def test_an_evaluation_is_planned_if_it_needs_more_than_a_rollout():
     # 16 prompts with a completion each, in place of 4 with two.
     sizes = [programs[name].parts["KV cache"] for name in ("evaluate", "sample")]
     assert sizes[0] * (8 * 9 + 4 * 5) == sizes[1] * (16 * 9 + 16 * 5)
+
+
+def test_a_reference_whose_log_probs_are_kept_is_planned_apart():
+    """Its program runs while rows are new; the other one scores the policy, if something reads that."""
+    source = f"rollout.source={{type: file, path: {__file__}}}"
+    for options, names in ((("optim.epochs=2",), ["score reference", "score"]), ((), ["score reference"])):
+        run = AbstractRun.of(config_of(KL, source, "rollout.in_place=true", *options), mesh_of())
+        lowered = (program.name for program in run.lower() if program.name != "evaluate")
+        assert list(itertools.islice(lowered, len(names) + 1)) == [*names, "prepare"]
 
 
 def test_moments_in_the_memory_of_the_host_are_counted_there():

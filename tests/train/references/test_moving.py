@@ -11,9 +11,10 @@ import pytest
 
 import kljax
 from tests import tiny
+from train.config.plan import follows_policy
 from train.config.schema import Config
 from train.models.sharding import replicated
-from train.references import current_reference, follows_policy, make_follow, start_following, with_abstract_reference
+from train.references import current_reference, make_follow, start_following, with_abstract_reference
 from train.rl.reference import Reference
 from train.rl.state import TrainState, initial_state
 

@@ -73,17 +73,27 @@ class FileSource:
         order = grain.MapDataset.source(range(len(scan.groups))).seed(context.config.seed)
         self._order = (order.shuffle() if section.shuffle else order).repeat()
 
+    @property
+    def row_count(self) -> int:
+        """Returns the number of rows in the groups that fit."""
+        return len(self.groups) * self._context.config.rollout.samples_per_prompt
+
     def update(self, policy: kljax.Policy, step: int) -> None:
         """No-op: recorded completions do not depend on the weights."""
 
     def sample(self, request: Request) -> Completions:
         """Reads the groups of a step; ignores the prompts of the request."""
         count = len(request.examples)
-        groups = (self.groups[self._order[index]] for index in range(request.step * count, (request.step + 1) * count))
-        positions = [position for group in groups for position in group]
+        numbers = [self._order[index] for index in range(request.step * count, (request.step + 1) * count)]
+        positions = [position for number in numbers for position in self.groups[number]]
         sharding = batch_sharding(self._context.mesh)
         held = held_rows(sharding, len(positions))
-        return self._completions([self._read(positions[row]) for row in held], held, own_rows(sharding, len(positions)))
+        completions = self._completions(
+            [self._read(positions[row]) for row in held], held, own_rows(sharding, len(positions))
+        )
+        samples = len(positions) // count
+        recorded = np.array(numbers)[:, None] * samples + np.arange(samples)
+        return dataclasses.replace(completions, recorded_rows=recorded.reshape(-1))
 
     def close(self) -> None:
         """No-op."""
