@@ -2,10 +2,12 @@
 
     python -m benchmarks.overhead
     python -m benchmarks.overhead --rounds 20 --json PATH --markdown PATH
+    python -m benchmarks.overhead --recorded
 
 One run of the trainer's loop takes turns: steps that write nothing, steps that write metrics, a step that also saves
 the state, the step after it, during which the files are written, and a step whose verifier takes a tenth of a step.
 Then a server whose answer takes as long as an update, which waits for the trainer, or works one step ahead of it.
+With --recorded, steps with recorded completions alone, whose reference scores each row once, or in every epoch.
 
 Each row is compared with the plain steps of its round, and the median of the rounds counts: by wall time, by the CPU
 time of all threads, and by the time that the loop spends in writing, for which the devices wait. Curves are drawn when
@@ -22,7 +24,7 @@ import jax
 from benchmarks.harness import cli, machine
 from benchmarks.harness.report import conditions, join, table, targets, text_columns
 from benchmarks.harness.results import Check
-from benchmarks.suites.overhead import server, steps
+from benchmarks.suites.overhead import recorded, server, steps
 from benchmarks.suites.overhead.problem import QUICK, Work
 
 STALL, VERIFIED, SERVER = 1.02, 1.02, 1.15
@@ -42,6 +44,8 @@ COLUMNS = (
     ("over nothing", ".3f"),
     ("s in writing", ".4f"),
 )
+RECORDED_COLUMNS = (*text_columns("recorded completions"), ("s", ".3f"), ("over every epoch", ".2f"),
+                    ("CPU s", ".3f"), ("over every epoch", ".2f"))  # fmt: skip
 SERVER_COLUMNS = (*text_columns("with a server"), ("s", ".3f"), ("over the longer of both", ".2f"))
 
 
@@ -118,6 +122,28 @@ def markdown(report: Mapping[str, Any]) -> str:
     )
 
 
+def recorded_markdown(report: Mapping[str, Any]) -> str:
+    """Returns the conditions and the table of the steps with recorded completions."""
+    work, rounds, rows = Work(**report["work"]), report["recorded"], list[list[Any]]()
+    for updates in recorded.UPDATES:
+        once, every = (recorded.title(updates, kept) for kept in recorded.KEPT)
+        for name in (once, every):
+            values = (
+                value
+                for clock in range(2)
+                for value in (
+                    _median(one[name][clock] for one in rounds),
+                    _median(one[name][clock] / one[every][clock] for one in rounds),
+                )
+            )
+            rows.append([name, *values])
+    how = [
+        f"{work.rows} completions of {work.completion_length} tokens, a width of {work.width}",
+        f"medians of {report['rounds']} interleaved rounds after the first epoch",
+    ]
+    return join([*conditions(report, how), table(RECORDED_COLUMNS, rows)])
+
+
 def _means(report: Mapping[str, Any]) -> list[dict[str, tuple[float, ...]]]:
     """Returns the mean seconds of each kind of step for each round: wall, CPU, and in writing."""
     return [
@@ -134,23 +160,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command."""
     parser = cli.make_parser("overhead", __doc__)
     parser.add_argument("--rounds", type=cli.positive, default=12, help="interleaved rounds; the median counts")
+    parser.add_argument("--recorded", action="store_true", help="time the steps with recorded completions alone")
     parser.add_argument("--quick", action="store_true", help="a smoke test: a tiny model")
     cli.add_outputs(parser)
     options = parser.parse_args(arguments)
     work = Work(**QUICK) if options.quick else Work()
     before = machine.load()
-    seconds, size = steps.measure(work, options.rounds)
-    served = server.measure(work, options.rounds)
+    if options.recorded:
+        found: dict[str, Any] = {"recorded": recorded.measure(work, options.rounds)}
+    else:
+        seconds, size = steps.measure(work, options.rounds)
+        found = {"bytes": size, "steps": seconds, "server": server.measure(work, options.rounds)}
     report = {
         "machine": machine.describe(jax.devices()[0]),
         "versions": {"kljax": machine.release(), "jax": jax.__version__},
         "rounds": options.rounds,
         "load": [before, machine.load()],
         "work": {name: getattr(work, name) for name in Work.__dataclass_fields__},
-        "bytes": size,
-        "steps": seconds,
-        "server": served,
+        **found,
     }
+    if options.recorded:
+        return cli.finish(options, recorded_markdown(report), report, [])
     report["targets"] = [check.as_json() for check in checks(report)]
     return cli.finish(options, markdown(report), report, [])
 
