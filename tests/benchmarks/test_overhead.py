@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import overhead
+from benchmarks.suites.overhead import recorded
 from benchmarks.suites.overhead.problem import Work
 from benchmarks.suites.overhead.steps import CYCLE, kind_of
 
@@ -45,6 +46,15 @@ def test_steps_are_compared_with_the_plain_ones_of_their_round():
     assert f"{Work(**found['work']).rows} completions of 3 tokens" in text
 
 
+def test_steps_that_score_once_are_compared_with_the_others_of_their_round():
+    names = {recorded.title(updates, kept): updates * (0.5 if kept == "scored once" else 1) for updates, kept in
+             recorded.names()}  # fmt: skip
+    found = report() | {"recorded": [{name: [pace * n, 2 * pace * n] for name, n in names.items()} for pace in (1, 2)]}
+    text = overhead.recorded_markdown(found)
+    assert "| 2 updates on a batch, scored once | 1.500 | 0.50 | 3.000 | 0.50 |" in text
+    assert "| 1 update on a batch, scored in every epoch | 1.500 | 1.00 | 3.000 | 1.00 |" in text
+
+
 def test_the_trainer_saves_at_the_last_step_of_a_round():
     assert [kind_of(step) for step in range(1, 15)] == [*CYCLE, *CYCLE]
     assert [step for step in range(1, 15) if kind_of(step) == "saved"] == [7, 14]
@@ -58,3 +68,5 @@ def test_a_smoke_run_ends_in_tables(tmp_path, capsys):
     assert overhead.markdown(found) == capsys.readouterr().out
     assert [len(pairs) for pairs in found["steps"][0].values()] == [1, 2, 2, 1, 1]
     assert found["bytes"] > 0
+    assert overhead.main(["--quick", "--rounds", "1", "--recorded", "--json", str(path)]) == 0
+    assert overhead.recorded_markdown(json.loads(path.read_text())) == capsys.readouterr().out

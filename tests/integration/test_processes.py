@@ -56,6 +56,39 @@ def read_lines(path: pathlib.Path) -> list[dict]:
 
 
 @pytest.mark.thorough
+def test_each_process_takes_log_probs_that_another_one_computed(env, tmp_path):
+    """Over three epochs of a recording, shuffled, so that rows change processes; one process scores every batch."""
+    rows = tmp_path / "rows.jsonl"
+    completions = [(group, sample) for group in range(16) for sample in range(4)]
+    rows.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "prompt_ids": [*[1] * (1 + group % 3), group],
+                    "completion_ids": [40 + sample, *[50 + group] * (group % 3)],
+                    "group": group,
+                    "reward": (group + sample) % 5 / 4,
+                }
+            )
+            + "\n"
+            for group, sample in completions
+        )
+    )
+    options = ("warm_start.steps=0", "rollout.slots=null", "steps=6", "reference={source: base}")
+
+    def source(mib: int) -> str:
+        return f"rollout.source={{type: file, path: {rows}, max_reference_mib: {mib}}}"
+
+    ended = train(env, *options, source(1), f"output={tmp_path}/two", mesh="{data: 2}")
+    for code, out, err in ended:
+        assert code == 0, f"{out}\n{err}"
+    run_here(*TINY, *options, source(0), "mesh={data: 2}", f"output={tmp_path}/one").succeeded()
+    one, two = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
+    assert all(record["kl_reference"] > 1e-9 for record in one[1:])
+    assert one == two
+
+
+@pytest.mark.thorough
 def test_two_processes_work_ahead_and_one_continues_from_the_batch_that_they_saved(env, tmp_path):
     """Each process requests the completions of its own prompts; the digits of the server depend on its seeds alone."""
     eos, shape = ByteTokenizer().eos_id, "rollout.prompts_per_step=4"
