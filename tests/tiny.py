@@ -73,6 +73,15 @@ def host_params() -> dict:
     return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim > 2 else 1), params)
 
 
+def placed(policy: kljax.Policy, model: Decoder, mesh: Mesh) -> kljax.Policy:
+    """Weights on the devices of a mesh, as the model shards them; to draw them there would compile a program."""
+    from train.rl.policy import abstract_adapter, abstract_params
+
+    adapter = None if policy.adapter is None else abstract_adapter(model, mesh)
+    shapes = kljax.Policy(abstract_params(model, mesh), adapter)
+    return jax.device_put(policy, jax.tree.map(lambda x: x.sharding, shapes))
+
+
 def moved(params: dict, by: float, seed: int = 1) -> dict:
     """Weights some way off, as those of a reference or of a policy after some updates."""
     rng = np.random.default_rng(seed)
@@ -81,11 +90,8 @@ def moved(params: dict, by: float, seed: int = 1) -> dict:
 
 def state_of(config: Config, optimizer: optax.GradientTransformation, mesh: Mesh | None = None) -> TrainState:
     """A first state of its own buffers, so that it may be donated."""
-    from train.rl.policy import abstract_params
-
     model, mesh = model_of(config), mesh or mesh_of()
-    shardings = jax.tree.map(lambda x: x.sharding, abstract_params(model, mesh))
-    base = jax.tree.map(lambda x, s: jnp.copy(jax.device_put(x, s)), host_params(), shardings)
+    base = jax.tree.map(jnp.copy, placed(kljax.Policy(host_params()), model, mesh).params)
     return first_state(config, model, mesh, base, optimizer)
 
 
