@@ -10,6 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import kljax
+from tests import tiny
 from train.models import Decoder, DecoderConfig
 from train.models.rows import shard_rows
 from train.models.sharding import make_mesh
@@ -44,7 +45,9 @@ draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sam
 
 @functools.cache
 def policy_of(mesh=None) -> kljax.Policy:
-    params = init_params(MODEL, jax.random.key(0), mesh or make_mesh())
+    if mesh is not None:
+        return tiny.placed(policy_of(), MODEL, mesh)
+    params = init_params(MODEL, jax.random.key(0), make_mesh())
     params["embed_tokens"]["embedding"] *= 20
     return kljax.Policy(params)
 
@@ -54,8 +57,8 @@ def prompts_of() -> tuple[np.ndarray, np.ndarray]:
     return np.where(mask, np.random.default_rng(0).integers(0, 24, mask.shape), 0).astype(np.int32), mask
 
 
-def run(policy=None, prompts=None, **changes) -> Samples:
-    arguments = {
+def arguments_of(**changes) -> dict:
+    return {
         "key": jax.random.key(5),
         "max_new_tokens": ROOM,
         "sampling": WARM,
@@ -66,7 +69,19 @@ def run(policy=None, prompts=None, **changes) -> Samples:
         "row_ids": np.arange(ROWS),
         **changes,
     }
-    return jax.tree.map(np.asarray, draw(MODEL, policy or policy_of(), *(prompts or prompts_of()), **arguments))
+
+
+def run(policy=None, prompts=None, **changes) -> Samples:
+    samples = draw(MODEL, policy or policy_of(), *(prompts or prompts_of()), **arguments_of(**changes))
+    return jax.tree.map(np.asarray, samples)
+
+
+NO_QUEUE = {"slots": None, "prompt_ids": None, "group": GROUP}
+
+
+def text_of(**changes) -> str:
+    """The compiled program of a run."""
+    return draw.lower(MODEL, policy_of(), *prompts_of(), **arguments_of(**changes)).compile().as_text()
 
 
 def check_same(got: Samples, expected: Samples) -> None:
@@ -84,7 +99,7 @@ def test_rows_are_what_they_are_without_a_queue(queued):
     tokens, mask = prompts_of()
     lengths = queued.completion_mask.sum(-1)
     assert len(set(lengths)) > 4, "rows of many lengths"
-    check_same(queued, run(slots=None, prompt_ids=None, group=GROUP))
+    check_same(queued, run(**NO_QUEUE))
     # Each row with a prompt of its own, every one prefilled, and the layers in a loop.
     check_same(queued, run(prompts=(tokens[PROMPT_IDS], mask[PROMPT_IDS]), prompt_ids=None, unroll=False))
     np.testing.assert_array_equal(queued.tokens[:, :WIDTH], tokens[PROMPT_IDS])
@@ -195,8 +210,8 @@ def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
     np.testing.assert_allclose(recorded.log_probs - recorded.log_kept_mass, stats.log_prob, atol=2e-5)
 
 
-def test_kept_tokens_are_the_same_without_a_queue_and_on_a_mesh(recorded):
-    check_same_kept(run(sampling=KEPT, slots=None, prompt_ids=None, group=GROUP), recorded)
+def test_kept_tokens_are_the_same_without_a_queue_and_on_a_mesh_that_does_not_divide_the_prompts(recorded):
+    check_same_kept(run(sampling=KEPT, **NO_QUEUE), recorded)
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
         check_same_kept(run(policy_of(mesh), sampling=KEPT, slots=4), recorded)
@@ -222,8 +237,9 @@ def sent(text: str) -> list[int]:
     return found
 
 
-# On one device the loop over the layers is compared above.
-@pytest.mark.parametrize("unroll", [True, pytest.param(False, marks=pytest.mark.thorough)])
+# With kept tokens above; on one device the loop over the layers is compared.
+@pytest.mark.thorough
+@pytest.mark.parametrize("unroll", [True, False])
 def test_the_same_on_a_mesh_that_does_not_divide_the_prompts(queued, unroll):
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
@@ -236,7 +252,7 @@ def test_the_same_on_a_mesh_that_does_not_divide_the_prompts(queued, unroll):
 def test_rows_of_a_prompt_are_the_same_where_heads_or_rows_are_split(queued, shape):
     mesh = make_mesh(*shape)
     with jax.set_mesh(mesh):
-        check_same(run(policy_of(mesh), slots=None, prompt_ids=None, group=GROUP), queued)
+        check_same(run(policy_of(mesh), **NO_QUEUE), queued)
 
 
 def test_on_a_mesh_a_prompt_is_sent_when_it_is_taken_and_all_of_them_never():
@@ -253,9 +269,7 @@ def test_on_a_mesh_a_prompt_is_sent_when_it_is_taken_and_all_of_them_never():
 
 def test_the_cache_is_updated_where_it_is():
     """In no loop is an array made that has the shape of a layer's cache, but by writing a part of the one before."""
-    tokens, mask = prompts_of()
-    arguments = {"key": jax.random.key(5), "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (5,), "slots": SLOTS}
-    text = draw.lower(MODEL, policy_of(), tokens, mask, prompt_ids=PROMPT_IDS, **arguments).compile().as_text()
+    text = text_of()
     columns = f"(?:{WIDTH}|{ROOM})"
     made = re.compile(rf"= f32\[{SLOTS},2,(?:4,{columns}|{columns},4)\]\S* ([\w-]+)\(")
     loops = []
@@ -270,9 +284,7 @@ def test_the_cache_is_updated_where_it_is():
 
 def test_rows_of_a_prompt_read_one_copy_of_it():
     """Without a queue no array holds a prompt's keys or values for every row; those of the rows begin after it."""
-    tokens, mask = prompts_of()
-    arguments = {"key": jax.random.key(5), "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (5,), "group": GROUP}
-    text = draw.lower(MODEL, policy_of(), tokens, mask, **arguments).compile().as_text()
+    text = text_of(**NO_QUEUE)
 
     def arrays(rows: int, columns: int) -> set[str]:
         return set(re.findall(rf"f32\[{rows},2,(?:4,{columns}|{columns},4)\]", text))

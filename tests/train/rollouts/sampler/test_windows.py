@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kljax
+from tests import tiny
 from train.models import Decoder, DecoderConfig
 from train.models.sharding import make_mesh
 from train.rl.policy import init_params
@@ -23,14 +24,16 @@ MODEL = Decoder(
 )  # fmt: skip
 WIDTH, LIMIT, GROUP, PROMPTS = 6, 14, 4, 2
 ROWS = GROUP * PROMPTS
-WIDTHS = (2, 4, 8, 16)
+WIDTHS = (4, 8, 16)
 KEPT = Sampling(0.7, top_k=6, record_kept_tokens=True)
 KEY = jax.random.key(5)
 
 
 @functools.cache
 def policy_of(mesh=None) -> kljax.Policy:
-    params = init_params(MODEL, jax.random.key(0), mesh or make_mesh())
+    if mesh is not None:
+        return tiny.placed(policy_of(), MODEL, mesh)
+    params = init_params(MODEL, jax.random.key(0), make_mesh())
     params["embed_tokens"]["embedding"] *= 20
     return kljax.Policy(params)
 
@@ -79,13 +82,28 @@ def test_windows_double_from_a_least_width_to_the_limit():
         assert all(wide == 2 * narrow for narrow, wide in itertools.pairwise(widths))
 
 
-@pytest.mark.parametrize(("slots", "unroll"), [(None, True), (3, True), (None, False), (3, False)])
-def test_tokens_are_those_of_one_program(slots, unroll):
-    """With a slot for every row, and with fewer, whose columns have wrapped around when the window grows."""
+REORDERED = np.random.default_rng(1).permutation(ROWS)
+ONE_PROGRAM = [
+    (3, True, False),
+    (None, False, True),
+    pytest.param(None, True, False, marks=pytest.mark.thorough),
+    pytest.param(3, False, True, marks=pytest.mark.thorough),
+]
+
+
+@pytest.mark.parametrize(("slots", "unroll", "chosen"), ONE_PROGRAM)
+def test_tokens_are_those_of_one_program(slots, unroll, chosen):
+    """With a slot for every row, and with fewer, whose columns have wrapped around when the window grows.
+
+    If each row chooses its prompt, rows may come in any order.
+    """
     sampler = sampler_of(slots=slots, unroll=unroll, stop=STOP)
-    for _ in range(2):  # The second time nothing compiles: a program that is traced twice is an error.
-        samples = sampler(policy_of(), *prompts_of(), KEY, {"limits": LIMITS})
-        check_same(samples, expected(), steps=slots is None)
+    # The second time nothing compiles: a program that is traced twice is an error.
+    for order in (np.arange(ROWS), REORDERED if chosen else np.arange(ROWS)):
+        ids = {"prompt_ids": np.repeat(np.arange(PROMPTS), GROUP)[order], "row_ids": order} if chosen else {}
+        samples = sampler(policy_of(), *prompts_of(), KEY, {"limits": LIMITS[order], **ids})
+        whole = jax.tree.map(lambda x, order=order: x[order] if np.ndim(x) else x, expected())
+        check_same(samples, whole, steps=slots is None)
     lengths = expected().completion_mask.sum(-1)
     assert len(set(lengths)) > 4, "rows of many lengths"
     assert lengths.max() > 8, "a row that needs the last window"
@@ -97,14 +115,6 @@ def test_tokens_are_the_same_on_a_mesh(shape):
     with jax.set_mesh(mesh):
         samples = sampler_of(mesh, stop=STOP, unroll=False)(policy_of(mesh), *prompts_of(), KEY, {"limits": LIMITS})
         check_same(samples, expected(), steps=True)
-
-
-def test_a_row_chooses_its_prompt():
-    ids = np.repeat(np.arange(PROMPTS), GROUP)
-    order = np.random.default_rng(1).permutation(ROWS)
-    rows = {"prompt_ids": ids[order], "row_ids": order, "limits": LIMITS[order]}
-    samples = sampler_of(stop=STOP, slots=3)(policy_of(), *prompts_of(), KEY, rows)
-    check_same(samples, jax.tree.map(lambda x: x[order] if np.ndim(x) else x, expected()), steps=False)
 
 
 def test_only_windows_that_a_row_needs_are_compiled_and_allocated(monkeypatch):
@@ -125,7 +135,7 @@ def test_the_memory_of_the_first_window_does_not_depend_on_the_limit():
 
     def first_window(limit: int) -> int:
         widths = [width for width in (32, 64, 128, 256, 512, 1024) if width <= limit]
-        sampler = sampler_of(max_new_tokens=limit, widths=widths)
+        sampler = sampler_of(max_new_tokens=limit, widths=widths, unroll=False)
         return memory_of(sampler.first.lower(policy_of(), *prompts_of(), KEY, {}))
 
     config, columns = MODEL.config, 1024 - 64
@@ -134,5 +144,6 @@ def test_the_memory_of_the_first_window_does_not_depend_on_the_limit():
     records = 2 * 4 * ROWS * columns * (3 + KEPT.top_k)
     assert first_window(1024) - first_window(64) <= records
     # The one program for all lengths has the widest cache from its start.
-    whole = [memory_of(sampler_of(max_new_tokens=limit).lower(policy_of(), *prompts_of(), KEY)) for limit in (64, 1024)]
+    samplers = [sampler_of(max_new_tokens=limit, unroll=False) for limit in (64, 1024)]
+    whole = [memory_of(sampler.lower(policy_of(), *prompts_of(), KEY)) for sampler in samplers]
     assert whole[1] - whole[0] >= cache
