@@ -188,7 +188,7 @@ def log_probs_and_gradient(params, tokens, token_mask, cotangent):
 @pytest.mark.parametrize(
     ("entries", "rejected_tokens"),
     [
-        pytest.param((TRUNCATED,), "drop", id="weights-drop"),
+        pytest.param((TRUNCATED,), "drop", id="weights-drop", marks=pytest.mark.thorough),
         # Nothing is rejected, so there is nothing to count.
         pytest.param((TRUNCATED,), "count", id="weights-count", marks=pytest.mark.thorough),
         pytest.param((REJECTING, ENTRIES["token"]), "drop", id="mask_and_weights-drop"),
@@ -227,7 +227,9 @@ def test_a_weight_scales_the_policy_term_and_a_rejected_token_has_no_term(entrie
         chex.assert_trees_all_close(gradient["params"], expected, rtol=1e-10, atol=1e-12 * largest)
 
 
+@pytest.mark.thorough
 def test_micro_batches_do_not_change_the_correction():
+    """In float32; in float64 a test of the step has corrections among everything else."""
     results = []
     prepared = corrected(REJECTING, ENTRIES["sequence"])[1]
     prepared = dataclasses.replace(prepared, advantages=batch_of().advantages)

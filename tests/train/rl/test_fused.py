@@ -78,20 +78,17 @@ MARKED = [*CASES, *(pytest.param(name, marks=pytest.mark.thorough) for name in O
 
 @pytest.mark.parametrize("case", MARKED)
 def test_a_fused_loss_is_the_unfused_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient goes through the decoder in one case, and to hidden states and head in the others."""
     config = tiny.config_of(*(CASES | OF_ONE_TERM)[case], TILE)
     batch = dataclasses.replace(batch_of(), **fields_of(case))
+    options = {"with_gradient": True, "decoder": case == "everything"}
     if case == "exact":
-        head = {"ref_head": kljax.Head(jnp.asarray(objective_head()))}
-        make = objective.make_objective
-        monkeypatch.setattr(
-            "tests.train.rl.test_objective.make_objective",
-            lambda *given: lambda *arguments: make(*given)(*arguments, **head),
-        )
-    (loss, metrics), gradient = loss_of(config, batch, with_gradient=True)
+        options["ref_head"] = kljax.Head(jnp.asarray(objective_head()))
+    (loss, metrics), gradient = loss_of(config, batch, **options)
     unfused = dataclasses.replace(Plan.of(config), treats_tokens_alone=False)
     assert Plan.of(config).treats_tokens_alone
     monkeypatch.setattr(plan, "_plan", lambda config: unfused)
-    (wanted, others), expected = loss_of(config, batch, with_gradient=True)
+    (wanted, others), expected = loss_of(config, batch, **options)
     np.testing.assert_allclose(loss, wanted, rtol=2e-6)
     assert metrics.keys() == others.keys()
     for name, metric in metrics.items():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from typing import get_args
+from unittest import mock
 
 import chex
 import jax
@@ -16,6 +17,7 @@ from kljax.kl import ESTIMATORS
 from tests import oracles, tiny
 from train.config import types
 from train.config.plan import Layout, Plan
+from train.models import Decoder
 from train.rl.algorithms import make_controllers
 from train.rl.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
@@ -37,14 +39,20 @@ EVERYTHING = (
 
 
 @functools.cache
-def measured() -> dict[str, np.ndarray]:
-    """Log-probs, entropies and values of the tiny policy on the tokens of the tiny batch."""
+def scored() -> tuple[kljax.TokenStats, jax.Array]:
+    """Statistics and hidden states of the tiny policy on the tokens of the tiny batch."""
     batch = tiny.rollout_batch()
-    stats, hidden = jax.jit(
+    return jax.jit(
         lambda params: token_stats(
             MODEL, kljax.Policy(params), batch.tokens, batch.token_mask, temperature=1.0, entropy=True, layout=Layout(5)
         )
     )(tiny.host_params())
+
+
+@functools.cache
+def measured() -> dict[str, np.ndarray]:
+    """Log-probs, entropies and values."""
+    stats, hidden = scored()
     arrays = {"log_prob": stats.log_prob, "entropy": stats.entropy, "value": token_values(HEAD, hidden)}
     return {name: np.asarray(value, np.float64) for name, value in arrays.items()}
 
@@ -53,11 +61,27 @@ def batch_of() -> Batch:
     return tiny.full_batch(measured()["log_prob"])
 
 
-def loss_of(config, batch: Batch, with_gradient: bool = False):
-    trainable = {"params": tiny.host_params(), **({"value_head": HEAD} if Plan.of(config).value_head else {})}
+def hidden_states_of(_: Decoder, policy: kljax.Policy, *__: object, **___: object) -> jax.Array:
+    """Takes the place of the decoder: its hidden states are parameters."""
+    return policy.params["hidden"]
+
+
+@functools.cache
+def compiled_objective(config, plan: Plan, with_gradient: bool, decoder: bool):
+    """The objective of a config, whose plan a test may change, compiled once; `decoder` is part of the key."""
     objective = make_objective(config, MODEL)
-    function = jax.value_and_grad(objective, has_aux=True) if with_gradient else objective
-    result = jax.jit(function)(trainable, None, batch, coefficients(config))
+    return jax.jit(jax.value_and_grad(objective, has_aux=True) if with_gradient else objective)
+
+
+def loss_of(config, batch: Batch, with_gradient: bool = False, *, decoder: bool = False, ref_head=None):
+    """Loss and metrics, with a gradient if asked for; that of the decoder's hidden states, unless it is run too."""
+    params, real, plan = tiny.host_params(), hidden_states, Plan.of(config)
+    if not decoder:
+        params, real = {"embed_tokens": params["embed_tokens"], "hidden": scored()[1]}, hidden_states_of
+    trainable = {"params": params, **({"value_head": HEAD} if plan.value_head else {})}
+    with mock.patch("train.rl.policy.hidden_states", real):
+        function = compiled_objective(config, plan, with_gradient, decoder)
+        result = function(trainable, None, batch, coefficients(config), ref_head)
     (loss, metrics), gradient = result if with_gradient else (result, None)
     return ((loss, metrics.of_update()), gradient) if with_gradient else (loss, metrics.of_update())
 
@@ -157,7 +181,7 @@ def test_the_gradient_is_that_of_the_policy_loss_and_of_k2():
 
     pull = jax.jit(lambda params, cotangent: jax.vjp(log_probs, params)[1](cotangent)[0])
     expected = pull(tiny.host_params(), slope.astype(np.float32))
-    _, gradient = loss_of(config, batch, with_gradient=True)
+    _, gradient = loss_of(config, batch, with_gradient=True, decoder=True)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
     assert largest > 1e-2
     chex.assert_trees_all_close(gradient["params"], expected, rtol=1e-5, atol=1e-6 * largest)
@@ -368,7 +392,9 @@ def test_tokens_of_advantage_0_can_be_dropped_with_their_terms_and_denominators(
     mask = np.asarray(batch.completion_mask)
     # The rows of the first prompt have equal rewards.
     batch = dataclasses.replace(batch, rewards=batch.rewards.at[:2].set(0.5))
-    options = (f"loss.aggregation={aggregation}", "kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.1")
+    # Token weights have the aggregation, and the terms of the loss do not read it.
+    terms = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.1")
+    options, loss = (f"loss.aggregation={aggregation}", *terms), tiny.config_of(*terms)
     kept = mask & (np.arange(tiny.ROWS) > 1)[:, None] & mask.any(1)[:, None]
     kept[np.flatnonzero(~mask.any(1)) ^ 1] = mask[np.flatnonzero(~mask.any(1)) ^ 1]
     config = tiny.config_of(*options, "advantage.zeros=drop")
@@ -377,11 +403,11 @@ def test_tokens_of_advantage_0_can_be_dropped_with_their_terms_and_denominators(
     found = dataclasses.replace(found, token_weights=token_weights(config, found))
     without = dataclasses.replace(found, completion_mask=jnp.asarray(kept), kept_mask=None)
     without = dataclasses.replace(without, token_weights=token_weights(tiny.config_of(*options), without))
-    expected, _ = loss_of(tiny.config_of(*options), without)
-    np.testing.assert_allclose(loss_of(config, found)[0], expected, rtol=1e-5)
+    expected, _ = loss_of(loss, without)
+    np.testing.assert_allclose(loss_of(tiny.config_of(*terms, "advantage.zeros=drop"), found)[0], expected, rtol=1e-5)
     counted = dataclasses.replace(found, kept_mask=None)
     counted = dataclasses.replace(counted, token_weights=token_weights(tiny.config_of(*options), counted))
-    assert abs(loss_of(tiny.config_of(*options), counted)[0] / expected - 1) > 1e-3
+    assert abs(loss_of(loss, counted)[0] / expected - 1) > 1e-3
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])

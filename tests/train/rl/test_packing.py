@@ -22,7 +22,6 @@ from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients, make_objective, with_token_weights
 from train.rl.packing import Cells, Lengths, StepPacking, choose_packing, make_packer, round_up
-from train.rl.policy import abstract_params
 from train.rl.reference import Reference, reference_head
 from train.rl.step import make_prepare, make_score, make_update, packed_size, update_rows
 from train.rl.tracing import traced_once
@@ -171,7 +170,7 @@ LENGTHS = Lengths(np.array([5, 5, 3, 3, 1, 1, 4, 4]), np.array([12, 1, 2, 4, 0, 
 
 @functools.cache
 def gradient_of(options: tuple[str, ...]):
-    """State, and the compiled value, metrics and gradient of an objective: of padded rows, and of packed ones."""
+    """Config, and the compiled value, metrics and gradient of an objective: of padded rows, and of packed ones."""
     config = config_of(*options)
     objective = make_objective(config, tiny.model_of(config))
     return config, jax.jit(jax.value_and_grad(objective, has_aux=True))
@@ -185,21 +184,23 @@ def placed(config, batch: Batch, **changes) -> PackedRows:
     return jax.tree.map(lambda x: x[0], packed)
 
 
-CASES = [("ppo", (*TERMS, *VALUE)), ("gspo", ("loss.type=gspo",))]
+# Whether rows share a prompt is nothing that a loss sees.
+CASES = [("ppo", (*TERMS, *VALUE), (True, False)), ("gspo", ("loss.type=gspo",), (True,))]
 SLOW = [
-    ("gmpo", ("loss.type=gmpo",)),
-    ("clip_cov", ("loss.type=clip_cov",)),
-    ("sequence", ("loss.level=sequence",)),
+    ("gspo_alone", ("loss.type=gspo",), (False,)),
+    ("gmpo", ("loss.type=gmpo",), (True, False)),
+    ("clip_cov", ("loss.type=clip_cov",), (True, False)),
+    ("sequence", ("loss.level=sequence",), (True, False)),
 ]
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(
-    "options",
-    [*(pytest.param(options, id=name) for name, options in CASES),
-     *(pytest.param(options, id=name, marks=pytest.mark.thorough) for name, options in SLOW)],
+    ("options", "shares"),
+    [*(pytest.param(*case, id=name) for name, *case in CASES),
+     *(pytest.param(*case, id=name, marks=pytest.mark.thorough) for name, *case in SLOW)],
 )  # fmt: skip
-def test_loss_metrics_and_gradient_are_those_of_padded_rows(options, aggregation):
+def test_loss_metrics_and_gradient_are_those_of_padded_rows(options, shares, aggregation):
     """In float64; with a prompt whose completions are all empty, and one completion as long as a row."""
     with jax.enable_x64(True):
         config, run = gradient_of(options)
@@ -209,7 +210,7 @@ def test_loss_metrics_and_gradient_are_those_of_padded_rows(options, aggregation
         state = wide(tiny.state_of(config, keep_gradient()).trainable)
         coefs = coefficients(config) | ({"key": jax.random.key(0)} if Plan.of(config).key else {})
         (loss, metrics), gradient = run(state, None, batch, coefs)
-        for share in (True, False):
+        for share in shares:
             packed = placed(config, batch, share_prompts=share)
             assert packed.tokens.shape[0] < tiny.ROWS / 2
             assert packed.shared == share
@@ -224,26 +225,32 @@ def test_loss_metrics_and_gradient_are_those_of_padded_rows(options, aggregation
 # ---- the step ----
 
 
+@functools.cache
+def start_of(options: tuple[str, ...], shape: tuple[int, int, int]):
+    """The first state, the base under its adapter, and the preparation, which read no packing."""
+    config, mesh = config_of(*options), tiny.mesh_of(*shape)
+    first, base = tiny.state_of(config, keep_gradient(), mesh), None
+    if config.lora is not None:
+        # An adapter that starts at zero would hide errors.
+        first.trainable["adapter"] = jax.tree.map(lambda x: x + 0.1, first.trainable["adapter"])
+        base = tiny.placed(kljax.Policy(tiny.host_params()), tiny.model_of(config), mesh).params
+    return first, base, make_prepare(config, mesh)
+
+
 def step_of(options: tuple[str, ...], shape: tuple[int, int, int], packing: bool):
     """Scores, prepares and updates; returns the batch, the gradient and metrics of each update, and the packing."""
     config = config_of(*options, f"optim.packing={str(packing).lower()}")
     mesh, model = tiny.mesh_of(*shape), tiny.model_of(config)
     with jax.set_mesh(mesh):
-        first = tiny.state_of(config, keep_gradient(), mesh)
-        if "adapter" in first.trainable:  # one that starts at zero would hide errors
-            first.trainable["adapter"] = jax.tree.map(lambda x: x + 0.1, first.trainable["adapter"])
-        base = None
-        if config.lora is not None:
-            base = jax.device_put(tiny.host_params(), jax.tree.map(lambda x: x.sharding, abstract_params(model, mesh)))
+        first, base, prepare = start_of(options, shape)
         reference = Reference(model, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
         ref_head = reference_head(config, reference)
         batch = jax.device_put(rollout_batch(LENGTHS), batch_sharding(mesh))
         updates = update_rows(config, purpose_key(0, "rows", 0))
         packer = make_packer(config, model, mesh)
         places = StepPacking.off(updates) if packer is None else packer(batch, updates)
-        score, prepare = make_score(config, model, mesh), make_prepare(config, mesh)
         update = make_update(config, model, keep_gradient(), first, mesh)
-        batch = score(first.trainable, base, reference, batch, **places.score)
+        batch = make_score(config, model, mesh)(first.trainable, base, reference, batch, **places.score)
         prepared, _, _ = prepare(batch, first.controllers)
         found = []
         for rows, packed in places.updates:

@@ -1,6 +1,7 @@
 """The compiled functions of a step: split, donated, traced once, silent, and of the same numbers as each other."""
 
 import contextlib
+import dataclasses
 import functools
 
 import chex
@@ -39,11 +40,10 @@ def keep_gradient() -> optax.GradientTransformation:
 
 def ready(config, mesh, reference=REFERENCE):
     """State, scored and prepared batch, and compiled update of a config."""
-    optimizer, model = make_optimizer(config.optim), tiny.model_of(config)
-    state = tiny.state_of(config, optimizer, mesh)
+    model, state = tiny.model_of(config), tiny.state_of(config, keep_gradient(), mesh)
     batch = make_score(config, model, mesh)(state.trainable, None, reference, tiny.rollout_batch())
     batch, _, _ = make_prepare(config, mesh)(batch, state.controllers)
-    return state, batch, make_update(config, model, optimizer, state, mesh)
+    return state, batch, make_update(config, model, keep_gradient(), state, mesh)
 
 
 TERMS = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.05")
@@ -59,10 +59,17 @@ def wide(tree):
 )
 def test_micro_batches_change_neither_gradient_nor_metrics(in_x64, tolerance):
     results = {}
-    options = (*TERMS, *VALUE, "loss.aggregation=seq_mean_token_mean")
+    rejecting = "correction=[{type: rejection_mask, lower: 0.75, upper: 1.25}]"
+    options = (*TERMS, *VALUE, rejecting, "loss.aggregation=seq_mean_token_mean")
     state = tiny.state_of(tiny.config_of(*options), keep_gradient())
     # Off-policy, so that ratios differ from 1 and clips are active: log-probs of 264 tokens are about -5.6.
     batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6))
+    # Rejected tokens too, and weights of the others.
+    drawn = np.random.default_rng(0).uniform(0.5, 1.5, batch.tokens.shape)
+    kept = np.asarray(batch.completion_mask) & (drawn > 0.7)
+    batch = dataclasses.replace(
+        batch, kept_mask=jnp.asarray(kept), correction_weights=jnp.asarray(np.where(kept, drawn, 0), jnp.float32)
+    )
     with jax.enable_x64(in_x64):
         start, data = (wide(state), wide(batch)) if in_x64 else (state, batch)
         for parts in (1, 4) if in_x64 else (1, 2, 4):
@@ -134,7 +141,7 @@ def test_the_coefficient_is_the_one_that_is_passed(looped):
     np.testing.assert_allclose(one - none, kl, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((1, 1, 1), marks=pytest.mark.thorough), (2, 2, 2)])
 def test_an_unchanged_policy_has_a_ratio_of_1(shape):
     mesh = tiny.mesh_of(*shape)
     config = tiny.config_of(*TERMS, "optim.updates_per_batch=2", "temperature=0.7")
@@ -199,8 +206,9 @@ def test_the_exact_kl_is_scored_once_and_for_all_updates(exact_once):
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ((1, 1, 1), ("optim.micro_batches=2",)),
-        ((2, 2, 2), ()),
+        ((2, 2, 2), ("optim.micro_batches=2",)),
+        pytest.param((1, 1, 1), ("optim.micro_batches=2",), marks=pytest.mark.thorough),
+        pytest.param((2, 2, 2), (), marks=pytest.mark.thorough),
         pytest.param((8, 1, 1), (), marks=pytest.mark.thorough),
         pytest.param((1, 4, 2), (), marks=pytest.mark.thorough),
     ],
@@ -246,16 +254,23 @@ def test_what_nothing_needs_is_not_computed(needed, updates):
     assert shapes.values is None
 
 
+SCORED = (*TERMS, *VALUE, "kl.reward.coef=0.1")
+PARTS = ("optim.updates_per_batch=2", "optim.micro_batches=2")
+
+
+@functools.cache
+def scored(*options: str) -> Batch:
+    """The tiny batch with everything that is scored."""
+    config = tiny.config_of(*SCORED, *options)
+    state = tiny.state_of(config, optax.identity())
+    return make_score(config, tiny.model_of(config), tiny.mesh_of())(
+        state.trainable, None, REFERENCE, tiny.rollout_batch()
+    )
+
+
 def test_scores_do_not_depend_on_how_many_rows_are_scored_at_once():
-    whole = tiny.config_of("kl.loss.coef=0.1", *VALUE)
-    parts = tiny.config_of("kl.loss.coef=0.1", *VALUE, "optim.updates_per_batch=2", "optim.micro_batches=2")
-    results = []
-    for config in (whole, parts):
-        state = tiny.state_of(config, optax.identity())
-        score = make_score(config, tiny.model_of(config), tiny.mesh_of())
-        results.append(score(state.trainable, None, REFERENCE, tiny.rollout_batch()))
-    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
-    batch: Batch = results[0]
+    batch = scored()
+    chex.assert_trees_all_close(scored(*PARTS), batch, rtol=1e-5, atol=1e-6)
     mask = np.asarray(batch.completion_mask)
     for name in ("old_log_probs", "ref_log_probs", "values"):
         field = np.asarray(getattr(batch, name))
@@ -268,23 +283,22 @@ def test_scores_do_not_depend_on_how_many_rows_are_scored_at_once():
 def test_sharing_prompts_changes_speed_alone():
     """Gradients, metrics and scores with and without; and that the model goes over fewer tokens."""
     results, flops = {}, {}
-    options = (*TERMS, *VALUE, "optim.micro_batches=2", "kl.reward.coef=0.1")
-    for share in ("true", "false"):
-        config = tiny.config_of(*options, f"optim.share_prompts={share}")
-        assert Layout.of(config).group == (tiny.SAMPLES if share == "true" else 1)
+    prepare = make_prepare(tiny.config_of(*SCORED, *PARTS), tiny.mesh_of())
+    for group, options in ((tiny.SAMPLES, PARTS), (1, (*PARTS, "optim.share_prompts=false"))):
+        config = tiny.config_of(*SCORED, *options)
+        assert Layout.of(config).group == group
         state = tiny.state_of(config, keep_gradient())
-        model, mesh = tiny.model_of(config), tiny.mesh_of()
-        batch = make_score(config, model, mesh)(state.trainable, None, REFERENCE, tiny.rollout_batch())
-        batch, _, _ = make_prepare(config, mesh)(batch, state.controllers)
-        update = make_update(config, model, keep_gradient(), state, mesh)
+        batch, _, _ = prepare(scored(*options), state.controllers)
+        update = make_update(config, tiny.model_of(config), keep_gradient(), state, tiny.mesh_of())
         program = update.lower(state, None, batch, ALL_ROWS, coefficients(config)).compile()
-        flops[share] = program.cost_analysis()["flops"]
+        flops[group] = program.cost_analysis()["flops"]
         after, metrics = program(state, None, batch, ALL_ROWS, coefficients(config))
-        results[share] = batch, after.opt_state, {name: metric.value() for name, metric in metrics.items()}
-    chex.assert_trees_all_close(results["true"], results["false"], rtol=2e-5, atol=2e-6)
-    assert float(results["true"][2]["grad_norm"]) > 0.01
+        results[group] = batch, after.opt_state, {name: metric.value() for name, metric in metrics.items()}
+    shared, alone = tiny.SAMPLES, 1
+    chex.assert_trees_all_close(results[shared], results[alone], rtol=2e-5, atol=2e-6)
+    assert float(results[shared][2]["grad_norm"]) > 0.01
     # Of 9 columns, 5 are the prompt, which two rows share: 6.5 are left; the head's share of the work stays.
-    assert flops["true"] < 0.9 * flops["false"]
+    assert flops[shared] < 0.9 * flops[alone]
 
 
 def test_as_many_completions_share_a_prompt_as_a_device_has_of_it():
@@ -388,8 +402,7 @@ def test_kept_tokens_renormalise_the_log_probs_of_every_policy():
     """Score, reference and update use the sampler's set; the ratio to the sampler is 1 on the first update."""
     options = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "optim.updates_per_batch=2", "temperature=0.8")
     config = tiny.config_of(*options, "rollout.top_k=5", "rollout.top_p=0.7", "rollout.record_kept_tokens=true")
-    context, optimizer = tiny.context_of(config), make_optimizer(config.optim)
-    state = tiny.state_of(config, optimizer)
+    context, state = tiny.context_of(config), tiny.state_of(config, keep_gradient())
     source = JaxSource(context)
     source.update(policy_of(state.trainable, None), 0)
     batch = collect(context, source, 0).batch
@@ -404,7 +417,7 @@ def test_kept_tokens_renormalise_the_log_probs_of_every_policy():
         expected = before[batch.tokens[row, column]] - np.logaddexp.reduce(before[ids[ids >= 0]])
         np.testing.assert_allclose(scored.ref_log_probs[row, column], expected, atol=2e-5)
     prepared, _, _ = make_prepare(config, tiny.mesh_of())(scored, state.controllers)
-    update = make_update(config, MODEL, optimizer, state, tiny.mesh_of())
+    update = make_update(config, MODEL, keep_gradient(), state, tiny.mesh_of())
     _, metrics = update(state, None, prepared, ALL_ROWS[: tiny.ROWS // 2], coefficients(config))
     assert float(metrics["rollout_log_prob_error"].value()) < 2e-5
     assert abs(float(metrics["ppo_kl"].value())) < 1e-6
