@@ -23,7 +23,8 @@ def shared_by_runs() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("make_score", "make_prepare", "make_update", "make_control"):
-            patch.setattr(loop, name, _once(getattr(loop, name), _step_key))
+            key_of = _step_key if name == "make_score" else _update_key
+            patch.setattr(loop, name, _once(getattr(loop, name), key_of))
         patch.setattr(store, "make_reference_score", _once(store.make_reference_score, _step_key))
         patch.setattr(jax_source, "sampling_program", _once(jax_source.sampling_program, _sampler_key))
         patch.setattr(warm_start, "make_step", _once(warm_start.make_step, _warm_start_key))
@@ -49,6 +50,12 @@ def _step_key(config: Config, *others: Any) -> Any:
     if hasattr(config.reference, "path"):
         unread["reference"] = config.reference.model_copy(update={"path": ""})
     return config.model_copy(update=unread), *(item for item in others if isinstance(item, Decoder | Mesh))
+
+
+def _update_key(config: Config, *others: Any) -> Any:
+    """The same without the source of the reference, which only scoring goes through; whether it has a head counts."""
+    read = config.reference.monitor, config.reference.source == "checkpoint"
+    return _step_key(config.model_copy(update={"reference": read}), *others)
 
 
 def _sampler_key(context: Any, *options: Any, sampling: Any, stop: Any) -> Any:

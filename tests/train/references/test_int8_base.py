@@ -1,5 +1,7 @@
 """A base in int8 under policy and reference: one copy, and the numbers of the weights that it stands for."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -23,9 +25,9 @@ LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj, down_proj]}"
 NEEDED = ("kl.loss.coef=0.1", "kl.reward.coef=0.1", "optim.micro_batches=2")
 
 
-def adapter_of(model, seed: int):
+def adapter_of(seed: int):
     """Neither half of it is 0."""
-    drawn = init_adapter(model, jax.random.key(seed), tiny.mesh_of())
+    drawn = init_adapter(tiny.model_of(tiny.config_of(LORA)), jax.random.key(seed), tiny.mesh_of())
     return jax.tree.map(lambda x: x + 0.05 * (1 + seed), drawn)
 
 
@@ -34,17 +36,23 @@ def base() -> dict:
     return quantise_params(jax.tree.map(jnp.array, tiny.host_params()))
 
 
+@functools.cache
+def prepare():
+    """Advantages and token weights, which no base is read for."""
+    return make_prepare(tiny.config_of(LORA, *NEEDED), tiny.mesh_of())
+
+
 def step_of(how: str | None, base: dict, other: int | None) -> tuple[object, dict, dict[str, float]]:
     """The batch as it is scored, gradients and metrics of one update, against adapter `other` on the same base."""
     config, mesh = tiny.config_of(LORA, f"model.quantization={how or 'null'}", *NEEDED), tiny.mesh_of()
     model = tiny.model_of(config)
-    trainable = {"adapter": adapter_of(model, 1)}
-    against = kljax.Policy(base, None if other is None else adapter_of(model, other))
+    trainable = {"adapter": adapter_of(1)}
+    against = kljax.Policy(base, None if other is None else adapter_of(other))
     reference = drop_shared_base(Reference(model, against), base)
     assert reference.policy.params is None
     scored = make_score(config, model, mesh)(trainable, base, reference, tiny.rollout_batch())
     state = initial_state(trainable, keep_gradient(), make_controllers(config), replicated(mesh))
-    batch, _, _ = make_prepare(config, mesh)(scored, state.controllers)
+    batch, _, _ = prepare()(scored, state.controllers)
     update = make_update(config, model, keep_gradient(), state, mesh)
     after, metrics = update(state, base, batch, jnp.arange(tiny.ROWS), coefficients(config))
     return scored, after.opt_state, {name: float(value.value()) for name, value in metrics.items()}

@@ -29,7 +29,6 @@ LORA = (
     "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj]}",
     "reference.monitor=true",
     "optim.learning_rate=1e-2",
-    "eval={every: 100, prompts: 2, batch_size: 2}",
     # The weights of the seed are the base of all.
     "warm_start.steps=0",
     # Rewards are all 0 here: this moves the policy.
@@ -50,9 +49,11 @@ def entries_of(root: Path) -> list[dict]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_runs() -> Iterator[None]:
-    """Spares every run its picture, which nothing here looks at, and the programs of a run before it."""
+    """Spares every run its picture and evaluations, which nothing here reads, and the programs of a run before it."""
     with pytest.MonkeyPatch.context() as patch, shared_by_runs():
         patch.setattr("train.run.run.write_curves", lambda directory: None)
+        for module in ("run", "loop"):
+            patch.setattr(f"train.run.{module}.write_evaluation", lambda *_: None)
         yield
 
 

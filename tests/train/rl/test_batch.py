@@ -1,6 +1,7 @@
 """Every field of a batch goes through padding, slicing, joining and splitting, whatever its name and whenever added."""
 
 import dataclasses
+import functools
 
 import chex
 import hypothesis
@@ -11,7 +12,6 @@ import pytest
 from hypothesis import strategies as st
 
 from tests import tiny
-from train.config.plan import Layout
 from train.rl.batch import (
     PER_ROW,
     Batch,
@@ -26,7 +26,6 @@ from train.rl.batch import (
     take_rows,
 )
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
-from train.rl.policy import token_stats
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +33,7 @@ from train.rl.policy import token_stats
 class Extended(Batch):
     """A batch of some later version: new fields that no function of `train.rl.batch` has heard of."""
 
-    images: jax.Array | None = None  # [B, T, 3], per token
+    images: jax.Array | None = None  # [B, T, 2], per token
     entropies: jax.Array | None = None  # [B, T]
     difficulty: jax.Array | None = dataclasses.field(default=None, metadata=PER_ROW)
     votes: jax.Array | None = dataclasses.field(default=None, metadata=PER_ROW)  # [B, 2]
@@ -46,7 +45,8 @@ NEEDED = ("tokens", "token_mask", "completion_mask")
 OPTIONAL = sorted(FIELDS.keys() - set(NEEDED))
 DTYPES = {"tokens": np.int32, "token_mask": bool, "completion_mask": bool, "group_ids": np.int32, "votes": np.int16}
 DTYPES |= {"kept_ids": np.int32}
-TRAILING = {"images": (3,), "kept_ids": (2,), "ref_hidden": (4,), "votes": (2,)}
+# As few shapes as there may be: each is compiled for every function and every dtype.
+TRAILING = {"images": (2,), "kept_ids": (2,), "ref_hidden": (2,), "votes": (2,)}
 
 
 def per_row(name: str) -> bool:
@@ -84,27 +84,37 @@ def test_the_fields_are_those_of_the_batch_and_the_new_ones():
     assert [name for name in FIELDS if per_row(name)] == ["rewards", "group_ids", "difficulty", "votes"]
 
 
+@functools.cache
+def padded_and_split() -> tuple[Extended, Extended, Extended, Extended]:
+    """A batch with every field; padded, split, and merged again."""
+
+    @jax.jit
+    def run(batch: Extended) -> tuple[Extended, Extended, Extended]:
+        padded = pad_columns(pad_rows(batch, 9), 8)
+        split = micro_batches(padded, 3)
+        return padded, split, merge_micro_batches(split)
+
+    batch = batch_of(OPTIONAL)
+    return batch, *run(batch)
+
+
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_every_optional_field_survives_padding_and_micro_batching(name):
-    batch = batch_of([name])
-    before = np.asarray(getattr(batch, name))
-    padded = pad_columns(pad_rows(batch, 9), 8)
-    after = np.asarray(getattr(padded, name))
+    before, after, split, merged = (np.asarray(getattr(batch, name)) for batch in padded_and_split())
     assert after.shape[: 1 if per_row(name) else 2] == ((9,) if per_row(name) else (9, 8))
     kept = after[:ROWS] if per_row(name) else after[:ROWS, :LENGTH]
     np.testing.assert_array_equal(kept, before)
     padding = -1 if name in ("group_ids", "kept_ids") else 0
     assert (after[ROWS:] == padding).all()
     assert per_row(name) or (after[:, LENGTH:] == padding).all()
-    split = getattr(micro_batches(padded, 3), name)
     assert split.shape == (3, 3, *after.shape[1:])
     for part in range(3):
         np.testing.assert_array_equal(split[part], after[part::3])
-    np.testing.assert_array_equal(merge_micro_batches(split), after)
+    np.testing.assert_array_equal(merged, after)
     assert after.dtype == split.dtype == before.dtype
 
 
-@hypothesis.given(names=some_fields, sizes=st.sampled_from([(0, 0), (4, 0), (0, 3), (3, 1)]))
+@hypothesis.given(names=some_fields, sizes=st.sampled_from([(0, 0), (3, 1)]))
 def test_padding_keeps_what_is_present_and_adds_nothing_else(names, sizes):
     rows, columns = sizes
     batch = batch_of(names)
@@ -129,10 +139,10 @@ def test_rows_are_taken_in_the_order_asked_for(names, rows):
     chex.assert_trees_all_equal_dtypes(taken, batch)
 
 
-@hypothesis.given(names=some_fields, cut=st.sampled_from([1, 4]))
-def test_joining_the_parts_gives_the_whole(names, cut):
+@hypothesis.given(names=some_fields)
+def test_joining_the_parts_gives_the_whole(names):
     batch = batch_of(names)
-    parts = [take_rows(batch, slice(0, cut)), take_rows(batch, slice(cut, None))]
+    parts = [take_rows(batch, slice(0, 1)), take_rows(batch, slice(1, None))]
     chex.assert_trees_all_equal(concatenate(parts), batch)
     chex.assert_trees_all_equal_dtypes(concatenate(parts), batch)
 
@@ -153,7 +163,7 @@ def test_a_field_that_only_some_batches_have_is_named(name):
             concatenate([batch_of(names) for names in pair])
 
 
-@hypothesis.given(names=some_fields, count=st.sampled_from([1, 2, 3, 6]))
+@hypothesis.given(names=some_fields, count=st.sampled_from([1, 3]))
 def test_splitting_and_merging_is_the_identity(names, count):
     batch = batch_of(names)
     split = micro_batches(batch, count)
@@ -161,7 +171,7 @@ def test_splitting_and_merging_is_the_identity(names, count):
     chex.assert_trees_all_equal(merge_micro_batches(split), batch)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("count", [1, 3])
 def test_mapping_the_identity_over_micro_batches_is_the_identity(count):
     batch = batch_of(OPTIONAL)
     chex.assert_trees_all_equal(map_micro_batches(lambda part: part, batch, count), batch)
@@ -206,14 +216,8 @@ CONFIG = tiny.config_of(
 
 def test_loss_gradient_and_metrics_do_not_see_padding():
     model, params = tiny.model_of(CONFIG), tiny.host_params()
-    batch = tiny.rollout_batch()
-
-    @jax.jit
-    def log_probs(policy: tiny.kljax.Policy) -> jax.Array:
-        layout = Layout(tiny.PROMPT)
-        return token_stats(model, policy, batch.tokens, batch.token_mask, temperature=1.0, layout=layout)[0].log_prob
-
-    batch = tiny.full_batch(np.asarray(log_probs(tiny.kljax.Policy(params))))
+    # Log-probs of 264 tokens are about -5.6.
+    batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6))
     gradient = jax.jit(jax.value_and_grad(make_objective(CONFIG, model), has_aux=True))
 
     def results(batch: Batch):
@@ -229,8 +233,7 @@ def test_loss_gradient_and_metrics_do_not_see_padding():
 def test_added_rows_belong_to_no_prompt(estimator):
     config = tiny.config_of(f"advantage.type={estimator}", "advantage.whiten=true")
     batch = tiny.rollout_batch()
-    prepare, controller = make_preparation(config), {}
-    whole, _, _ = prepare(batch, controller)
-    padded, _, _ = prepare(pad_rows(batch, 11), controller)
+    prepare = make_preparation(config)
+    whole, padded = jax.jit(lambda *batches: [prepare(one, {})[0] for one in batches])(batch, pad_rows(batch, 11))
     chex.assert_trees_all_close(padded.advantages[: tiny.ROWS], whole.advantages, rtol=1e-6, atol=1e-6)
     assert not padded.advantages[tiny.ROWS :].any()

@@ -19,7 +19,6 @@ from train.rl import policy, step
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.objective import coefficients
-from train.rl.policy import init_params
 from train.rl.reference import Reference, reference_head
 from train.rollouts import sampling_program
 from train.rollouts.sampler import Sampling
@@ -85,7 +84,9 @@ def setting(kind: str, mesh: jax.sharding.Mesh) -> tuple[Config, Decoder, dict]:
     config = tiny.config_of(heads, *OPTIONS, *KINDS[kind], f"mesh={shape}")
     model = tiny.model_of(config)
     model = Decoder(dataclasses.replace(model.config, vocab_size=VOCABULARY))
-    return config, model, init_params(model, jax.random.key(0), mesh)
+    # No program runs.
+    weights = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), model.structure().params)
+    return config, model, tiny.placed(kljax.Policy(weights), model, mesh).params
 
 
 def rl_programs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, jax.stages.Compiled]:
