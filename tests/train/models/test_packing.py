@@ -1,7 +1,5 @@
 """Packed rows give completions the hidden states and gradients of rows of their own; padding may be NaN."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,7 +7,18 @@ import numpy as np
 import pytest
 
 from tests.train.models.test_rows import CONFIG, jit
-from tests.train.models.test_shared import GROUP, MASK, PROMPT, PROMPTS, ROOM, TOKENS, heads, poisoned
+from tests.train.models.test_shared import (
+    GROUP,
+    MASK,
+    PROMPT,
+    PROMPTS,
+    ROOM,
+    TOKENS,
+    WEIGHT,
+    heads,
+    hidden_and_gradient,
+    poisoned,
+)
 from train.models import Decoder, attention, kernels
 from train.models.attention import AttentionOptions, PackedRows, attend, packed_mask
 
@@ -48,23 +57,19 @@ def test_hidden_states_and_gradients_are_those_of_whole_rows(shared):
     """Windows shorter than a prompt, two ropes, caps, an empty completion, and a prompt in two packed rows."""
     model, packed = Decoder(CONFIG), places(shared)
     assert len(packed.tokens) < PROMPTS * GROUP
-    weight = np.random.default_rng(2).standard_normal((*TOKENS.shape, CONFIG.width)).astype(np.float32)
     predicts = np.roll(np.asarray(MASK), -1, axis=1)
     predicts[:, : PROMPT - 1] = predicts[:, -1] = False
-    weight = jnp.asarray(np.where(predicts[..., None], weight, 0))
+    weight = np.where(predicts[..., None], WEIGHT, 0)
 
     def run(params, packed):
-        transformer = model.bind(params)
-        hidden = (
-            transformer(TOKENS, MASK) if packed is None else transformer.packed(TOKENS, MASK, packed, prompt=PROMPT)
-        )
+        hidden = model.bind(params).packed(TOKENS, MASK, packed, prompt=PROMPT)
         return (hidden * weight).sum(), hidden
 
-    (_, whole), whole_gradient = jit(jax.value_and_grad(functools.partial(run, packed=None), has_aux=True))(poisoned())
-    (_, hidden), gradient = jit(jax.value_and_grad(run, has_aux=True))(poisoned(), packed)
+    whole, whole_gradient = jax.device_get(hidden_and_gradient(poisoned(), weight))
+    gradient, hidden = jax.device_get(jit(jax.grad(run, has_aux=True))(poisoned(), packed))
     np.testing.assert_allclose(hidden[predicts], whole[predicts], rtol=0, atol=5e-6)
     assert not hidden[~predicts].any()
-    scale = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(whole_gradient))
+    scale = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(whole_gradient))
     chex.assert_trees_all_close(gradient, whole_gradient, rtol=0, atol=5e-6 * scale)
 
 

@@ -13,7 +13,7 @@ from train.models import Decoder, DecoderConfig, LoraConfig, layers
 from train.rl.policy import hidden_states
 from train.rollouts.sampler import Sampling, sample
 
-SIZES = {"vocab_size": 2048, "width": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_width": 128, "layers": 8}
+SIZES = {"vocab_size": 2048, "width": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_width": 128, "layers": 5}
 MODEL = Decoder(
     DecoderConfig(
         **SIZES,
@@ -43,7 +43,7 @@ PROGRAMS = {"hidden states": update, "gradient of an adapter": jax.grad(update, 
 
 @functools.cache
 def weights() -> tuple[Any, Any]:
-    params, adapter = MODEL.init(jax.random.key(0))
+    params, adapter = jax.jit(MODEL.init)(jax.random.key(0))
     return params, jax.tree.map(lambda x: x + 0.01, adapter)
 
 
@@ -86,7 +86,7 @@ def test_gradients_reach_weights_that_are_read_in_pieces() -> None:
             x = x @ kernel
         return x.astype(jnp.float32).sum()
 
-    found, expected = (jax.grad(function, argnums=(0, 1))(stack, table) for function in (loss, plain))
+    found, expected = (jax.jit(jax.grad(function, argnums=(0, 1)))(stack, table) for function in (loss, plain))
     for got, want in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=0.02)
 
