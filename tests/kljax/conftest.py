@@ -12,6 +12,8 @@ from tests import programs
 HERE = pathlib.Path(__file__).parent
 STRICT = {"jax_enable_x64": True, "jax_numpy_dtype_promotion": "strict", "jax_numpy_rank_promotion": "raise"}
 
+# They run the same program of every public function, so that one worker does all tests of a function.
+SHARE_PROGRAMS = (HERE / "test_everywhere.py", HERE / "test_masks.py")
 # They compare numbers of formulas, whose operations are the same in every release of JAX, and compile much for it.
 ONE_JAX = (
     *("audit", "goldens", "test_costs", "test_devices", "test_every_metric", "test_grid", "test_masks", "test_narrow"),
@@ -21,10 +23,21 @@ ONE_JAX = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what one release of JAX is enough for."""
+    """Marks what one release of JAX is enough for, and puts tests side by side that share compiled programs."""
     for item in items:
         if _is_for_one_jax(item.path):
             item.add_marker(pytest.mark.one_jax)
+    shared = [item for item in items if item.path in SHARE_PROGRAMS]
+    if shared:
+        first = items.index(shared[0])
+        others = [item for item in items if item.path not in SHARE_PROGRAMS]
+        items[:] = [*others[:first], *sorted(shared, key=_function_of), *others[first:]]
+
+
+def _function_of(item: pytest.Item) -> str:
+    """The public function that a test is called with, or with a call of; none for a test of its own."""
+    arguments = item.callspec.params if hasattr(item, "callspec") else {}
+    return arguments.get("name") or arguments.get("call_name", "").partition("(")[0]
 
 
 @functools.cache

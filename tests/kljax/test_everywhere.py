@@ -9,6 +9,7 @@ The functions, and the calls of each, come from `tests.kljax.calls`, so a new pu
 listed. All calls of a function are compiled as one program per transformation.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -45,6 +46,8 @@ WITH_HEAD = (
     *("jsd_from_hidden", "kl_from_hidden", "log_probs_from_hidden"),
     *("renormalized_log_probs", "token_log_probs", "token_loss_from_hidden"),
 )
+# No array of theirs that is split enters the program, so that it knows its devices from the mesh that is set.
+WITHOUT_ROWS = ("fingerprint", "fixed_kl", "scheduled_kl")
 # With one of these the result of a row does not depend on the others, and there is nothing to add over devices.
 REPLACE_AXIS_NAME = ("axis", "mean_kl")
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
@@ -82,11 +85,12 @@ def check(name: str, results: list[Any], expected: list[Any], close: Mapping[str
             np.testing.assert_allclose(leaf, other, **close, err_msg=where)
 
 
-def check_shapes(name: str, results: list[Any], leading: tuple[int, ...] = ()) -> None:
+def check_shapes(name: str, results: list[Any], leading: tuple[int, ...] = (), narrow: bool = False) -> None:
     for call, result, wanted in zip(calls_of(name), results, jitted(name)[0], strict=True):
         assert jax.tree.structure(result) == jax.tree.structure(wanted), call.name
         for leaf, other in zip(jax.tree.leaves(result), jax.tree.leaves(wanted), strict=True):
-            assert (leaf.dtype, leaf.shape) == (other.dtype, (*leading, *other.shape)), call.name
+            dtype = in_32_bits(other.dtype) if narrow else other.dtype
+            assert (leaf.dtype, leaf.shape) == (dtype, (*leading, *other.shape)), call.name
 
 
 def stacked(name: str) -> list[tuple[Any, Any]]:
@@ -142,19 +146,30 @@ def on_eight_devices(name: str, rows: Any, columns: Any) -> None:
     check(name, compiled(run, given), jitted(name)[0])
 
 
-def on_explicit_axes(name: str) -> Any:
-    """The inputs with their rows split over a mesh as `jax.make_mesh` makes it by default, without their numbers."""
+@functools.cache
+def explicit_mesh() -> Mesh:
+    """A mesh as `jax.make_mesh` makes it by default."""
     explicit = jax.make_mesh((8,), ("rows",))
     assert explicit.axis_types == (jax.sharding.AxisType.Explicit,)
+    return explicit
+
+
+def on_explicit_axes(name: str) -> Any:
+    """The inputs in 32 bits with their rows split over explicit axes, without their numbers."""
     whole = inputs(name)
-    shardings = jax.tree.map(lambda spec: NamedSharding(explicit, spec), by_rows(whole))
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), whole, shardings)
+    shardings = jax.tree.map(lambda spec: NamedSharding(explicit_mesh(), spec), by_rows(whole))
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, in_32_bits(x.dtype), sharding=at), whole, shardings)
 
 
-def traced_on_explicit_axes(name: str) -> None:
-    """JAX checks the sharding of every operation."""
-    run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
-    check_shapes(name, jax.eval_shape(run, on_explicit_axes(name)))
+def lowered_on_explicit_axes(name: str) -> None:
+    """JAX checks the sharding of every operation as it traces; TPUs and GPUs have a rule for each.
+
+    In float32 without 64-bit types, as a user's program has it: one trace shows this too.
+    """
+    mesh = jax.set_mesh(explicit_mesh()) if name in WITHOUT_ROWS else contextlib.nullcontext()
+    with jax.enable_x64(False), mesh:
+        lowered = lowered_for_tpu_and_cuda(name, on_explicit_axes(name))
+    check_shapes(name, lowered.out_info, narrow=True)
 
 
 def values_on_explicit_axes(name: str) -> None:
@@ -250,20 +265,23 @@ def traced_in_shard_map(name: str) -> None:
     check_shapes(name, jax.eval_shape(each_call(name, value_and_grads_on_every_device), inputs(name)))
 
 
-def lowered_for_tpu_and_cuda(name: str) -> None:
-    # As a user's program has it: float32, 64-bit types off.
+def lowered_on_one_device(name: str) -> None:
     with jax.enable_x64(False):
-        given = jax.tree.map(in_32_bits, inputs(name))
-        run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
-        lowered = jax.jit(run).trace(given).lower(lowering_platforms=("tpu", "cuda"))
-    assert jax.tree.leaves(lowered.out_info)
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, in_32_bits(x.dtype)), inputs(name))
+        lowered = lowered_for_tpu_and_cuda(name, given)
+    check_shapes(name, lowered.out_info, narrow=True)
 
 
-def in_32_bits(array: jax.Array) -> jax.Array:
-    for wide, narrow in ((jnp.floating, jnp.float32), (jnp.integer, jnp.int32)):
-        if jnp.issubdtype(array.dtype, wide):
-            return jnp.asarray(np.asarray(array), narrow)
-    return array
+def lowered_for_tpu_and_cuda(name: str, given: Any) -> jax.stages.Lowered:
+    run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
+    return jax.jit(run).trace(given).lower(lowering_platforms=("tpu", "cuda"))
+
+
+def in_32_bits(dtype: Any) -> Any:
+    for wide, narrow in ((jnp.floating, jnp.float32), (jnp.signedinteger, jnp.int32)):
+        if jnp.issubdtype(dtype, wide):
+            return jnp.dtype(narrow)
+    return dtype
 
 
 TRANSFORMATIONS: dict[str, Callable[[str], None]] = {
@@ -274,7 +292,7 @@ TRANSFORMATIONS: dict[str, Callable[[str], None]] = {
     "rows": functools.partial(on_eight_devices, rows=("a", "b"), columns=None),
     "columns": functools.partial(on_eight_devices, rows=None, columns=("a", "b")),
     "rows and columns": functools.partial(on_eight_devices, rows="a", columns="b"),
-    "traced on explicit axes": traced_on_explicit_axes,
+    "lowered on explicit axes": lowered_on_explicit_axes,
     "explicit axes": values_on_explicit_axes,
     "traced in vmap": traced_in_vmap,
     "vmap": in_vmap,
@@ -282,28 +300,36 @@ TRANSFORMATIONS: dict[str, Callable[[str], None]] = {
     "remat": in_remat,
     "traced in shard_map": traced_in_shard_map,
     "shard_map": in_shard_map,
-    "tpu and cuda": lowered_for_tpu_and_cuda,
+    "lowered on one device": lowered_on_one_device,
 }
 
 
 # What a new release of JAX may change is how programs are compiled and spread over devices.
 ON_EVERY_JAX = (
     *("jit", "rows and columns", "explicit axes", "shard_map"),
-    *("traced on explicit axes", "traced in shard_map"),
+    *("lowered on explicit axes", "traced in shard_map"),
 )
 # What vmap does to a function, scan and remat hardly do worse; rows and columns are split together in any case.
 THOROUGH = ("scan", "remat", "rows", "columns", "eager gradients")
-# Values in these are compared for one function of each kind of program.
-REWRITTEN = ("rows and columns", "vmap", "explicit axes", "shard_map")
+# Values in these are compared for one function of each kind of program: the operations of the library in them are those
+# of a trace, which every function has. Those of an eager gradient are traced, as those of a jitted one are.
 EACH_KIND = (
     *("ppo_clip_loss", "masked_whiten"),  # operations of one token; sums over tokens
     *("gae", "grpo_advantages"),  # loops over positions; groups of rows
     *("clip_cov_loss", "top_k_with_tail"),  # tokens by their rank, over the batch and over a vocabulary
-    "log_probs_from_hidden",  # loops over tiles with a derivative of their own
+    "token_log_probs",  # loops over tiles with a derivative of their own
 )
+SUMS, LOOPS, GROUPS = "masked_whiten", "gae", "grpo_advantages"
+REWRITTEN = {
+    "eager gradients of the first call": EACH_KIND[:-1],
+    "explicit axes": EACH_KIND,
+    "shard_map": EACH_KIND,
+    # Rules of JAX and its compiler alone: sums and groups of the split rows, and loops.
+    "rows and columns": (SUMS, GROUPS, "token_log_probs"),
+    "vmap": (LOOPS, GROUPS, "token_log_probs"),
+}
 # Where values are compared, a trace alone repeats it.
 TRACES = {"traced in vmap": "vmap", "traced in shard_map": "shard_map"}
-EAGER = ("jit", "eager gradients of the first call")
 
 
 def adds_over_devices(name: str) -> bool:
@@ -319,9 +345,10 @@ def applies(name: str, transformation: str) -> bool:
     if transformation == "explicit axes":
         # The operations of a function that is wrapped are the compiler's to spread.
         return hasattr(getattr(kljax, name), "__wrapped__")
-    if transformation == "traced on explicit axes":
-        compared = applies(name, "explicit axes") and not is_thorough(name, "explicit axes")
-        return name not in WITH_HEAD and not compared
+    if transformation == "lowered on explicit axes":
+        return name not in WITH_HEAD
+    if transformation == "lowered on one device":
+        return name in WITH_HEAD
     return True
 
 
@@ -331,8 +358,9 @@ def is_thorough(name: str, transformation: str) -> bool:
         return True
     if transformation == "shard_map" and adds_over_devices(name):
         return False
-    one_is_enough = transformation in REWRITTEN or (transformation in EAGER and name in WITH_HEAD)
-    return one_is_enough and name not in EACH_KIND
+    if transformation == "jit":
+        return name in WITH_HEAD and name not in EACH_KIND
+    return transformation in REWRITTEN and name not in REWRITTEN[transformation]
 
 
 def marks_of(name: str, transformation: str) -> list[pytest.MarkDecorator]:

@@ -56,19 +56,34 @@ def computes_in(dtype: Any, equation: Any) -> bool:
     return any(getattr(aval, "dtype", None) == dtype for aval in avals)
 
 
-@pytest.mark.parametrize("name", sorted(set(callable_functions()) - KEEP_THE_DTYPE))
+def check_computed_in_float32(call: Call, dtype: Any) -> None:
+    """Reads off the program, not its numbers: XLA may keep a sum in float32 on one device that it rounds on another."""
+    arrays = in_dtype(call.arrays, dtype)
+    program, shapes = jax.make_jaxpr(call.value_and_grads, return_shape=True)(arrays, call.data)
+    done = {e.primitive.name for e in equations(program.jaxpr) if computes_in(dtype, e)}
+    assert done <= EXACT, f"{call.name} computes in {dtype.__name__}: {done - EXACT}"
+    floats = [x.dtype for x in jax.tree.leaves(shapes[0]) if jnp.issubdtype(x.dtype, jnp.floating)]
+    # The state of a controller has the float type of JAX, and so has what has no array of floats to go by.
+    free = not call.arrays or hasattr(shapes[0], "coef")
+    assert free or set(floats) <= {jnp.dtype(jnp.float32)}, f"{call.name}: {floats}"
+
+
+WIDENED = sorted(set(callable_functions()) - KEEP_THE_DTYPE)
+
+
+@pytest.mark.parametrize("name", WIDENED)
 def test_narrow_inputs_are_computed_in_float32(name: str) -> None:
-    # Read off the program, not its numbers: XLA may keep a sum in float32 on one device that it rounds on another.
     for call in calls_of(name):
-        for dtype in NARROW:
-            arrays = in_dtype(call.arrays, dtype)
-            program, shapes = jax.make_jaxpr(call.value_and_grads, return_shape=True)(arrays, call.data)
-            done = {e.primitive.name for e in equations(program.jaxpr) if computes_in(dtype, e)}
-            assert done <= EXACT, f"{call.name} computes in {dtype.__name__}: {done - EXACT}"
-            floats = [x.dtype for x in jax.tree.leaves(shapes[0]) if jnp.issubdtype(x.dtype, jnp.floating)]
-            # The state of a controller has the float type of JAX, and so has what has no array of floats to go by.
-            free = not call.arrays or hasattr(shapes[0], "coef")
-            assert free or set(floats) <= {jnp.dtype(jnp.float32)}, f"{call.name}: {floats}"
+        check_computed_in_float32(call, jnp.bfloat16)
+    # The library does not ask which narrow type it is given.
+    check_computed_in_float32(calls_of(name)[0], jnp.float16)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", WIDENED)
+def test_every_call_computes_float16_in_float32(name: str) -> None:
+    for call in calls_of(name)[1:]:
+        check_computed_in_float32(call, jnp.float16)
 
 
 # What a matrix unit multiplies in the backward pass has the type of the head, the slopes of the logits too: an error of
