@@ -120,20 +120,38 @@ class TracedCase(Case):
         self.comparisons.append((actual, expected))
 
 
-def assert_together(cases: Sequence[Case], exercise: Callable[[Case], None]) -> None:
-    """Runs an exercise on cases of the same settings, as one program that is traced and compiled once."""
-    assert len({case.settings() for case in cases}) == 1
-    fields = {field.name: getattr(cases[0], field.name) for field in dataclasses.fields(Case)}
+Exercise = Callable[[Case], None]
+Comparison = tuple[Case, Any, Any]
+
+
+def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[list[Comparison]]:
+    """Runs exercises as one program that is traced and compiled once, each on cases of the same settings.
+
+    Returns the comparisons of each exercise, `(case, actual, expected)`, for `Case.assert_matches`.
+    """
+    assert all(len({case.settings() for case in cases}) == 1 for cases, _ in exercises)
 
     @jax.jit
-    def compared(arrays: dict[str, dict[str, Any]]) -> list[tuple[Any, Any]]:
-        traced = TracedCase(**fields, traced=arrays, comparisons=[])
-        exercise(traced)
-        return traced.comparisons
+    def compared(arrays: list[dict[str, dict[str, Any]]]) -> list[list[tuple[Any, Any]]]:
+        found = []
+        for (cases, exercise), of_case in zip(exercises, arrays, strict=True):
+            fields = {field.name: getattr(cases[0], field.name) for field in dataclasses.fields(Case)}
+            traced = TracedCase(**fields, traced=of_case, comparisons=[])
+            try:
+                exercise(traced)
+            except Exception as error:
+                error.add_note(f"in {traced.id}")
+                raise
+            found.append(traced.comparisons)
+        return found
 
-    for case in cases:
-        for actual, expected in compared(case.arrays()):
-            case.assert_matches(actual, expected)
+    comparisons: list[list[Comparison]] = [[] for _ in exercises]
+    for number in range(max((len(cases) for cases, _ in exercises), default=0)):
+        # Cases of the same settings have the same shapes; where there are fewer, the last one is run again.
+        now = [cases[min(number, len(cases) - 1)] for cases, _ in exercises]
+        for case, pairs, results in zip(now, compared([case.arrays() for case in now]), comparisons, strict=True):
+            results += [(case, *pair) for pair in pairs]
+    return comparisons
 
 
 @functools.cache

@@ -9,7 +9,6 @@ The functions, and the calls of each, come from `tests.kljax.calls`, so a new pu
 listed. All calls of a function are compiled as one program per transformation.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -46,8 +45,8 @@ WITH_HEAD = (
     *("jsd_from_hidden", "kl_from_hidden", "log_probs_from_hidden"),
     *("renormalized_log_probs", "token_log_probs", "token_loss_from_hidden"),
 )
-# No array of theirs that is split enters the program, so that it knows its devices from the mesh that is set.
-WITHOUT_ROWS = ("fingerprint", "fixed_kl", "scheduled_kl")
+# No array enters their program, which so has no mesh.
+WITHOUT_ARRAYS = ("fixed_kl", "scheduled_kl")
 # With one of these the result of a row does not depend on the others, and there is nothing to add over devices.
 REPLACE_AXIS_NAME = ("axis", "mean_kl")
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
@@ -166,8 +165,7 @@ def lowered_on_explicit_axes(name: str) -> None:
 
     In float32 without 64-bit types, as a user's program has it: one trace shows this too.
     """
-    mesh = jax.set_mesh(explicit_mesh()) if name in WITHOUT_ROWS else contextlib.nullcontext()
-    with jax.enable_x64(False), mesh:
+    with jax.enable_x64(False):
         lowered = lowered_for_tpu_and_cuda(name, on_explicit_axes(name))
     check_shapes(name, lowered.out_info, narrow=True)
 
@@ -346,9 +344,9 @@ def applies(name: str, transformation: str) -> bool:
         # The operations of a function that is wrapped are the compiler's to spread.
         return hasattr(getattr(kljax, name), "__wrapped__")
     if transformation == "lowered on explicit axes":
-        return name not in WITH_HEAD
+        return name not in (*WITH_HEAD, *WITHOUT_ARRAYS)
     if transformation == "lowered on one device":
-        return name in WITH_HEAD
+        return name in (*WITH_HEAD, *WITHOUT_ARRAYS)
     return True
 
 
