@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import kljax
+from tests import tiny
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.config import PROJECTIONS
 from train.models.layers import InitKey, Linear
@@ -36,8 +37,10 @@ def build() -> tuple[dict, dict]:
 def drawn() -> tuple[dict, dict]:
     key, mesh = jax.random.key(0), make_mesh()
     adapter = init_adapter(MODEL, key, mesh)
-    keys = iter(jax.random.split(key, 20))
-    filled = jax.tree.map(lambda x: x if x.any() else 0.3 * jax.random.normal(next(keys), x.shape), adapter)
+    rng = np.random.default_rng(0)
+    filled = jax.tree.map(
+        lambda x: x if np.asarray(x).any() else jnp.asarray(0.3 * rng.standard_normal(x.shape), jnp.float32), adapter
+    )
     return init_params(MODEL, key, mesh), filled
 
 
@@ -65,9 +68,10 @@ def test_an_adapted_model_equals_one_with_the_update_merged_into_its_weights(rsl
 
 def test_merging_keeps_layout_and_dtype_and_touches_nothing_else():
     mesh = make_mesh(1, 2, 2)
-    params, adapter = (init(MODEL, jax.random.key(0), mesh) for init in (init_params, init_adapter))
+    params, adapter = jax.device_get(drawn())
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    ones = jax.tree.map(jnp.ones_like, adapter)
+    placed = tiny.placed(kljax.Policy(narrow, jax.tree.map(np.ones_like, adapter)), MODEL, mesh)
+    narrow, ones = placed.params, placed.adapter
     low = {"layers": {"self_attn": {"v_proj": ones["layers"]["self_attn"]["v_proj"]}}}
     merged = merge(MODEL, narrow, low)
     changed = merged["layers"]["self_attn"]["v_proj"].pop("kernel")
