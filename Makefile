@@ -33,9 +33,9 @@ QUICK := $(addprefix tests/kljax/,test_kl.py test_masking.py test_aggregation.py
 RUN_AGAIN := $(addprefix tests/integration/test_smoke_run.py::,\
   test_the_same_seed_gives_the_same_run_in_a_directory_of_its_own \
   test_a_run_in_a_numbered_directory_can_be_continued_by_its_name test_another_seed_is_another_run)
-# The trainer on the newest JAX: the smallest run, a run that is interrupted and continued, and a run on a mesh.
+# The trainer on the newest JAX: the smallest run, one that is killed and continued, and one on a mesh.
 TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
-  test_resume.py::test_interrupted_run_saves_says_so_and_continues)
+  test_resume.py::test_killed_at_some_moments_supervised_and_interrupted)
 
 .PHONY: train test test-accelerator test-quick test-thorough test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
 

@@ -3,6 +3,7 @@
 PPO with a value head under the adaptive controller, four updates a batch: everything that a state can hold moves.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -88,20 +89,37 @@ MOMENTS = {
 }
 
 
-def frozen_at(process, root: Path, happens) -> bool:
+def child_of(pid: int) -> int | None:
+    """Returns the one process that a process has started, or None while there is none."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(children[0]) if children else None
+
+
+def state_of(pid: int) -> str:
+    """Returns the letter of a process's state: T if it is stopped, Z or X if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X"
+
+
+def frozen_at(pid: int, root: Path, happens) -> bool:
     """Freezes the process at the first moment at which `happens(root)`; False if it ended without one.
 
     The process is frozen before it is looked at for good, so that the moment cannot pass between the two looks.
     """
     deadline = time.monotonic() + TIMEOUT
-    while process.poll() is None and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
         if happens(root):
-            process.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            os.kill(pid, signal.SIGSTOP)
+            while state_of(pid) not in "TZX":
+                time.sleep(0.0005)
             if happens(root):
                 return True
-            process.send_signal(signal.SIGCONT)
-        time.sleep(0.0005)
+            os.kill(pid, signal.SIGCONT)
+        elif state_of(pid) in "ZX":
+            return False
+        time.sleep(0.002)
     return False
 
 
@@ -123,32 +141,66 @@ IN_SAVES = ("while the base is saved", "while step 0 is saved")
 @pytest.mark.parametrize(
     "moments", [IN_SAVES, pytest.param(sorted(MOMENTS.keys() - {*IN_SAVES}), marks=pytest.mark.thorough)], ids=", ".join
 )
-def test_killed_at_some_moments_and_continued(uninterrupted, env, resume, tmp_path, moments):
-    """A frozen run leaves on disk what a kill leaves; the last two kills are real, the second of a continued run."""
-    root = tmp_path / NAME
-    process = start(env, *RECIPE, f"output={tmp_path}")
+def test_killed_at_some_moments_supervised_and_interrupted(uninterrupted, env, resume, tmp_path, moments):
+    """The supervisor continues a killed run, in a numbered directory, and passes Ctrl-C on.
+
+    A frozen run leaves on disk what a kill leaves. Each copy, and the interrupted run, is continued.
+    """
+    (tmp_path / NAME).mkdir()
+    (tmp_path / NAME / "file").write_text("")
+    root = tmp_path / f"{NAME}-2"
+    copies: list[Path] = []
+    children: list[int] = []
+
+    def copy() -> None:
+        copies.append(tmp_path / f"copy-{len(copies)}")
+        shutil.copytree(root, copies[-1] / root.name)
+
+    def next_child() -> int:
+        wait_for(supervisor, lambda: child_of(supervisor.pid) not in (None, *children))
+        children.append(child_of(supervisor.pid))
+        return children[-1]
+
+    supervisor = start(env, *RECIPE, f"output={tmp_path}", "--supervise", "--restarts=3")
     try:
+        pid = next_child()
         for name in (name for name in MOMENTS if name in moments):
-            assert frozen_at(process, root, MOMENTS[name]), f"{name}: the run ended before"
-            shutil.copytree(root, tmp_path / name / NAME)
-            process.send_signal(signal.SIGCONT)
-        assert frozen_at(process, root, lambda root: before_save(root, 1))
-    finally:
-        process.kill()
-        process.communicate()
-    process = start(env, *RECIPE, f"output={tmp_path}", "--resume")
-    try:
-        assert frozen_at(process, root, lambda root: in_save(root, 2))
-    finally:
-        process.kill()
-        process.communicate()
-    for output in (*(tmp_path / name for name in moments), tmp_path):
-        assert_same_run(resume(f"output={output}").succeeded().root, uninterrupted.root)
+            assert frozen_at(pid, root, MOMENTS[name]), f"{name}: the run ended before"
+            copy()
+            os.kill(pid, signal.SIGCONT)
+        assert frozen_at(pid, root, lambda root: before_save(root, 1))
+        os.kill(pid, signal.SIGKILL)
+        pid = next_child()
+        assert frozen_at(pid, root, lambda root: in_save(root, 2))
+        copy()
+        supervisor.send_signal(signal.SIGINT)
+        # The signal is there before the run goes on, so that it does not come at the end.
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGCONT)
+    except BaseException:
+        supervisor.kill()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
+    done = finish(supervisor)
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    restart = "killed by SIGKILL, as it is without memory: restart 1 of 3 without a new checkpoint, in 1 s: "
+    assert f"{restart}{root} with --resume" in done.stderr
+    step = lines_written(root, "train")
+    assert 2 <= step < STEPS
+    assert f"interrupted after step {step} of {STEPS}; saved, continue with --resume" in done.stderr
+    assert int(state_arrays(root, step)["step"]) == step
+    assert not (root / "summary.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*(path.name for path in copies), NAME, root.name]
+    for output in (*copies, tmp_path):
+        assert_same_run(resume(f"output={output}", f"name={root.name}").succeeded().root, uninterrupted.root)
     leftovers = [path for path in tmp_path.rglob("*") if "tmp" in path.name or path.name.endswith(".partial")]
     assert leftovers == []
 
 
-def test_damaged_checkpoints_are_named_and_skipped(uninterrupted, train, tmp_path):
+def test_damaged_checkpoints_are_named_and_skipped(uninterrupted, resume, tmp_path):
     root = copied(uninterrupted, tmp_path)
     newest, before = (root / "checkpoints" / str(step) for step in (STEPS, STEPS - 1))
     data = [path for path in newest.glob("state/**/d/*") if path.is_file()]
@@ -156,29 +208,12 @@ def test_damaged_checkpoints_are_named_and_skipped(uninterrupted, train, tmp_pat
     for path in data:
         os.truncate(path, path.stat().st_size // 2)
     os.truncate(before / "state" / "_METADATA", 10)
-    # In a process of its own, as the messages are those of a logger.
-    done = train(*RECIPE, f"output={tmp_path}", "--resume").succeeded()
+    done = resume().succeeded()
     assert f"checkpoint {newest} is damaged" in done.stderr
     assert f"checkpoint {before} is damaged" in done.stderr
     assert f"checkpoint {root / 'checkpoints' / str(STEPS - 2)} is damaged" not in done.stderr
     assert f"RL {STEPS}/{STEPS}" in done.stdout
     assert_same_run(root, uninterrupted.root)
-
-
-def test_interrupted_run_saves_says_so_and_continues(uninterrupted, env, resume, tmp_path):
-    root = tmp_path / NAME
-    process = start(env, *RECIPE, f"output={tmp_path}")
-    wait_for(process, lambda: lines_written(root, "train") > 0)
-    process.send_signal(signal.SIGINT)
-    done = finish(process)
-    assert done.returncode == 130, done.stderr
-    assert "Traceback" not in done.stderr
-    step = lines_written(root, "train")
-    assert 1 <= step < STEPS
-    assert f"interrupted after step {step} of {STEPS}; saved, continue with --resume" in done.stderr
-    assert int(state_arrays(root, step)["step"]) == step
-    assert not (root / "summary.json").exists()
-    assert_same_run(resume().succeeded().root, uninterrupted.root)
 
 
 def test_resuming_a_finished_run_changes_nothing_and_says_the_same(uninterrupted, resume, tmp_path):
