@@ -19,7 +19,7 @@ RECIPE = (
     f"steps={STEPS}",
     "warm_start={steps: 20, batch_size: 8, learning_rate: 1e-2}",
     "checkpoint={every: 1, keep: 10}",
-    "eval.every=6",
+    "eval={every: 6, prompts: 8, batch_size: 8, greedy: false}",
     # The gradient of the entropy is far from 0, and SGD, unlike Adam, does not enlarge what rounds.
     "loss.entropy_coef=1.0",
     "optim.optimizer=sgd",
@@ -66,16 +66,17 @@ def signalled(
     *numbers: signal.Signals,
     env: Mapping[str, str],
     processes: int = 2,
+    devices: int = DEVICES,
     more: tuple[str, ...] = (),
 ) -> Ended:
     """Starts the recipe and sends signals to one process at a moment; waits for the end of the others."""
     root = output / NAME
     arguments = (*RECIPE, f"output={output}", *more)
-    with peers.started("train", *arguments, processes=processes, devices=DEVICES // processes, env=env) as started:
+    with peers.started("train", *arguments, processes=processes, devices=devices // processes, env=env) as started:
         until = time.monotonic() + 300
         while not MOMENTS[moment](root) and all(peer.returncode is None for peer in started):
             assert time.monotonic() < until, [peer.stderr for peer in started]
-            time.sleep(0.001)
+            time.sleep(0.002)
         for number in numbers:
             started[victim].process.send_signal(number)
             time.sleep(0.05)

@@ -13,6 +13,8 @@ from tests import lost
 from tests.integration.command import assert_same_arrays, records, run_here, saved_arrays, state_arrays
 
 CLOSE = 1e-6
+# A reference that moves, so that a state has more than the weights; the other run of two processes has a warm start.
+AVERAGE = ("reference={source: ema, decay: 0.9}", "model.layers=1", "warm_start.steps=0")
 
 
 @pytest.fixture(scope="session")
@@ -36,23 +38,36 @@ def assert_same_run(got, expected) -> None:
 
 
 def assert_close_run(got, expected) -> None:
-    """Compares the last state within rounding of the largest number of each array, and the metrics of each step."""
-    one, two = (state_arrays(root, lost.STEPS) for root in (got, expected))
-    assert one.keys() == two.keys()
-    for name, value in two.items():
-        np.testing.assert_allclose(one[name], value, rtol=0, atol=CLOSE * np.abs(value).max(), err_msg=name)
+    """Compares completions and rewards bit by bit; losses, and the first and the last state, within rounding.
+
+    The rounding of an array is that of its largest number.
+    """
+    for step in (0, lost.STEPS):
+        one, two = (state_arrays(root, step) for root in (got, expected))
+        assert one.keys() == two.keys()
+        for name, value in two.items():
+            limit = CLOSE * np.abs(value).max()
+            np.testing.assert_allclose(one[name], value, rtol=0, atol=limit, err_msg=f"{step}: {name}")
+        file = f"samples/{step}.jsonl"
+        assert (got / file).read_text() == (expected / file).read_text()
+    steps = [records(root, "train") for root in (got, expected)]
+    assert [len(of_run) for of_run in steps] == [lost.STEPS] * 2
+    for name in ("reward", "completion_length", "finished"):
+        first, second = ([record[name] for record in of_run] for of_run in steps)
+        assert first == second, name
     for name in ("loss", "policy_loss", "kl_reference"):
-        of_steps = [[record[name] for record in records(root, "train")] for root in (got, expected)]
-        np.testing.assert_allclose(*of_steps, rtol=CLOSE, atol=CLOSE)
+        np.testing.assert_allclose(*([r[name] for r in of_run] for of_run in steps), rtol=CLOSE, atol=CLOSE)
 
 
-def test_a_killed_run_of_two_processes_goes_on_in_one(env, tmp_path):
-    """The leader is killed while it saves, and one process goes on; the other cases are thorough."""
-    ended = lost.signalled(tmp_path / "two", "in a save", 0, signal.SIGKILL, env=env)
+def test_two_processes_begin_a_run_that_one_continues_when_its_leader_is_killed(env, tmp_path):
+    """The leader is killed while it saves, and one device goes on with all; the other cases are thorough."""
+    two, one = tmp_path / "two", tmp_path / "one"
+    ended = lost.signalled(two, "in a save", 0, signal.SIGKILL, env=env, devices=2, more=("mesh={fsdp: 2}", *AVERAGE))
     assert lost.names_the_lost(ended, 0), ended
-    run_here(*lost.RECIPE, f"output={tmp_path / 'two'}", "--resume").succeeded()
-    whole = run_here(*lost.RECIPE, f"output={tmp_path / 'one'}").succeeded()
-    assert_close_run(tmp_path / "two" / lost.NAME, whole.root)
+    recipe = (*lost.RECIPE, "mesh={}", *AVERAGE)
+    run_here(*recipe, f"output={two}", "--resume").succeeded()
+    whole = run_here(*recipe, f"output={one}").succeeded()
+    assert_close_run(ended.root, whole.root)
 
 
 @pytest.mark.thorough
