@@ -9,6 +9,7 @@ import pytest
 
 from tests import peers
 from tests.integration.command import LORA, Run, assert_same_arrays, files, records, run_here, saved_arrays
+from tests.integration.commands_peer import NEXT
 from tests.integration.test_eval import assert_as_written
 from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.data.tokenizers import ByteTokenizer
@@ -16,6 +17,7 @@ from train.export import main as export
 
 MESH = "mesh={fsdp: 2}"
 STEPS = 2
+FOUND = "found.json"
 # An adapter that starts at zero: the order of sums shows in its first changes, see docs/pods.md.
 CLOSE = 1e-5
 
@@ -26,12 +28,23 @@ def pair(module: str, *arguments: object, env) -> Run:
     for code, out, err in ended:
         assert code == 0, f"{out}\n{err}"
         assert "Traceback" not in err
+    assert "run directory:" not in ended[1][1], "the leader alone prints"
     assert ended[1][2] == "", "the leader alone warns"
     return Run(*ended[0])
 
 
+def train_and_evaluate(*arguments: str, env) -> Run:
+    """Runs both commands in one pair of processes; the numbers of the evaluation lie beside the run."""
+    output = Path(arguments[-1].removeprefix("output="))
+    evaluation = ("train.eval", output / "lora", "--step", STEPS, "--json", output / FOUND)
+    return pair("tests.integration.commands_peer", "train", *arguments, NEXT, *evaluation, env=env)
+
+
 def assert_close(root: Path, expected: Path) -> None:
-    """The same completions and rewards, and the losses up to rounding."""
+    """The same completions and rewards, and the weights after the warm start and the losses up to rounding."""
+    base, expected_base = (saved_arrays(run / "base") for run in (root, expected))
+    for name, value in expected_base.items():
+        np.testing.assert_allclose(base[name], value, rtol=0, atol=CLOSE * np.abs(value).max(), err_msg=name)
     got, want = records(root, "train"), records(expected, "train")
     assert len(got) == len(want) == STEPS
     for name in ("reward", "completion_length", "finished"):
@@ -54,23 +67,23 @@ def arguments(recorded):
     source = f"rollout.source={{type: file, path: {recorded[1]}}}"
     guard = "guard={min_entropy: 100, action: roll_back}"
     reference = "reference={source: step, step: 0}"
-    return (*LORA, source, guard, reference, "kl.loss.coef=0.1", "checkpoint.every=2")
+    fewer = ("model.layers=1", "warm_start.steps=5")
+    return (*LORA, *fewer, source, guard, reference, "kl.loss.coef=0.1", "checkpoint.every=2")
 
 
 @pytest.fixture(scope="module")
 def of_two(shared, arguments, env):
-    """The run in two processes."""
-    return shared(*arguments, MESH, command=functools.partial(pair, "train", env=env))
+    """The run in two processes, and its evaluation."""
+    return shared(*arguments, MESH, command=functools.partial(train_and_evaluate, env=env))
 
 
 @pytest.mark.slow
-def test_recorded_rows_a_step_as_reference_a_roll_back_and_an_evaluation(of_two, arguments, env, tmp_path):
+def test_recorded_rows_a_step_as_reference_a_roll_back_and_an_evaluation(of_two, arguments, tmp_path):
     one = run_here(*arguments, f"output={tmp_path}").succeeded()
     for run in (of_two, one):
         assert run.stderr.count("rolled back to the weights of step 0") == STEPS
     assert_close(of_two.root, one.root)
-    pair("train.eval", of_two.root, "--step", 2, "--json", tmp_path / "found.json", env=env)
-    assert_as_written(json.loads((tmp_path / "found.json").read_text()), records(of_two.root, "eval")[-1])
+    assert_as_written(json.loads((of_two.root.parent / FOUND).read_text()), records(of_two.root, "eval")[-1])
 
 
 @pytest.mark.thorough
