@@ -36,7 +36,7 @@ TINY = (
     "data.solutions=1",
 )
 # Runs that several files read.
-PPO = ("configs/ppo_adaptive_kl.yaml", *TINY, "steps=4", "optim.epochs=2")
+PPO = ("configs/ppo_adaptive_kl.yaml", *TINY, "steps=4", "optim.epochs=2", "eval.greedy=false")
 # Two steps without a warm-up: the adapter is on after the first.
 LORA = ("configs/lora.yaml", *TINY, "steps=2", "lora.rank=2", "lora.alpha=4.0", "optim.warmup_steps=0")
 

@@ -18,8 +18,10 @@ def session_directory(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def _kept_programs(session_directory) -> Iterator[None]:
-    """Commands that run in the process of the tests keep their programs, and share what they trace."""
-    with programs.kept_in(session_directory / "programs"), shared_by_runs():
+    """Commands that run in the process of the tests keep their programs, share what they trace, and draw no curves."""
+    kept = programs.kept_in(session_directory / "programs")
+    with kept, shared_by_runs(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.run.run.write_curves", lambda directory: None)
         yield
 
 

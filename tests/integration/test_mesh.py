@@ -13,6 +13,7 @@ RECIPE = (
     "seed=1",  # with it some completions are right at every step
     f"steps={STEPS}",
     f"eval.every={STEPS}",
+    "eval.greedy=false",
     f"checkpoint.every={STEPS}",
     "rollout.samples_per_prompt=4",
     # Returns of one sign: the loss of a group estimator is a sum of terms of both signs that cancel to almost 0, and a

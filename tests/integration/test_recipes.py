@@ -31,7 +31,7 @@ SMALL = (
     "rewards.overlong_buffer=4",
     "optim.updates_per_batch=1",
     "optim.micro_batches=1",
-    "eval={every: 1, prompts: 2, batch_size: 2}",
+    "eval={every: 1, prompts: 2, batch_size: 2, greedy: false}",
 )
 
 
