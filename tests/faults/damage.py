@@ -63,7 +63,7 @@ def outcome_of_resume(place: Path, *harms: tuple[str, Damage]) -> str:
     root = runs.copied_run(place)
     for name, damage in harms:
         damage(root / name)
-    with quiet_orbax(), warnings_of_readers() as warned, programs.kept_in(place.parent / "programs"):
+    with quiet_orbax(), warnings_of_readers() as warned, programs.kept_in(runs.scratch() / "programs"):
         done = runs.resume(place)
     text = "\n".join([done.text, *warned])
     return classified(Finished(done.code, text), root, [name for name, _ in harms])

@@ -144,8 +144,9 @@ def test_places_are_small_json(watches):
 
 
 MOMENTS = ("collective", "compilation", "python", "exchange", "save")
+# That the leader is killed is in tests/integration/test_lost_process.py.
 CASES = [
-    pytest.param(moment, victim, processes, marks=[] if case in {0, 5} else [pytest.mark.thorough])
+    pytest.param(moment, victim, processes, marks=[] if case == 0 else [pytest.mark.thorough])
     for case, (processes, victim, moment) in enumerate(
         (processes, victim, moment) for processes, victim in ((2, 1), (2, 0), (3, 1)) for moment in MOMENTS
     )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from tests.run_programs import shared_by_runs
 from tests.train.config.built import build, problems
 from train.__main__ import main
 from train.config.errors import GuardError
@@ -125,17 +126,21 @@ def test_limits_go_with_any_measured_kl():
 
 def test_a_run_that_diverges_stops_with_its_own_code_and_can_be_continued(tmp_path, capsys):
     # The first update is finite, and moves the policy; the KL term of the second is beyond float32.
-    config = ("configs/smoke.yaml", f"output={tmp_path}", "kl.loss.coef=3e38", "steps=9", "guard.max_skipped=3")
-    assert main(config) == 3
-    text = capsys.readouterr().err
-    assert "guard.max_skipped: 3 updates in a row were skipped" in text
-    assert re.search(r"because the norm of the gradient of params\.\S+ is not finite; the batch is in ", text)
-    records = [json.loads(line) for line in (tmp_path / "smoke" / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if record["phase"] == "train"]
-    assert steps[-1]["skipped_updates"] == 1
-    assert steps[0]["skipped_updates"] < 1
-    assert len(steps) < 9
-    assert list((tmp_path / "smoke" / "nonfinite").iterdir())
-    # It counts anew: two batches of two updates.
-    assert main([*config, "--resume"]) == 3
-    assert "updates in a row were skipped" in capsys.readouterr().err
+    config = (
+        *("configs/smoke.yaml", f"output={tmp_path}", "kl.loss.coef=3e38", "steps=9", "guard.max_skipped=3"),
+        *("warm_start.steps=0", "eval={every: 9, prompts: 2, batch_size: 2, greedy: false}"),
+    )
+    with shared_by_runs():
+        assert main(config) == 3
+        text = capsys.readouterr().err
+        assert "guard.max_skipped: 3 updates in a row were skipped" in text
+        assert re.search(r"because the norm of the gradient of params\.\S+ is not finite; the batch is in ", text)
+        records = [json.loads(line) for line in (tmp_path / "smoke" / "metrics.jsonl").read_text().splitlines()]
+        steps = [record for record in records if record["phase"] == "train"]
+        assert steps[-1]["skipped_updates"] == 1
+        assert steps[0]["skipped_updates"] < 1
+        assert len(steps) < 9
+        assert list((tmp_path / "smoke" / "nonfinite").iterdir())
+        # It counts anew: two batches of two updates.
+        assert main([*config, "--resume"]) == 3
+        assert "updates in a row were skipped" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 import kljax
 from tests import tiny
+from tests.run_programs import shared_by_runs
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.data.tasks.reward_function import RewardError
@@ -28,6 +30,13 @@ CONFIG = tiny.config_of(
     f"kl.reward={{coef: 0.1, controller: {CONTROLLER}}}",
     "optim={updates_per_batch: 2, micro_batches: 2, learning_rate: 1e-2}",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shared_programs() -> Iterator[None]:
+    """Tests of one config share what they trace."""
+    with shared_by_runs():
+        yield
 
 
 def frozen_of(config: Config) -> FrozenWeights:
