@@ -17,7 +17,8 @@ from tests.kljax.calls import known_options
 ROWS, LENGTH, WIDTH, VOCABULARY = 8, 4, 5, 12
 ROW_AXIS, VOCAB_AXIS = "data", "tensor"
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-# Under Auto axes the compiler does on its own what it is told to do under Explicit ones.
+# Under Auto axes the compiler does on its own what it is told to do under Explicit ones; `test_everywhere` spreads the
+# arrays of a head over them too.
 KIND_NAMES = [pytest.param("auto", marks=pytest.mark.thorough), "explicit"]
 
 
@@ -102,7 +103,7 @@ def spread(mesh: Any, specs: dict[str, P]) -> dict[str, jax.Array]:
 
 # Rows are split in the second as well.
 @pytest.mark.parametrize("specs", [pytest.param("rows", marks=pytest.mark.thorough), "rows, positions, vocabulary"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KIND_NAMES)
 def test_arrays_on_a_mesh_without_a_sharding_of_the_head(kind: str, specs: str) -> None:
     mesh = jax.make_mesh((4, 2), (ROW_AXIS, VOCAB_AXIS), axis_types=(KINDS[kind],) * 2)
     with jax.set_mesh(mesh):

@@ -271,7 +271,10 @@ def test_a_derivative_that_is_not_finite_on_no_token_adds_nothing() -> None:
     assert gradients[1] == 0
 
 
-@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")])
+ALL_WIDE = pytest.param(("float32", "float32"), marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ALL_WIDE])
 def test_narrow_types_are_accumulated_in_float32(dtypes: tuple[str, str]) -> None:
     point = PLAIN | {"loss": "reverse", "ref_head": "shared", "softcap": 3.0}
     x = draw(point, np.float32)

@@ -80,7 +80,12 @@ def test_sapo_slope_where_the_ratio_overflows() -> None:
 
 SIZES = np.geomspace(1e-8, 50, 2001)
 APART = np.concatenate([-SIZES, SIZES]).astype(np.float32)
-PROGRAMS = {"compiled": {}, "not optimised": {"xla_backend_optimization_level": 0}}
+# Tests compile without optimizations, see `tests.xla`, unless they ask for them.
+PROGRAMS = {
+    "not optimised": {},
+    "optimised": {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False},
+}
+EACH_PROGRAM = ["not optimised", pytest.param("optimised", marks=pytest.mark.thorough)]
 
 
 def in_float32(loss, program: str) -> tuple[jax.Array, jax.Array]:
@@ -103,7 +108,7 @@ def check_relative(actual: jax.Array, exact: np.ndarray) -> None:
 
 
 # Coefficients that are float32 numbers and ones that are not, from hardly a gate to one that is almost a step.
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", EACH_PROGRAM)
 @pytest.mark.parametrize("tau", [1e-3, 1.05, 60.0])
 def test_sapo_in_float32_where_the_gate_saturates(tau: float, program: str) -> None:
     one = jnp.ones((APART.size, 1), jnp.float32)
@@ -116,7 +121,7 @@ def test_sapo_in_float32_where_the_gate_saturates(tau: float, program: str) -> N
     check_relative(slope, -4 * np.exp(drift) * tail / (1 + tail) ** 2)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", EACH_PROGRAM)
 @pytest.mark.parametrize(("k", "rate"), [(2.0, 3.0), (1.3, 0.7), (0.1, 40.7), (2.0, 80.0)])
 def test_vespo_in_float32_where_phi_is_nearly_0(k: float, rate: float, program: str) -> None:
     one = jnp.ones((APART.size, 1), jnp.float32)
