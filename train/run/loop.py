@@ -155,9 +155,11 @@ def _score(
     packing: StepPacking,
 ) -> Batch:
     """Scores a batch with policy and reference; with a store, each with a program of its own, if it has to run."""
-    base, reference, batch, rows = weights.base, weights.reference, drawn.batch, drawn.completions.recorded_rows
-    if programs.store is None or rows is None:
+    base, reference, batch = weights.base, weights.reference, drawn.batch
+    if programs.store is None:
         return programs.score(state.trainable, base, reference, batch, **packing.score)
+    rows = drawn.completions.recorded_rows
+    assert rows is not None  # only a recording has a store
     log_probs = programs.store.score(base, reference, batch, rows)
     if Plan.of(context.config).scores_policy:
         batch = programs.score(state.trainable, base, None, batch)
