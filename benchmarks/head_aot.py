@@ -19,7 +19,7 @@ from benchmarks.harness.process import RemoteError
 from benchmarks.harness.race import log
 from benchmarks.harness.report import MIB
 from benchmarks.suites.aot import compiler, plans
-from benchmarks.suites.aot.plans import DEVICES, FULL, QUICK, Compiled, Order, Plan, programs_of
+from benchmarks.suites.aot.plans import DEVICES, FULL, QUICK, TITLES, Compiled, Order, Plan, programs_of
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -27,6 +27,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser, tile = cli.make_parser("head_aot", __doc__), cli.numbers("8192x2048")
     add = parser.add_argument
     add("--targets", nargs="+", choices=DEVICES, default=list(DEVICES), help="devices to compile for")
+    add("--programs", nargs="+", choices=TITLES, default=list(TITLES), help="compile these alone; no targets")
     add("--tiles", nargs="+", type=tile, metavar="TOKENSxVOCAB", help="compare tiles of kljax instead")
     add("--keep", type=pathlib.Path, metavar="DIR", help="for compiled programs and buffer assignments")
     add("--quick", action="store_true", help="a smoke test: tiny sizes, no targets")
@@ -42,7 +43,8 @@ def orders_of(options: argparse.Namespace) -> list[Order]:
     orders = []
     for target in options.targets:
         effort = -1.0 if options.quick and DEVICES[target].platform == "tpu" else None
-        keys = [key for key in programs_of(target) if not options.tiles or key[2] == "kljax"]
+        wanted = {"kljax"} if options.tiles else set(options.programs)
+        keys = [key for key in programs_of(target) if key[2] in wanted]
         for key, tile in itertools.product(keys, options.tiles or [None]):
             orders.append(Order(*key, tile=tile, effort=effort, problem=problem, keep=keep))
     return orders
@@ -80,8 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
     orders, versions, date = orders_of(options), compiler.installed(options.env), datetime.date.today().isoformat()
+    if not orders:
+        log(f"none of --programs is compiled for {', '.join(options.targets)}")
+        return 1
     compiled = compile_all(orders, options.env)
-    text = plans.markdown(compiled, versions, orders[0].problem, date=date, goals=not options.quick)
+    whole = not options.quick and len(options.programs) == len(TITLES)
+    text = plans.markdown(compiled, versions, orders[0].problem, date=date, goals=whole)
     results = [{**dataclasses.asdict(order), "keep": None, **dataclasses.asdict(plan)} for order, plan in compiled]
     wrong = [f"{order}: {plan.failed}" for order, plan in compiled if plan.failed]
     return cli.finish(options, text, {"date": date, "versions": versions, "results": results}, wrong)

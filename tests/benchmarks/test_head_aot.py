@@ -86,6 +86,14 @@ def test_tiles_are_compared(compiled, capsys):
     assert "| v6e | sharded | 4096x1024 | 250 | 100.0 |" in capsys.readouterr().out
 
 
+def test_chosen_programs_are_compiled_alone(compiled, capsys):
+    assert head_aot.main(["--targets", "v6e", "h200", "--programs", "kljax_frozen"]) == 0
+    assert [order.key for order in compiled] == [("v6e", "one", "kljax_frozen")]
+    assert "verdict" not in capsys.readouterr().out
+    assert head_aot.main(["--targets", "h200", "--programs", "kljax_frozen"]) == 1
+    assert "none of --programs is compiled for h200" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("tile", ["8192", "8192x", "0x4", "axb", "8192x2048x1"])
 def test_a_tile_that_is_none_is_refused(tile, capsys):
     with pytest.raises(SystemExit):
