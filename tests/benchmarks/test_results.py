@@ -75,6 +75,11 @@ def test_the_overhead_of_a_step() -> None:
     assert [check.as_json() for check in overhead.checks(found)] == found["targets"]
 
 
+def test_steps_with_recorded_completions() -> None:
+    found, text = read("overhead-recorded-cpu")
+    assert overhead.recorded_markdown(found) == text
+
+
 @pytest.mark.parametrize("name", ["quickstart-cpu", "quickstart-cpu-newest", "quickstart-fooled-cpu"])
 def test_the_quickstart(name: str) -> None:
     found, text = read(name)
