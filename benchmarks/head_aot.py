@@ -40,10 +40,10 @@ def orders_of(options: argparse.Namespace) -> list[Order]:
     """Lists the programs to compile."""
     problem = QUICK if options.quick else FULL
     keep = None if options.keep is None else str(options.keep.resolve())
+    wanted = {"kljax"} if options.tiles else set(options.programs)
     orders = []
     for target in options.targets:
         effort = -1.0 if options.quick and DEVICES[target].platform == "tpu" else None
-        wanted = {"kljax"} if options.tiles else set(options.programs)
         keys = [key for key in programs_of(target) if key[2] in wanted]
         for key, tile in itertools.product(keys, options.tiles or [None]):
             orders.append(Order(*key, tile=tile, effort=effort, problem=problem, keep=keep))

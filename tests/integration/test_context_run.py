@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -25,14 +24,6 @@ RECIPE = (
     "temperature=0.3",
     "optim={learning_rate: 0.1, optimizer: {type: sgd, momentum: 0.9}, share_prompts: false}",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_pictures() -> Iterator[None]:
-    """Spares every run its picture, which nothing here looks at."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.run.run.write_curves", lambda directory: None)
-        yield
 
 
 @pytest.fixture(scope="module")
