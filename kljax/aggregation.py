@@ -58,26 +58,57 @@ class WeightedSum:
 
     @classmethod
     def of(cls, values: ArrayLike, mask: ArrayLike, weights: ArrayLike | None = None) -> Self:
-        """`(sum_t m_t w_t x_t, sum_t m_t w_t)`, detached; `weights` has the shape of `values`, None weighs each 1."""
+        """The weighted sum of the unmasked values: `(sum_t m_t w_t x_t, sum_t m_t w_t)`, detached.
+
+        Args:
+          values: array of any shape and float type.
+          mask: same shape, boolean.
+          weights: same shape, the weight of each value; None weighs each 1.
+
+        Returns:
+          A `WeightedSum` of two scalars, float32 or float64; 0 and 0 where nothing is unmasked.
+        """
         values = masked(values, mask)
         weights = masked(jnp.ones_like(values) if weights is None else weights, mask).astype(values.dtype)
         return cls(*jax.lax.stop_gradient(((values * weights).sum(), weights.sum())))
 
     @classmethod
     def zero(cls) -> Self:
-        """The neutral element of addition, float32."""
+        """The neutral element of addition, float32.
+
+        Returns:
+          A `WeightedSum` of two scalars 0.
+        """
         return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
     def value(self) -> Array:
-        """The mean `sum / weight`; 0 where the weight is 0."""
+        """The mean `sum / weight`; 0 where the weight is 0.
+
+        Returns:
+          Array of the shape of `sum`, in the unit of the values.
+        """
         return jnp.where(self.weight == 0, 0, self.sum / jnp.where(self.weight == 0, 1, self.weight))
 
     def reduce(self, axis: int = 0) -> Self:
-        """Adds up parts that lie along an axis, such as the micro-batches of a scan."""
+        """Adds up parts that lie along an axis, such as the micro-batches of a scan.
+
+        Args:
+          axis: the axis of the parts, in `sum` and in `weight`.
+
+        Returns:
+          A `WeightedSum` without that axis.
+        """
         return type(self)(self.sum.sum(axis), self.weight.sum(axis))
 
     def std(self, squares: Self) -> Array:
-        """The population standard deviation of the values, given the `WeightedSum` of their squares."""
+        """The population standard deviation of the values, given the `WeightedSum` of their squares.
+
+        Args:
+          squares: the sum of the squared values, with the mask and the weights of this one.
+
+        Returns:
+          Array of the shape of `sum`, in the unit of the values; 0 where the weight is 0.
+        """
         variance = squares.value() - jnp.square(self.value())
         return jnp.sqrt(jnp.maximum(variance, 0))
 

@@ -86,15 +86,25 @@ def check_digests(label: str, tree: Tree, digests: Mapping[str, str]) -> None:
 
 
 def text_hash(text: str | bytes) -> hashlib.blake2b:
-    """Starts the hash of a text, to which `update` appends; its `hexdigest` has 32 digits."""
+    """Starts the hash of a text, to which `update` appends.
+
+    Args:
+      text: a string, hashed in UTF-8, or bytes.
+
+    Returns:
+      The hash; its `hexdigest` has 32 digits.
+    """
     return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=16)
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
-    """Computes the digest of JSON values, 32 hexadecimal digits, whatever the order of their keys.
+    """Computes the digest of JSON values, whatever the order of their keys.
 
     Args:
       content: values that `json.dumps` takes.
+
+    Returns:
+      32 hexadecimal digits.
     """
     return text_hash(json.dumps(content, sort_keys=True)).hexdigest()
 
@@ -112,11 +122,17 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_sealed(label: str, sealed: Any) -> dict[str, Any]:
-    """Returns the values that `seal` was given; raises ValueError with `label` if they or their digest changed.
+    """Returns the values that `seal` was given, after a comparison with their digest.
 
     Args:
       label: how the message of the error begins.
       sealed: the object as it was read back, or anything else in its place.
+
+    Returns:
+      The values.
+
+    Raises:
+      ValueError: with `label`, if the values or their digest changed.
     """
     content = sealed.get(CONTENT) if isinstance(sealed, dict) else None
     if not isinstance(content, dict) or sealed.get(SEAL) != json_digest(content):

@@ -11,18 +11,39 @@ SHOWN = 5
 
 
 def named_leaves(tree: Tree) -> dict[str, Any]:
-    """Lists the leaves of a tree by dotted name, such as `layers.mlp.up_proj.kernel`; None is no leaf."""
+    """Lists the leaves of a tree by dotted name, such as `layers.mlp.up_proj.kernel`; None is no leaf.
+
+    Args:
+      tree: pytree of any leaves.
+
+    Returns:
+      Name to leaf, in the order of the tree.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def shape_and_dtype(leaf: Any) -> str:
-    """Formats the dtype and shape of an array or its metadata, as `float32[8, 4]`."""
+    """Formats the dtype and shape of an array or its metadata, as `float32[8, 4]`.
+
+    Args:
+      leaf: an object with `shape` and `dtype`.
+
+    Returns:
+      The text.
+    """
     return f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"
 
 
 def first_five(problems: Sequence[str], separator: str = "; ") -> str:
     """Joins the first five problems, and counts the others.
+
+    Args:
+      problems: one text each.
+      separator: text between two of them.
+
+    Returns:
+      One line; an empty text without a problem.
 
     Example:
       >>> first_five("abcdefg", ", ")

@@ -136,6 +136,9 @@ class Checkpoints:
     def restore(self) -> list[Any]:
         """Restores the weights of the policy, of the reference and, if it is another, of the policy that draws.
 
+        Returns:
+          Two or three pytrees of arrays, in this order.
+
         Raises:
           FileNotFoundError: if there is no checkpoint at a path.
           ValueError: if a checkpoint does not fit `abstract`.

@@ -177,7 +177,15 @@ class Block:
 
     @classmethod
     def of(cls, *logits: Any) -> "Block":
-        """Makes a block of arrays `[rows, T, V]`: policy, reference and, if it is another, the policy that draws."""
+        """Makes a block from arrays of logits.
+
+        Args:
+          logits: arrays `[rows, T, V]`, on the host or on devices: of the policy, of the reference and, if it is
+            another, of the policy that draws.
+
+        Returns:
+          A `Block` that reads its logits from the arrays and computes the exact KL from them.
+        """
         flat = [array.reshape(-1, array.shape[-1]) for array in logits]
         return cls(logits[0].shape, len(logits) == 3, lambda positions: [array[positions] for array in flat])
 
@@ -190,6 +198,9 @@ def measure(blocks: Iterable[Block], mask: np.ndarray, options: Options, source:
       mask: `[B, T]` booleans.
       options: how to audit.
       source: name of the data, for the report.
+
+    Returns:
+      An `Audit`, on the host.
 
     Raises:
       ValueError: if no position is unmasked.

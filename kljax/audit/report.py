@@ -66,11 +66,24 @@ class Audit:
     results: tuple[Result, ...]
 
     def select(self, **labels: str) -> list[Result]:
-        """Selects the results whose attributes equal the labels, in the order measured."""
+        """Selects the results whose attributes equal the labels, in the order measured.
+
+        Args:
+          labels: attributes of `Result` with their values, such as `kind="gradient"`; none selects every result.
+
+        Returns:
+          The results that match; an empty list if none does.
+        """
         return select(self.results, **labels)
 
     def find(self, **labels: str) -> Result:
         """Returns the first result that matches: exact before sampled, uncorrected before corrected.
+
+        Args:
+          labels: see `select`.
+
+        Returns:
+          The `Result`.
 
         Raises:
           KeyError: if there is none.
@@ -81,11 +94,20 @@ class Audit:
         return matches[0]
 
     def answers(self) -> list[Answer]:
-        """Chooses an estimator for every place and correction, from the exact results per token."""
+        """Chooses an estimator for every place and correction, from the exact results per token.
+
+        Returns:
+          One `Answer` per place and correction, in the order measured; none for a recorded batch, or where no relative
+          bias is finite.
+        """
         return best_estimators(self.results)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain data for JSON; numbers without a meaning become None."""
+        """Returns plain data for JSON; numbers without a meaning become None.
+
+        Returns:
+          The attributes of the audit and its `answers`, by name. An interval has the keys `value`, `low` and `high`.
+        """
         return {
             "yardstick": self.yardstick,
             "notes": list(self.notes),
@@ -102,7 +124,11 @@ class Audit:
         }
 
     def table(self) -> str:
-        """Writes the report as plain text of at most 120 columns."""
+        """Writes the report as plain text of at most 120 columns.
+
+        Returns:
+          Lines joined by newlines, without one at the end. Columns with an interval show it in brackets.
+        """
         settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
         texts = [f"KL audit: {settings}", f"Yardstick: {self.yardstick}", *(f"Note: {note}" for note in self.notes)]
         lines = [line for text in texts for line in textwrap.wrap(text, 120, subsequent_indent="  ")]
@@ -136,7 +162,14 @@ class Audit:
 
 
 def number(value: float) -> str:
-    """Writes a number with three significant digits; a dash where it has no meaning."""
+    """Writes a number in at most three significant digits; a dash where it has no meaning.
+
+    Args:
+      value: any number; NaN has no meaning.
+
+    Returns:
+      Text such as `0.123`; `0` below 1e-9, and two digits with an exponent below 1e-3 or from 1e4 on.
+    """
     if not math.isfinite(value):
         return "-" if math.isnan(value) else str(value)
     if abs(value) < 1e-9:

@@ -12,7 +12,15 @@ TOLERANCE = 0.01
 
 
 def select(results: Iterable["Result"], **labels: str) -> list["Result"]:
-    """Selects the results whose attributes equal the labels, in the order measured."""
+    """Selects the results whose attributes equal the labels, in the order measured.
+
+    Args:
+      results: of an audit.
+      labels: attributes of `Result` with their values; none selects every result.
+
+    Returns:
+      The results that match; an empty list if none does.
+    """
     return [result for result in results if all(getattr(result, name) == label for name, label in labels.items())]
 
 
@@ -23,7 +31,10 @@ def best_estimators(results: Iterable["Result"]) -> list["Answer"]:
     without any, the one with the least bias.
 
     Args:
-      results: of an audit; sampled results and those of whole sequences are ignored.
+      results: of an audit; sampled results, recorded ones and those of whole sequences are ignored.
+
+    Returns:
+      One `Answer` per place and correction, in the order measured; none where no relative bias is finite.
     """
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in select(results, level="token", how="exact"):

@@ -46,7 +46,15 @@ class Extremes:
 
     @classmethod
     def of(cls, values: ArrayLike, mask: ArrayLike) -> Self:
-        """The extremes of the unmasked values, detached. A NaN among them makes both NaN."""
+        """The extremes of the unmasked values, detached. A NaN among them makes both NaN.
+
+        Args:
+          values: array of any shape and float type.
+          mask: same shape, boolean.
+
+        Returns:
+          `Extremes` of two scalars, float32 or float64; infinity and negative infinity where nothing is unmasked.
+        """
         values, kept = jax.lax.stop_gradient(masked(values, mask)), check_mask(mask)
         lowest = jnp.where(kept, values, jnp.inf).min(initial=jnp.inf)
         return cls(lowest, jnp.where(kept, values, -jnp.inf).max(initial=-jnp.inf))
@@ -55,11 +63,22 @@ class Extremes:
         return type(self)(jnp.minimum(self.min, other.min), jnp.maximum(self.max, other.max))
 
     def reduce(self, axis: int = 0) -> Self:
-        """Merges parts that lie along an axis, such as the micro-batches of a scan."""
+        """Merges parts that lie along an axis, such as the micro-batches of a scan.
+
+        Args:
+          axis: the axis of the parts, in `min` and in `max`.
+
+        Returns:
+          `Extremes` without that axis.
+        """
         return type(self)(self.min.min(axis), self.max.max(axis))
 
     def value(self) -> Array:
-        """The largest value; 0 if there was none."""
+        """The largest value; 0 if there was none.
+
+        Returns:
+          Array of the shape of `max`, in the unit of the values.
+        """
         return jnp.where(self.max == -jnp.inf, 0, self.max)
 
 

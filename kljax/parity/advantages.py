@@ -8,7 +8,16 @@ from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
 
 
 def advantages(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the advantages, `[B, T]`, or `[B]` if they are recorded per row."""
+    """Recomputes the advantages from rewards and groups, with the KL of a term in the reward.
+
+    Args:
+      replay: the recorded arrays, among them `rewards` and `group_ids`.
+      recipe: settings of the advantages and of the stages before them.
+
+    Returns:
+      A `Prediction`, `[B, T]`, or `[B]` if the advantages are computed and recorded per row. It is compared at tokens
+      in the recorded mask and in that of the recipe, or at rows with an unmasked token.
+    """
     step, unit = recipe.advantage or Step(), replay.unit("advantages", recipe)
     rewards, used = _shaped_rewards(replay, recipe), replay.used_mask(recipe)
     ids, count = _groups(replay.arrays["group_ids"], step.groups)
@@ -29,8 +38,12 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
 def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Returns the advantages of tokens, recorded or recomputed, with a KL in the advantage, and their bounds.
 
+    Args:
+      replay: the recorded arrays.
+      recipe: settings of the advantages and of the stages before them.
+
     Returns:
-      `[B, T]` advantages and `[B, T]` bounds.
+      `[B, T]` advantages and `[B, T]` bounds; a bound is 0 where the advantage is recorded and no KL is added.
     """
     value, bound = replay.input("advantages", recipe)
     if value.ndim == 1:

@@ -49,7 +49,14 @@ class Cause:
         return f"{self.stage}: {self.name}"
 
     def apply(self, recipe: Recipe) -> Recipe:
-        """Returns the recipe with the fault; arguments of a call are added to those already changed."""
+        """Returns the recipe with the fault; arguments of a call are added to those already changed.
+
+        Args:
+          recipe: the settings; a stage that is None stays None.
+
+        Returns:
+          Another recipe.
+        """
         for stage, settings in ((self.stage, self.settings), *self.also):
             if stage == "rounding":
                 recipe = dataclasses.replace(recipe, rounding=(*recipe.rounding, *settings))
@@ -63,7 +70,14 @@ class Cause:
         return recipe
 
     def conflicts(self, other: "Cause") -> bool:
-        """Whether both change the same setting, so that only one of them can hold."""
+        """Tells whether both change the same setting, so that only one of them can hold.
+
+        Args:
+          other: the cause to be applied together with this one.
+
+        Returns:
+          True if they share a stage and a setting, or an argument of a call.
+        """
         return bool(self._touched() & other._touched())
 
     def _touched(self) -> set[tuple[str, str]]:
@@ -76,12 +90,29 @@ class Cause:
 
 
 def make(stage: str, name: str, text: str, **settings: Any) -> Cause:
-    """Makes a cause from keyword settings."""
+    """Makes a cause from keyword settings.
+
+    Args:
+      stage: the stage of the recipe that the cause changes.
+      name: a short name, unique with the stage.
+      text: one sentence for the report.
+      settings: settings of the stage.
+
+    Returns:
+      A `Cause` of one stage, which may be tried together with others.
+    """
     return Cause(stage, name, text, tuple(settings.items()))
 
 
 def causes_of(replay: Replay) -> list[Cause]:
-    """Lists every hypothesis about a dump, in the order of the data; those that change nothing are left out."""
+    """Lists every hypothesis about a dump, in the order of the data; those that change nothing are left out.
+
+    Args:
+      replay: the recorded arrays, and the plan whose recipe the causes change.
+
+    Returns:
+      The causes; of several that give the same recipe, the first.
+    """
     recipe = replay.plan.recipe
     found = [*_mask_causes("mask_rule", "recorded mask"), *_score_causes(replay)]
     found += [*_ratio_causes(replay), *_correction_causes(replay), *_kl_causes(replay)]
@@ -101,7 +132,10 @@ def rounding_causes(replay: Replay, field: str) -> list[Cause]:
 
     Args:
       replay: the recorded arrays; its dtype is the finest.
-      field: the first result with the coarser dtype; those after it have it too.
+      field: the first result with the coarser dtype; the results after it have it too.
+
+    Returns:
+      One cause per coarser dtype, named after it, the finest first; none for float16 and bfloat16.
     """
     coarser = {"float64": ("float32", "float16", "bfloat16"), "float32": ("float16", "bfloat16")}
     return [

@@ -20,7 +20,11 @@ compared, 2 for a mistake in the arguments or the file. docs/parity.md has the s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Adds the options of the command.
+
+    Args:
+      parser: the parser of the command, which gains the options, a description and an epilog.
+    """
     parser.description = "Replays a recorded batch stage by stage and names the cause of each difference."
     parser.epilog = EXIT_CODES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -34,7 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares a dump; returns 0 if it agrees, 1 if not, 2 for a mistake of the user."""
+    """Compares a dump and prints the report, as text or JSON; with `--html`, writes a page too.
+
+    Args:
+      args: the parsed options of `add_arguments`.
+
+    Returns:
+      The exit code: 0 if every compared field agrees, 1 if one differs or nothing was compared, 2 for a mistake of the
+      user, with the error on stderr.
+    """
     try:
         with jax.enable_x64(True):
             result = compare(args.dump, system=args.system, seconds=args.seconds)
@@ -49,6 +61,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(path: str | pathlib.Path, *, system: str | None = None, seconds: float = 300.0) -> report.Report:
-    """Opens a dump, replays it and explains its differences; needs float64, see `jax.enable_x64`."""
+    """Opens a dump, replays it and explains its differences; needs float64, see `jax.enable_x64`.
+
+    Args:
+      path: of an `.npz` or safetensors file.
+      system: the system whose names the header uses; None takes that of the header.
+      seconds: time limit of the search for pairs of causes.
+
+    Returns:
+      The `Report`.
+
+    Raises:
+      DumpError: as `open_dump` and `make_plan`.
+      ValueError: if a function of the library refuses the header's settings.
+    """
     dump = open_dump(path)
     return Search(make_replay(dump, make_plan(dump, system)), seconds=seconds).run()

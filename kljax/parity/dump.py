@@ -44,7 +44,14 @@ class Stored:
     loaded: np.ndarray | None = None
 
     def part(self, *index: Any) -> np.ndarray:
-        """Reads a part, `array[index]`; only its pages are loaded."""
+        """Reads a part, `array[index]`; only its pages are loaded.
+
+        Args:
+          index: slices, integers or arrays, one per axis, or an ellipsis for the whole array.
+
+        Returns:
+          A NumPy array in the dtype of the file; bfloat16 becomes float32.
+        """
         if self.loaded is not None:
             return np.asarray(self.loaded[index])
         if 0 in self.shape:
@@ -76,13 +83,34 @@ class Dump:
         return iter(self._stored)
 
     def stored(self, name: str) -> Stored:
-        """Returns the place of an array in the file, without reading it; raises `DumpError` if it is not there."""
+        """Returns the place of an array in the file, without reading it.
+
+        Args:
+          name: a field of the schema, or `metric/NAME`.
+
+        Returns:
+          Its place, with shape and dtype.
+
+        Raises:
+          DumpError: if the dump has no such array.
+        """
         if name not in self._stored:
             raise DumpError(f"{name}: the dump has no such array; it has {', '.join(self._stored) or 'none'}")
         return self._stored[name]
 
     def read(self, name: str) -> np.ndarray:
-        """Reads an array: float64, int64 for whole numbers, booleans for the mask; raises `DumpError` without it."""
+        """Reads a whole array.
+
+        Args:
+          name: a field of the schema, or `metric/NAME`.
+
+        Returns:
+          NumPy array of the recorded shape: float64, int64 for a field of whole numbers, booleans for the mask. Masked
+          positions hold the recorded numbers.
+
+        Raises:
+          DumpError: if the dump has no such array.
+        """
         values = self.stored(name).part(...)
         if name == "mask":
             return values != 0
@@ -140,6 +168,12 @@ def open_dump(path: str | pathlib.Path) -> Dump:
     """Opens an `.npz` or safetensors file and checks it against the schema.
 
     Arrays stay in the file unless it compresses them.
+
+    Args:
+      path: of the file; its first bytes tell the format.
+
+    Returns:
+      The `Dump`.
 
     Raises:
       DumpError: naming the field that is not as the schema has it, or the file if it cannot be read.

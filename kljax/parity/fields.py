@@ -60,7 +60,14 @@ HEADER = ("kljax_parity", "system", "release", "dtype", "note", "recorded_by", "
 
 
 def field_of(name: str) -> Field:
-    """Returns the field of a name; a metric is a scalar result."""
+    """Returns the field of a name; a metric is a scalar result.
+
+    Args:
+      name: a key of `FIELDS`, or `metric/NAME`.
+
+    Returns:
+      Its axes, kind and meaning.
+    """
     if name.startswith(METRIC):
         return Field("", RESULT, "a logged number")
     return FIELDS[name]

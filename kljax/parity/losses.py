@@ -46,7 +46,16 @@ def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
 
 
 def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the policy loss of each token, `[B, T]`, without the KL term."""
+    """Recomputes the policy loss of each token, without the KL term.
+
+    Args:
+      replay: the recorded arrays.
+      recipe: settings of the loss and of the stages before it.
+
+    Returns:
+      A `Prediction`, `[B, T]`, with the correction's weights. It is compared at tokens in the recorded mask and in that
+      of the recipe.
+    """
     used, unit = replay.used_mask(recipe), replay.unit("token_loss", recipe)
 
     def compute(policy: np.ndarray) -> np.ndarray:
@@ -58,7 +67,15 @@ def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def loss(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the scalar loss, KL term included, from the values per token."""
+    """Recomputes the scalar loss, KL term included, from the values per token.
+
+    Args:
+      replay: the recorded arrays.
+      recipe: settings of the reductions and of the stages before them.
+
+    Returns:
+      A `Prediction`, a scalar.
+    """
     unit, total, bound = replay.unit("loss", recipe), 0.0, 0.0
     height = accumulator(unit) * tree_height(int(replay.used_mask(recipe).sum())) + PRODUCTS * unit
     for coef, name, reduction in _terms(recipe):
@@ -72,7 +89,15 @@ def loss(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def gradient(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the derivative of the scalar loss by the log-probs of the policy, `[B, T]`."""
+    """Recomputes the derivative of the scalar loss by the log-probs of the policy.
+
+    Args:
+      replay: the recorded arrays.
+      recipe: settings of all stages.
+
+    Returns:
+      A `Prediction`, `[B, T]`, compared at every position, masked ones too.
+    """
     unit, settings = replay.unit("grad_log_probs", recipe), recipe.gradient
     total, bound = np.zeros(replay.shape), np.zeros(replay.shape)
     terms = {name: (coef, reduction) for coef, name, reduction in _terms(recipe)}

@@ -14,7 +14,15 @@ from kljax.parity.rounding import EXP, PRODUCTS, tree_height
 
 
 def mask(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the mask, `[B, T]` bool, from the lengths of prompts and rows."""
+    """Recomputes the mask from the lengths of prompts and rows.
+
+    Args:
+      replay: the recorded arrays, among them `prompt_lengths` and `lengths`.
+      recipe: its `mask_rule` is applied.
+
+    Returns:
+      A `Prediction`, `[B, T]` bool, exact, compared at every position.
+    """
     prompts, lengths = replay.arrays["prompt_lengths"][:, None], replay.arrays["lengths"][:, None]
     position = np.arange(replay.shape[1])
     value = apply_rule((position >= prompts) & (position < lengths), recipe.mask_rule)
@@ -22,12 +30,28 @@ def mask(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def log_probs(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the log-probs of the policy, `[B, T]` in nats, on the rows whose logits are recorded."""
+    """Recomputes the log-probs of the policy from recorded logits or hidden states.
+
+    Args:
+      replay: the recorded arrays.
+      recipe: settings of the log-probs; with the adapter off, the result is the recorded `ref_log_probs`, or NaN.
+
+    Returns:
+      A `Prediction`, `[B, T]` in nats, compared at unmasked tokens of the rows whose logits are recorded.
+    """
     return _scored("log_probs", replay, recipe)
 
 
 def ref_log_probs(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the log-probs of the reference, `[B, T]` in nats, on the rows whose logits are recorded."""
+    """Recomputes the log-probs of the reference from recorded logits or hidden states.
+
+    Args:
+      replay: the recorded arrays.
+      recipe: settings of the reference; with its `adapter` False, the result is the recorded `log_probs`.
+
+    Returns:
+      A `Prediction`, `[B, T]` in nats, compared at unmasked tokens of the rows whose logits are recorded.
+    """
     return _scored("ref_log_probs", replay, recipe)
 
 
@@ -47,6 +71,10 @@ def _scored(name: str, replay: Replay, recipe: Recipe) -> Prediction:
 def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Returns the log-probs whose difference is the log-ratio of the policy loss.
 
+    Args:
+      replay: the recorded arrays.
+      recipe: settings of the ratio; an old policy that is not recorded is the policy itself.
+
     Returns:
       `[B, T]` log-probs of the policy and of the old policy, in nats.
     """
@@ -58,7 +86,15 @@ def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]
 
 
 def ratio(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the importance ratio of policy and old policy, `[B, T]`, before any clip."""
+    """Recomputes the importance ratio of policy and old policy, before any clip.
+
+    Args:
+      replay: the recorded arrays.
+      recipe: settings of the ratio.
+
+    Returns:
+      A `Prediction`, `[B, T]`, compared at unmasked tokens.
+    """
     policy, old = policy_pair(replay, recipe)
     with np.errstate(all="ignore"):
         difference = policy - old
@@ -68,7 +104,16 @@ def ratio(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def weights(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the weights of the rollout correction, `[B, T]`."""
+    """Recomputes the weights of the rollout correction.
+
+    Args:
+      replay: the recorded arrays, among them `old_log_probs` and `rollout_log_probs`.
+      recipe: settings of the correction and of the mask.
+
+    Returns:
+      A `Prediction`, `[B, T]`, compared at tokens in the recorded mask and in that of the recipe. A weight per row is
+      repeated for its tokens.
+    """
     step, used = recipe.correction or Step(), replay.used_mask(recipe)
     numerator, denominator = replay.arrays["old_log_probs"], replay.arrays["rollout_log_probs"]
     if step.swapped:
@@ -116,12 +161,29 @@ def kl_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> Any:
 
 
 def kl_policy(replay: Replay, kl: Kl) -> np.ndarray:
-    """Returns the log-probs `[B, T]` of the policy whose KL is estimated, in nats."""
+    """Returns the log-probs of the policy whose KL is estimated.
+
+    Args:
+      replay: the recorded arrays.
+      kl: settings of the KL term; a policy that is not recorded is the one that is trained.
+
+    Returns:
+      `[B, T]` log-probs in nats.
+    """
     return replay.arrays.get(kl.policy, replay.arrays["log_probs"])
 
 
 def kl_per_token(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the KL estimate of each token, `[B, T]` in nats, without its coefficient."""
+    """Recomputes the KL estimate of each token, without its coefficient.
+
+    Args:
+      replay: the recorded arrays.
+      recipe: settings of the KL term and of the mask.
+
+    Returns:
+      A `Prediction`, `[B, T]` in nats times the term's `scale`; value and bound are 0 where masked. It is compared at
+      tokens in the recorded mask and in that of the recipe.
+    """
     kl, used, unit = recipe.kl or Kl(), replay.used_mask(recipe), replay.unit("kl", recipe)
     policy = kl_policy(replay, kl)
     move = kl_move(replay, kl, unit)

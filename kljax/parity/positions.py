@@ -13,6 +13,9 @@ def apply_rule(mask: np.ndarray, rule: MaskRule) -> np.ndarray:
     Args:
       mask: `[B, T]` bool, the tokens of the completions.
       rule: the faults.
+
+    Returns:
+      `[B, T]` bool, a copy.
     """
     position = np.arange(mask.shape[1])
     some = mask.any(1, keepdims=True)
@@ -34,6 +37,9 @@ def shift_rows(array: np.ndarray, by: int) -> np.ndarray:
     Args:
       array: `[B, T]`.
       by: number of positions.
+
+    Returns:
+      `[B, T]`, the dtype of the array; the array itself if `by` is 0.
     """
     if by == 0:
         return array

@@ -207,7 +207,15 @@ class Recipe:
     rounding: tuple[tuple[str, str], ...] = ()
 
     def changed(self, stage: str, **settings: Any) -> "Recipe":
-        """Returns the recipe with other settings of one stage."""
+        """Returns the recipe with other settings of one stage.
+
+        Args:
+          stage: an attribute of the recipe that is not None.
+          settings: attributes of that stage with their new values.
+
+        Returns:
+          Another recipe.
+        """
         changes: dict[str, Any] = {stage: dataclasses.replace(getattr(self, stage), **settings)}
         return dataclasses.replace(self, **changes)
 
@@ -224,7 +232,18 @@ class Plan:
 
 
 def make_plan(dump: Dump, system: str | None = None) -> Plan:
-    """Reads the header; raises `DumpError` naming the key that is wrong."""
+    """Reads the settings of every stage from the header of a dump.
+
+    Args:
+      dump: the dump; only its header is read.
+      system: the system whose names the header uses; None takes that of the header, or none.
+
+    Returns:
+      The `Plan`. A correction, KL, advantage or policy loss that the header leaves out is None in its recipe.
+
+    Raises:
+      DumpError: naming the key that is wrong.
+    """
     header = dump.header
     system = system or header.get("system")
     if system is not None:

@@ -59,6 +59,9 @@ class Replay:
         Args:
           name: a result of the dump, or `metric/NAME`.
           recipe: the settings of its stage and of those before it.
+
+        Returns:
+          The `Prediction`; it is remembered by the settings that it depends on.
         """
         stages = STAGES_OF_METRICS if name.startswith(METRIC) else ORDER[name]
         key = (name, recipe.rounding, *(getattr(recipe, stage) for stage in stages))
@@ -71,6 +74,9 @@ class Replay:
         Args:
           name: a field of the dump, `[B, T]` or `[B]`.
           recipe: the settings to recompute it with.
+
+        Returns:
+          The array and its bounds, of one shape; the bounds of a recorded array are 0.
         """
         if name in self.arrays:
             return self.arrays[name], np.zeros(self.arrays[name].shape)
@@ -78,7 +84,15 @@ class Replay:
         return prediction.value, prediction.bound
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Returns the result of an earlier call with the key, or makes it."""
+        """Returns the result of an earlier call with the key, or makes it.
+
+        Args:
+          key: hashable; all settings that the result depends on, and its name.
+          make: computes the result.
+
+        Returns:
+          The result. Beyond `MEMORY` numbers all earlier results are forgotten.
+        """
         if key not in self._memo:
             if len(self._memo) * math.prod(self.shape) > MEMORY:
                 self._memo.clear()
@@ -104,7 +118,14 @@ class Replay:
         return max(units)
 
     def used_mask(self, recipe: Recipe) -> np.ndarray:
-        """Returns the mask `[B, T]` that weights, loss and reduction use: the recorded one by the recipe's rule."""
+        """Returns the mask that weights, loss and reduction use: the recorded one by the recipe's rule.
+
+        Args:
+          recipe: its `mask` is the rule.
+
+        Returns:
+          `[B, T]` bool.
+        """
         mask: np.ndarray = self.remember(("used", recipe.mask), lambda: apply_rule(self.arrays["mask"], recipe.mask))
         return mask
 
@@ -114,6 +135,9 @@ class Replay:
         Args:
           section: "correction", "advantage" or "loss".
           step: arguments that replace those of the header, where None removes one. Another function drops them all.
+
+        Returns:
+          The `Call`.
         """
         call = self.plan.calls[section]
         changes = dict(step.arguments)
@@ -123,7 +147,15 @@ class Replay:
         return dataclasses.replace(call, function=function, arguments=arguments)
 
     def array_name(self, section: str, name: str) -> str:
-        """Returns the field that an argument of a call takes."""
+        """Returns the field that an argument of a call takes.
+
+        Args:
+          section: "correction" or "loss".
+          name: an argument, such as `old_log_probs`.
+
+        Returns:
+          A field of the dump, which need not be recorded.
+        """
         if section == "correction":
             return {"log_probs": "old_log_probs", "sampling_log_probs": "rollout_log_probs"}.get(name, name)
         if name == "old_log_probs":
@@ -156,7 +188,15 @@ Stage = Callable[[Replay, Recipe], Prediction]
 
 
 def compiled(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the compiled function of an earlier call with the key, or compiles this one."""
+    """Returns the compiled function of an earlier call with the key, or compiles this one.
+
+    Args:
+      key: names the program, with all settings that the function closes over.
+      function: of arrays, for `jax.jit`.
+
+    Returns:
+      The compiled function, kept for the life of the process.
+    """
     if key not in _COMPILED:
         _COMPILED[key] = jax.jit(function)
     return _COMPILED[key]
@@ -172,6 +212,9 @@ def run_call(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
       call: a call of `kljax.systems`.
       arrays: the arrays that the call names.
       keywords: further arguments; they are part of the compiled program.
+
+    Returns:
+      A JAX array in the shape of the function's result.
     """
 
     def compute(arrays: Mapping[str, Any]) -> Any:
@@ -182,5 +225,12 @@ def run_call(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
 
 
 def per_token(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape of a result with an axis of tokens, which one number per row lacks."""
+    """Returns the shape of a result with an axis of tokens, which one number per row lacks.
+
+    Args:
+      shape: `(B, T)` or `(B,)`.
+
+    Returns:
+      `(B, T)` or `(B, 1)`, which broadcasts over tokens.
+    """
     return shape if len(shape) == 2 else (*shape, 1)

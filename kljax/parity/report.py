@@ -12,7 +12,14 @@ HEADINGS = ("field", "numbers", "largest absolute", "largest relative", "at (row
 
 
 def as_text(report: Report) -> str:
-    """Writes the report for a terminal."""
+    """Writes the report for a terminal.
+
+    Args:
+      report: the result of a comparison.
+
+    Returns:
+      A table of the fields and the findings, lines joined by newlines.
+    """
     rows = [HEADINGS, *(_cells(difference) for difference in report.differences)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -21,7 +28,14 @@ def as_text(report: Report) -> str:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Returns the report as plain data; numbers that JSON lacks are strings."""
+    """Returns the report as plain data; numbers that JSON lacks are strings.
+
+    Args:
+      report: the result of a comparison.
+
+    Returns:
+      Values that `json.dumps` takes; an infinite number or NaN is a string, and an empty text is None.
+    """
     return {
         "agrees": report.agrees,
         "dtype": report.dtype,
@@ -43,7 +57,15 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def as_html(report: Report, title: str) -> str:
-    """Writes a page that needs nothing else."""
+    """Writes the report as a page that needs no other file.
+
+    Args:
+      report: the result of a comparison.
+      title: heading of the page, as plain text.
+
+    Returns:
+      The HTML, with everything escaped that the dump names.
+    """
     head = "".join(f"<th>{html.escape(name)}</th>" for name in HEADINGS)
     body = ""
     for difference in report.differences:

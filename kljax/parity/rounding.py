@@ -28,18 +28,38 @@ def tree_height(terms: int) -> int:
 
     PyTorch, XLA and GPUs add in blocks; the longest blocks are those of PyTorch on CPU, four levels of
     `max(16, terms^(1/4))` terms. A sum of fewer terms than that is taken as one chain.
+
+    Args:
+      terms: number of terms.
+
+    Returns:
+      A number of additions, at least 1; times the unit roundoff and the sum of magnitudes, it bounds the error.
     """
     block = 2 ** max(4, math.ceil(math.log2(max(terms, 2)) / 4))
     return max(min(terms, 4 * block), 1)
 
 
 def accumulator(unit: float) -> float:
-    """Returns the unit roundoff of the sums of a dtype: that of float32 for narrower ones, as in all their kernels."""
+    """Returns the unit roundoff of the sums of a dtype: that of float32 for narrower ones, as in all their kernels.
+
+    Args:
+      unit: unit roundoff of the dtype of the terms.
+
+    Returns:
+      The unit roundoff of the sums, at most that of float32.
+    """
     return min(unit, UNITS["float32"])
 
 
 def narrowest_dtype(values: np.ndarray) -> str:
-    """Returns the narrowest dtype that holds every number exactly: bfloat16, float16, float32 or float64."""
+    """Returns the narrowest dtype that holds the significant bits of every finite number.
+
+    Args:
+      values: array of any shape; the exponent range of a dtype is not applied.
+
+    Returns:
+      "bfloat16", "float16", "float32" or "float64"; "float32" if no number is finite.
+    """
     finite = np.asarray(values, np.float64)
     finite = finite[np.isfinite(finite)]
     if finite.size == 0:

@@ -155,7 +155,11 @@ class Search:
         self._found_pairs: dict[Any, list[Causes]] = {}
 
     def run(self) -> Report:
-        """Compares every field and explains those that differ."""
+        """Compares every field and explains those that differ.
+
+        Returns:
+          The `Report`, with a note if the search for pairs of causes ran out of time.
+        """
         recipe = self.replay.plan.recipe
         differences = tuple(compare_field(self.replay, name, recipe) for name in self.fields)
         findings = self._explain(recipe)
@@ -165,7 +169,19 @@ class Search:
         return Report(differences, tuple(findings), reasons, self.replay.dtype, notes)
 
     def agrees(self, name: str, recipe: Recipe) -> bool:
-        """Whether a field agrees under a recipe; False for settings that a function of the library refuses."""
+        """Tells whether a field agrees under a recipe; settings that a function of the library refuses do not.
+
+        Args:
+          name: a recorded result, or `metric/NAME`.
+          recipe: settings to recompute it with.
+
+        Returns:
+          True if every compared number is within its rounding bound.
+
+        Raises:
+          ValueError: if the library refuses the settings of the header.
+          TypeError: the same.
+        """
         try:
             return compare_field(self.replay, name, recipe).agrees
         except (ValueError, TypeError):

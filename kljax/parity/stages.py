@@ -25,23 +25,53 @@ SECTIONS = {"weights": "correction", "kl": "kl", "advantages": "advantage", "tok
 
 
 def make_replay(dump: Dump, plan: Plan) -> Replay:
-    """Makes a replay of all stages."""
+    """Makes a replay of all stages.
+
+    Args:
+      dump: the recorded batch.
+      plan: the settings and calls of its header.
+
+    Returns:
+      The `Replay`, with every recorded array but logits, hidden states and heads in memory.
+    """
     return Replay(dump, plan, STAGES, losses.METRICS)
 
 
 def comparable(replay: Replay) -> list[str]:
-    """Lists the recorded results that can be recomputed, in the order of the data."""
+    """Lists the recorded results that can be recomputed, in the order of the data.
+
+    Args:
+      replay: the recorded arrays.
+
+    Returns:
+      Names of results, and of metrics as `metric/NAME`.
+    """
     return [name for name in recorded(replay) if reason_not_compared(replay, name) is None]
 
 
 def recorded(replay: Replay) -> list[str]:
-    """Lists the recorded results, in the order of the data."""
+    """Lists the recorded results, in the order of the data.
+
+    Args:
+      replay: the recorded arrays.
+
+    Returns:
+      Names of results, then of metrics as `metric/NAME`.
+    """
     names = [*ORDER, *(name for name in replay.arrays if name.startswith(METRIC))]
     return [name for name in names if name in replay.arrays]
 
 
 def reason_not_compared(replay: Replay, name: str) -> str | None:
-    """Returns why a result cannot be recomputed, or None if it can."""
+    """Returns why a result cannot be recomputed, or None if it can.
+
+    Args:
+      replay: the recorded arrays.
+      name: a recorded result, or `metric/NAME`.
+
+    Returns:
+      A phrase such as `needs rewards, group_ids`, or None.
+    """
     if name.startswith(METRIC) and name.removeprefix(METRIC) not in replay.metrics:
         return f"no such metric here; known are {', '.join(replay.metrics)}"
     section = "loss" if name == "grad_log_probs" else SECTIONS.get(name)

@@ -221,6 +221,11 @@ def level_log_ratios(
 def level_mask(mask: ArrayLike, level: Level, segment_ids: ArrayLike | None = None) -> Array:
     """Tells which values of `level_log_ratios` count.
 
+    Args:
+      mask: `[..., T]`, boolean.
+      level: the level of the values.
+      segment_ids: `[..., T]` integers, as in `last_token_mask`; None takes each row as one sequence.
+
     Returns:
       `[..., T]` booleans, the unmasked tokens, for "token"; else `[..., S]`, the sequences that have one.
     """
@@ -268,8 +273,13 @@ def check_bounds(lower: Scalar | None, upper: Scalar | None, *, needed: bool = T
 def within(values: Array, lower: Scalar | None, upper: Scalar | None) -> Array:
     """Tells which values lie within bounds, `lower <= values <= upper`.
 
+    Args:
+      values: numbers of any shape and float type.
+      lower: lowest value within; None has no lower bound.
+      upper: highest value within; None has no upper bound.
+
     Returns:
-      Booleans in the shape of `values`; a bound of None excludes nothing, and NaN is never within.
+      Booleans in the shape of `values`; NaN is never within.
     """
     low = jnp.asarray(-jnp.inf if lower is None else lower, values.dtype)
     high = jnp.asarray(jnp.inf if upper is None else upper, values.dtype)

@@ -20,7 +20,11 @@ class UsageError(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand."""
+    """Adds the arguments of the subcommand.
+
+    Args:
+      parser: the parser of the subcommand, which gains them.
+    """
     parser.add_argument(
         "name",
         nargs="?",
@@ -32,7 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the entries or the comparison; returns the exit code: 0, or 2 for an unknown name."""
+    """Prints the entries or the comparison.
+
+    Args:
+      args: the parsed arguments of `add_arguments`.
+
+    Returns:
+      The exit code: 0, or 2 for a request that no entry answers, with the error on stderr.
+    """
     try:
         lines = list(_compare_lines(args) if args.compare is not None else _entry_lines(args))
     except UsageError as error:
@@ -64,7 +75,14 @@ def _entry_lines(args: argparse.Namespace) -> Iterable[str]:
 
 
 def select(name: str | None) -> list[Entry]:
-    """Selects the entries of a system, of `system/name`, of a name with its flags, of a function, or all of them."""
+    """Selects the entries of a system, of `system/name`, of a name with its flags, of a function, or all of them.
+
+    Args:
+      name: a system, `system/name`, a name or a function, tried in this order; None selects every entry.
+
+    Returns:
+      The entries; an empty list if the name finds none.
+    """
     if name is None or name in SYSTEMS:
         return list(entries(system=name))
     exact = [entry for entry in entries() if entry.key == name]
@@ -72,14 +90,28 @@ def select(name: str | None) -> list[Entry]:
 
 
 def unknown(name: str) -> str:
-    """Writes the error for a name without an entry, with the names that contain it or are spelled almost like it."""
+    """Writes the error for a name without an entry, with the names that contain it or are spelled almost like it.
+
+    Args:
+      name: the name as the user wrote it.
+
+    Returns:
+      One line, with the kinds of names that are expected.
+    """
     known = [*SYSTEMS, *(entry.name for entry in entries()), *(entry.key for entry in entries())]
     hint = did_you_mean(name, known)
     return f"NAME: got {name!r}, expected a system ({', '.join(SYSTEMS)}), system/name, a name, or a function{hint}"
 
 
 def entry_as_json(entry: Entry) -> dict[str, Any]:
-    """Returns an entry as plain data."""
+    """Returns an entry as plain data.
+
+    Args:
+      entry: an entry of the table.
+
+    Returns:
+      Values that `json.dumps` takes; `call` is None for an entry without a call.
+    """
     texts = ("meaning", "option", "clamps", "divisors", "gradient", "defaults", "note", "reason", "part")
     return {
         "system": entry.system,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 import typing
+from collections.abc import Iterator
 
 import pytest
 
@@ -38,6 +39,8 @@ ALLOWED_AT_IMPORT = {"jax", "numpy", "kljax"} | set(sys.stdlib_module_names)
 
 # Sections every public function has; "References" only where there is a paper or a system to name.
 SECTIONS = ("Args", "Returns", "Gradient", "Raises", "Example")
+# States the arguments that its functions share once, in the docstring of the module.
+ARGUMENTS_IN_MODULE_DOCSTRING = {ROOT / "kljax" / "rows.py"}
 
 
 def public_names() -> list[str]:
@@ -76,6 +79,11 @@ def imported(path: pathlib.Path, *, top_level_only: bool) -> set[str]:
 
 def relative(path: pathlib.Path) -> str:
     return str(path.relative_to(ROOT))
+
+
+def is_public(path: pathlib.Path) -> bool:
+    """Whether no folder of a module, nor its file, begins with an underscore."""
+    return not any(part.startswith("_") for part in path.relative_to(ROOT).parts)
 
 
 @pytest.mark.parametrize("path", [p for p in LIBRARY if topic(p) != "__init__"], ids=relative)
@@ -134,10 +142,48 @@ def test_public_docstrings(name: str) -> None:
 @pytest.mark.parametrize("name", public_functions())
 def test_every_argument_is_documented(name: str) -> None:
     function = thing_of(name)
-    text = inspect.getdoc(function) or ""
-    arguments = text[text.index("\nArgs:\n") : text.index("\nReturns:\n")]
-    documented = re.findall(r"^  (\w+): ", arguments, re.MULTILINE)
-    assert documented == list(inspect.signature(function).parameters)
+    assert documented_arguments(inspect.getdoc(function) or "") == list(inspect.signature(function).parameters)
+
+
+def documented_arguments(text: str) -> list[str]:
+    """The names in the section `Args` of a docstring, in order."""
+    section = re.search(r"^Args:\n((?:  .*\n?)*)", text, re.MULTILINE)
+    return re.findall(r"^  (\w+): ", section[1], re.MULTILINE) if section else []
+
+
+@pytest.mark.parametrize("path", [path for path in LIBRARY if is_public(path)], ids=relative)
+def test_public_modules_document_arguments_and_results(path: pathlib.Path) -> None:
+    for name, function in public_definitions(path):
+        text = ast.get_docstring(function) or ""
+        assert text, f"{relative(path)}: {name} has no docstring"
+        if is_property(function):
+            continue
+        if path not in ARGUMENTS_IN_MODULE_DOCSTRING:
+            assert documented_arguments(text) == parameters(function), f"{relative(path)}: {name}"
+        returns_none = function.returns is not None and ast.unparse(function.returns) == "None"
+        assert returns_none or re.search("^Returns:$", text, re.MULTILINE), f"{relative(path)}: {name} has no Returns"
+
+
+def public_definitions(path: pathlib.Path) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yields the functions of a module and the methods of its public classes, without a leading underscore."""
+    tree = ast.parse(path.read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    for prefix, scope in [("", tree), *((f"{node.name}.", node) for node in classes)]:
+        for node in scope.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                yield prefix + node.name, node
+
+
+def is_property(function: ast.FunctionDef) -> bool:
+    """Whether a method is read as an attribute, which its first line describes."""
+    return any(ast.unparse(decorator) == "property" for decorator in function.decorator_list)
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """The names of the parameters in order, without `self` and `cls`."""
+    by_kind = function.args
+    ordered = [*by_kind.posonlyargs, *by_kind.args, by_kind.vararg, *by_kind.kwonlyargs, by_kind.kwarg]
+    return [argument.arg for argument in ordered if argument is not None and argument.arg not in ("self", "cls")]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
