@@ -7,6 +7,7 @@ vector. Every metric is a ratio of such sums, so a bootstrap replicate is a weig
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -215,6 +216,19 @@ def check_intervals(replicates: int, confidence: float) -> None:
     check_at_least("bootstrap", replicates, 0)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence: got {confidence!r}, expected a number between 0 and 1")
+
+
+def check_cap(max_ratio: float | None) -> None:
+    """Checks the cap of the capped correction.
+
+    Raises:
+      ValueError: if the cap is not a finite number above 0.
+    """
+    check_at_least("max_ratio", max_ratio, 0, strict=True)
+    if max_ratio is not None and not math.isfinite(max_ratio):
+        raise ValueError(
+            f"max_ratio: got {max_ratio!r}, expected a finite number > 0; the ratio without a cap is measured as well"
+        )
 
 
 def bootstrap(key: Array, sums: Sums, metrics: Callable[[Sums], Sums], *, replicates: int, confidence: float) -> Sums:

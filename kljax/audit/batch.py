@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kljax._checks import check_at_least, check_mask, check_same_shape
+from kljax._checks import check_mask, check_same_shape
 from kljax._typing import Array, ArrayLike
 from kljax.audit._metrics import (
     Labels,
     Sums,
+    check_cap,
     check_intervals,
     gradient_labels,
     label_results,
@@ -71,7 +72,7 @@ def audit_batch(
         before the update); None if the policy itself drew them.
       bootstrap: replicates of the bootstrap; 0 has no intervals.
       confidence: coverage of the percentile intervals.
-      max_ratio: cap of the capped correction; None leaves that correction out.
+      max_ratio: cap of the capped correction, a finite number above 0; None leaves that correction out.
       key: PRNG key of the bootstrap; None is `jax.random.key(0)`.
 
     Returns:
@@ -96,7 +97,7 @@ def audit_batch(
       the mean of k1 over the sampled tokens, which is unbiased on-policy; no exact KL is recorded
     """
     check_intervals(bootstrap, confidence)
-    check_at_least("max_ratio", max_ratio, 0, strict=True)
+    check_cap(max_ratio)
     inputs = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "kl": kl, "behaviour": sampling_log_probs}
     shape = check_same_shape(mask=mask, **inputs)
     if len(shape) != 2:

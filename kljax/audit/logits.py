@@ -15,6 +15,7 @@ from kljax._typing import Array, ArrayLike
 from kljax.audit._metrics import (
     Level,
     Summary,
+    check_cap,
     check_intervals,
     gradient_labels,
     gradient_metrics,
@@ -91,7 +92,7 @@ def audit_logits(
       draws: tokens drawn at each position to measure everything a second time by sampling; 0 draws none.
       bootstrap: replicates of the bootstrap; 0 has no intervals.
       confidence: coverage of the percentile intervals.
-      max_ratio: cap of the capped correction; None leaves that correction out.
+      max_ratio: cap of the capped correction, a finite number above 0; None leaves that correction out.
       resample: "rows" or "positions", the units that the bootstrap resamples for results per token; None resamples
         rows if there are at least 8. Results per sequence always resample rows.
       chunk_size: positions on the device at a time; None chooses by the size of the vocabulary.
@@ -153,7 +154,7 @@ class Options:
         if self.draws == 1:
             raise ValueError("draws: got 1, expected 0 or at least 2; one draw has no variance")
         check_intervals(self.replicates, self.confidence)
-        check_at_least("max_ratio", self.max_ratio, 0, strict=True)
+        check_cap(self.max_ratio)
         check_at_least("chunk_size", self.chunk_size, 1)
         check_choice("resample", self.resample or "rows", ("rows", "positions"))
 

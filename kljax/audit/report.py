@@ -111,7 +111,7 @@ class Audit:
         return {
             "yardstick": self.yardstick,
             "notes": list(self.notes),
-            "settings": dict(self.settings),
+            "settings": {name: _number(value) for name, value in self.settings.items()},
             "kl": {level: _plain(interval._asdict()) for level, interval in self.kl.items()},
             "answers": [_plain(dataclasses.asdict(answer)) for answer in self.answers()],
             "results": [
@@ -231,6 +231,11 @@ def _answers_table(answers: Sequence[Answer]) -> Iterable[str]:
         verdict = "right" if a.right else "none is right; least wrong"
         lines.append([a.place, a.correction, a.estimator, verdict, number(a.relative_bias), number(a.snr)])
     yield from _aligned(lines, left=4)
+
+
+def _number(value: Any) -> Any:
+    """Returns a Python number for a scalar array, any other value as it is."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def test_bias_of_sampled_tokens_is_within_its_interval() -> None:
         ({"mask": np.zeros(MASK.shape, bool)}, "no position is unmasked"),
         ({"confidence": 2.0}, "confidence"),
         ({"max_ratio": -1.0}, "max_ratio"),
+        ({"max_ratio": np.inf}, "max_ratio: got inf, expected a finite number"),
     ],
 )
 def test_what_makes_no_sense_is_refused(change: dict[str, object], message: str, batch: dict[str, np.ndarray]) -> None:

@@ -1,5 +1,6 @@
 """Masks, forbidden tokens, precision, bootstrap units, and inputs that an audit refuses."""
 
+import json
 import pathlib
 
 import jax
@@ -135,6 +136,8 @@ def test_the_key_decides(pair: tuple[np.ndarray, np.ndarray]) -> None:
         ({"bootstrap": -1}, "bootstrap"),
         ({"confidence": 1.0}, "confidence"),
         ({"max_ratio": 0.0}, "max_ratio"),
+        ({"max_ratio": np.inf}, "max_ratio: got inf, expected a finite number > 0; the ratio without a cap"),
+        ({"max_ratio": np.nan}, "max_ratio"),
         ({"resample": "tokens"}, "resample"),
         ({"chunk_size": 0}, "chunk_size"),
     ],
@@ -150,6 +153,13 @@ def test_what_makes_no_sense_is_refused(
 def test_a_mask_of_weights_is_refused(pair: tuple[np.ndarray, np.ndarray]) -> None:
     with pytest.raises(TypeError, match="mask"):
         kljax.audit.audit_logits(*pair, None, np.ones((3, 3)))
+
+
+def test_options_may_be_numbers_of_numpy(pair: tuple[np.ndarray, np.ndarray]) -> None:
+    audit = kljax.audit.audit_logits(*pair, pair[1], bootstrap=np.int64(0), max_ratio=np.float32(1.5))
+    settings = json.loads(json.dumps(audit.to_dict()["settings"]))
+    assert settings["max_ratio"] == 1.5
+    assert settings["bootstrap"] == 0
 
 
 @pytest.mark.parametrize("kl", [0.01, 1.0])
