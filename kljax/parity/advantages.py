@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from kljax.parity.dump import DumpError
+from kljax.parity.positions import over_tokens
 from kljax.parity.recipe import Kl, Recipe, Step
 from kljax.parity.replay import Prediction, Replay, run_call
 from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
@@ -15,24 +17,31 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
       recipe: settings of the advantages and of the stages before them.
 
     Returns:
-      A `Prediction`, `[B, T]`, or `[B]` if the advantages are computed and recorded per row. It is compared at tokens
-      in the recorded mask and in that of the recipe, or at rows with an unmasked token.
+      A `Prediction`, `[B, T]`, or `[B]` if the advantages are recorded per row. It is compared at tokens in the
+      recorded mask and in that of the recipe, or at rows with an unmasked token.
+
+    Raises:
+      DumpError: if advantages recorded per row are computed per token, and differ within a row.
     """
     step, unit = recipe.advantage or Step(), replay.unit("advantages", recipe)
     rewards, used = _shaped_rewards(replay, recipe), replay.used_mask(recipe)
     ids, count = _groups(replay.arrays["group_ids"], step.groups)
     call = replay.call("advantage", step)
-    arrays = {"rewards": rewards, "group_ids": ids, "mask": used, "kl": np.zeros(used.shape)}
+    shaped = {"rewards": rewards, "group_ids": ids, "mask": used, "kl": np.zeros(used.shape)}
+    renamed = {name: replay.array_name("advantage", name) for name in call.required}
+    arrays = replay.inputs("advantage") | shaped
+    arrays |= {name: shaped[field] for name, field in renamed.items() if field in shaped}
     # The KL is in the rewards already, so that the steps that subtract it subtract nothing.
     keywords = {"coef": 0.0} if any(then.function == "subtract_kl" for then in call.then) else {}
     keywords |= {} if "num_groups" in call.arguments else {"num_groups": count}
     value = step.sign * np.asarray(run_call(call, arrays, **keywords), np.float64)
     bound = _bound(rewards, ids, value, unit)
-    shape = replay.arrays["advantages"].shape if "advantages" in replay.arrays else replay.shape
-    if value.ndim < len(shape):
-        value, bound = (np.broadcast_to(array[:, None], shape) for array in (value, bound))
     mask: np.ndarray = replay.arrays["mask"]
-    return Prediction(value, bound, np.asarray(mask & used if len(shape) == 2 else mask.any(1)))
+    if "advantages" in replay.arrays and replay.arrays["advantages"].ndim == 1:
+        rows = Prediction(value, bound, np.asarray(mask.any(1)))
+        return rows if value.ndim == 1 else _of_rows(value, bound, np.asarray(mask & used))
+    value, bound = (over_tokens(array, replay.shape) for array in (value, bound))
+    return Prediction(value, bound, np.asarray(mask & used))
 
 
 def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
@@ -45,12 +54,24 @@ def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.nda
     Returns:
       `[B, T]` advantages and `[B, T]` bounds; a bound is 0 where the advantage is recorded and no KL is added.
     """
-    value, bound = replay.input("advantages", recipe)
-    if value.ndim == 1:
-        value, bound = (np.broadcast_to(array[:, None], replay.shape) for array in (value, bound))
+    value, bound = (over_tokens(array, replay.shape) for array in replay.input("advantages", recipe))
     if recipe.kl is not None and recipe.kl.place == "advantage":
         return _centered(replay, recipe, value, bound)
     return value, bound
+
+
+def _of_rows(value: np.ndarray, bound: np.ndarray, at: np.ndarray) -> Prediction:
+    """Returns the number of each row, which all its tokens have."""
+    first, rows = at.argmax(1)[:, None], np.asarray(at.any(1))
+    one, limit = (np.take_along_axis(array, first, 1)[:, 0] for array in (value, bound))
+    differs = at & (np.abs(value - one[:, None]) > bound + limit[:, None])
+    if differs.any():
+        row, token = (int(i) for i in np.argwhere(differs)[0])
+        raise DumpError(
+            f"advantages: got one number per row, expected [B, T], as those of header.advantage differ within a row, "
+            f"first at (row, token) ({row}, {token}); record one number per token"
+        )
+    return Prediction(one, limit, rows)
 
 
 def _shaped_rewards(replay: Replay, recipe: Recipe) -> np.ndarray:

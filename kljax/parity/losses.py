@@ -19,7 +19,6 @@ from kljax.parity.rounding import EXP, PRODUCTS, accumulator, tree_height
 
 BY_ROW = ("gspo_loss", "gmpo_loss", "vespo_loss")
 ROW_LEVELS = ("sequence", "geometric", "average", "geometric_average")
-OTHER_POLICIES = ("rollout_log_probs", "sampling_log_probs", "ref_log_probs")
 
 
 def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
@@ -34,9 +33,7 @@ def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
       `[B, T]` losses before the reduction.
     """
     step, used = recipe.loss or Step(), replay.used_mask(recipe)
-    fields = {name: replay.array_name("loss", name) for name in OTHER_POLICIES}
-    arrays = {name: replay.arrays[field] for name, field in fields.items() if field in replay.arrays}
-    arrays["old_log_probs"] = policy_pair(replay, recipe)[1]
+    arrays = {**replay.inputs("loss"), "old_log_probs": policy_pair(replay, recipe)[1]}
     arrays |= {"advantages": token_advantages(replay, recipe)[0], "mask": used}
     result = run_call(replay.call("loss", step), {**arrays, "log_probs": policy, "key": jax.random.key(0)})
     result = jnp.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)

@@ -7,7 +7,7 @@ import numpy as np
 
 import kljax
 from kljax.parity import scoring
-from kljax.parity.positions import apply_rule, shift_rows, value_and_change
+from kljax.parity.positions import apply_rule, over_tokens, shift_rows, value_and_change
 from kljax.parity.recipe import Kl, Recipe, Step
 from kljax.parity.replay import Prediction, Replay, compiled, per_token, run_call
 from kljax.parity.rounding import EXP, PRODUCTS, tree_height
@@ -107,7 +107,8 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the weights of the rollout correction.
 
     Args:
-      replay: the recorded arrays, among them `old_log_probs` and `rollout_log_probs`.
+      replay: the recorded arrays, among them those that the correction takes: `old_log_probs` and `rollout_log_probs`
+        unless the header or the system has others.
       recipe: settings of the correction and of the mask.
 
     Returns:
@@ -115,7 +116,10 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
       repeated for its tokens.
     """
     step, used = recipe.correction or Step(), replay.used_mask(recipe)
-    numerator, denominator = replay.arrays["old_log_probs"], replay.arrays["rollout_log_probs"]
+    inputs = replay.inputs("correction")
+    numerator, denominator = inputs["log_probs"], inputs["sampling_log_probs"]
+    if "advantages" in inputs:
+        inputs["advantages"] = over_tokens(inputs["advantages"], replay.shape)
     if step.swapped:
         numerator, denominator = denominator, numerator
     unit = replay.unit("weights", recipe)
@@ -123,7 +127,7 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     call = replay.call("correction", step)
 
     def compute(policy: np.ndarray) -> np.ndarray:
-        arrays = {"log_probs": policy, "sampling_log_probs": denominator, "mask": used}
+        arrays = {**inputs, "log_probs": policy, "sampling_log_probs": denominator, "mask": used}
         result = np.asarray(run_call(call, arrays), np.float64)
         return np.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)
 

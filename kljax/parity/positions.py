@@ -51,6 +51,19 @@ def shift_rows(array: np.ndarray, by: int) -> np.ndarray:
     return result
 
 
+def over_tokens(array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Repeats the number of each row for its tokens.
+
+    Args:
+      array: `[B]`, or `[B, T]`, which stays as it is.
+      shape: `(B, T)`.
+
+    Returns:
+      `[B, T]`; read-only where numbers are repeated.
+    """
+    return np.broadcast_to(array[:, None], shape) if array.ndim == 1 else array
+
+
 def value_and_change(
     function: Callable[[np.ndarray], np.ndarray], at: np.ndarray, move: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ A recipe is immutable: a cause is a recipe with other settings, and a replay rem
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import kljax
@@ -222,13 +222,15 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The calls of a dump: the recipe, and the library's calls that its steps change."""
+    """The calls of a dump: the recipe, and the library's calls that its steps change.
+
+    `arrays` has for each section the field that an argument of its call takes, where the names differ.
+    """
 
     system: str | None
     recipe: Recipe
     calls: Mapping[str, Call]
-    entries: Mapping[str, Entry]
-    arrays: Mapping[str, str]
+    arrays: Mapping[str, Mapping[str, str]]
 
 
 def make_plan(dump: Dump, system: str | None = None) -> Plan:
@@ -255,16 +257,13 @@ def make_plan(dump: Dump, system: str | None = None) -> Plan:
             raise DumpError(f"header.{name}: got {section!r}, expected an object of arguments")
         sections[name] = dict(section)
     calls: dict[str, Call] = {}
-    entries: dict[str, Entry] = {}
-    arrays: dict[str, str] = {}
+    arrays: dict[str, dict[str, str]] = {}
     steps: dict[str, Step | None] = {}
     for name, kind in (("correction", "correction"), ("advantage", "advantage"), ("loss", "policy_loss")):
         steps[name] = None
         if sections[name]:
-            calls[name], entry = _call(system, name, kind, sections[name], arrays)
+            calls[name], arrays[name] = _call(system, name, kind, sections[name])
             steps[name] = Step()
-            if entry is not None:
-                entries[name] = entry
     log_probs = _settings(LogProbs, "log_probs", sections["log_probs"])
     reference = _settings(LogProbs, "reference", {**sections["log_probs"], **sections["reference"]})
     kl = _kl(system, sections["kl"])
@@ -272,7 +271,7 @@ def make_plan(dump: Dump, system: str | None = None) -> Plan:
     recipe = Recipe(
         log_probs=log_probs,
         reference=reference,
-        ratio=Ratio(old=arrays.get("old_log_probs", "old_log_probs")),
+        ratio=Ratio(old=arrays.get("loss", {}).get("old_log_probs", "old_log_probs")),
         correction=steps["correction"],
         kl=kl,
         advantage=steps["advantage"],
@@ -281,7 +280,7 @@ def make_plan(dump: Dump, system: str | None = None) -> Plan:
         kl_reduction=_kl_reduction(system, sections["kl"], reduction) if kl and kl.place == "loss" else None,
         gradient=_settings(Gradient, "gradient", sections["gradient"]),
     )
-    return Plan(system, recipe, calls, entries, arrays)
+    return Plan(system, recipe, calls, arrays)
 
 
 def _choice(name: str, value: Any, allowed: Any) -> None:
@@ -307,20 +306,17 @@ def _entry(system: str | None, section: str, kind: str, name: str) -> Entry:
         raise DumpError(f"header.{section}.name: {error}") from error
 
 
-def _call(
-    system: str | None, section: str, kind: str, values: dict[str, Any], arrays: dict[str, str]
-) -> tuple[Call, Entry | None]:
-    """Returns the call of a section, by `name` in a system or by `function` of the library."""
+def _call(system: str | None, section: str, kind: str, values: dict[str, Any]) -> tuple[Call, dict[str, str]]:
+    """Returns the call of a section, by `name` in a system or by `function` of the library, and its `Plan.arrays`."""
     given = dict(values)
     renamed = given.pop("arrays", {})
-    for ours, theirs in renamed.items():
-        _choice(f"header.{section}.arrays.{ours}", theirs, FIELDS)
-        arrays[ours] = theirs
-    entry = None
+    arrays = {"sampling_log_probs": "rollout_log_probs"}
     if "function" in given:
         name = given.pop("function")
         _choice(f"header.{section}.function", name, [n for n in kljax.__all__ if n.islower()])
         call = Call(name)
+        if section == "correction":
+            arrays["log_probs"] = "old_log_probs"
     elif "name" in given:
         entry = _entry(system, section, kind, given.pop("name"))
         try:
@@ -328,22 +324,55 @@ def _call(
         except ValueError as error:
             raise DumpError(f"header.{section}.name: {error}") from error
         arrays |= {name: field for name, text in entry.sources.items() if (field := _array_of(name, text))}
-        arrays |= renamed
     else:
         raise DumpError(f"header.{section}: needs name (of a system) or function (of kljax); add one of them")
-    functions = [call.function, *(inner.function for inner in (*call.times, *call.then, *call.plus))]
-    known = {name for function in functions for name in inspect.signature(getattr(kljax, function)).parameters}
+    known = sorted({name for step in calls_in(call) for name in _parameters(step)})
     for key in given:
-        _choice(f"header.{section}", key, sorted(known))
-    return dataclasses.replace(call, arguments={**call.arguments, **given}), entry
+        _choice(f"header.{section}", key, known)
+    for ours, theirs in renamed.items():
+        _choice(f"header.{section}.arrays", ours, known)
+        _choice(f"header.{section}.arrays.{ours}", theirs, FIELDS)
+    return _with_arguments(call, given), {**arrays, **renamed}
+
+
+def calls_in(call: Call) -> Iterator[Call]:
+    """Yields a call, then those that are combined with it.
+
+    Args:
+      call: a call of `kljax.systems`.
+
+    Returns:
+      The call, then its factors, its terms and the steps after it, each with those inside.
+    """
+    yield call
+    for inner in (*call.times, *call.plus, *call.then):
+        yield from calls_in(inner)
+
+
+def _with_arguments(call: Call, arguments: Mapping[str, Any]) -> Call:
+    """Returns the call with each argument on its function, or else on the functions combined with it."""
+    own = {name: value for name, value in arguments.items() if name in _parameters(call)}
+    rest = {name: value for name, value in arguments.items() if name not in own}
+    times, plus, then = (
+        tuple(_with_arguments(step, rest) for step in steps) for steps in (call.times, call.plus, call.then)
+    )
+    return dataclasses.replace(call, arguments={**call.arguments, **own}, times=times, plus=plus, then=then)
+
+
+def _parameters(call: Call) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(getattr(kljax, call.function)).parameters
 
 
 def _array_of(name: str, text: str) -> str | None:
     """Returns the field that a source names, where it is another array than the argument's own."""
+    if name == "advantages":
+        return "rewards" if text.endswith("reward") else None
     if not name.endswith("log_probs"):
         return None
-    if "rollout" in text or "inference" in text or "original" in text:
+    if any(word in text for word in ("rollout", "inference", "original", "vLLM")):
         return "rollout_log_probs"
+    if text == "stop_gradient(log_probs)":
+        return "log_probs"
     return "old_log_probs" if "old" in text else None
 
 

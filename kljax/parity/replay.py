@@ -150,19 +150,25 @@ class Replay:
         """Returns the field that an argument of a call takes.
 
         Args:
-          section: "correction" or "loss".
-          name: an argument, such as `old_log_probs`.
+          section: "correction", "advantage" or "loss", which the header has.
+          name: an argument, such as `sampling_log_probs`.
 
         Returns:
-          A field of the dump, which need not be recorded.
+          A field of the dump, which need not be recorded, or the name itself if the schema has no such array.
         """
-        if section == "correction":
-            return {"log_probs": "old_log_probs", "sampling_log_probs": "rollout_log_probs"}.get(name, name)
-        if name == "old_log_probs":
-            return self.plan.recipe.ratio.old
-        if name == "sampling_log_probs":
-            return self.plan.arrays.get(name, "old_log_probs")
-        return self.plan.arrays.get(name, name)
+        return self.plan.arrays[section].get(name, name)
+
+    def inputs(self, section: str) -> dict[str, np.ndarray]:
+        """Returns the recorded arrays that the call of a section requires.
+
+        Args:
+          section: "correction", "advantage" or "loss", which the header has.
+
+        Returns:
+          The arrays by argument, without those that are not recorded.
+        """
+        fields = {name: self.array_name(section, name) for name in self.plan.calls[section].required}
+        return {name: self.arrays[field] for name, field in fields.items() if field in self.arrays}
 
     def _dtype(self) -> str:
         declared = self.dump.header.get("dtype")

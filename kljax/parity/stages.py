@@ -1,13 +1,15 @@
 """The stages of an update in the order of the data, and which of them a dump has the inputs for."""
 
 import inspect
+import re
 
 import kljax
 from kljax.parity import advantages, losses, policies
 from kljax.parity.dump import Dump
 from kljax.parity.fields import METRIC, ORDER
-from kljax.parity.recipe import Kl, Plan
+from kljax.parity.recipe import Kl, Plan, calls_in
 from kljax.parity.replay import Replay, Stage
+from kljax.systems import Call
 
 STAGES: dict[str, Stage] = {
     "mask": policies.mask,
@@ -20,6 +22,12 @@ STAGES: dict[str, Stage] = {
     "token_loss": losses.token_loss,
     "loss": losses.loss,
     "grad_log_probs": losses.gradient,
+}
+# Inputs that the stage of a section computes, or is given as a constant.
+COMPUTED = {
+    "correction": ("mask",),
+    "advantage": ("mask", "kl", "coef", "num_groups"),
+    "loss": ("mask", "key", "advantages"),
 }
 SECTIONS = {"weights": "correction", "kl": "kl", "advantages": "advantage", "token_loss": "loss", "loss": "loss"}
 
@@ -88,13 +96,16 @@ def _needs(replay: Replay, name: str) -> list[str]:
     recipe = replay.plan.recipe
     side = name.removesuffix("log_probs")
     kl = recipe.kl or Kl()
+    section = SECTIONS.get(name)
+    if name in ("weights", "kl", "advantages") and section and getattr(recipe, section) is None:
+        return [f"header.{section}"]
     needs: dict[str, list[str]] = {
         "mask": ["prompt_lengths", "lengths"],
         "ratio": [recipe.ratio.old],
         "metric/ppo_kl": [recipe.ratio.old],
-        "weights": ["old_log_probs", "rollout_log_probs"],
+        "weights": _needs_of_call(replay, "correction"),
         "kl": [kl.policy, kl.reference, *([recipe.ratio.old] if kl.corrected else [])],
-        "advantages": ["rewards", "group_ids"],
+        "advantages": ["rewards", "group_ids", *_needs_of_call(replay, "advantage")],
     }
     if name in ("log_probs", "ref_log_probs"):
         has_logits = f"{side}logits" in replay.dump or f"{side}hidden" in replay.dump
@@ -112,7 +123,7 @@ def _needs_of_loss(replay: Replay, name: str) -> list[str]:
     recipe = replay.plan.recipe
     needs: list[str] = []
     if name != "loss" or "token_loss" not in replay.arrays:
-        needs += _policy_arrays(replay) + _needs_of_absent(replay, ["advantages"])
+        needs += _needs_of_call(replay, "loss") + _needs_of_absent(replay, ["advantages"])
         needs += _needs_of_absent(replay, ["weights"]) if recipe.correction is not None else []
         needs += _needs_of_absent(replay, ["kl"]) if recipe.kl is not None and recipe.kl.place == "advantage" else []
     if name != "token_loss" and recipe.kl is not None and recipe.kl.place == "loss":
@@ -124,9 +135,31 @@ def _needs_of_absent(replay: Replay, names: list[str]) -> list[str]:
     return [field for name in names if name not in replay.arrays for field in _needs(replay, name)]
 
 
-def _policy_arrays(replay: Replay) -> list[str]:
-    call = replay.plan.calls["loss"]
-    functions = [call.function, *(inner.function for inner in (*call.times, *call.then, *call.plus))]
-    names = {name for function in functions for name in inspect.signature(getattr(kljax, function)).parameters}
-    wanted = [name for name in ("old_log_probs", *losses.OTHER_POLICIES) if name in names]
-    return [replay.array_name("loss", name) for name in wanted]
+def _needs_of_call(replay: Replay, section: str) -> list[str]:
+    """Lists the arrays and arguments that the call of a section requires, but for those that its stage computes."""
+    if section not in replay.plan.calls:
+        return []
+    call = replay.plan.calls[section]
+    settings = _settings(call)
+    needs = []
+    for name in call.required:
+        field = replay.array_name(section, name)
+        if section == "advantage" and field == "advantages":
+            needs.append(f"advantages before {call.function}")
+        elif name not in COMPUTED[section]:
+            needs.append(f"header.{section}.{name}" if name in settings else field)
+    if call.function == "gdpo_advantages":
+        needs.append("rewards of each reward function")
+    if section == "correction" and not {"log_probs", "sampling_log_probs"} <= set(call.required):
+        needs.append("a function of log_probs and sampling_log_probs")
+    return needs
+
+
+def _settings(call: Call) -> set[str]:
+    """Returns the arguments of a call that are numbers or words, which the header can hold."""
+    return {
+        parameter.name
+        for step in calls_in(call)
+        for parameter in inspect.signature(getattr(kljax, step.function)).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY and not re.search("ArrayLike|Sequence", str(parameter.annotation))
+    }
