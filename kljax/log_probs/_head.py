@@ -97,23 +97,51 @@ class HeadSharding:
     mesh: Mesh | AbstractMesh | None = None
 
     def token_axes(self) -> Axes:
-        """Returns the axes that split tokens."""
+        """Returns the mesh axes that split the tokens.
+
+        Returns:
+          Names of axes in the order of the spec; empty if every device holds all tokens.
+        """
         return tuple(axis for entry in self.tokens for axis in axes_of(entry))
 
     def head_axes(self, layout: HeadLayout) -> tuple[Axes, Axes]:
-        """Returns the axes that split `D` and the axes that split `V`."""
+        """Returns the mesh axes that split `D` and those that split `V`.
+
+        Args:
+          layout: "dv" if the spec `head` is that of `[D, V]`, "vd" if it is that of `[V, D]`.
+
+        Returns:
+          Names of axes along `D`, then along `V`; empty where the dimension is not split.
+        """
         first, second = (axes_of(entry) for entry in (*self.head, None, None)[:2])
         return (first, second) if layout == "dv" else (second, first)
 
     def resolved_mesh(self) -> Mesh | AbstractMesh:
-        """Returns the mesh, or the one in the context if the field is None; raises `ValueError` without both."""
+        """Returns the mesh, or the one that `jax.set_mesh` has set if the field is None.
+
+        Returns:
+          The mesh; the abstract one if it comes from the context.
+
+        Raises:
+          ValueError: if the field is None and no mesh is set.
+        """
         mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
         if mesh.empty:
             raise ValueError("sharding.mesh: got None and no mesh is set, expected a mesh or `jax.set_mesh`")
         return mesh
 
     def check(self, layout: HeadLayout, leading: tuple[int, ...], head: tuple[int, ...]) -> None:
-        """Raises `ValueError` unless the specs fit each other, the mesh and these shapes."""
+        """Checks that the specs fit each other, the mesh and the shapes of hidden states and head.
+
+        Args:
+          layout: "dv" or "vd", as in `head_axes`.
+          leading: shape of the hidden states without `D`.
+          head: shape of the weights in that layout.
+
+        Raises:
+          ValueError: if an axis is not in the mesh, the axes along `D` do not split the tokens, those along `V` do, a
+            spec has too many entries, a size is not a multiple of its devices, or there is no mesh.
+        """
         mesh, tokens = self.resolved_mesh(), self.token_axes()
         embed, vocab = self.head_axes(layout)
         unknown = sorted({*tokens, *embed, *vocab} - set(mesh.axis_names))

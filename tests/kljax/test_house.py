@@ -41,6 +41,8 @@ ALLOWED_AT_IMPORT = {"jax", "numpy", "kljax"} | set(sys.stdlib_module_names)
 SECTIONS = ("Args", "Returns", "Gradient", "Raises", "Example")
 # States the arguments that its functions share once, in the docstring of the module.
 ARGUMENTS_IN_MODULE_DOCSTRING = {ROOT / "kljax" / "rows.py"}
+# JAX calls them; users do not.
+METHODS_OF_PYTREES = ("tree_flatten_with_keys", "tree_unflatten")
 
 
 def public_names() -> list[str]:
@@ -153,20 +155,32 @@ def documented_arguments(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if is_public(path)], ids=relative)
 def test_public_modules_document_arguments_and_results(path: pathlib.Path) -> None:
-    for name, function in public_definitions(path):
-        text = ast.get_docstring(function) or ""
-        assert text, f"{relative(path)}: {name} has no docstring"
-        if is_property(function):
-            continue
-        if path not in ARGUMENTS_IN_MODULE_DOCSTRING:
-            assert documented_arguments(text) == parameters(function), f"{relative(path)}: {name}"
-        returns_none = function.returns is not None and ast.unparse(function.returns) == "None"
-        assert returns_none or re.search("^Returns:$", text, re.MULTILINE), f"{relative(path)}: {name} has no Returns"
+    for name, function in public_definitions(ast.parse(path.read_text())):
+        check_sections(f"{relative(path)}: {name}", function, arguments=path not in ARGUMENTS_IN_MODULE_DOCSTRING)
 
 
-def public_definitions(path: pathlib.Path) -> Iterator[tuple[str, ast.FunctionDef]]:
+@pytest.mark.parametrize("name", [name for name in public_names() if inspect.isclass(thing_of(name))])
+def test_methods_of_public_classes_document_arguments_and_results(name: str) -> None:
+    """Those of a class that a module with an underscore defines are public as well."""
+    for method, function in public_definitions(ast.parse(inspect.getsource(thing_of(name)))):
+        if function.name not in METHODS_OF_PYTREES:
+            check_sections(method, function)
+
+
+def check_sections(name: str, function: ast.FunctionDef, *, arguments: bool = True) -> None:
+    """Asserts that a docstring has its arguments in order, and the result if there is one."""
+    text = ast.get_docstring(function) or ""
+    assert text, f"{name} has no docstring"
+    if is_property(function):
+        return
+    if arguments:
+        assert documented_arguments(text) == parameters(function), name
+    returns_none = function.returns is not None and ast.unparse(function.returns) == "None"
+    assert returns_none or re.search("^Returns:$", text, re.MULTILINE), f"{name} has no Returns"
+
+
+def public_definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
     """Yields the functions of a module and the methods of its public classes, without a leading underscore."""
-    tree = ast.parse(path.read_text())
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     for prefix, scope in [("", tree), *((f"{node.name}.", node) for node in classes)]:
         for node in scope.body:
