@@ -21,6 +21,7 @@ from tests import programs  # noqa: E402 (starts JAX)
 
 programs.share_mlir_context()
 programs.write_whole_files()
+programs.keep_in_memory()
 
 hypothesis.settings.register_profile("kljax", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("kljax")

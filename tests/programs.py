@@ -1,4 +1,4 @@
-"""Compiled programs on disk: a test session compiles a program once, however many tests and processes need it."""
+"""Compiled programs, kept in memory and on disk: a test session compiles a program once, whoever needs it."""
 
 import contextlib
 import functools
@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import lru_cache
+from jax._src import compilation_cache, lru_cache
 from jax._src.interpreters import mlir
-from jax.experimental.compilation_cache import compilation_cache
+
+LARGE = 0.1
+"""Seconds of compilation of a program that is worth writing for another test process."""
+# The seconds from which programs are written at the moment; `kept_in` sets them.
+_written = {"from": 0.0}
 
 
 def share_mlir_context() -> None:
@@ -42,14 +46,42 @@ def write_whole_files() -> None:
     cache.put = put
 
 
+def keep_in_memory() -> None:
+    """Lets JAX find in memory what this process compiled already, and write only what others are to read.
+
+    To write and read a small program takes as long as to compile it. A release of JAX without these private functions
+    keeps its default.
+    """
+    names = "put_executable_and_time", "get_executable_and_time"
+    if not all(hasattr(compilation_cache, name) for name in names):
+        return
+    write, read = (getattr(compilation_cache, name) for name in names)
+    kept: dict[tuple[str, Any], tuple[Any, Any]] = {}
+
+    def put(key: str, name: str, executable: Any, backend: Any, seconds: Any) -> None:
+        kept[key, backend] = executable, seconds
+        if seconds >= _written["from"]:
+            write(key, name, executable, backend, seconds)
+
+    def get(key: str, options: Any, backend: Any, *more: Any, **others: Any) -> tuple[Any, Any]:
+        return kept.get((key, backend)) or read(key, options, backend, *more, **others)
+
+    compilation_cache.put_executable_and_time, compilation_cache.get_executable_and_time = put, get
+
+
 def session_directory(base: Path) -> Path:
     """Returns the directory that all test processes of a session share, given the base directory of one of them."""
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @contextlib.contextmanager
-def kept_in(directory: Path) -> Iterator[None]:
-    """Keeps every program that is compiled inside the block in a directory, and reads it from there."""
+def kept_in(directory: Path, written_from: float = 0.0) -> Iterator[None]:
+    """Keeps the programs that are compiled inside the block in a directory, and reads them from there.
+
+    Args:
+      directory: where they are written.
+      written_from: seconds of compilation of a program that is written; others are kept in memory alone.
+    """
     settings = {
         "jax_compilation_cache_dir": str(directory),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -60,9 +92,11 @@ def kept_in(directory: Path) -> Iterator[None]:
     compilation_cache.reset_cache()
     for name, value in settings.items():
         jax.config.update(name, value)
+    written_before, _written["from"] = _written["from"], written_from
     try:
         yield
     finally:
+        _written["from"] = written_before
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()

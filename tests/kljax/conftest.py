@@ -57,6 +57,7 @@ def _strict() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The processes of a session compile the many small programs of these tests once between them."""
-    with programs.kept_in(programs.session_directory(tmp_path_factory.getbasetemp()) / "programs"):
+    """A process compiles each of the many small programs of these tests once, and others read the large ones."""
+    directory = programs.session_directory(tmp_path_factory.getbasetemp()) / "programs"
+    with programs.kept_in(directory, written_from=programs.LARGE):
         yield

@@ -10,7 +10,8 @@ from tests import programs
 @pytest.fixture(autouse=True, scope="module")
 def _kept_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests that make the same program anew compile it once, in whatever process they run."""
-    with programs.kept_in(programs.session_directory(tmp_path_factory.getbasetemp()) / "programs"):
+    directory = programs.session_directory(tmp_path_factory.getbasetemp()) / "programs"
+    with programs.kept_in(directory, written_from=programs.LARGE):
         yield
 
 
