@@ -1,6 +1,7 @@
-"""Programs that the runs of one test process share."""
+"""Programs, and the order of examples, that the runs of one test process share."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from train.config.schema import Config
+from train.data import prompts
 from train.models import Decoder
 from train.references import store
 from train.rollouts import jax_source
@@ -28,6 +30,9 @@ def shared_by_runs() -> Iterator[None]:
         patch.setattr(store, "make_reference_score", _once(store.make_reference_score, _step_key))
         patch.setattr(jax_source, "sampling_program", _once(jax_source.sampling_program, _sampler_key))
         patch.setattr(warm_start, "make_step", _once(warm_start.make_step, _warm_start_key))
+        # The shuffle of a dozen examples takes a millisecond for each of a batch.
+        made = prompts.shuffled
+        patch.setattr(prompts, "shuffled", functools.cache(lambda *arguments: functools.cache(made(*arguments))))
         yield
 
 

@@ -150,15 +150,25 @@ def _check_solved(examples: Sequence[Example]) -> None:
             )
 
 
+def shuffled(count: int, seed: int) -> Callable[[int], int]:
+    """Makes endless epochs of the numbers below `count`, each a permutation of its own.
+
+    Returns:
+      A function from an index to the number there, from 1 ms for a dozen numbers down to microseconds for thousands.
+    """
+    return grain.MapDataset.range(count).seed(seed).shuffle().repeat().__getitem__
+
+
 def _epochs(
     examples: Sequence[Example], *, batch_size: int, seed: int
 ) -> Callable[[int, Iterable[int] | None], list[Example]]:
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}, expected at least 1")
-    dataset = grain.MapDataset.source(list(examples)).seed(seed).shuffle().repeat()
+    number_at = shuffled(len(examples), seed)
 
     def batch(step: int, rows: Iterable[int] | None) -> list[Example]:
-        return [dataset[step * batch_size + row] for row in (range(batch_size) if rows is None else map(int, rows))]
+        chosen = range(batch_size) if rows is None else map(int, rows)
+        return [examples[number_at(step * batch_size + row)] for row in chosen]
 
     return batch
 

@@ -3,14 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from train.run.metrics import FILE_NAME, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -57,6 +55,10 @@ def draw_curves(
     Returns:
       `path`.
     """
+    # Loaded here, as it takes a fifth of the time in which a command starts.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     # A separate figure, without pyplot: no display, no global state, whatever backend the user has set.
     figure = Figure(figsize=(11, 7), layout="constrained")
     FigureCanvasAgg(figure)
@@ -77,7 +79,9 @@ def _series(records: Records, panel: Panel) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [math.nan if value is None else value for _, value in points]
 
 
-def _draw(axes: Axes, panel: Panel, lines: Mapping[str, tuple[list[int], list[float]]]) -> None:
+def _draw(axes: "Axes", panel: Panel, lines: Mapping[str, tuple[list[int], list[float]]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.set_title(panel.title)
     axes.set_xlabel("step")
     axes.set_ylabel(panel.label)
