@@ -69,7 +69,9 @@ def host_params() -> dict:
     """Weights on the host, the same for every config here, and far enough from 0 to have opinions."""
     from train.rl.policy import init_params
 
-    params = init_params(model_of(config_of()), jax.random.key(0), mesh_of())
+    # Whatever mesh is set where the weights are first asked for.
+    with jax.set_mesh(mesh_of()):
+        params = init_params(model_of(config_of()), jax.random.key(0), mesh_of())
     return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim > 2 else 1), params)
 
 
@@ -88,10 +90,33 @@ def moved(params: dict, by: float, seed: int = 1) -> dict:
     return jax.tree.map(lambda x: x + np.float32(by) * rng.normal(size=x.shape).astype(np.float32), params)
 
 
+def copied(tree: Any) -> Any:
+    """The same arrays in buffers of their own, which may be donated; `jnp.copy` would compile for each shape."""
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding, tree), may_alias=False)
+
+
+def wide(tree: Any) -> Any:
+    """The same arrays, on the same devices, in float64 where they are floats."""
+
+    def widened(x: Any) -> Any:
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        return jax.device_put(np.asarray(x, np.float64), getattr(x, "sharding", None)) if floating else x
+
+    return jax.tree.map(widened, tree)
+
+
+def keep_gradient() -> optax.GradientTransformation:
+    """An optimizer that changes nothing and whose state is the last gradient."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda gradient, state, params: (jax.tree.map(jnp.zeros_like, gradient), gradient),
+    )
+
+
 def state_of(config: Config, optimizer: optax.GradientTransformation, mesh: Mesh | None = None) -> TrainState:
     """A first state of its own buffers, so that it may be donated."""
     model, mesh = model_of(config), mesh or mesh_of()
-    base = jax.tree.map(jnp.copy, placed(kljax.Policy(host_params()), model, mesh).params)
+    base = copied(placed(kljax.Policy(host_params()), model, mesh).params)
     return first_state(config, model, mesh, base, optimizer)
 
 

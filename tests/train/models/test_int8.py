@@ -60,7 +60,7 @@ def drawn() -> dict:
 @functools.cache
 def built() -> tuple[dict, dict, dict]:
     """A base in int8, the weights that it stands for, and an adapter of which neither half is 0."""
-    params = quantise_params(jax.tree.map(jnp.copy, drawn()))
+    params = quantise_params(tiny.copied(drawn()))
     adapter = jax.tree.map(lambda x: x + 0.02, init_adapter(INT8, jax.random.key(1), make_mesh()))
     return params, dequantise_params(params, jnp.float32), adapter
 

@@ -10,9 +10,9 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import kljax
+from tests import tiny
 from tests.goldens.presets import batch as recordings
 from train.config.load import parse
 from train.config.schema import Config
@@ -110,14 +110,6 @@ def full_batch(name: str = "") -> Batch:
     )
 
 
-def keep_gradient() -> optax.GradientTransformation:
-    """An optimizer that changes nothing and whose state is the last gradient."""
-    return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda gradient, state, params: (jax.tree.map(jnp.zeros_like, gradient), gradient),
-    )
-
-
 @functools.cache
 def loaded() -> tuple[Decoder, Tree]:
     """The model of the recordings and its weights in float64."""
@@ -201,10 +193,10 @@ def compiled_update(configs: Sequence[Config]) -> Iterator[Update]:
     (model, params), mesh = loaded(), make_mesh()
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for config in configs:
-        copied = jax.tree.map(jnp.copy, params)
-        state = initial_state({"params": copied}, keep_gradient(), make_controllers(config), replicated)
+        copied = tiny.copied(params)
+        state = initial_state({"params": copied}, tiny.keep_gradient(), make_controllers(config), replicated)
         prepared, _, _ = make_prepare(config, mesh)(full_batch(config.preset or ""), state.controllers)
-        step = make_update(config, model, keep_gradient(), state, mesh)
+        step = make_update(config, model, tiny.keep_gradient(), state, mesh)
         after, metrics = step(state, None, prepared, jnp.arange(recordings.ROWS), objectives.coefficients(config))
         yield float(metrics["loss"].value()), dict(_named(model, jax.device_get(after.opt_state["params"])))
 

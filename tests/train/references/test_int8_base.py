@@ -10,7 +10,6 @@ import pytest
 
 import kljax
 from tests import tiny
-from tests.train.rl.test_step import keep_gradient
 from train.models.int8 import dequantise_params, quantise_params
 from train.models.sharding import replicated
 from train.references import load_reference
@@ -51,9 +50,9 @@ def step_of(how: str | None, base: dict, other: int | None) -> tuple[object, dic
     reference = drop_shared_base(Reference(model, against), base)
     assert reference.policy.params is None
     scored = make_score(config, model, mesh)(trainable, base, reference, tiny.rollout_batch())
-    state = initial_state(trainable, keep_gradient(), make_controllers(config), replicated(mesh))
+    state = initial_state(trainable, tiny.keep_gradient(), make_controllers(config), replicated(mesh))
     batch, _, _ = prepare()(scored, state.controllers)
-    update = make_update(config, model, keep_gradient(), state, mesh)
+    update = make_update(config, model, tiny.keep_gradient(), state, mesh)
     after, metrics = update(state, base, batch, jnp.arange(tiny.ROWS), coefficients(config))
     return scored, after.opt_state, {name: float(value.value()) for name, value in metrics.items()}
 

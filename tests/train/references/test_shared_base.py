@@ -62,7 +62,7 @@ def scored() -> dict[str, tuple[Batch, str]]:
     with jax.set_mesh(tiny.mesh_of(1, 4, 1)):
         for name in ("together", "apart"):
             score, model, trainable, base, batch = setting((1, 4, 1), *EXACT)
-            params = base if name == "together" else jax.tree.map(jnp.copy, base)
+            params = base if name == "together" else tiny.copied(base)
             reference = Reference(model, kljax.Policy(params, adapter_of(model, tiny.mesh_of(1, 4, 1), 2)))
             arguments = (trainable, base, drop_shared_base(reference, base), batch)
             compiled = score.lower(*arguments).compile()

@@ -82,7 +82,7 @@ class Runs:
             for step in steps:
                 # A step donates its state.
                 state, values, _ = rl_step(
-                    self.context, programs, self.source, self.frozen, jax.tree.map(jnp.copy, state), step=step
+                    self.context, programs, self.source, self.frozen, tiny.copied(state), step=step
                 )
                 states.append(state)
                 metrics.append(values)
@@ -158,7 +158,7 @@ def test_no_program_scores_known_rows_if_the_policy_is_not_scored(runs):
             programs.store._score = score
             stopping = dataclasses.replace(programs, score=never, prepare=prepare)
             with pytest.raises(PreparedError) as caught:
-                rl_step(context, stopping, runs.source, runs.frozen, jax.tree.map(jnp.copy, runs.first), step=0)
+                rl_step(context, stopping, runs.source, runs.frozen, tiny.copied(runs.first), step=0)
             batches.append(caught.value.args[0])
     assert np.abs(batches[0].ref_log_probs).max() > 1
     assert_same(batches[1], batches[0])

@@ -11,7 +11,6 @@ import pytest
 
 import kljax
 from tests import tiny
-from tests.train.rl.test_step import keep_gradient
 from train.config.load import dump_yaml
 from train.config.schema import Config
 from train.models import Decoder
@@ -75,7 +74,7 @@ def test_distillation_is_the_exact_kl_to_a_teacher_of_another_shape():
     config, mesh = distil(), tiny.mesh_of()
     model, teacher = tiny.model_of(config), teacher_params()
     reference = Reference(TEACHER, kljax.Policy(teacher))
-    state = tiny.state_of(config, keep_gradient())
+    state = tiny.state_of(config, tiny.keep_gradient())
     batch = make_score(config, model, mesh)(state.trainable, None, reference, tiny.rollout_batch())
     assert batch.ref_hidden.shape == (tiny.ROWS, tiny.LENGTH, 24)
     assert batch.ref_log_probs is None, "nothing reads them"
@@ -83,8 +82,8 @@ def test_distillation_is_the_exact_kl_to_a_teacher_of_another_shape():
     assert batch.advantages is None
     head, expected = reference_head(config, reference), values_and_gradients(tiny.host_params(), teacher)
     for direction, name in (("reverse", "kl_reference_exact"), ("forward", "kl_reference_forward")):
-        config, state = distil(f"kl.loss.direction={direction}"), tiny.state_of(config, keep_gradient())
-        update = make_update(config, model, keep_gradient(), state, mesh)
+        config, state = distil(f"kl.loss.direction={direction}"), tiny.state_of(config, tiny.keep_gradient())
+        update = make_update(config, model, tiny.keep_gradient(), state, mesh)
         after, metrics = update(state, None, batch, jnp.arange(tiny.ROWS), coefficients(config), ref_head=head)
         value, gradient = expected[direction]
         values = {key: float(metric.value()) for key, metric in metrics.items()}

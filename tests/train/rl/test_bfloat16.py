@@ -63,7 +63,7 @@ def weights_of(config):
 def trainable_of(config, base):
     """A new adapter, or the weights, in buffers that may be given away."""
     state = first_state(config, tiny.model_of(config), tiny.mesh_of(), base, make_optimizer(config.optim))
-    return jax.tree.map(jnp.copy, state)
+    return tiny.copied(state)
 
 
 def nudged(tree, by, seed=1):
@@ -101,7 +101,7 @@ def steps(case):
         state, before = trainable_of(config, base), trainable_of(config, base)
         if by:
             moved = nudged(state.trainable, by)
-            state, before = (dataclasses.replace(x, trainable=jax.tree.map(jnp.copy, moved)) for x in (state, before))
+            state, before = (dataclasses.replace(x, trainable=tiny.copied(moved)) for x in (state, before))
         reference = drop_shared_base(Reference(model, kljax.Policy(base)), under)
         scored = score(state.trainable, under, reference, tiny.rollout_batch())
         prepared, _, _ = prepare(scored, state.controllers)

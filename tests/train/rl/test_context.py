@@ -11,7 +11,6 @@ import pytest
 
 import kljax
 from tests import tiny
-from tests.train.rl.test_step import keep_gradient
 from train.config.errors import ConfigError
 from train.models import attention, kernels
 from train.models.attention import AttentionOptions, attend, causal_mask
@@ -44,7 +43,7 @@ def weights() -> dict:
 def updated(mesh_shape, options=()):
     """Scored log-probs, loss and gradient of one update on a mesh."""
     config, mesh = tiny.config_of(*OPTIONS, *options), make_mesh(**dict(mesh_shape))
-    model, optimizer = tiny.model_of(config), keep_gradient()
+    model, optimizer = tiny.model_of(config), tiny.keep_gradient()
     with jax.set_mesh(mesh):
         params, other = (tiny.placed(kljax.Policy(one), model, mesh) for one in (weights(), tiny.moved(weights(), 0.1)))
         reference, state = Reference(model, other), first_state(config, model, mesh, params.params, optimizer)

@@ -12,7 +12,6 @@ import pytest
 import kljax
 from tests import oracles, tiny
 from tests.train.rl.test_objective import controllers_of, measured, numbers, ppo
-from tests.train.rl.test_step import keep_gradient, wide
 from train.config.plan import Layout
 from train.rl.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
@@ -200,7 +199,7 @@ def test_a_weight_scales_the_policy_term_and_a_rejected_token_has_no_term(entrie
     batch = dataclasses.replace(corrected(*entries)[1], advantages=batch_of().advantages)
     # In float64: the oracle's log-probs are those of another program, and rounding is not the subject.
     with jax.enable_x64(True):
-        params, batch = wide(tiny.host_params()), wide(batch)
+        params, batch = tiny.wide(tiny.host_params()), tiny.wide(batch)
         batch = dataclasses.replace(batch, token_weights=token_weights(config, batch))
         x, mask = numbers(batch), np.asarray(batch.completion_mask)
         scored = functools.partial(log_probs_and_gradient, params, batch.tokens, batch.token_mask)
@@ -236,8 +235,8 @@ def test_micro_batches_do_not_change_the_correction():
     for parts in (1, 4):
         config, _ = objective_of("drop")
         config = config.model_copy(update={"optim": config.optim.model_copy(update={"micro_batches": parts})})
-        state = tiny.state_of(config, keep_gradient())
-        update = make_update(config, MODEL, keep_gradient(), state, tiny.mesh_of())
+        state = tiny.state_of(config, tiny.keep_gradient())
+        update = make_update(config, MODEL, tiny.keep_gradient(), state, tiny.mesh_of())
         after, metrics = update(state, None, prepared, jnp.arange(tiny.ROWS), coefficients(config))
         results.append((after.opt_state, {name: metric.value() for name, metric in metrics.items()}))
     atol = 1e-6 * float(results[0][1]["grad_norm"])

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -215,7 +214,7 @@ def run_two_steps(config: Config, scores: Scores, directory: Any = None) -> None
     params = init_params(context.model, jax.random.key(0), context.mesh)
     frozen = FrozenWeights(None, Reference(context.model, kljax.Policy(tiny.moved(params, 0.05))))
     with jax.set_mesh(context.mesh):
-        state = first_state(config, context.model, context.mesh, jax.tree.map(jnp.copy, params), context.optimizer)
+        state = first_state(config, context.model, context.mesh, tiny.copied(params), context.optimizer)
         programs = programs_of(context, state, scores)
         state, values, _ = rl_step(context, programs, Recorded(), frozen, state, step=0)
         assert np.isfinite([*values.values()]).all(), values
