@@ -37,8 +37,10 @@ def checked_functions() -> list[str]:
     for name in calls.callable_functions():
         function = getattr(kljax, name)
         own = [call for call in calls.calls_of(name) if call.function is function]
+        checked = typed(function) if own else function
         for call in own:
-            jax.eval_shape(call._replace(function=typed(function)), call.arrays, call.data)
+            # The method of the call: to name a callable object, JAX would print all its arrays.
+            jax.eval_shape(call._replace(function=checked).__call__, call.arrays, call.data)
         names += [name] if own else []
     return names
 
