@@ -1,10 +1,14 @@
-"""Advantage estimators of verl, Trinity-RFT, SkyRL, OpenRLHF and TRL against their recorded results."""
+"""Advantage estimators of verl, Trinity-RFT, SkyRL, OpenRLHF and TRL against their recorded results.
+
+Where a test is thorough, `test_systems` compares the same results with the calls of the table.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import kljax
 from tests.goldens import cases, compare, epsilon
@@ -140,6 +144,7 @@ def test_remax(case: cases.Case) -> None:
     case.assert_matches(returns, jnp.where(mask, case.result("returns"), 0))
 
 
+@pytest.mark.thorough
 @cases.parametrize(
     ("verl", "compute_optimal_token_baseline_advantage"),
     ("verl", "compute_multi_turn_optimal_token_baseline_advantage"),
@@ -169,6 +174,7 @@ def whitened(case: cases.Case, advantages: jax.Array) -> jax.Array:
     return jnp.where(mask, epsilon.whiten(advantages, mask), 0)
 
 
+@pytest.mark.thorough
 @cases.parametrize(
     ("verl", "compute_gae_advantage_return"),
     ("skyrl", "compute_gae_advantage_return"),
@@ -189,6 +195,7 @@ def test_gae(case: cases.Case) -> None:
     case.assert_matches(returns, jnp.where(mask, case.result("returns"), 0))
 
 
+@pytest.mark.thorough
 @cases.parametrize(
     ("verl", "compute_reinforce_plus_plus_outcome_advantage"),
     ("skyrl", "compute_reinforce_plus_plus_outcome_advantage"),
@@ -317,6 +324,7 @@ def test_on_policy_distillation(case: cases.Case) -> None:
     case.assert_outputs(advantages=advantages, returns=advantages)
 
 
+@pytest.mark.thorough
 @cases.parametrize(("trinity", "JSDAdvantage"), file=GENERATED)
 def test_jsd_of_sampled_tokens(case: cases.Case) -> None:
     temperature = case.params.get("temperature", 1.0)

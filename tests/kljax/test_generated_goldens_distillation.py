@@ -1,11 +1,17 @@
-"""Distillation in TRL and verl, over the vocabulary, over its top tokens and of sampled tokens: value and gradient."""
+"""Distillation in TRL and verl, over the vocabulary, over its top tokens and of sampled tokens: value and gradient.
+
+`test_systems` compares the same values and gradients with the calls of the table; here the arguments are written out.
+"""
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import kljax
 from tests.goldens import cases, compare
 from tests.goldens.cases import GENERATED
+
+pytestmark = pytest.mark.thorough
 
 
 def both(case: cases.Case, logits: jax.Array, temperature: float = 1.0) -> tuple[jax.Array, jax.Array]:

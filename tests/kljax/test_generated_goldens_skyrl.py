@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import kljax
 from tests.goldens import cases, compare
@@ -142,6 +143,8 @@ def test_value_loss(case: cases.Case) -> None:
     case.assert_outputs(**metrics)
 
 
+# `test_systems` compares the same values with the calls of the table.
+@pytest.mark.thorough
 @cases.parametrize(("skyrl", "apply_loss_reduction_to_advantages_minibatch"), file=GENERATED)
 def test_reductions_of_the_mini_batch(case: cases.Case) -> None:
     advantages, mask, params = case.given("advantages"), case.given("mask"), case.params

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import kljax
 from tests.goldens import cases, compare
@@ -186,6 +187,8 @@ def test_rec(case: cases.Case) -> None:
     case.assert_outputs(metric_pg_clipfrac=fraction(bare == 0, rest[-1]))
 
 
+# `test_systems` compares the same values and gradients with the call of the table.
+@pytest.mark.thorough
 @cases.parametrize(("trinity", "DPOLossFn"), file=GENERATED)
 def test_dpo_of_a_single_pair(case: cases.Case) -> None:
     # Trinity sums over the tokens of all pairs at once, so that only a batch of one pair is DPO: the rows of the
