@@ -123,7 +123,8 @@ def draw_raw(draw: Draw, loss: str, advantage: str, optimizer: str, controller: 
         kl["loss"] |= {"estimator": draw.one_of([*ESTIMATORS, "exact"]), "value_clip": draw.one_of([None, 2.0])}
         kl["loss"] |= {} if kl["loss"]["estimator"] == "exact" else {"gradient": draw.one_of(KL_GRADIENTS)}
         kl["loss"] |= {"importance_corrected": True} if draw.often(0.3) else {}
-    updates = draw.one_of([1, 2])
+    # Scored in two parts all the same, so that configs share the program that scores.
+    updates, parts = (2, 1) if loss in ("clip_cov", "kl_cov") else draw.one_of([(2, 1), (1, 2)])
     return {
         **RAW,
         "loss": section,
@@ -135,9 +136,9 @@ def draw_raw(draw: Draw, loss: str, advantage: str, optimizer: str, controller: 
             "learning_rate": 1e-3,
             "warmup_steps": draw.one_of([0, 2]),
             "updates_per_batch": updates,
-            "micro_batches": draw.one_of([1, 2]) if loss not in ("clip_cov", "kl_cov") else 1,
+            "micro_batches": parts,
             "share_prompts": False,  # no algorithm sees it, and its programs take a fifth longer to make
-            "packing": draw.often(0.3),
+            "packing": updates == 1 and draw.often(0.3),  # each update may be a program of its own
         },
     }
 
