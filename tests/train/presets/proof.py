@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 import kljax
 from tests import tiny
@@ -175,7 +176,7 @@ def update(configs: Sequence[Config]) -> Iterator[Update]:
             return objective({"params": log_probs, "value_head": head}, None, batch, objectives.coefficients(config))[0]
 
         parts = jax.tree.map(lambda x: x.reshape(config.optim.micro_batches, -1, *x.shape[1:]), (log_probs, batch))
-        losses, gradients = jax.lax.map(lambda part: jax.value_and_grad(loss_of)(*part), parts)
+        losses, gradients = jax.vmap(jax.value_and_grad(loss_of))(*parts)
         return losses.sum(), gradients.reshape(log_probs.shape)
 
     def whole(log_probs: jax.Array, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
@@ -184,7 +185,10 @@ def update(configs: Sequence[Config]) -> Iterator[Update]:
 
     with mock.patch.multiple(objectives, token_stats=stats_of, fused_loss=loss_of_stats):
         arguments = log_probs, full_batch(configs[0].preset or "")
-        results = jax.jit(whole).lower(*arguments).compile(compiler_options=QUICK)(*arguments)
+        traced = jax.make_jaxpr(whole)(*arguments)
+    # Operation by operation: presets have most of them in common, and no program is compiled for one preset.
+    found = jaxpr_as_fun(traced)(*jax.tree.leaves(arguments))
+    results = zip(found[::2], found[1::2], strict=True)
     return ((float(loss), dict(_named(model, jax.device_get(pull(cotangent))))) for loss, cotangent in results)
 
 
