@@ -34,7 +34,7 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     # The KL is in the rewards already, so that the steps that subtract it subtract nothing.
     keywords = {"coef": 0.0} if any(then.function == "subtract_kl" for then in call.then) else {}
     keywords |= {} if "num_groups" in call.arguments else {"num_groups": count}
-    value = step.sign * np.asarray(run_call(call, arrays, **keywords), np.float64)
+    value = step.sign * np.asarray(run_call("advantage", call, arrays, **keywords), np.float64)
     bound = _bound(rewards, ids, value, unit)
     mask: np.ndarray = replay.arrays["mask"]
     if "advantages" in replay.arrays and replay.arrays["advantages"].ndim == 1:

@@ -35,7 +35,7 @@ def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
     step, used = recipe.loss or Step(), replay.used_mask(recipe)
     arrays = {**replay.inputs("loss"), "old_log_probs": policy_pair(replay, recipe)[1]}
     arrays |= {"advantages": token_advantages(replay, recipe)[0], "mask": used}
-    result = run_call(replay.call("loss", step), {**arrays, "log_probs": policy, "key": jax.random.key(0)})
+    result = run_call("loss", replay.call("loss", step), {**arrays, "log_probs": policy, "key": jax.random.key(0)})
     result = jnp.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)
     if recipe.correction is not None and step.weights:
         result = result * np.where(used, replay.input("weights", recipe)[0], 0) ** step.weights

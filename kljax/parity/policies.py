@@ -128,7 +128,7 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
 
     def compute(policy: np.ndarray) -> np.ndarray:
         arrays = {**inputs, "log_probs": policy, "sampling_log_probs": denominator, "mask": used}
-        result = np.asarray(run_call(call, arrays), np.float64)
+        result = np.asarray(run_call("correction", call, arrays), np.float64)
         return np.broadcast_to(result.reshape(per_token(result.shape)), replay.shape)
 
     value, change = value_and_change(compute, np.where(used, numerator, 0), np.where(used, move, 0))

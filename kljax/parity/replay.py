@@ -211,23 +211,30 @@ def compiled(key: str, function: Callable[..., Any]) -> Callable[..., Any]:
 _COMPILED: dict[str, Callable[..., Any]] = {}
 
 
-def run_call(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
+def run_call(section: str, call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
     """Runs a call on arrays, compiled; returns the first of several results.
 
     Args:
+      section: the section of the header that the call is of.
       call: a call of `kljax.systems`.
       arrays: the arrays that the call names.
       keywords: further arguments; they are part of the compiled program.
 
     Returns:
       A JAX array in the shape of the function's result.
+
+    Raises:
+      DumpError: naming the section, if the function refuses its arguments.
     """
 
     def compute(arrays: Mapping[str, Any]) -> Any:
         result = run(call, arrays, **keywords)
         return result[0] if isinstance(result, tuple) else result
 
-    return compiled(f"{call!r} {keywords!r}", compute)(dict(arrays))
+    try:
+        return compiled(f"{call!r} {keywords!r}", compute)(dict(arrays))
+    except ValueError as error:
+        raise DumpError(f"header.{section}: {error}") from error
 
 
 def per_token(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -183,3 +183,9 @@ def test_a_policy_gradient_fallback_takes_the_policy_as_the_old_one(tmp_path: pa
 def test_rewards_stand_for_the_advantages_of_reinforce(tmp_path: pathlib.Path) -> None:
     header = {"system": "trinity", "advantage": {"name": "reinforce"}}
     assert compared(tmp_path, header, batch() | {"advantages": REWARDS}, "advantages").agrees
+
+
+def test_a_refusal_names_the_section_of_the_header(tmp_path: pathlib.Path) -> None:
+    header = {"system": "verl", "correction": {"name": "token_k1"}}
+    with pytest.raises(DumpError, match=r"header\.correction: lower, upper: got None for both"):
+        compared(tmp_path, header, batch() | {"weights": np.ones((ROWS, 3))}, "weights")
