@@ -12,6 +12,7 @@ STEPS = 2
 TOLERANCE = 2e-6  # of the largest number, float32
 RECIPE = (
     "configs/smoke.yaml",
+    "model.layers=1",
     # Axis context divides them.
     "data.max_prompt_length=6",
     "data.max_completion_length=4",
