@@ -11,7 +11,7 @@ from unittest import mock
 
 from tests.run_programs import shared_by_runs
 from train import distributed
-from train.run import console
+from train.run import console, run
 from train.run.interrupt import exit_with
 
 NEXT = "--"
@@ -34,6 +34,8 @@ def main(arguments: list[str]) -> int:
         shared_by_runs(),
         mock.patch.object(console, "join_processes", join_once),
         mock.patch.object(distributed, "stop", return_value=None),
+        # The picture is that of one process.
+        mock.patch.object(run, "write_curves"),
     ):
         for is_next, command in itertools.groupby(words, NEXT.__eq__):
             module, *options = command

@@ -105,7 +105,11 @@ def test_an_error_of_one_process_ends_both_with_its_message_and_the_run_saved(en
     )
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(8)))
+    recorded = tmp_path / "recorded.jsonl"
+    texts = [{"prompt": f"{group}+1=", "completion": str(sample)} for group in range(8) for sample in range(4)]
+    recorded.write_text("".join(json.dumps(row) + "\n" for row in texts))
     task = (
+        f"rollout.source={{type: file, path: {recorded}}}",
         *("task=jsonl", f"data.train={rows}", f"data.eval={rows}", f"data.reward={tmp_path}/judge.py:one"),
         *("data.max_prompt_length=7", "data.max_completion_length=3", "rollout.slots=null"),
     )
