@@ -17,17 +17,23 @@ def groups() -> list[np.ndarray]:
     return [np.flatnonzero(group == IDS) for group in np.unique(IDS[REAL])]
 
 
+def dtype_of(advantages: Callable[[jax.Array], jax.Array], dtype: type) -> jnp.dtype:
+    """The type of the advantages of rewards of a type."""
+    return jax.eval_shape(advantages, jax.ShapeDtypeStruct(REWARDS.shape, dtype)).dtype
+
+
 def check_rows(advantages: Callable[..., jax.Array], expected: np.ndarray) -> None:
     """Checks values, jit, padding rows by id and by `valid`, gradients, dtypes, and that a NaN stays in its group."""
-    np.testing.assert_allclose(jax.jit(lambda r: advantages(r, IDS))(REWARDS), expected, 1e-12, 1e-14)
+    of_ids = jax.jit(lambda r: advantages(r, IDS))
+    np.testing.assert_allclose(of_ids(REWARDS), expected, 1e-12, 1e-14)
     marked = advantages(REWARDS, np.where(REAL, IDS, 1), valid=REAL)
     np.testing.assert_array_equal(marked, advantages(REWARDS, IDS))
-    gradient = jax.grad(lambda r: jnp.square(advantages(r, IDS)).sum())(jnp.asarray(REWARDS))
+    gradient = jax.jit(jax.grad(lambda r: jnp.square(of_ids(r)).sum()))(REWARDS)
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[~REAL], 0)
-    assert advantages(jnp.asarray(REWARDS, jnp.bfloat16), IDS).dtype == jnp.float32
-    assert advantages(REWARDS, IDS).dtype == jnp.float64
+    assert dtype_of(of_ids, jnp.bfloat16) == jnp.float32
+    assert dtype_of(of_ids, jnp.float64) == jnp.float64
     spoiled = np.where(np.arange(len(IDS)) == 0, np.nan, REWARDS)
-    got = advantages(spoiled, IDS)
+    got = of_ids(spoiled)
     assert np.isnan(got[IDS == 0]).any()
     np.testing.assert_allclose(got[REAL & (IDS != 0)], expected[REAL & (IDS != 0)], 1e-12, 1e-14)

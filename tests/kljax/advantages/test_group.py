@@ -4,15 +4,11 @@ import numpy as np
 import pytest
 
 import kljax
+from tests.kljax.advantages.rows import GROUPS, IDS, REAL, REWARDS, dtype_of
 from tests.masks import MASK, check_masked, draw
 
-# Not adjacent; group 2 has one row; group 3 none; the last two rows are padding.
-IDS = np.array([0, 1, 0, 2, 1, 0, 1, -1, -1])
-REWARDS = np.array([1.0, 0.5, 0.0, 3.0, -2.0, 0.25, 4.0, np.nan, np.inf])
 LENGTHS = np.array([3, 1, 7, 2, 0, 5, 4, 9, 9])
 TOKENS = np.arange(9)[::-1] < LENGTHS[:, None]
-REAL = IDS >= 0
-GROUPS = 4
 
 FUNCTIONS = {
     "grpo": lambda r, ids, **kw: kljax.grpo_advantages(r, ids, num_groups=GROUPS, **kw),
@@ -52,25 +48,27 @@ def test_each_row_is_compared_with_its_group(name: str, singleton: str) -> None:
 def test_padding_rows_count_in_nothing(name: str) -> None:
     marked = FUNCTIONS[name](REWARDS, np.where(REAL, IDS, 1), valid=REAL)
     np.testing.assert_array_equal(marked, FUNCTIONS[name](REWARDS, IDS))
-    without = jax.grad(lambda r: jnp.square(FUNCTIONS[name](r, IDS)).sum())(jnp.asarray(REWARDS))
+    without = jax.jit(jax.grad(lambda r: jnp.square(FUNCTIONS[name](r, IDS)).sum()))(REWARDS)
     assert np.isfinite(without).all()
     np.testing.assert_array_equal(without[~REAL], 0)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_equal_rewards_have_no_advantage_and_no_gradient_that_is_nan(name: str) -> None:
-    def advantages(r: jax.Array) -> jax.Array:
-        return FUNCTIONS[name](r, np.where(REAL, 0, -1))
+    @jax.jit
+    def value_and_slope(r: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, pull = jax.vjp(lambda r: FUNCTIONS[name](r, np.where(REAL, 0, -1)), r)
+        return value, pull(jnp.ones_like(value))[0]
 
-    constant = jnp.full(len(IDS), 0.1, jnp.float32)  # the float32 mean of seven times 0.1 is not 0.1
-    np.testing.assert_array_equal(advantages(constant), 0)
-    assert np.isfinite(jax.grad(lambda r: advantages(r).sum())(constant)).all()
+    value, slope = value_and_slope(np.full(len(IDS), 0.1, np.float32))  # the float32 mean of seven 0.1 is not 0.1
+    np.testing.assert_array_equal(value, 0)
+    assert np.isfinite(slope).all()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_low_precision_rewards_give_float32(name: str) -> None:
-    assert FUNCTIONS[name](jnp.asarray(REWARDS, jnp.bfloat16), IDS).dtype == jnp.float32
-    assert FUNCTIONS[name](REWARDS, IDS).dtype == jnp.float64
+    assert dtype_of(lambda r: FUNCTIONS[name](r, IDS), jnp.bfloat16) == jnp.float32
+    assert dtype_of(lambda r: FUNCTIONS[name](r, IDS), jnp.float64) == jnp.float64
 
 
 def test_grpo_options() -> None:
@@ -106,16 +104,18 @@ def test_grpo_divided_by_the_mean_of_the_group() -> None:
 
 @pytest.mark.parametrize("scale", ["batch_std", "mean"])
 def test_the_other_scales_have_finite_gradients_and_no_advantage_among_equals(scale: str) -> None:
-    def total(r: jax.Array, ids: np.ndarray) -> jax.Array:
-        return jnp.square(kljax.grpo_advantages(r, ids, num_groups=GROUPS, scale=scale, eps=0.0)).sum()
+    @jax.jit
+    def value_and_slope(r: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, pull = jax.vjp(lambda r: kljax.grpo_advantages(r, IDS, num_groups=GROUPS, scale=scale, eps=0.0), r)
+        return value, pull(2 * value)[0]
 
-    gradient = jax.grad(total)(jnp.asarray(REWARDS), IDS)
-    assert np.isfinite(gradient).all()
-    np.testing.assert_array_equal(gradient[~REAL], 0)
-    for value in (0.0, 0.1):
-        constant = jnp.full(len(IDS), value, jnp.float32)
-        np.testing.assert_array_equal(kljax.grpo_advantages(constant, IDS, num_groups=GROUPS, scale=scale, eps=0.0), 0)
-        assert np.isfinite(jax.grad(total)(constant, IDS)).all()
+    _, slope = value_and_slope(REWARDS)
+    assert np.isfinite(slope).all()
+    np.testing.assert_array_equal(slope[~REAL], 0)
+    for constant in (0.0, 0.1):
+        value, slope = value_and_slope(np.full(len(IDS), constant, np.float32))
+        np.testing.assert_array_equal(value, 0)
+        assert np.isfinite(slope).all()
 
 
 def test_a_group_without_tokens_has_no_baseline_to_compare_with() -> None:

@@ -35,25 +35,28 @@ def test_normalized_over_rows_as_trl_has_it() -> None:
     options = {"num_groups": GROUPS, "weights": WEIGHTS, "eps": 1e-4, "normalize": "rows"}
     total = by_hand(np.broadcast_to(REAL[:, None], REWARDS.shape), eps=1e-4)
     expected = np.where(REAL, (total - total[REAL].mean()) / (total[REAL].std(ddof=1) + 1e-4), 0)
-    np.testing.assert_allclose(kljax.gdpo_advantages(REWARDS, IDS, **options), expected, 1e-12, 1e-14)
-    marked = kljax.gdpo_advantages(REWARDS, np.where(REAL, IDS, 0), valid=REAL, **options)
-    np.testing.assert_allclose(marked, expected, 1e-12, 1e-14)
+
+    @jax.jit
+    def both(rewards: jax.Array) -> list[jax.Array]:
+        marked = {"group_ids": np.where(REAL, IDS, 0), "valid": REAL}
+        return [kljax.gdpo_advantages(rewards, **ids, **options) for ids in ({"group_ids": IDS}, marked)]
+
+    for got in both(REWARDS):
+        np.testing.assert_allclose(got, expected, 1e-12, 1e-14)
 
 
 def test_a_reward_that_is_missing_counts_in_nothing_and_its_row_keeps_the_others() -> None:
     there = np.array(np.broadcast_to(REAL[:, None], REWARDS.shape))
     there[0, 1] = there[4, :] = False
-    got = kljax.gdpo_advantages(
-        np.where(there, REWARDS, np.nan), IDS, num_groups=GROUPS, weights=WEIGHTS, eps=1e-4, valid=there
-    )
+    compare = jax.jit(kljax.gdpo_advantages, static_argnames=("num_groups", "normalize"))
+    options = {"num_groups": GROUPS, "weights": WEIGHTS, "eps": 1e-4, "valid": there}
+    got = compare(np.where(there, REWARDS, np.nan), IDS, **options)
     np.testing.assert_allclose(got, by_hand(there, eps=1e-4), 1e-12, 1e-14)
     assert got[4] == 0
     assert got[0] != 0
     rows = REAL & there.any(1)
     total = by_hand(there, eps=1e-4)
-    normalized = kljax.gdpo_advantages(
-        REWARDS, IDS, num_groups=GROUPS, weights=WEIGHTS, eps=1e-4, valid=there, normalize="rows"
-    )
+    normalized = compare(REWARDS, IDS, **options, normalize="rows")
     expected = np.where(rows, (total - total[rows].mean()) / (total[rows].std(ddof=1) + 1e-4), 0)
     np.testing.assert_allclose(normalized, expected, 1e-12, 1e-14)
 
@@ -66,12 +69,14 @@ def test_one_reward_is_grpo_and_its_scale_is_forgotten() -> None:
 
 
 def test_gradients_are_finite_and_dtypes_follow() -> None:
-    gradient = jax.grad(lambda r: jnp.square(kljax.gdpo_advantages(r, IDS, num_groups=GROUPS, normalize="rows")).sum())(
-        jnp.asarray(REWARDS)
-    )
+    @jax.jit
+    def advantages(r: jax.Array) -> jax.Array:
+        return kljax.gdpo_advantages(r, IDS, num_groups=GROUPS, normalize="rows")
+
+    gradient = jax.jit(jax.grad(lambda r: jnp.square(advantages(r)).sum()))(REWARDS)
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[~REAL], 0)
-    assert kljax.gdpo_advantages(REWARDS.astype(np.float32), IDS, num_groups=GROUPS).dtype == jnp.float32
+    assert jax.eval_shape(advantages, REWARDS.astype(np.float32)).dtype == jnp.float32
 
 
 def test_an_unknown_group_is_an_error_or_nan_in_its_row_alone() -> None:

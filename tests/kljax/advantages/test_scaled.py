@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import softmax
 
 import kljax
 from tests.kljax.advantages.rows import GROUPS, IDS, REAL, REWARDS, check_rows, groups
@@ -28,18 +29,23 @@ def test_maxrl_of_failures_alone_is_nothing() -> None:
 
 def test_maxrl_is_the_gradient_of_the_log_of_the_success_rate() -> None:
     # Over all outcomes of one step: E[A grad log pi] = grad log p, if the mean is the true success rate p.
-    logits, rewards = jnp.array([0.3, -0.2, 0.9]), jnp.array([1.0, 0.0, 1.0])
-    p = jax.nn.softmax(logits)
+    logits, rewards = np.array([0.3, -0.2, 0.9]), np.array([1.0, 0.0, 1.0])
+    p = softmax(logits)
     rate = (p * rewards).sum()
-    expected = jax.grad(lambda z: jnp.log((jax.nn.softmax(z) * rewards).sum()))(logits)
     advantages = (rewards - rate) / rate
-    got = jax.grad(lambda z: (p * advantages * jax.nn.log_softmax(z)).sum())(logits)
+
+    @jax.jit
+    def both(logits: jax.Array) -> list[jax.Array]:
+        log_rate = jax.grad(lambda z: jnp.log((jax.nn.softmax(z) * rewards).sum()))
+        weighted = jax.grad(lambda z: (p * advantages * jax.nn.log_softmax(z)).sum())
+        return [log_rate(logits), weighted(logits)]
+
+    expected, got = both(logits)
     np.testing.assert_allclose(got, expected, 1e-12)
     # And a large group that holds each outcome in proportion gives those advantages.
-    counts = np.round(np.asarray(p) * 4000).astype(int)
-    sampled = kljax.maxrl_advantages(
-        jnp.repeat(rewards, counts, total_repeat_length=counts.sum()), jnp.zeros(counts.sum(), int), num_groups=1
-    )
+    counts = np.round(p * 4000).astype(int)
+    ids = np.zeros(counts.sum(), int)
+    sampled = jax.jit(lambda r: kljax.maxrl_advantages(r, ids, num_groups=1))(np.repeat(rewards, counts))
     np.testing.assert_allclose(sampled[np.cumsum(counts) - 1], advantages, 1e-3)
 
 
