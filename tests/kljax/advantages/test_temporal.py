@@ -102,16 +102,17 @@ def test_values_under_the_mask_stay_out_of_what_they_cannot_reach() -> None:
         advantages, returns = kljax.gae(*arrays, mask, gamma=gamma, lam=lam, masked_tokens="none")
         return (advantages + 2 * returns).sum()
 
+    value_and_grads = jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))
     # Without a discount each token is on its own.
-    value, grads = jax.value_and_grad(total, (0, 2, 3))(0.0, 1.0, rewards, values)
+    value, (to_gamma, _, *grads) = value_and_grads(0.0, 1.0, rewards, values)
     np.testing.assert_allclose(value, 3 * 3.0 - 0.75)
-    assert all(np.isfinite(grad).all() for grad in grads)
+    assert all(np.isfinite(grad).all() for grad in (to_gamma, *grads))
     # Without a trace the value of the next position counts, and nothing behind it.
     values[0, [3, 5]] = 4.0
-    np.testing.assert_allclose(total(1.0, 0.0, rewards, values), 3 * (3.0 + 8.0) - 0.75)
+    np.testing.assert_allclose(value_and_grads(1.0, 0.0, rewards, values)[0], 3 * (3.0 + 8.0) - 0.75)
     # Before the first unmasked token nothing is asked for.
     rewards[0, [3, 5]] = 1.0
-    value, grads = jax.value_and_grad(total, (0, 1, 2, 3))(0.9, 0.8, rewards, values)
+    value, grads = value_and_grads(0.9, 0.8, rewards, values)
     assert np.isfinite(value)
     assert all(np.isfinite(grad).all() for grad in grads)
 

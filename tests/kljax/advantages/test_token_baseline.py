@@ -99,7 +99,7 @@ def test_a_policy_that_is_certain_has_no_baseline() -> None:
     mask, ids = np.ones((2, 2), bool), np.zeros(2, int)
     certain = np.zeros((2, 2)), np.ones((2, 2))
     rewards = np.array([[0.0, 1.0], [0.0, 3.0]])
-    got, _ = kljax.otb_advantages(rewards, *certain, mask, ids, num_groups=1)
+    got, _ = jax.jit(lambda r: kljax.otb_advantages(r, *certain, mask, ids, num_groups=1))(rewards)
     np.testing.assert_array_equal(got, [[1, 1], [3, 3]])
 
 

@@ -127,7 +127,7 @@ def test_nothing_masked_is_seen_and_no_gradient_flows(metric: Metric) -> None:
     inputs = [jnp.asarray(x) for x in (LP, OLD, ADV)]
     nothing = metric(*inputs, MASK, KEPT)
     dtype = jax.tree.leaves(nothing)[0].dtype
-    narrow = metric(*(x.astype(jnp.float32) for x in inputs), MASK, KEPT)
+    narrow = jax.eval_shape(lambda *x: metric(*x, MASK, KEPT), *(x.astype(jnp.float32) for x in inputs))
     # Shares of booleans are as wide as floats are by default, whatever the type of the inputs.
     if dtype == jnp.float64 and jax.tree.leaves(narrow)[0].dtype == jnp.float32:
         check_masked(lambda lp, old, adv: metric(lp, old, adv, MASK, KEPT), [LP, OLD, ADV])
