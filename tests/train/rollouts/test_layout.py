@@ -57,46 +57,49 @@ def sampled(context: RunContext, policy: kljax.Policy | None = None) -> Samples:
         return sample_completions(context, sampler, policy, examples, jax.random.key(1)).samples
 
 
-@pytest.fixture(scope="module")
-def one_device() -> Samples:
-    return sampled(context_on((1, 1, 1)))
+@functools.cache
+def on_one_device(*overrides: str) -> Samples:
+    return sampled(context_on((1, 1, 1), *overrides))
 
 
 def sampling_mesh(data: int, tensor: int) -> str:
     return f"rollout.mesh={{data: {data}, tensor: {tensor}}}"
 
 
+REFILLED = (LORA, "rollout.slots=4")
+
+
 @pytest.mark.parametrize(
-    ("training", "sampling"),
+    ("training", "sampling", "overrides"),
     [
-        ((2, 2, 2), (2, 4)),
-        # With an adapter and slots below.
-        pytest.param((1, 4, 2), (4, 2), marks=pytest.mark.thorough),
-        pytest.param((1, 4, 2), (2, 4), marks=pytest.mark.thorough),
-        pytest.param((2, 4, 1), (4, 2), marks=pytest.mark.thorough),
-        pytest.param((1, 2, 4), (8, 1), marks=pytest.mark.thorough),
-        pytest.param((2, 1, 4), (4, 2), marks=pytest.mark.thorough),
+        ((2, 2, 2), (2, 4), REFILLED),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ((1, 4, 2), (4, 2), REFILLED),
+                ((2, 2, 2), (2, 4), ()),
+                ((1, 4, 2), (4, 2), ()),
+                ((1, 4, 2), (2, 4), ()),
+                ((2, 4, 1), (4, 2), ()),
+                ((1, 2, 4), (8, 1), ()),
+                ((2, 1, 4), (4, 2), ()),
+            )
+        ),
     ],
+    ids=str,
 )
-def test_tokens_are_those_of_one_device(one_device, training, sampling):
-    context = context_on(training, sampling_mesh(*sampling))
+def test_tokens_are_those_of_one_device(training, sampling, overrides):
+    """With an adapter and refilled slots, and without."""
+    expected, context = on_one_device(*overrides), context_on(training, sampling_mesh(*sampling), *overrides)
     samples = sampled(context)
     assert not context.layout.in_place
     assert dict(context.layout.mesh.shape) == {"data": sampling[0], "fsdp": 1, "context": 1, "tensor": sampling[1]}
-    np.testing.assert_array_equal(samples.tokens, one_device.tokens)
-    np.testing.assert_array_equal(samples.completion_mask, one_device.completion_mask)
-    np.testing.assert_allclose(samples.log_probs, one_device.log_probs, atol=2e-6)
+    np.testing.assert_array_equal(samples.tokens, expected.tokens)
+    np.testing.assert_array_equal(samples.completion_mask, expected.completion_mask)
+    np.testing.assert_allclose(samples.log_probs, expected.log_probs, atol=2e-6)
     # The update gets rows as its own mesh splits them.
     assert samples.tokens.sharding.mesh.shape == context.mesh.shape
     assert samples.tokens.sharding.spec[0] == ("data", "fsdp")
-
-
-def test_an_adapter_and_refilled_slots_change_no_token():
-    overrides = (LORA, "rollout.slots=4")
-    expected = sampled(context_on((1, 1, 1), *overrides))
-    samples = sampled(context_on((1, 4, 2), *overrides, sampling_mesh(4, 2)))
-    np.testing.assert_array_equal(samples.tokens, expected.tokens)
-    np.testing.assert_allclose(samples.log_probs, expected.log_probs, atol=2e-6)
 
 
 def test_rounded_weights_give_the_bits_of_weights_in_place():
