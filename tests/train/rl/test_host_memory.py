@@ -1,6 +1,7 @@
 """The optimizer's state in the memory of the host: the values of the state on the devices, bit by bit."""
 
 import dataclasses
+import functools
 from contextlib import closing
 
 import jax
@@ -19,29 +20,35 @@ from train.rl.step import make_prepare, make_score, make_update
 from train.weights.orbax import Checkpoints
 
 IN_HOST = "optim.host_memory=true"
+ADAMW = "optim.optimizer={type: adamw, weight_decay: 0.1}"
 
 
 def memories(opt_state) -> set[str]:
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(opt_state) if leaf.ndim}
 
 
-def trained(*overrides: str, updates: int = 3, spoil: bool = False):
-    """The state after some updates on one batch; `spoil` puts NaN into its rewards."""
+@functools.cache
+def programs_of(*overrides: str):
+    """The config, its first state, and the programs of a step."""
     config = tiny.config_of("mesh={fsdp: 2, tensor: 1}", "advantage=reinforce_plus_plus", *overrides)
     mesh, model, optimizer = make_mesh(1, 2, 1), tiny.model_of(config), make_run_optimizer(config.optim)
     state = tiny.state_of(config, optimizer, mesh)
-    placed = memories(state.opt_state)
+    update = make_update(config, model, optimizer, state, mesh)
+    return config, mesh, state, make_score(config, model, mesh), make_prepare(config, mesh), update
+
+
+def trained(*overrides: str, updates: int = 3, spoil: bool = False):
+    """The state after some updates on one batch; `spoil` puts NaN into its rewards."""
+    config, mesh, first, score, prepare, update = programs_of(*overrides)
     with jax.set_mesh(mesh):
-        batch = jax.device_put(tiny.rollout_batch())
+        state, batch = tiny.copied(first), jax.device_put(tiny.rollout_batch())
         if spoil:
-            batch = batch.__class__(**{**vars(batch), "rewards": batch.rewards * jnp.nan})
-        scored = make_score(config, model, mesh)(state.trainable, None, None, batch)
-        scored, controllers, _ = make_prepare(config, mesh)(scored, state.controllers)
-        update = make_update(config, model, optimizer, state, mesh)
+            batch = dataclasses.replace(batch, rewards=batch.rewards * jnp.nan)
+        scored, controllers, _ = prepare(score(state.trainable, None, None, batch), state.controllers)
         for _ in range(updates):
             rows = jnp.arange(row_count(scored))
             state, metrics = update(state, None, scored, rows, coefficients(config, controllers))
-    return state, placed, metrics
+    return state, memories(first.opt_state), metrics
 
 
 def assert_same(one, other) -> None:
@@ -53,8 +60,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.thorough) for name in ("adam", "l
 
 @pytest.mark.parametrize("optimizer", ["adamw", *OTHERS])
 def test_values_are_those_on_the_devices(optimizer):
-    options = ", weight_decay: 0.1" if optimizer == "adamw" else ""
-    extra = (f"optim.optimizer={{type: {optimizer}{options}}}",)
+    extra = (ADAMW if optimizer == "adamw" else f"optim.optimizer.type={optimizer}",)
     on_device, kinds, _ = trained(*extra)
     in_host, host_kinds, _ = trained(*extra, IN_HOST)
     assert_same((on_device.trainable, on_device.opt_state), (in_host.trainable, in_host.opt_state))
@@ -68,8 +74,8 @@ def test_values_are_those_on_the_devices(optimizer):
 
 
 def test_a_skipped_update_changes_no_moment():
-    before, _, _ = trained(IN_HOST, updates=1)
-    after, _, _ = trained(IN_HOST, updates=1, spoil=True)
+    before, _, _ = trained(ADAMW, IN_HOST, updates=1)
+    after, _, _ = trained(ADAMW, IN_HOST, updates=1, spoil=True)
     assert int(after.guard.skipped) == 1
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(after.opt_state))
     assert any((np.asarray(leaf) != 0).any() for leaf in jax.tree.leaves(before.opt_state))
