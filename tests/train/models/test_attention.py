@@ -15,7 +15,7 @@ from train.models.kernels import choose_kernel, splash_attention
 from train.models.sharding import make_mesh
 
 ROWS, LENGTH, HEADS, KV_HEADS, WIDTH, WINDOW = 2, 40, 4, 2, 16, 5
-MASK = jnp.stack([jnp.arange(LENGTH) >= 7, jnp.arange(LENGTH) < 33])
+MASK = np.stack([np.arange(LENGTH) >= 7, np.arange(LENGTH) < 33])
 SEGMENTS = jnp.stack([jnp.zeros(LENGTH, jnp.int32), jnp.arange(LENGTH) // 12])
 ATTENTION_MASK = causal_mask(MASK, SEGMENTS, WINDOW)
 

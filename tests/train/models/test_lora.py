@@ -23,8 +23,8 @@ from train.rl.policy import hidden_states as eager_hidden_states
 LORA = LoraConfig(rank=3, alpha=12.0, targets=PROJECTIONS)
 PLAIN = DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24)
 MODEL = Decoder(dataclasses.replace(PLAIN, lora=LORA))
-TOKENS = jax.random.randint(jax.random.key(5), (2, 4), 0, 24)
-MASK = jnp.ones((2, 4), bool)
+TOKENS = np.random.default_rng(5).integers(0, 24, (2, 4), np.int32)
+MASK = np.ones((2, 4), bool)
 hidden_states = jax.jit(eager_hidden_states, static_argnums=0)
 
 

@@ -23,7 +23,7 @@ MODEL = Decoder(
         lora=LoraConfig(rank=2, alpha=2.0, targets=("q_proj", "down_proj")),
     )
 )
-TOKENS, MASK = jnp.arange(12).reshape(2, 6) % 7, jnp.ones((2, 6), bool)
+TOKENS, MASK = np.arange(12, dtype=np.int32).reshape(2, 6) % 7, np.ones((2, 6), bool)
 
 
 def update(params: Any, adapter: Any) -> jax.Array:

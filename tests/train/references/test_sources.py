@@ -22,8 +22,6 @@ from train.weights.orbax import Checkpoints, restore_base, save_base
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj]}"
 NEEDED = "kl.loss.coef=0.1"
-BASE = tiny.host_params()
-OTHER = tiny.moved(BASE, 0.1)
 
 
 def config_of(source: str, *overrides: str, lora: bool = False) -> Config:
@@ -38,7 +36,7 @@ def adapter_of(step: int):
 
 
 def state_of(lora: bool, step: int) -> TrainState:
-    trainable = {"adapter": adapter_of(step)} if lora else {"params": tiny.moved(BASE, 0.01 * step)}
+    trainable = {"adapter": adapter_of(step)} if lora else {"params": tiny.moved(tiny.host_params(), 0.01 * step)}
     opt_state, controller = optax.identity().init(trainable), kljax.fixed_kl(0.0).init()
     state = TrainState(jax.numpy.int32(step), trainable, opt_state, {"reward": controller}, GuardState.initial())
     return jax.device_put(state, jax.sharding.NamedSharding(tiny.mesh_of(), jax.sharding.PartitionSpec()))
@@ -49,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """A run of all weights and one of an adapter, each with its base and the checkpoints 0 and 3."""
     roots = {lora: tmp_path_factory.mktemp("lora" if lora else "full") for lora in (False, True)}
     for lora, root in roots.items():
-        save_base(root / "base", jax.tree.map(jax.numpy.asarray, BASE))
+        save_base(root / "base", jax.tree.map(jax.numpy.asarray, tiny.host_params()))
         checkpoints = Checkpoints(root / "checkpoints", Checkpoint(every=1, keep=2))
         for step in (0, 3):
             checkpoints.save(state_of(lora, step), step)
@@ -77,7 +75,7 @@ def pointers(tree) -> list[int]:
 
 def policy_base():
     """The base weights as a LoRA run holds them on its device."""
-    return jax.tree.map(jax.numpy.array, BASE)
+    return jax.tree.map(jax.numpy.array, tiny.host_params())
 
 
 def test_nothing_is_loaded_when_nothing_needs_it(tmp_path):
@@ -99,13 +97,13 @@ def test_the_base_of_an_adapter_is_the_policys_own_weights(runs):
 
 def test_the_base_of_a_policy_that_moves_is_read_back(runs):
     reference = load(config_of("{source: base}"), runs[False])
-    chex.assert_trees_all_equal(jax.device_get(reference.params), BASE)
+    chex.assert_trees_all_equal(jax.device_get(reference.params), tiny.host_params())
     assert reference.adapter is None
 
 
 def test_a_step_of_all_weights(runs):
     reference = load(config_of("{source: step, step: 3}"), runs[False])
-    chex.assert_trees_all_equal(jax.device_get(reference), kljax.Policy(tiny.moved(BASE, 0.03)))
+    chex.assert_trees_all_equal(jax.device_get(reference), kljax.Policy(tiny.moved(tiny.host_params(), 0.03)))
 
 
 def test_a_step_of_an_adapter_shares_the_base(runs):
@@ -130,10 +128,10 @@ def test_an_adapter_from_a_run_or_on_its_own(runs, tmp_path, place):
 
 @pytest.mark.parametrize("place", ["base", "checkpoints/3", "checkpoints/3/state", "plain"])
 def test_a_checkpoint_of_another_run_or_weights_on_their_own(runs, tmp_path, place):
-    path, expected = runs[False] / place, {"base": BASE}.get(place, tiny.moved(BASE, 0.03))
+    path, expected = runs[False] / place, {"base": tiny.host_params()}.get(place, tiny.moved(tiny.host_params(), 0.03))
     if place == "plain":
-        path, expected = tmp_path / "weights", OTHER
-        save_base(path, jax.tree.map(jax.numpy.asarray, OTHER))
+        path, expected = tmp_path / "weights", tiny.moved(tiny.host_params(), 0.1)
+        save_base(path, jax.tree.map(jax.numpy.asarray, expected))
     reference = load(config_of(f"{{source: checkpoint, path: {path}}}"), tmp_path)
     chex.assert_trees_all_equal(jax.device_get(reference), kljax.Policy(expected))
 
@@ -142,7 +140,7 @@ def test_a_reference_is_laid_out_as_the_policy_is(runs):
     config = config_of("{source: base}", "mesh.fsdp=4")
     with jax.set_mesh(tiny.mesh_of(1, 4, 1)):
         reference = load(config, runs[False])
-    chex.assert_trees_all_equal(jax.device_get(reference.params), BASE)
+    chex.assert_trees_all_equal(jax.device_get(reference.params), tiny.host_params())
     specs = {str(leaf.sharding.spec) for leaf in jax.tree.leaves(reference)}
     assert any("fsdp" in spec for spec in specs)
 
@@ -182,7 +180,7 @@ def test_locate(tmp_path):
 
 
 def test_a_change_of_one_bit_is_found():
-    policy = kljax.Policy(jax.tree.map(jax.numpy.asarray, BASE), {"a": jax.numpy.ones(3)})
+    policy = kljax.Policy(jax.tree.map(jax.numpy.asarray, tiny.host_params()), {"a": jax.numpy.ones(3)})
     reference = Reference(tiny.model_of(tiny.config_of()), policy)
     before = reference_fingerprint(reference)
     assert_unchanged(reference, before)

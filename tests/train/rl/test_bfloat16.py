@@ -40,7 +40,7 @@ CASES = {
         "model.param_dtype=bfloat16",
     ),
 }
-UPDATED = jnp.arange(tiny.ROWS // 2)
+UPDATED = np.arange(tiny.ROWS // 2)
 HALF_ULP = 2.0**-9  # what rounding to the 8 digits of bfloat16 changes at most, relatively
 # Of a layer, in the forward pass: 7 products round their weights and their results; besides them two norms (two each),
 # two rotations, the weights of the attention and what it gives, the activation, the gate and two sums round once. The

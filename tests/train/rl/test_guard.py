@@ -1,6 +1,7 @@
 """An update that is not finite is skipped in the compiled step; KL controllers ignore a KL that is not a number."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -11,14 +12,20 @@ import pytest
 import kljax
 from tests import tiny
 from train.rl.algorithms import make_optimizer
+from train.rl.batch import Batch
 from train.rl.objective import coefficients, make_control
 from train.rl.state import first_nonfinite
 from train.rl.step import make_update
 
 CONFIG = tiny.config_of("loss.old_log_probs=trainer", "optim.epochs=2")
 MODEL = tiny.model_of(CONFIG)
-ROWS = jnp.arange(tiny.ROWS)
-BATCH = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6))
+ROWS = np.arange(tiny.ROWS)
+
+
+@functools.cache
+def prepared() -> Batch:
+    """A batch that is ready for an update."""
+    return tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6))
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +40,9 @@ def apply(update, batch, state):
 
 def test_an_update_without_a_finite_loss_changes_neither_weights_nor_optimizer(update):
     optimizer = make_optimizer(CONFIG.optim)
-    state, _ = apply(update, BATCH, tiny.state_of(CONFIG, optimizer))
+    state, _ = apply(update, prepared(), tiny.state_of(CONFIG, optimizer))
     before = jax.device_get(state)
-    poisoned = dataclasses.replace(BATCH, advantages=BATCH.advantages * jnp.nan)
+    poisoned = dataclasses.replace(prepared(), advantages=prepared().advantages * jnp.nan)
     for skipped in (1, 2):
         state, metrics = apply(update, poisoned, state)
         assert float(metrics["skipped_updates"].value()) == 1
@@ -45,7 +52,7 @@ def test_an_update_without_a_finite_loss_changes_neither_weights_nor_optimizer(u
     chex.assert_trees_all_equal(
         jax.device_get((state.trainable, state.opt_state)), (before.trainable, before.opt_state)
     )
-    state, metrics = apply(update, BATCH, state)
+    state, metrics = apply(update, prepared(), state)
     assert float(metrics["skipped_updates"].value()) == 0
     assert (int(state.guard.skipped), int(state.guard.nonfinite)) == (0, -1)
     assert not np.array_equal(*(jax.tree.leaves(tree)[0] for tree in (state.trainable, before.trainable)))
@@ -53,7 +60,7 @@ def test_an_update_without_a_finite_loss_changes_neither_weights_nor_optimizer(u
 
 def test_a_gradient_beyond_float32_is_skipped_although_the_loss_is_finite(update):
     optimizer = make_optimizer(CONFIG.optim)
-    huge = dataclasses.replace(BATCH, advantages=jnp.full_like(BATCH.advantages, 3e37))
+    huge = dataclasses.replace(prepared(), advantages=jnp.full_like(prepared().advantages, 3e37))
     state = tiny.state_of(CONFIG, optimizer)
     before = jax.device_get(state.trainable)
     state, metrics = apply(update, huge, state)
@@ -63,7 +70,7 @@ def test_a_gradient_beyond_float32_is_skipped_although_the_loss_is_finite(update
 
 
 def test_an_array_whose_gradient_has_finite_numbers_and_no_finite_norm_is_named(update):
-    large = dataclasses.replace(BATCH, advantages=jnp.full_like(BATCH.advantages, 1e25))
+    large = dataclasses.replace(prepared(), advantages=jnp.full_like(prepared().advantages, 1e25))
     state, metrics = apply(update, large, tiny.state_of(CONFIG, make_optimizer(CONFIG.optim)))
     assert float(metrics["skipped_updates"].value()) == 1
     assert int(state.guard.nonfinite) >= 0
@@ -79,7 +86,7 @@ def test_a_controller_does_not_take_a_kl_that_is_no_number():
     config = tiny.config_of("kl.loss={coef: 0.1, controller: {type: adaptive, target: 0.1, horizon: 100}}")
     control = jax.jit(make_control(config))
     states = {"loss": kljax.adaptive_kl(0.1, target=0.1, horizon=100).init()}
-    mask = BATCH.completion_mask
+    mask = prepared().completion_mask
     after = control(states, kljax.WeightedSum(jnp.float32(jnp.nan), jnp.float32(1)), mask)
     chex.assert_trees_all_equal(after, states)
     moved = control(states, kljax.WeightedSum(jnp.float32(5), jnp.float32(1)), mask)
