@@ -1,11 +1,9 @@
-"""One of several processes that compute functions of the library over a mesh of all devices, in float64.
+"""Functions of the library over a mesh of all devices of several processes, in float64.
 
 Each process computes the same on one of its own devices, and compares: within 1e-10, relative to the largest number.
 """
 
-import argparse
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -18,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 import kljax
 from train import distributed
 from train.models.sharding import make_mesh
-from train.run.console import add_process_flags, join_processes
 
 ROWS, LENGTH, WIDTH, VOCAB, GROUPS = 16, 6, 8, 24, 4
 TOLERANCE = 1e-10
@@ -112,12 +109,8 @@ def check(shape: tuple[int, int, int], expected: tuple[Arrays, Arrays]) -> None:
         compare(f"{shape} over rows", jax.jit(mapped)(placed), expected[1])
 
 
-def main() -> None:
-    """Checks every mesh, and prints a line when all holds."""
-    command = argparse.ArgumentParser()
-    add_process_flags(command)
-    join_processes(command.parse_args())
-    jax.config.update("jax_enable_x64", True)
+def check_all() -> None:
+    """Checks every mesh."""
     rows, heads = draw()
     expected = (
         jax.jit(functools.partial(from_hidden, mesh=None))(rows, heads),
@@ -125,10 +118,3 @@ def main() -> None:
     )
     for shape in MESHES:
         check(shape, expected)
-    number = distributed.process()
-    distributed.stop()
-    print(f"process {number}: all holds")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

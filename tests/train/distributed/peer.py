@@ -1,4 +1,7 @@
-"""One of two processes that try every function of the door; it prints a line when all holds."""
+"""One of two processes of four devices that try every function of the door, and the library over all devices.
+
+It prints a line when the library is exact, and one when all holds.
+"""
 
 import argparse
 import sys
@@ -7,13 +10,14 @@ import time
 import jax
 import numpy as np
 
+from tests.train.distributed import float64
 from train import distributed
 from train.config.errors import GuardError, UserError
 from train.distributed.exchange import ProcessError, report_failure
 from train.models.sharding import batch_sharding, make_mesh, replicated
 from train.run.console import add_process_flags, join_processes
 
-MESHES = ((4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 1, 4), (2, 2, 1))
+MESHES = ((8, 1, 1), (1, 8, 1), (2, 1, 4), (1, 1, 8), (2, 4, 1))
 
 
 def check_rows(shape: tuple[int, int, int]) -> None:
@@ -97,6 +101,9 @@ def main() -> None:
     for shape in MESHES:
         check_rows(shape)
     check_agreement(number)
+    with jax.enable_x64(True):
+        float64.check_all()
+    print(f"process {number}: the library is exact")
     check_failure(number)
     distributed.stop()
     print(f"process {number}: all holds")
