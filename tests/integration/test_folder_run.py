@@ -36,7 +36,7 @@ rollout: {{prompts_per_step: 2, samples_per_prompt: 2}}
 loss: {{entropy_coef: 1.0}}
 kl: {{loss: {{coef: 0.01, estimator: k2}}}}
 optim: {{learning_rate: 1e-2}}
-eval: {{every: 2, prompts: 4, batch_size: 4}}
+eval: {{every: 2, prompts: 4, batch_size: 4, greedy: false}}
 checkpoint: {{every: 2}}
 """
 
@@ -56,25 +56,25 @@ def trained(tmp_path_factory) -> tuple[Path, Path, Path]:
     return config, directory / "runs" / "run", folder
 
 
-def log_probs(config_path: Path, overrides: list[str], policy_of) -> np.ndarray:
-    """Computes log-probs of one batch under a policy of the model that a config describes."""
+def log_probs(config_path: Path, overrides: list[str], *policies_of) -> list[np.ndarray]:
+    """Computes log-probs of one batch under each policy of the model that a config describes."""
     config, mesh = load(config_path, overrides).config, make_mesh()
     model = make_model(config, load_tokenizer(config))
     tokens = np.random.default_rng(0).integers(0, 320, (2, 12)).astype(np.int32)
     score = jax.jit(lambda policy: token_stats(model, policy, tokens, tokens >= 0, temperature=1.0)[0].log_prob)
-    return np.asarray(score(policy_of(model, mesh)))
+    return [np.asarray(score(policy_of(model, mesh))) for policy_of in policies_of]
 
 
 def test_what_was_trained_is_exported_and_gives_the_same_log_probs(trained, tmp_path):
     config, root, folder = trained
     export(root, tmp_path / "out", step=2, form="hf", merge=True)
-    adapted = log_probs(config, [], lambda model, mesh: SavedRun.at(root).policy(model, mesh, 2))
-    base = log_probs(config, [], lambda model, mesh: kljax.Policy(load_params(folder, model, mesh)))
-
-    def exported(model, mesh) -> kljax.Policy:
-        return kljax.Policy(load_params(tmp_path / "out", model, mesh))
-
-    merged = log_probs(config, [f"model.path={tmp_path / 'out'}", "lora=null"], exported)
+    (adapted,) = log_probs(config, [], lambda model, mesh: SavedRun.at(root).policy(model, mesh, 2))
+    base, merged = log_probs(
+        config,
+        [f"model.path={tmp_path / 'out'}", "lora=null"],
+        lambda model, mesh: kljax.Policy(load_params(folder, model, mesh)),
+        lambda model, mesh: kljax.Policy(load_params(tmp_path / "out", model, mesh)),
+    )
     assert np.abs(merged - adapted).max() < 5e-6
     assert np.abs(base - adapted).max() > 1e-3
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
