@@ -81,25 +81,26 @@ STATISTICS: dict[str, Callable[..., jax.Array]] = {
 
 @pytest.mark.parametrize("name", STATISTICS)
 def test_a_statistic_of_a_segment_is_that_of_its_sequence(name: str) -> None:
-    ids = segment_ids()
-    whole = jnp.where(ids >= 0, packed(draw(0)), jnp.nan)
-    per_segment = STATISTICS[name](whole, packed(MASKS), segment_ids=ids)
+    ids, statistic = segment_ids(), jax.jit(STATISTICS[name])
+    whole = np.where(ids >= 0, packed(draw(0)), np.nan)
+    per_segment = statistic(whole, packed(MASKS), segment_ids=ids)
     assert per_segment.shape == (len(PACKED), LENGTH)
     parts = unpacked(rows.to_tokens(per_segment, LENGTH, segment_ids=ids))
     for part, values, mask in zip(parts, draw(0), MASKS, strict=True):
-        expected = STATISTICS[name](jnp.asarray(values), jnp.asarray(mask))
+        expected = statistic(values, mask)
         assert (expected.dtype, expected.shape) == (per_segment.dtype, (1,))
         np.testing.assert_allclose(part, np.broadcast_to(expected, part.shape), **EXACT)
 
 
 @pytest.mark.parametrize("name", ["last", "cumsum"])
 def test_marks_and_running_sums_stay_within_their_segment(name: str) -> None:
+    @jax.jit
     def of(values: jax.Array, mask: jax.Array, **ids: Any) -> jax.Array:
         return rows.row_last(mask, **ids) if name == "last" else rows.row_cumsum(jnp.where(mask, values, 0), **ids)
 
     parts = unpacked(of(packed(draw(0)), packed(MASKS), segment_ids=segment_ids()))
     for part, values, mask in zip(parts, draw(0), MASKS, strict=True):
-        np.testing.assert_allclose(part, of(jnp.asarray(values), jnp.asarray(mask)), **EXACT)
+        np.testing.assert_allclose(part, of(values, mask), **EXACT)
 
 
 def test_the_first_token_of_a_segment_is_a_position_of_the_row() -> None:

@@ -1,5 +1,6 @@
 """The loss fused with the head: values, metrics and gradients of `log_probs_from_hidden` with the same loss."""
 
+import functools
 import re
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 import kljax
 from kljax import Head, Tile
@@ -214,17 +216,16 @@ def test_the_loss_is_that_of_the_logits() -> None:
     # An oracle that shares no code with either.
     point = PLAIN | {"loss": "reverse", "ref_head": "weights", "padding": False}
     x = draw(point)
-    z, ref = (
-        0.8 * (h @ w) + x["bias"][None, None] for h, w in ((x["hidden"], x["head"]), (x["ref_hidden"], x["ref_head"]))
-    )
-    p, q = jax.nn.log_softmax(z / 0.7), jax.nn.log_softmax(ref / 0.7)
-    log_prob = np.take_along_axis(np.asarray(p), TARGETS[..., None], -1)[..., 0]
-    kl = np.asarray((jnp.exp(p) * (p - q)).sum(-1))
+    pairs = ((x["hidden"], x["head"]), (x["ref_hidden"], x["ref_head"]))
+    logits = (0.8 * (np.asarray(h) @ np.asarray(w)) + np.asarray(x["bias"]) for h, w in pairs)
+    p, q = (log_softmax(z / 0.7, -1) for z in logits)
+    log_prob = np.take_along_axis(p, TARGETS[..., None], -1)[..., 0]
+    kl = (np.exp(p) * (p - q)).sum(-1)
     inputs = jax.tree.map(np.asarray, x["inputs"])
     ratio = np.exp(log_prob - inputs["old"])
     terms = np.minimum(ratio * inputs["advantages"], np.clip(ratio, 0.8, 1.2) * inputs["advantages"])
     terms = np.where(inputs["advantages"] < 0, np.maximum(terms, 2.0 * inputs["advantages"]), terms)
-    loss, metrics = fused(point, x, jnp.asarray(MASK))
+    loss, metrics = jax.jit(functools.partial(fused, point), compiler_options=known_options())(x, MASK)
     np.testing.assert_allclose(loss, (0.3 * kl - terms)[MASK].sum(), rtol=1e-12)
     np.testing.assert_allclose(metrics["kl"], np.where(MASK, kl, 0), **CLOSE)
 
@@ -266,7 +267,8 @@ def test_a_derivative_that_is_not_finite_on_no_token_adds_nothing() -> None:
             x["hidden"], x["head"], TARGETS, token_loss, {"scale": scale, "roots": roots}, mask=mask, token_chunk=8
         )[0]
 
-    gradients = [jax.grad(loss)(jnp.asarray(1.0), mask) for mask in (MASK, np.zeros_like(MASK))]
+    gradient = jax.jit(jax.grad(loss), compiler_options=known_options())
+    gradients = [gradient(1.0, mask) for mask in (MASK, np.zeros_like(MASK))]
     assert np.isfinite(gradients[0])
     assert gradients[1] == 0
 
@@ -297,6 +299,7 @@ def test_narrow_types_are_accumulated_in_float32(dtypes: tuple[str, str]) -> Non
 def test_a_cotangent_scales_the_gradients() -> None:
     x = draw(PLAIN)
 
+    @functools.partial(jax.jit, compiler_options=known_options())
     def gradient(scale: float) -> Any:
         return jax.grad(lambda h: scale * fused(PLAIN, x | {"hidden": h}, jnp.asarray(MASK))[0])(x["hidden"])
 
@@ -309,7 +312,7 @@ def test_metrics_are_constants() -> None:
     def total(hidden: jax.Array) -> jax.Array:
         return fused(PLAIN, x | {"hidden": hidden}, jnp.asarray(MASK))[1]["kl"].sum()
 
-    assert not jax.grad(total)(x["hidden"]).any()
+    assert not jax.jit(jax.grad(total), compiler_options=known_options())(x["hidden"]).any()
 
 
 def test_one_program_for_all_masks_temperatures_and_coefficients() -> None:
@@ -426,7 +429,7 @@ def test_no_tokens_at_all() -> None:
             lambda stats, x: (x["coef"] * stats.log_prob, stats.log_prob), inputs | {"coef": coef},
         )  # fmt: skip
 
-    (value, metric), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(jnp.ones((3, 4)), jnp.asarray(1.0))
+    (value, metric), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(np.ones((3, 4)), 1.0)
     assert value == 0
     assert metric.shape == (2, 0)
     assert not any(gradient.any() for gradient in gradients)
