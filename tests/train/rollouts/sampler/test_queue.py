@@ -210,8 +210,13 @@ def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
     np.testing.assert_allclose(recorded.log_probs - recorded.log_kept_mass, stats.log_prob, atol=2e-5)
 
 
-def test_kept_tokens_are_the_same_without_a_queue_and_on_a_mesh_that_does_not_divide_the_prompts(recorded):
+# The programs of windows are compared with one that has no queue, kept tokens too.
+@pytest.mark.thorough
+def test_kept_tokens_are_the_same_without_a_queue(recorded):
     check_same_kept(run(sampling=KEPT, **NO_QUEUE), recorded)
+
+
+def test_kept_tokens_are_the_same_on_a_mesh_that_does_not_divide_the_prompts(recorded):
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
         check_same_kept(run(policy_of(mesh), sampling=KEPT, slots=4), recorded)
