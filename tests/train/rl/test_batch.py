@@ -43,9 +43,8 @@ ROWS, LENGTH = 6, 5
 FIELDS = {field.name: field for field in dataclasses.fields(Extended)}
 NEEDED = ("tokens", "token_mask", "completion_mask")
 OPTIONAL = sorted(FIELDS.keys() - set(NEEDED))
-DTYPES = {"tokens": np.int32, "token_mask": bool, "completion_mask": bool, "group_ids": np.int32, "votes": np.int16}
-DTYPES |= {"kept_ids": np.int32}
-# As few shapes as there may be: each is compiled for every function and every dtype.
+# As few shapes and dtypes as there may be: each pair of them is compiled for every function.
+DTYPES = {"token_mask": bool, "completion_mask": bool, "images": np.float16, "votes": np.int16}
 TRAILING = {"images": (2,), "kept_ids": (2,), "ref_hidden": (2,), "votes": (2,)}
 
 
@@ -54,9 +53,9 @@ def per_row(name: str) -> bool:
 
 
 def field_of(name: str, rows: int, length: int, seed: int) -> jax.Array:
-    """Numbers none of which is 0, so that padding can be told from content; float16 where no dtype is prescribed."""
+    """Numbers none of which is 0, so that padding can be told from content."""
     shape = ((rows,) if per_row(name) else (rows, length)) + TRAILING.get(name, ())
-    dtype = DTYPES.get(name, np.float16)
+    dtype = DTYPES.get(name, np.int32)
     if dtype is bool:
         return jnp.ones(shape, bool)
     return jnp.asarray(np.random.default_rng([seed, len(name)]).integers(1, 100, shape).astype(dtype))
