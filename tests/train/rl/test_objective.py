@@ -210,24 +210,21 @@ def distributions(params, batch: Batch) -> jax.Array:
 
 
 def test_the_exact_kl_of_the_loss():
-    config, plain = tiny.config_of("kl.loss={coef: 0.7, estimator: exact}"), tiny.config_of()
+    config = tiny.config_of("kl.loss={coef: 0.7, estimator: exact}")
     other, batch = tiny.moved(tiny.host_params(), 0.05), batch_of()
     hidden = jax.jit(hidden_states, static_argnums=0)(MODEL, kljax.Policy(other), batch.tokens, batch.token_mask)
     batch = dataclasses.replace(batch, ref_hidden=hidden)
-    arguments = ({"params": tiny.host_params()}, None, batch, coefficients(config))
+    arguments, coefs = ({"params": tiny.host_params()}, None, batch), coefficients(config)
     mask = np.asarray(batch.completion_mask)
 
     def kl_of(params) -> jax.Array:
         mine, theirs = distributions(params, batch), distributions(other, batch)
         return (jnp.exp(mine) * (mine - theirs)).sum(-1)[mask].mean()
 
-    def objective(config):
-        function = jax.jit(jax.value_and_grad(make_objective(config, MODEL), has_aux=True))
-        return function(*arguments, stored_head(MODEL, other))
-
-    (loss, metrics), gradient = objective(config)
+    objective = jax.jit(jax.value_and_grad(make_objective(config, MODEL), has_aux=True))
+    (loss, metrics), gradient = objective(*arguments, coefs, stored_head(MODEL, other))
     metrics = metrics.of_update()
-    (without, _), rest = objective(plain)
+    (without, _), rest = objective(*arguments, coefs | {"kl_loss": jnp.float32(0)}, stored_head(MODEL, other))
     expected, slope = jax.jit(jax.value_and_grad(kl_of))(tiny.host_params())
     assert expected > 1e-2
     for name in ("kl_reference_exact", "kl_loss"):
@@ -239,7 +236,7 @@ def test_the_exact_kl_of_the_loss():
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(slope)) > 1e-2 * largest
     chex.assert_trees_all_close(change, slope, rtol=0, atol=2e-6 * largest)
     with pytest.raises(ValueError, match="ref_head: got None"):
-        make_objective(config, MODEL)(*arguments)
+        make_objective(config, MODEL)(*arguments, coefs)
 
 
 @pytest.mark.parametrize("name", ["cispo", "gspo", "ppo"])
