@@ -95,8 +95,8 @@ def corrected(*entries: str, options: tuple[str, ...] = ()):
     """The batch and the metrics of a preparation with these entries; the advantages are those of the batch."""
     config = tiny.config_of(f"correction=[{', '.join(entries)}]", *options)
     batch = dataclasses.replace(batch_of(), returns=None)
-    function = jax.jit(make_preparation(config))
-    prepared, _, metrics = function(batch, controllers_of(config))
+    # Operation by operation: the entries have most of them in common, and compile no program each.
+    prepared, _, metrics = make_preparation(config)(batch, controllers_of(config))
     return config, prepared, {name: float(metric.value()) for name, metric in metrics.items()}
 
 

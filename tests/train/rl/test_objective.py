@@ -279,7 +279,8 @@ def controllers_of(config):
 
 
 def prepared(config, batch: Batch):
-    return jax.jit(make_preparation(config))(batch, controllers_of(config))
+    """Operation by operation: the configs here have most of them in common, and compile no program each."""
+    return make_preparation(config)(batch, controllers_of(config))
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "seq_mean_token_sum_norm"])
@@ -356,7 +357,7 @@ def test_raw_kl_survives_reward_shaping_and_drives_the_controller():
     x, mask = numbers(batch), np.asarray(batch.completion_mask)
     kl = np.where(mask, x["old_log_probs"] - x["ref_log_probs"], 0)
     state = {"reward": kljax.ControllerState(jnp.float32(0.4))}
-    result, _, metrics = jax.jit(make_preparation(config))(batch, state)
+    result, _, metrics = make_preparation(config)(batch, state)
     np.testing.assert_allclose(metrics["kl_reward"].value(), kl.sum() / mask.sum(), rtol=1e-5)
     assert float(metrics["kl_coef"].value()) == np.float32(0.4), "the coefficient that was used, not the next one"
     rewards = -0.4 * kl
