@@ -114,7 +114,7 @@ MASK = np.array([True, False, True, False, False, True])
 POISON = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
 
 
-def problem() -> dict[str, jax.Array]:
+def problem() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(4)
     draws = {
         "hidden": rng.normal(size=(TOKENS, WIDTH)),
@@ -123,13 +123,13 @@ def problem() -> dict[str, jax.Array]:
         "ref_head": rng.normal(size=(WIDTH, VOCABULARY)),
         "temperature": rng.uniform(0.7, 1.5, TOKENS),
     }
-    return {name: jnp.asarray(x, jnp.float32) for name, x in draws.items()}
+    return {name: np.asarray(x, np.float32) for name, x in draws.items()}
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_poison_under_the_mask(implementation: str) -> None:
     # Also of the cotangents: what is made of a masked 0 may be infinite, as its logarithm is.
-    targets = jnp.arange(TOKENS)
+    targets = np.arange(TOKENS)
 
     def run(arrays: dict[str, Any], targets: Any, cotangents: Any) -> Any:
         common = {"mask": MASK, "temperature": arrays.pop("temperature")}
@@ -153,17 +153,17 @@ def test_poison_under_the_mask(implementation: str) -> None:
         return out, gradients, jax.grad(frozen)(arrays["hidden"])
 
     poisoned_program = jax.jit(run, compiler_options=known_options())
-    ones = jnp.ones(TOKENS, jnp.float32)
+    ones = np.ones(TOKENS, np.float32)
     clean = jax.device_get(poisoned_program(problem(), targets, ones))
     for leaf in jax.tree.leaves((clean[0], clean[1]["hidden"], clean[1]["ref_hidden"], clean[2])):
         assert np.isfinite(leaf).all()
         assert leaf[MASK].all()
         assert not leaf[~MASK].any()
     for poison in POISON.values():
-        arrays = {
-            name: x.at[np.nonzero(~MASK)[0]].set(poison) if "head" not in name else x for name, x in problem().items()
-        }
-        bad_targets, bad_cotangents = jnp.where(MASK, targets, -(10**6)), jnp.where(MASK, ones, poison)
+        arrays = problem()
+        for name in ("hidden", "ref_hidden", "temperature"):
+            arrays[name][~MASK] = poison
+        bad_targets, bad_cotangents = np.where(MASK, targets, -(10**6)), np.where(MASK, ones, np.float32(poison))
         poisoned = jax.device_get(poisoned_program(arrays, bad_targets, bad_cotangents))
         jax.tree.map(np.testing.assert_array_equal, poisoned, clean)
 
@@ -178,8 +178,8 @@ def test_tokens_that_are_impossible_for_both(implementation: str) -> None:
     del arrays["temperature"]
     gone = np.array([0, 5, 10])
     left = np.delete(np.arange(VOCABULARY), gone)
-    bias = jnp.zeros(VOCABULARY, jnp.float32).at[gone].set(-jnp.inf)
-    targets = jnp.asarray([1, 2, 3, 4, 6, 7])
+    bias = np.where(np.isin(np.arange(VOCABULARY), gone), np.float32(-np.inf), np.float32(0))
+    targets = np.array([1, 2, 3, 4, 6, 7])
 
     def run(arrays: dict[str, Any], bias: Any, targets: Any, kept_ids: Any) -> Any:
         def fields(arrays: dict[str, Any]) -> tuple[jax.Array, Any]:
@@ -202,16 +202,16 @@ def test_tokens_that_are_impossible_for_both(implementation: str) -> None:
         return [kljax.log_probs_from_hidden(arrays["hidden"], head, targets).log_prob, kept.log_kept_mass]
 
     # Of the kept tokens 0 and 1, the first is impossible.
-    kept_ids = jnp.broadcast_to(jnp.arange(2), (TOKENS, 2))
+    kept_ids = np.broadcast_to(np.arange(2), (TOKENS, 2))
     grads, out = compiled(run, arrays, bias, targets, kept_ids)
     without = {name: x[:, left] if "head" in name else x for name, x in arrays.items()}
-    expected_grads, expected = compiled(run, without, bias[left], jnp.searchsorted(left, targets), kept_ids[:, 1:] - 1)
+    expected_grads, expected = compiled(run, without, bias[left], np.searchsorted(left, targets), kept_ids[:, 1:] - 1)
     close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6)
     jax.tree.map(close, out, expected)
     for name in arrays:
         close(grads[name][:, left] if "head" in name else grads[name], expected_grads[name])
         assert "head" not in name or not grads[name][:, gone].any()
-    for impossible in compiled(log_probs, arrays, bias, jnp.full(TOKENS, 5)):
+    for impossible in compiled(log_probs, arrays, bias, np.full(TOKENS, 5)):
         np.testing.assert_array_equal(impossible, -np.inf)
 
 

@@ -29,10 +29,15 @@ def test_kl_cov_value_and_gradient(fraction: float, count: int) -> None:
     def loss(lp: jax.Array) -> jax.Array:
         return kljax.kl_cov_loss(lp, OLD, ADV, MASK, fraction=fraction, coef=0.7)
 
+    @jax.jit
+    def value_and_grad(lp: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, pull = jax.vjp(loss, lp)
+        return value, pull(jnp.ones_like(value))[0]
+
     pays = highest(count)
     expected = np.where(MASK, -ADV * RATIO + np.where(pays, 0.7 * np.abs(LP - OLD), 0), 0)
-    np.testing.assert_allclose(loss(jnp.asarray(LP)), expected, 1e-12, 1e-14)
-    grad = jax.grad(lambda lp: loss(lp).sum())(jnp.asarray(LP))
+    value, grad = value_and_grad(LP)
+    np.testing.assert_allclose(value, expected, 1e-12, 1e-14)
     expected = np.where(MASK, -ADV * RATIO + np.where(pays, 0.7 * np.sign(LP - OLD), 0), 0)
     np.testing.assert_allclose(grad, expected, 1e-12, 1e-14)
 
@@ -64,22 +69,28 @@ def test_counts_of_a_batch_of_millions_are_those_of_python() -> None:
 @pytest.mark.parametrize(("fraction", "tokens"), [(0.29, 100), (0.57, 200), (0.58, 50), (0.1, 30)])
 def test_losses_choose_as_many_tokens_as_python_counts(fraction: float, tokens: int, x64: bool) -> None:
     with jax.enable_x64(x64):
-        lp = jnp.linspace(-2.0, -1.0, tokens, dtype=jnp.float32)
-        mask, none = jnp.ones(tokens, bool), jnp.zeros(tokens, jnp.float32)
-        paid = jax.jit(lambda lp: kljax.kl_cov_loss(lp, lp - 1, none, mask, fraction=fraction))(lp)
-        adv = jnp.linspace(1.0, 2.0, tokens, dtype=jnp.float32)
-        kept = jax.jit(lambda lp: kljax.clip_cov_loss(lp, lp, adv, mask, KEYS[0], fraction=fraction, lower=-9.0))(lp)
+        adv = np.linspace(1.0, 2.0, tokens, dtype=np.float32)
+        mask, none = np.ones(tokens, bool), np.zeros(tokens, np.float32)
+
+        @jax.jit
+        def both(lp: jax.Array) -> tuple[jax.Array, jax.Array]:
+            paid = kljax.kl_cov_loss(lp, lp - 1, none, mask, fraction=fraction)
+            kept = kljax.clip_cov_loss(lp, lp, adv, mask, KEYS[0], fraction=fraction, lower=-9.0)
+            return paid, kept
+
+        paid, kept = map(np.asarray, both(np.linspace(-2.0, -1.0, tokens, dtype=np.float32)))
         assert (paid != 0).sum() == (kept == 0).sum() == int(fraction * tokens)
 
 
 def test_kl_cov_penalty_has_no_gradient_at_the_start_of_an_update() -> None:
-    grad = jax.grad(lambda lp: kljax.kl_cov_loss(lp, LP, ADV, MASK, fraction=1.0, coef=5.0).sum())(jnp.asarray(LP))
+    total = jax.jit(lambda lp: kljax.kl_cov_loss(lp, LP, ADV, MASK, fraction=1.0, coef=5.0).sum())
+    grad = jax.jit(jax.grad(total))(LP)
     np.testing.assert_array_equal(grad, np.where(MASK, -ADV, 0))
 
 
 def test_kl_cov_takes_the_earlier_of_equal_covariances() -> None:
-    lp, old, mask = jnp.zeros((2, 3)), jnp.full((2, 3), -1.0), jnp.array([[False, True, True], [True, True, True]])
-    paid = kljax.kl_cov_loss(lp, old, jnp.zeros((2, 3)), mask, fraction=0.4)
+    old, mask = np.full((2, 3), -1.0), np.array([[False, True, True], [True, True, True]])
+    paid = jax.jit(lambda lp: kljax.kl_cov_loss(lp, old, np.zeros((2, 3)), mask, fraction=0.4))(np.zeros((2, 3)))
     np.testing.assert_array_equal(paid, np.array([[0, 1, 1], [0, 0, 0]]))
 
 
@@ -93,7 +104,7 @@ def test_clip_cov_drops_candidates_only_and_as_many_as_the_fraction_says() -> No
     candidates = (COVARIANCE > 0.05) & (COVARIANCE < 2) & ~CLIPPED & MASK
     assert 5 < candidates.sum() < N
     for fraction, count in ((1e-4, 1), (0.1, int(0.1 * N)), (1.0, candidates.sum())):
-        lost = jax.vmap(lambda key, f=fraction: dropped(key, fraction=f, lower=0.05, upper=2.0))(KEYS)
+        lost = jax.jit(jax.vmap(lambda key, f=fraction: dropped(key, fraction=f, lower=0.05, upper=2.0)))(KEYS)
         np.testing.assert_array_equal(lost.sum((1, 2)), count)
         np.testing.assert_array_equal(lost.any(0), candidates)  # in 200 draws every candidate is met
 
@@ -152,7 +163,9 @@ def test_far_apart(function) -> None:
 
 
 def test_kl_cov_where_a_ratio_overflows_and_the_advantage_is_zero() -> None:
-    lp, old, adv = jnp.array([1000.0, -1.0]), jnp.array([0.0, -1.0]), jnp.array([0.0, 1.0])
-    value, grad = jax.value_and_grad(lambda lp: kljax.kl_cov_loss(lp, old, adv, np.ones(2, bool), coef=0.5).sum())(lp)
+    lp, old, adv = np.array([1000.0, -1.0]), np.array([0.0, -1.0]), np.array([0.0, 1.0])
+    value, grad = jax.jit(
+        jax.value_and_grad(lambda lp: kljax.kl_cov_loss(lp, old, adv, np.ones(2, bool), coef=0.5).sum())
+    )(lp)
     assert value == 0.5 * 1000 - 1  # two equal covariances: the first token pays
     np.testing.assert_array_equal(grad, [0.5, -1.0])
