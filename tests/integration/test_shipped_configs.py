@@ -9,7 +9,7 @@ import pytest
 from tests.integration.command import LORA, PPO, ROOT, TINY, records, run_here, state_arrays
 from tests.integration.test_recipes import RECIPES as PRETRAINED
 from train.config.load import load
-from train.run.plots import write_curves
+from train.run.plots import PANELS, write_curves
 
 # The first update of a warm-up of the learning rate is at 0; two steps should show more than one.
 SHORT = (*TINY, "steps=2", "optim.warmup_steps=0", "eval.greedy=false")
@@ -27,6 +27,7 @@ RECIPES = (
     (PPO, {"kl_reward", "kl_coef", "value_loss"}),
     ((CENTERED, *SHORT), {"kl_reference"}),
 )
+CURVES = {panel.metric for panel in PANELS}
 LONG = "How many apples are in the basket if somebody asks about them at great length? " * 4
 
 
@@ -40,13 +41,13 @@ def test_every_config_is_run_here_or_in_the_smoke_run():
 
 
 @pytest.mark.parametrize(("recipe", "metrics"), RECIPES, ids=[recipe[0] for recipe, _ in RECIPES])
-def test_a_recipe_goes_to_its_end(shared, recipe, metrics, tmp_path):
+def test_a_recipe_goes_to_its_end(shared, recipe, metrics):
     root = shared(*recipe).succeeded().root
     steps = load(root / "config.yaml").config.steps
     train = records(root, "train")
     assert [record["step"] for record in train] == list(range(1, steps + 1))
     assert [record["step"] for record in records(root, "eval")] == list(range(steps + 1))
-    assert all(metrics <= set(record) for record in train)
+    assert all(metrics | CURVES <= set(record) for record in train)
     numbers = [value for record in train for value in record.values() if value != "train"]
     assert all(math.isfinite(value) for value in numbers)
     assert train[-1]["kl_reference"] > 0
@@ -54,10 +55,14 @@ def test_a_recipe_goes_to_its_end(shared, recipe, metrics, tmp_path):
     summary = json.loads((root / "summary.json").read_text())
     assert summary["steps"] == steps
     assert summary["kl_reference"] == train[-1]["kl_reference"]
-    shutil.copy(root / "metrics.jsonl", tmp_path)
+    assert int(state_arrays(root, steps)["step"]) == steps
+
+
+def test_curves_are_drawn_from_the_metrics_of_a_recipe(shared, tmp_path):
+    """Those of every recipe have what the panels show, as the test before asserts."""
+    shutil.copy(shared(*PPO).succeeded().root / "metrics.jsonl", tmp_path)
     write_curves(tmp_path)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
-    assert int(state_arrays(root, steps)["step"]) == steps
 
 
 def word_problems(path, count, *, too_long):
@@ -83,7 +88,7 @@ def test_word_problems(tmp_path, coef):
         *TINY,
         "model.layers=1",
         "steps=1",
-        "warm_start.steps=3",
+        "warm_start={steps: 3, batch_size: 4, learning_rate: 1e-2}",
         "rollout.prompts_per_step=2",
         "eval={every: 1, prompts: 4, batch_size: 4, greedy: false}",
         f"kl.loss.coef={coef}",
