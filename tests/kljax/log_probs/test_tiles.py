@@ -57,8 +57,8 @@ def packed_and_unpacked(limit: int) -> Any:
 def test_unmasked_tokens_are_packed_in_their_order(kept: list[bool], tokens: int, limit: int) -> None:
     mask = np.resize(np.array([*kept, False], bool), tokens)
     values = np.arange(1, 1 + tokens, dtype=np.float32)
-    tree = {"flat": jnp.asarray(values), "wide": jnp.asarray(values)[:, None] * jnp.ones((1, 3), jnp.float32)}
-    tiles, packed, unpacked = packed_and_unpacked(limit)(jnp.asarray(mask), tree)
+    tree = {"flat": values, "wide": values[:, None] * np.ones((1, 3), np.float32)}
+    tiles, packed, unpacked = jax.device_get(packed_and_unpacked(limit)(mask, tree))
     size, count = tile_rows(tokens, limit)
     assert packed["flat"].shape == (size * count,)
     assert packed["wide"].shape == (size * count, 3)
