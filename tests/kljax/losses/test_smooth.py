@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +72,7 @@ def test_sapo_far_apart_is_a_gate_that_is_open_or_shut(dtype: type, through: str
 
 
 def test_sapo_slope_where_the_ratio_overflows() -> None:
-    @jax.jit
+    @functools.partial(jax.jit, static_argnums=1)
     def slope(lp: jax.Array, tau: float) -> jax.Array:
         return jax.grad(lambda lp: kljax.sapo_loss(lp, 0 * lp, lp / lp, np.ones(1, bool), tau_positive=tau).sum())(lp)
 
