@@ -27,7 +27,7 @@ TIMEOUT = 300
 
 # A run of these is compilation and little else, but some completions are right, so that every term has a gradient.
 TINY = (
-    "model={layers: 2, width: 16, heads: 4, kv_heads: 2, head_dim: 8, mlp_width: 32}",
+    "model={layers: 1, width: 16, heads: 4, kv_heads: 2, head_dim: 8, mlp_width: 32}",
     "warm_start={steps: 60, batch_size: 16, learning_rate: 1e-2}",
     "rollout={prompts_per_step: 8, samples_per_prompt: 2}",
     "eval={every: 1, prompts: 8, batch_size: 8}",
@@ -37,8 +37,16 @@ TINY = (
 )
 # Runs that several files read.
 PPO = ("configs/ppo_adaptive_kl.yaml", *TINY, "steps=4", "optim.epochs=2", "eval.greedy=false")
-# Two steps without a warm-up: the adapter is on after the first.
-LORA = ("configs/lora.yaml", *TINY, "steps=2", "lora.rank=2", "lora.alpha=4.0", "optim.warmup_steps=0")
+# Two steps without a warm-up: the adapter is on after the first. The smoke run and these have two layers.
+LORA = (
+    "configs/lora.yaml",
+    *TINY,
+    "model.layers=2",
+    "steps=2",
+    "lora.rank=2",
+    "lora.alpha=4.0",
+    "optim.warmup_steps=0",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,7 +86,6 @@ def test_word_problems(tmp_path, coef):
     done = run_here(
         "configs/gsm8k.yaml",
         *TINY,
-        "model.layers=1",
         "steps=1",
         "warm_start={steps: 3, batch_size: 4, learning_rate: 1e-2}",
         "rollout.prompts_per_step=2",
