@@ -35,9 +35,9 @@ TINY = (
     "data.max_operand=4",
     "data.solutions=1",
 )
-# Runs that several files read.
-PPO = ("configs/ppo_adaptive_kl.yaml", *TINY, "steps=4", "optim.epochs=2", "eval.greedy=false")
-# Two steps without a warm-up: the adapter is on after the first. The smoke run and these have two layers.
+# Runs that several files read, with two layers as the smoke run.
+PPO = ("configs/ppo_adaptive_kl.yaml", *TINY, "model.layers=2", "steps=4", "optim.epochs=2", "eval.greedy=false")
+# Two steps without a warm-up: the adapter is on after the first.
 LORA = (
     "configs/lora.yaml",
     *TINY,
