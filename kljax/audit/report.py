@@ -111,7 +111,7 @@ class Audit:
         return {
             "yardstick": self.yardstick,
             "notes": list(self.notes),
-            "settings": {name: _number(value) for name, value in self.settings.items()},
+            "settings": {name: _as_python(value) for name, value in self.settings.items()},
             "kl": {level: _plain(interval._asdict()) for level, interval in self.kl.items()},
             "answers": [_plain(dataclasses.asdict(answer)) for answer in self.answers()],
             "results": [
@@ -233,7 +233,7 @@ def _answers_table(answers: Sequence[Answer]) -> Iterable[str]:
     yield from _aligned(lines, left=4)
 
 
-def _number(value: Any) -> Any:
+def _as_python(value: Any) -> Any:
     """Returns a Python number for a scalar array, any other value as it is."""
     return value.item() if hasattr(value, "item") else value
 

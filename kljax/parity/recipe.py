@@ -4,8 +4,7 @@ A recipe is immutable: a cause is a recipe with other settings, and a replay rem
 """
 
 import dataclasses
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import kljax
@@ -13,6 +12,7 @@ from kljax._checks import check_choice
 from kljax.parity.dump import Dump, DumpError
 from kljax.parity.fields import FIELDS
 from kljax.systems import Call, Entry
+from kljax.systems._call import parameters, steps
 from kljax.systems._lookup import find, require_call
 from kljax.systems._table import SYSTEMS
 
@@ -326,27 +326,13 @@ def _call(system: str | None, section: str, kind: str, values: dict[str, Any]) -
         arrays |= {name: field for name, text in entry.sources.items() if (field := _array_of(name, text))}
     else:
         raise DumpError(f"header.{section}: needs name (of a system) or function (of kljax); add one of them")
-    known = sorted({name for step in calls_in(call) for name in _parameters(step)})
+    known = sorted({name for step, _ in steps(call) for name in _parameters(step)})
     for key in given:
         _choice(f"header.{section}", key, known)
     for ours, theirs in renamed.items():
         _choice(f"header.{section}.arrays", ours, known)
         _choice(f"header.{section}.arrays.{ours}", theirs, FIELDS)
     return _with_arguments(call, given), {**arrays, **renamed}
-
-
-def calls_in(call: Call) -> Iterator[Call]:
-    """Yields a call, then those that are combined with it.
-
-    Args:
-      call: a call of `kljax.systems`.
-
-    Returns:
-      The call, then its factors, its terms and the steps after it, each with those inside.
-    """
-    yield call
-    for inner in (*call.times, *call.plus, *call.then):
-        yield from calls_in(inner)
 
 
 def _with_arguments(call: Call, arguments: Mapping[str, Any]) -> Call:
@@ -359,8 +345,8 @@ def _with_arguments(call: Call, arguments: Mapping[str, Any]) -> Call:
     return dataclasses.replace(call, arguments={**call.arguments, **own}, times=times, plus=plus, then=then)
 
 
-def _parameters(call: Call) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(getattr(kljax, call.function)).parameters
+def _parameters(call: Call) -> set[str]:
+    return {parameter.name for parameter in parameters(call)}
 
 
 def _array_of(name: str, text: str) -> str | None:

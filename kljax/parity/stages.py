@@ -1,15 +1,14 @@
 """The stages of an update in the order of the data, and which of them a dump has the inputs for."""
 
-import inspect
 import re
 
-import kljax
 from kljax.parity import advantages, losses, policies
 from kljax.parity.dump import Dump
 from kljax.parity.fields import METRIC, ORDER
-from kljax.parity.recipe import Kl, Plan, calls_in
+from kljax.parity.recipe import Kl, Plan
 from kljax.parity.replay import Replay, Stage
 from kljax.systems import Call
+from kljax.systems._call import parameters, steps
 
 STAGES: dict[str, Stage] = {
     "mask": policies.mask,
@@ -96,9 +95,8 @@ def _needs(replay: Replay, name: str) -> list[str]:
     recipe = replay.plan.recipe
     side = name.removesuffix("log_probs")
     kl = recipe.kl or Kl()
-    section = SECTIONS.get(name)
-    if name in ("weights", "kl", "advantages") and section and getattr(recipe, section) is None:
-        return [f"header.{section}"]
+    if name in ("weights", "kl", "advantages") and getattr(recipe, SECTIONS[name]) is None:
+        return [f"header.{SECTIONS[name]}"]
     needs: dict[str, list[str]] = {
         "mask": ["prompt_lengths", "lengths"],
         "ratio": [recipe.ratio.old],
@@ -159,7 +157,7 @@ def _settings(call: Call) -> set[str]:
     """Returns the arguments of a call that are numbers or words, which the header can hold."""
     return {
         parameter.name
-        for step in calls_in(call)
-        for parameter in inspect.signature(getattr(kljax, step.function)).parameters.values()
+        for step, _ in steps(call)
+        for parameter in parameters(step)
         if parameter.kind is parameter.KEYWORD_ONLY and not re.search("ArrayLike|Sequence", str(parameter.annotation))
     }

@@ -121,7 +121,7 @@ def _scaled(call: Call, result: Any) -> Any:
 def _arguments(call: Call, arrays: Mapping[str, Any], keywords: Mapping[str, Any], after: bool = False) -> Any:
     """Selects the arguments of the function: the user's keywords, then those of the call, then arrays by position."""
     arguments = {}
-    for parameter in _parameters(call, after):
+    for parameter in parameters(call, after):
         name = call.renamed.get(parameter.name, parameter.name)
         if name in keywords:
             arguments[parameter.name] = keywords[name]
@@ -132,26 +132,26 @@ def _arguments(call: Call, arrays: Mapping[str, Any], keywords: Mapping[str, Any
     return arguments
 
 
-def _parameters(call: Call, after: bool = False) -> list[inspect.Parameter]:
+def parameters(call: Call, after: bool = False) -> list[inspect.Parameter]:
     """Lists the parameters of the function; without the first one where it is the result of the step before."""
     parameters = list(inspect.signature(getattr(kljax, call.function)).parameters.values())
     return parameters[1:] if after else parameters
 
 
-def _steps(call: Call, after: bool = False) -> Iterator[tuple[Call, bool]]:
+def steps(call: Call, after: bool = False) -> Iterator[tuple[Call, bool]]:
     """Yields a call and the calls inside it, each with whether it takes the result of another."""
     yield call, after
     for inner in (*call.times, *call.plus):
-        yield from _steps(inner)
+        yield from steps(inner)
     for step in call.then:
-        yield from _steps(step, after=True)
+        yield from steps(step, after=True)
 
 
 def _names(call: Call) -> dict[str, bool]:
     """Returns the names of the inputs, each with whether it is required."""
     names: dict[str, bool] = {}
-    for step, after in _steps(call):
-        for parameter in _parameters(step, after):
+    for step, after in steps(call):
+        for parameter in parameters(step, after):
             name = step.renamed.get(parameter.name, parameter.name)
             known = parameter.name in step.arguments
             by_position = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
@@ -165,8 +165,8 @@ def _keyword_names(call: Call) -> set[str]:
     """Returns the names that are keyword arguments of some function of the call, or that its arguments hold."""
     return {
         step.renamed.get(parameter.name, parameter.name)
-        for step, after in _steps(call)
-        for parameter in _parameters(step, after)
+        for step, after in steps(call)
+        for parameter in parameters(step, after)
         if parameter.kind is parameter.KEYWORD_ONLY or parameter.name in step.arguments
     }
 

@@ -7,7 +7,7 @@ import pathlib
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import chex
@@ -18,6 +18,7 @@ import pytest
 import kljax
 from kljax.__main__ import main
 from kljax.systems import Call, Entry, Golden
+from kljax.systems._call import steps
 from kljax.systems._compare import comparison_as_json
 from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
@@ -36,13 +37,6 @@ TOGETHER = 8
 READS_VALUES = (advantages.openrlhf, others.verl_whiten)
 # What a name may say about an argument in `given` that is not one of the function: a factor, or what a schedule needs.
 BESIDE = {"scale", "step"}
-
-
-def calls_in(call: Call) -> Iterator[Call]:
-    """A call and those inside it."""
-    yield call
-    for inner in (*call.times, *call.plus, *call.then):
-        yield from calls_in(inner)
 
 
 def key_of(entry: Entry) -> str:
@@ -130,17 +124,17 @@ def test_entry_says_what_it_is(entry: Entry) -> None:
     assert entry.meaning
     # Without a call, or without recorded results, it says why.
     assert bool(entry.reason) == (entry.call is None or not entry.goldens)
-    for call in calls_in(entry.call) if entry.call else ():
+    for call, _ in steps(entry.call) if entry.call else ():
         function = getattr(kljax, call.function)
         inspect.signature(function).bind_partial(**call.arguments)
         assert call.function in kljax.__all__
     if entry.call:
         known = {
             name
-            for call in calls_in(entry.call)
+            for call, _ in steps(entry.call)
             for name in inspect.signature(getattr(kljax, call.function)).parameters
         }
-        renamed = {name for call in calls_in(entry.call) for name in call.renamed.values()}
+        renamed = {name for call, _ in steps(entry.call) for name in call.renamed.values()}
         assert set(entry.sources) <= known | renamed | BESIDE
 
 
