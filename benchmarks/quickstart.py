@@ -1,26 +1,32 @@
 """The quickstart at several seeds, and what the KL buys where the verifier can be fooled.
 
-    python -m benchmarks.quickstart --seeds 0 1 2 3 4 --json PATH --markdown PATH
+    python -m benchmarks.quickstart --seeds 0 1 2 --isa SSE4_2,AVX2,AVX512 --jobs 2 --output DIR --curves PATH
     python -m benchmarks.quickstart --fooled --seeds 0 --json PATH --markdown PATH --curves PATH
 
-The first command is `make train` at each seed. The second continues from the bases of the first with a verifier that
-can be fooled: it accepts every number that is at least the answer. One run has KL in the loss, the other has none.
+The first command is `make train` at each seed, compiled for each instruction set, as CPUs round differently. The
+second continues from the bases of the first with a verifier that can be fooled: it accepts every number that is at
+least the answer. One run has KL in the loss, the other has none.
 
 A missed target is reported, and is no failure of the command. A run that fails is.
 """
 
+import argparse
+import contextlib
 import dataclasses
+import functools
 import json
+import math
 import os
 import pathlib
-import resource
+import queue
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -31,8 +37,12 @@ from benchmarks.harness.report import join, table, text_columns, where
 CONFIG = "configs/quickstart.yaml"
 COST = "cost.json"
 
-# Targets of the quickstart at every seed, in percentage points and percent.
-GAIN, ACCURACY = 35.0, 90.0
+# Targets of every run of the quickstart: points gained, percent at the end, points under the best evaluation before,
+# and nats per token of the KL to the reference in any step.
+GAIN, ACCURACY, DROP, MAX_KL = 35.0, 95.0, 5.0, 1.0
+
+# The flag of /proc/cpuinfo without which XLA cannot compile for an instruction set.
+INSTRUCTION_SETS = {"SSE4_2": "sse4_2", "AVX": "avx", "AVX2": "avx2", "AVX512": "avx512f"}
 
 # What the runs with the verifier that can be fooled change of the quickstart.
 KL_COEF = 1
@@ -49,13 +59,29 @@ FOOLED = (
 
 
 COLUMNS = (
-    *text_columns("seed|accuracy before|after"),
-    *(("points", "+.1f"), ("KL to the reference, nats/token", ".2f"), ("CPU s", ".0f")),
+    *text_columns("seed|instruction set|accuracy before|after"),
+    *(
+        ("points", "+.1f"),
+        ("largest drop, points", ".1f"),
+        ("largest KL of a step, nats/token", ".2f"),
+        ("CPU s", ".0f"),
+    ),
 )
 FOOLED_COLUMNS = (
     *text_columns("seed|run|passes the verifier|exactly the answer"),
     *(("entropy, nats/token", ".3f"), ("KL to the reference, nats/token", ".2f")),
 )
+
+
+class Case(NamedTuple):
+    """A seed and the newest instruction set that XLA may compile for; None: that of the CPU."""
+
+    seed: int
+    isa: str | None = None
+
+    def directory(self, name: str) -> str:
+        """Returns the name of the directory of the run `name`."""
+        return "-".join([name, str(self.seed), *([self.isa] if self.isa else [])])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +92,9 @@ class Run:
       label: in tables and curves.
       first, last: the evaluations before and after RL; step: the metrics of the last RL step.
       seconds, cpu_seconds: of the whole run and all its threads, compilation included; None if not measured.
+      isa: the newest instruction set that XLA might compile for; None: that of the CPU.
+      drop: most points of an evaluation under the best one before it; None if not recorded.
+      max_kl: largest KL to the reference of a step, infinite if one was not finite; None if not recorded.
     """
 
     label: str
@@ -75,11 +104,27 @@ class Run:
     step: Mapping[str, Any]
     seconds: float | None = None
     cpu_seconds: float | None = None
+    isa: str | None = None
+    drop: float | None = None
+    max_kl: float | None = None
 
     @property
     def gain(self) -> float:
         """Returns the percentage points of sampled held-out accuracy."""
         return self.last["accuracy"] - self.first["accuracy"]
+
+    @property
+    def case(self) -> str:
+        """Returns seed and instruction set as text."""
+        return " ".join([f"seed {self.seed}", *([self.isa] if self.isa else [])])
+
+    def missed(self) -> list[str]:
+        """Returns the values of the run that miss a target."""
+        missed = [] if self.last["accuracy"] >= ACCURACY else [f"{self.last['accuracy']:.1f} %"]
+        missed += [] if self.gain >= GAIN else [f"{self.gain:+.1f} points"]
+        missed += [] if self.drop is None or self.drop < DROP else [f"a drop of {self.drop:.1f} points"]
+        missed += [] if self.max_kl is None or self.max_kl <= MAX_KL else [f"a KL of {self.max_kl:.3g} nats"]
+        return missed
 
 
 def accept_at_least(record: Mapping[str, Any], completion: str, finished: bool) -> dict[str, float]:
@@ -120,61 +165,137 @@ def read_records(directory: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def run_trainer(directory: pathlib.Path, label: str, seed: int, overrides: Sequence[str]) -> Run:
+def run_trainer(
+    directory: pathlib.Path, label: str, case: Case, overrides: Sequence[str], *, alone: bool = True
+) -> Run:
     """Runs the trainer's command once, with `directory` as its run directory; a finished run is only read.
 
-    Runs beside each other share their compiled programs, so the time of the first run alone is that of a user.
+    Runs beside each other share their compiled programs, so the time of the first run alone is that of a user. An
+    unfinished run is resumed, and has no time.
+
+    Args:
+      alone: whether no other run is beside it; else XLA gets one thread, and the output goes to a file.
 
     Raises:
       subprocess.CalledProcessError: the command failed.
     """
     if not (directory / "summary.json").exists():
-        place = (f"name={directory.name}", f"output={directory.parent}")
-        command = [sys.executable, "-m", "train", CONFIG, f"seed={seed}", *overrides, *place]
-        print("$ python " + " ".join(command[1:]), file=sys.stderr, flush=True)
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled")}
-        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **cache})
-        seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        (directory / COST).write_text(json.dumps({"seconds": seconds, "cpu_seconds": cpu}))
+        unfinished = directory.exists()
+        place = (f"name={directory.name}", f"output={directory.parent}", *(["--resume"] if unfinished else []))
+        command = [sys.executable, "-m", "train", CONFIG, f"seed={case.seed}", *overrides, *place]
+        environment = {
+            **os.environ,
+            "XLA_FLAGS": xla_flags(case.isa, alone=alone),
+            "JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled"),
+        }
+        cost = _run_command(command, environment, None if alone else directory.parent / f"{directory.name}.log")
+        if not unfinished:
+            (directory / COST).write_text(json.dumps(cost))
     cost = json.loads((directory / COST).read_text()) if (directory / COST).exists() else {}
     records = read_records(directory)
     evaluations, steps = ([record for record in records if record["phase"] == phase] for phase in ("eval", "train"))
-    return Run(label, seed, evaluations[0], evaluations[-1], steps[-1], **cost)
+    kls = [record["kl_reference"] for record in steps if "kl_reference" in record]
+    extremes = {
+        "drop": largest_drop([record["accuracy"] for record in evaluations]),
+        "max_kl": max((math.inf if kl is None else kl for kl in kls), default=None),
+    }
+    return Run(label, case.seed, evaluations[0], evaluations[-1], steps[-1], **cost, isa=case.isa, **extremes)
 
 
-def run_quickstart(output: pathlib.Path, seeds: Sequence[int], overrides: Sequence[str]) -> list[Run]:
-    """Runs the shipped config at each seed."""
-    return [run_trainer(output / f"quickstart-{seed}", "quickstart", seed, overrides) for seed in seeds]
+def xla_flags(isa: str | None, *, alone: bool) -> str:
+    """Returns the value of XLA_FLAGS of a run: that of this process and its own."""
+    flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_cpu_max_isa={isa}" if isa else ""]
+    return " ".join(filter(None, [*flags, "" if alone else "--xla_cpu_multi_thread_eigen=false"]))
 
 
-def run_fooled(output: pathlib.Path, seeds: Sequence[int], overrides: Sequence[str]) -> list[Run]:
-    """Runs the verifier that can be fooled from the base of the quickstart at each seed, with KL and without."""
-    bases = [output / f"quickstart-{run.seed}" / "base" for run in run_quickstart(output, seeds, overrides)]
+def _run_command(command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path | None) -> dict[str, float]:
+    """Runs a command to its end, with its output in `log`; returns its seconds and those of the CPU."""
+    shown = f"$ XLA_FLAGS='{environment['XLA_FLAGS']}' python {' '.join(command[1:])}"
+    print(shown + (f" > {log}" if log else ""), file=sys.stderr, flush=True)
+    began = time.perf_counter()
+    with contextlib.ExitStack() as files:
+        file = None if log is None else files.enter_context(log.open("ab"))
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+        # The CPU seconds of this child alone: others may run beside it.
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return {"seconds": time.perf_counter() - began, "cpu_seconds": usage.ru_utime + usage.ru_stime}
+
+
+def largest_drop(values: Sequence[float]) -> float:
+    """Returns how far a value lies at most under the best one before it.
+
+    Example:
+      >>> largest_drop([50.0, 90.0, 88.0, 95.0])
+      2.0
+    """
+    return max(max(values[: index + 1]) - value for index, value in enumerate(values))
+
+
+def run_all(runs: Sequence[Callable[[], Run]], jobs: int) -> list[Run]:
+    """Starts runs, `jobs` at a time; each of several has a core of its own, where the system can bind it."""
+    if jobs == 1:
+        return [run() for run in runs]
+    cores: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def take_core() -> None:
+        # Binds this thread alone; the processes that it starts inherit the core.
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, {cores.get()})
+
+    available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    for number in range(jobs):
+        cores.put(available[number % len(available)])
+    with ThreadPoolExecutor(jobs, initializer=take_core) as pool:
+        return list(pool.map(lambda run: run(), runs))
+
+
+def run_quickstart(
+    output: pathlib.Path, cases: Sequence[Case], overrides: Sequence[str], *, jobs: int = 1
+) -> list[Run]:
+    """Runs the shipped config in each case."""
+
+    def run(case: Case) -> Run:
+        directory = output / case.directory("quickstart")
+        return run_trainer(directory, "quickstart", case, overrides, alone=jobs == 1)
+
+    return run_all([functools.partial(run, case) for case in cases], jobs)
+
+
+def run_fooled(output: pathlib.Path, cases: Sequence[Case], overrides: Sequence[str], *, jobs: int = 1) -> list[Run]:
+    """Runs the verifier that can be fooled from the base of the quickstart in each case, with KL and without."""
+    run_quickstart(output, cases, overrides, jobs=jobs)
     training, held_out = write_problems(output)
     task = (*FOOLED, f"data.train={training}", f"data.eval={held_out}", *overrides)
-    runs = []
-    for seed, base in zip(seeds, bases, strict=True):
-        for kind, coef in (("kl", KL_COEF), ("no-kl", 0)):
-            changes = (*task, f"warm_start.checkpoint={base}", f"kl.loss.coef={coef}")
-            runs.append(run_trainer(output / f"fooled-{kind}-{seed}", f"kl.loss.coef={coef}", seed, changes))
-    return runs
+
+    def run(case: Case, kind: str, coef: float) -> Run:
+        base = output / case.directory("quickstart") / "base"
+        changes = (*task, f"warm_start.checkpoint={base}", f"kl.loss.coef={coef}")
+        directory = output / case.directory(f"fooled-{kind}")
+        return run_trainer(directory, f"kl.loss.coef={coef}", case, changes, alone=jobs == 1)
+
+    kinds = (("kl", KL_COEF), ("no-kl", 0))
+    return run_all([functools.partial(run, case, *kind) for case in cases for kind in kinds], jobs)
 
 
 def quickstart_table(runs: Sequence[Run]) -> list[str]:
-    """Returns a table with a row per seed, and whether the targets are met."""
+    """Returns a table with a row per run, and whether the targets are met."""
 
     def accuracy(record: Mapping[str, Any]) -> str:
         return f"{record['accuracy']:.1f} % ({record['accuracy_greedy']:.1f} %)"
 
-    rows = [
-        [str(run.seed), accuracy(run.first), accuracy(run.last), run.gain, run.step["kl_reference"], run.cpu_seconds]
-        for run in runs
-    ]
-    met = all(run.gain >= GAIN and run.last["accuracy"] >= ACCURACY for run in runs)
-    target = f"a gain of {GAIN:g} points and {ACCURACY:g} % at the end, at each of these seeds"
-    return [table(COLUMNS, rows), f"Target: {target}; {'met' if met else 'missed'}."]
+    rows = []
+    for run in runs:
+        extremes = (run.gain, run.drop, run.max_kl, run.cpu_seconds)
+        rows.append([str(run.seed), run.isa or "of the CPU", accuracy(run.first), accuracy(run.last), *extremes])
+    target = (
+        f"a gain of {GAIN:g} points, {ACCURACY:g} % at the end, every evaluation less than {DROP:g} points under the "
+        f"best before, no step with a KL above {MAX_KL:g} nat per token, in each of these runs"
+    )
+    missed = ", ".join(f"{run.case} ({', '.join(found)})" for run in runs if (found := run.missed()))
+    return [table(COLUMNS, rows), f"Target: {target}; {f'missed by {missed}' if missed else 'met'}."]
 
 
 def fooled_table(runs: Sequence[Run]) -> list[str]:
@@ -189,11 +310,13 @@ def fooled_table(runs: Sequence[Run]) -> list[str]:
 
 def markdown(report: Mapping[str, Any], runs: Sequence[Run], *, fooled: bool) -> str:
     """Returns when and where the runs were measured, and their table."""
-    return join([where(report), *(fooled_table if fooled else quickstart_table)(runs)])
+    jobs = report.get("jobs", 1)
+    beside = [f"{jobs} runs at a time, each on one core."] if jobs > 1 else []
+    return join([where(report), *beside, *(fooled_table if fooled else quickstart_table)(runs)])
 
 
-def draw_fooled(output: pathlib.Path, seed: int, path: pathlib.Path) -> None:
-    """Draws both runs of a seed in the same panels."""
+def draw_fooled(output: pathlib.Path, case: Case, path: pathlib.Path) -> None:
+    """Draws both runs of a case in the same panels."""
     from train.run.plots import Panel, draw_curves
 
     panels = (
@@ -203,11 +326,47 @@ def draw_fooled(output: pathlib.Path, seed: int, path: pathlib.Path) -> None:
         Panel("entropy", "Entropy of the policy", "nats per token"),
     )
     runs = {
-        f"kl.loss.coef = {KL_COEF}": read_records(output / f"fooled-kl-{seed}"),
-        "kl.loss.coef = 0": read_records(output / f"fooled-no-kl-{seed}"),
+        f"kl.loss.coef = {KL_COEF}": read_records(output / case.directory("fooled-kl")),
+        "kl.loss.coef = 0": read_records(output / case.directory("fooled-no-kl")),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     draw_curves(runs, path, panels, dpi=80)
+
+
+def draw_accuracies(output: pathlib.Path, cases: Sequence[Case], path: pathlib.Path) -> None:
+    """Draws the held-out accuracy of every run of the quickstart, a thin line each, coloured by instruction set."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    isas = list(dict.fromkeys(case.isa for case in cases))
+    for number, isa in enumerate(isas):
+        chosen = [case for case in cases if case.isa == isa]
+        for case in chosen:
+            records = [r for r in read_records(output / case.directory("quickstart")) if r["phase"] == "eval"]
+            label = f"{isa or 'instruction set of the CPU'}: {len(chosen)} seeds" if case is chosen[0] else None
+            points = [r["step"] for r in records], [r["accuracy"] for r in records]
+            axes.plot(*points, color=f"C{number}", linewidth=0.8, alpha=0.8, label=label)
+    axes.axhline(ACCURACY, color="0.4", linewidth=0.8, linestyle="--", label=f"target at the end: {ACCURACY:g} %")
+    axes.set(xlabel="RL step", ylabel="sampled accuracy on held-out sums, %")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=80)
+
+
+def instruction_sets(text: str) -> tuple[str, ...]:
+    """Parses instruction sets, separated by commas, that this CPU has."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text().split() if cpuinfo.exists() else list(INSTRUCTION_SETS.values())
+    for name in (names := cli.names(text)):
+        if name not in INSTRUCTION_SETS:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected one of {', '.join(INSTRUCTION_SETS)}")
+        if INSTRUCTION_SETS[name] not in flags:
+            raise argparse.ArgumentTypeError(f"got {name}, which this CPU lacks")
+    return names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,21 +374,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = cli.make_parser("quickstart", __doc__)
     add = parser.add_argument
     add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    add("--isa", type=instruction_sets, metavar="NAMES", help="of XLA's code, such as SSE4_2,AVX2; default: the CPU's")
+    add("--jobs", type=cli.positive, default=1, metavar="N", help="runs at a time, each on one core; default: 1")
     add("--fooled", action="store_true", help="the verifier that can be fooled, with KL and without")
     add("--output", type=pathlib.Path, help="directory of the runs, where finished ones are read; default: temporary")
-    add("--curves", type=pathlib.Path, help="with --fooled: PNG file with both runs of the first seed")
+    add(
+        "--curves",
+        type=pathlib.Path,
+        help="PNG file: the accuracy of all runs; with --fooled both runs of the first seed",
+    )
     add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config")
     cli.add_outputs(parser)
     options = parser.parse_args(arguments)
-    if options.curves and not options.fooled:
-        parser.error("--curves: only with --fooled; each run of the quickstart draws its own curves.png")
+    cases = [Case(seed, isa) for seed in options.seeds for isa in options.isa or (None,)]
     with tempfile.TemporaryDirectory() as scratch:
         output = (options.output or pathlib.Path(scratch)).absolute()
-        runs = (run_fooled if options.fooled else run_quickstart)(output, options.seeds, options.set)
-        if options.curves:
-            draw_fooled(output, options.seeds[0], options.curves)
+        output.mkdir(parents=True, exist_ok=True)
+        runs = (run_fooled if options.fooled else run_quickstart)(output, cases, options.set, jobs=options.jobs)
+        if options.curves and options.fooled:
+            draw_fooled(output, cases[0], options.curves)
+        elif options.curves:
+            draw_accuracies(output, cases, options.curves)
     versions = {"kljax": machine.release(), "jax": jax.__version__, "flax": version("flax")}
     report = {"machine": machine.describe(jax.devices("cpu")[0]), "versions": versions, "overrides": options.set}
+    report["jobs"] = options.jobs
     text = markdown(report, runs, fooled=options.fooled)
     return cli.finish(options, text, {**report, "runs": [dataclasses.asdict(run) for run in runs]}, [])
 

@@ -1,7 +1,10 @@
 """The quickstart's benchmark: its task, its tables and what it calls a target that is met."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -9,11 +12,24 @@ from benchmarks import quickstart
 from train.data.tasks import arithmetic
 
 
-def run(seed=0, *, before=50.0, after=95.0, label="quickstart"):
+def run(seed=0, *, before=50.0, after=95.0, label="quickstart", **more):
     first = {"accuracy": before, "accuracy_greedy": 90.0, "reward": before / 100}
     last = {"accuracy": after, "accuracy_greedy": 96.0, "reward": 0.97}
     step = {"kl_reference": 0.2, "entropy": 0.1}
-    return quickstart.Run(label, seed, first, last, step, 100.0, 160.0)
+    return quickstart.Run(label, seed, first, last, step, 100.0, 160.0, **{"drop": 1.0, "max_kl": 0.3} | more)
+
+
+def write_run(directory, *, accuracies=(50.0, 95.0), kls=(0.1,)):
+    """Writes a finished run."""
+    directory.mkdir()
+    records = [{"phase": "warm_start", "step": 1, "loss": 2.0}]
+    records += [{"phase": "train", "step": step + 1, "kl_reference": kl} for step, kl in enumerate(kls)]
+    records += [
+        {"phase": "eval", "step": 50 * number, "accuracy": accuracy, "accuracy_greedy": 90.0}
+        for number, accuracy in enumerate(accuracies)
+    ]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (directory / "summary.json").write_text("{}")
 
 
 def test_the_verifier_is_fooled_by_a_larger_number():
@@ -38,16 +54,22 @@ def test_the_problems_are_those_of_the_quickstart(tmp_path):
 @pytest.mark.parametrize(
     ("runs", "verdict"),
     [
-        ([run(0), run(1)], "met"),
-        ([run(0), run(1, after=89.9)], "missed"),
-        ([run(0, before=60.1)], "missed"),
+        ([run(0), run(1, drop=4.9, max_kl=1.0)], "met"),
+        ([run(0), run(1, after=94.9)], "missed by seed 1 (94.9 %)"),
+        ([run(0, before=60.1)], "missed by seed 0 (+34.9 points)"),
+        ([run(2, isa="AVX2", drop=5.0)], "missed by seed 2 AVX2 (a drop of 5.0 points)"),
+        (
+            [run(0, max_kl=1e13), run(1, max_kl=1.01)],
+            "missed by seed 0 (a KL of 1e+13 nats), seed 1 (a KL of 1.01 nats)",
+        ),
     ],
 )
-def test_the_table_says_whether_every_seed_meets_the_target(runs, verdict):
+def test_the_table_names_the_runs_that_miss_a_target(runs, verdict):
     text, target = quickstart.quickstart_table(runs)
-    assert target.endswith(f"at each of these seeds; {verdict}.")
+    assert target.endswith(f"in each of these runs; {verdict}.")
     assert text.startswith("| seed | ")
-    assert f"| {runs[0].seed} | {runs[0].first['accuracy']:.1f} % (90.0 %) |" in text
+    first = runs[0]
+    assert f"| {first.seed} | {first.isa or 'of the CPU'} | {first.first['accuracy']:.1f} % (90.0 %) |" in text
 
 
 def test_the_table_of_the_fooled_verifier_shows_reward_beside_accuracy():
@@ -55,23 +77,43 @@ def test_the_table_of_the_fooled_verifier_shows_reward_beside_accuracy():
     assert "| 3 | `kl.loss.coef=0` | 50.0 % -> 97.0 % | 50.0 % -> 12.0 % | 0.100 | 0.20 |" in text
 
 
-def test_curves_without_the_fooled_verifier_are_refused(capsys):
+def test_finished_runs_are_read_and_drawn_and_not_run_again(tmp_path):
+    cases = [quickstart.Case(3), quickstart.Case(3, "AVX2")]
+    write_run(tmp_path / "quickstart-3")
+    write_run(tmp_path / "quickstart-3-AVX2", accuracies=(40.0, 93.0, 80.0, 96.0), kls=(0.1, 7.0, 0.2))
+    plain, other = quickstart.run_quickstart(tmp_path, cases, [], jobs=2)
+    assert (plain.case, plain.gain, plain.drop, plain.max_kl, plain.cpu_seconds) == ("seed 3", 45.0, 0.0, 0.1, None)
+    assert (other.case, other.gain, other.drop, other.max_kl) == ("seed 3 AVX2", 56.0, 13.0, 7.0)
+    row = "| 3 | AVX2 | 40.0 % (90.0 %) | 96.0 % (90.0 %) | +56.0 | 13.0 | 7.00 |  |"
+    assert row in quickstart.quickstart_table([plain, other])[0]
+    quickstart.draw_accuracies(tmp_path, cases, tmp_path / "pictures" / "all.png")
+    assert (tmp_path / "pictures" / "all.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_kl_that_was_not_finite_is_infinite(tmp_path):
+    write_run(tmp_path / "quickstart-0", kls=(0.1, None))
+    (found,) = quickstart.run_quickstart(tmp_path, [quickstart.Case(0)], [])
+    assert found.missed() == ["a KL of inf nats"]
+
+
+def test_flags_of_a_run_come_behind_those_of_the_user(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_flag=1")
+    assert quickstart.xla_flags(None, alone=True) == "--xla_flag=1"
+    beside = "--xla_flag=1 --xla_cpu_max_isa=AVX2 --xla_cpu_multi_thread_eigen=false"
+    assert quickstart.xla_flags("AVX2", alone=False) == beside
+
+
+def test_an_unknown_instruction_set_is_refused(capsys):
     with pytest.raises(SystemExit):
-        quickstart.main(["--curves", "picture.png"])
-    assert "--curves: only with --fooled" in capsys.readouterr().err
+        quickstart.main(["--isa", "SSE4_2,AVX3"])
+    assert "--isa: got 'AVX3', expected one of SSE4_2, AVX, AVX2, AVX512" in capsys.readouterr().err
 
 
-def test_a_finished_run_is_read_and_not_run_again(tmp_path):
-    directory = tmp_path / "quickstart-3"
-    directory.mkdir()
-    records = [
-        {"phase": "warm_start", "step": 1, "loss": 2.0},
-        {"phase": "eval", "step": 0, "accuracy": 50.0, "accuracy_greedy": 90.0},
-        {"phase": "train", "step": 1, "kl_reference": 0.1},
-        {"phase": "eval", "step": 1, "accuracy": 95.0, "accuracy_greedy": 97.0},
-    ]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (directory / "summary.json").write_text("{}")
-    (found,) = quickstart.run_quickstart(tmp_path, [3], [])
-    assert (found.seed, found.gain, found.cpu_seconds) == (3, 45.0, None)
-    assert "| 3 | 50.0 % (90.0 %) | 95.0 % (97.0 %) | +45.0 | 0.10 |  |" in quickstart.quickstart_table([found])[0]
+def test_every_command_has_its_own_cpu_time_and_log(tmp_path):
+    def cost(code):
+        return quickstart._run_command([sys.executable, "-c", code], {**os.environ, "XLA_FLAGS": ""}, tmp_path / "log")
+
+    assert set(cost("print('hello')")) == {"seconds", "cpu_seconds"}
+    assert (tmp_path / "log").read_text() == "hello\n"
+    with pytest.raises(subprocess.CalledProcessError):
+        cost("raise SystemExit(2)")
