@@ -24,7 +24,7 @@ STEPS = 2
 TRAIN_METRICS = {
     *("reward", "correct", "kl_reference", "rollout_kl", "entropy", "loss", "policy_loss", "kl_loss"),
     *("rollout_kl_loss", "clip_fraction", "ppo_kl", "grad_norm", "completion_length", "finished"),
-    *("rollout_log_prob_error", "rollout_occupancy", "skipped_updates"),
+    *("rollout_log_prob_error", "rollout_occupancy", "skipped_updates", "kl_reference_max"),
 }
 TIMES = ("rollout", "rewards", "update", "rollout_tokens_per_second")
 EVAL_METRICS = {"accuracy", "correct", "reward", "accuracy_greedy"}

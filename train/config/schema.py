@@ -116,13 +116,15 @@ class Guard(Section):
     """Answers to numbers that are not finite, and to KL and entropy beyond their limits."""
 
     max_skipped: Count = 5
-    """Updates in a row that may be skipped, because loss or gradient are not finite, before the run stops."""
-    max_kl: Positive | None = None
-    """Limit of the KL to the reference after a step, nats per token; null: none."""
+    """Updates in a row that may be skipped, not finite or beyond a limit (`skip`), before the run stops."""
+    max_kl: Positive | None = 10.0
+    """Limit of a step's mean KL to the reference, nats per token, where it is measured; null: none."""
+    max_token_kl: Positive | None = 1e6
+    """Limit of the KL to the reference that a step estimates at one token, nats; null: none."""
     min_entropy: Positive | None = None
-    """Limit of the policy's entropy after a step, nats per token; null: none."""
-    action: Literal["stop", "roll_back", "lower_learning_rate"] = "stop"
-    """Beyond a limit: `stop`; `roll_back`: take the weights of the last checkpoint; `lower_learning_rate`."""
+    """Limit of a step's mean entropy of the policy, nats per token; null: none."""
+    action: Literal["warn", "skip", "stop", "roll_back", "lower_learning_rate"] = "warn"
+    """Beyond a limit: `warn`; `skip` the update; `stop`; `roll_back` to the last checkpoint; `lower_learning_rate`."""
     learning_rate_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """lower_learning_rate: what the learning rate is multiplied by each time."""
     max_actions: Count = 3

@@ -52,6 +52,7 @@ class Batch:
         for an advantage of 0; None if all are kept.
       token_weights: [B, T] weight of each token in the loss of its optimizer batch.
       kl_token_weights: [B, T] the same for the KL of the loss; None if it is reduced as the loss.
+      row_numbers: [B] int32, numbers of the rows in the rollout batch, known inside an update.
     """
 
     tokens: Array
@@ -73,6 +74,7 @@ class Batch:
     kept_mask: Array | None = None
     token_weights: Array | None = None
     kl_token_weights: Array | None = None
+    row_numbers: Array | None = dataclasses.field(default=None, metadata=GROUP)
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)

@@ -1,5 +1,6 @@
 """Metrics of the compiled functions: parts that are merged exactly and divided once, on the host."""
 
+import dataclasses
 from typing import Any, Protocol, Self
 
 import jax
@@ -22,6 +23,80 @@ class Metric(Protocol):
 
 
 Metrics = dict[str, Metric]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LargestToken:
+    """The token with the largest value, whatever the split of the batch; of equal ones the first by row and column.
+
+    Attributes:
+      largest: its value, a scalar; negative infinity if there was no token. NaN counts as infinite.
+      place: row times the number of columns, plus column, int32; the row is that of the rollout batch.
+      log_prob: log-prob of the token under the policy.
+      ref_log_prob: the same under the reference; NaN if it is not known.
+    """
+
+    largest: jax.Array
+    place: jax.Array
+    log_prob: jax.Array
+    ref_log_prob: jax.Array
+
+    @classmethod
+    def of(
+        cls,
+        values: jax.Array,
+        mask: jax.Array,
+        *,
+        rows: jax.Array,
+        log_probs: jax.Array,
+        ref_log_probs: jax.Array | None,
+    ) -> Self:
+        """Finds the token among those of a mask, detached.
+
+        Args:
+          values: [B, T].
+          mask: [B, T] bool.
+          rows: [B] int32, the numbers of the rows.
+          log_probs, ref_log_probs: [B, T].
+        """
+        columns = mask.shape[1]
+        places = rows[:, None] * columns + jnp.arange(columns, dtype=rows.dtype)
+        reference = jnp.full_like(log_probs, jnp.nan) if ref_log_probs is None else ref_log_probs
+        tokens = cls(
+            jnp.where(mask, values, -jnp.inf),
+            jnp.where(mask, places, jnp.iinfo(jnp.int32).max),
+            jnp.where(mask, log_probs, -jnp.inf),
+            jnp.where(mask, reference, -jnp.inf),
+        )
+        return jax.lax.stop_gradient(tokens).reduce(None)
+
+    def __add__(self, other: Self) -> Self:
+        return _merge_tokens(self, other)
+
+    def reduce(self, axis: int | None = 0) -> Self:
+        """Merges parts that lie along an axis; None: along all."""
+        order = jnp.where(jnp.isnan(self.largest), jnp.inf, self.largest)
+        largest = order == order.max(axis, keepdims=True)
+        place = jnp.where(largest, self.place, jnp.iinfo(jnp.int32).max).min(axis, keepdims=True)
+        # One token has this place, so that its numbers are the largest of those that are left.
+        chosen = largest & (self.place == place)
+        return type(self)(
+            jnp.where(chosen, self.largest, -jnp.inf).max(axis),
+            place.reshape(()) if axis is None else place.squeeze(axis),
+            jnp.where(chosen, self.log_prob, -jnp.inf).max(axis),
+            jnp.where(chosen, self.ref_log_prob, -jnp.inf).max(axis),
+        )
+
+    def value(self) -> jax.Array:
+        """Returns the value of the token."""
+        return self.largest
+
+
+# The updates of a step are merged outside their programs: compiled, this is one call.
+@jax.jit
+def _merge_tokens(first: LargestToken, second: LargestToken) -> LargestToken:
+    return jax.tree.map(lambda *parts: jnp.stack(parts), first, second).reduce()
 
 
 def single(value: jax.Array) -> kljax.WeightedSum:

@@ -23,7 +23,7 @@ from train.models.attention import PackedRows
 from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import correct, loss_mask
-from train.rl.metrics import Metrics, single
+from train.rl.metrics import LargestToken, Metrics, single
 from train.rl.policy import fused_loss, token_stats, token_values
 from train.rl.state import keep_unless, policy_of
 
@@ -370,11 +370,19 @@ def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Met
         "entropy": kljax.WeightedSum.of(required(stats.entropy), mask),
         "ppo_kl": kljax.ppo_kl(stats.log_prob, required(batch.old_log_probs), mask),
     }
+    rows = jnp.arange(len(mask), dtype=jnp.int32) if batch.row_numbers is None else batch.row_numbers
+    largest = functools.partial(
+        LargestToken.of, mask=mask, rows=rows, log_probs=stats.log_prob, ref_log_probs=batch.ref_log_probs
+    )
     if batch.ref_log_probs is not None:
-        metrics["kl_reference"] = kljax.reference_kl(stats.log_prob, required(batch.ref_log_probs), mask)
+        metrics["kl_reference"] = kljax.reference_kl(stats.log_prob, batch.ref_log_probs, mask)
+        estimates = kljax.estimate_kl(stats.log_prob, batch.ref_log_probs, mask, estimator="k3")
+        metrics["kl_reference_max"] = largest(estimates)
     if stats.kl is not None:
         forward = config.kl.loss.direction == "forward"
         metrics["kl_reference_forward" if forward else "kl_reference_exact"] = kljax.WeightedSum.of(stats.kl, mask)
+        if not forward:
+            metrics["kl_reference_exact_max"] = largest(stats.kl)
     if batch.rollout_log_probs is not None:
         metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, required(batch.rollout_log_probs), mask)
         if config.loss.old_log_probs == "trainer":

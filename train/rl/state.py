@@ -41,15 +41,15 @@ class GuardState:
         skipped, nonfinite, actions = (jnp.full((), number, jnp.int32) for number in (0, -1, 0))
         return cls(skipped, nonfinite, actions, jnp.ones((), jnp.float32))
 
-    def after(self, finite: jax.Array, squares: Tree) -> "GuardState":
-        """Returns the state after an update whose loss and gradient were finite, or not.
+    def after(self, applied: jax.Array, squares: Tree) -> "GuardState":
+        """Returns the state after an update that was applied or skipped.
 
         Args:
           squares: sum of the squares of each gradient, with the structure of the trainable weights.
         """
-        skipped = jnp.where(finite, 0, self.skipped + 1)
+        skipped = jnp.where(applied, 0, self.skipped + 1)
         first = _first(~jnp.isfinite(jnp.stack(jax.tree.leaves(squares))))
-        return dataclasses.replace(self, skipped=skipped, nonfinite=jnp.where(finite, -1, first))
+        return dataclasses.replace(self, skipped=skipped, nonfinite=jnp.where(applied, -1, first))
 
 
 @jax.tree_util.register_dataclass
@@ -155,9 +155,9 @@ def _first(wrong: jax.Array) -> jax.Array:
     return jnp.where(wrong.any(), jnp.argmax(wrong), -1)
 
 
-def keep_unless(finite: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Returns `new` where `finite` is true, else `old`.
+def keep_unless(applied: jax.Array, new: Tree, old: Tree) -> Tree:
+    """Returns `new` where `applied` is true, else `old`.
 
-    `finite` comes from the gradient and not from `new`, so that `new` can take the memory of a donated `old`.
+    `applied` comes from gradient and metrics and not from `new`, so that `new` can take the memory of a donated `old`.
     """
-    return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    return jax.tree.map(lambda a, b: jnp.where(applied, a, b), new, old)

@@ -21,6 +21,7 @@ from train.models.attention import PackedRows
 from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, row_count, take_rows
+from train.rl.limits import SHARE, is_beyond
 from train.rl.metrics import Metrics, single
 from train.rl.policy import paired_hidden_states, token_stats, token_values
 from train.rl.reference import Reference, reference_head, restore_shared_base
@@ -198,7 +199,8 @@ def make_update(
     the layers run through packed rows; each of their numbers is a program.
 
     An update whose loss or gradient is not finite is skipped: weights and optimizer stay as they are. The metric
-    `skipped_updates` and the guard's part of the state count it.
+    `skipped_updates` and the guard's part of the state count it. With `guard.action: skip` an update beyond a limit is
+    skipped likewise; the limit is compared with the metrics of all its rows.
     """
     objective = objectives.make_objective(config, model)
     gradient = jax.value_and_grad(objective, has_aux=True)
@@ -208,7 +210,8 @@ def make_update(
         count = config.optim.micro_batches if packed is None else len(packed.tokens)
         moved = packed is not None and moves and count * mesh.shape["data"] * mesh.shape["fsdp"] > 1
         # An update on all rows ignores their order, so that no row moves between devices.
-        chosen = batch if len(rows) == row_count(batch) and not moved else take_rows(batch, rows)
+        numbered = dataclasses.replace(batch, row_numbers=jnp.arange(row_count(batch), dtype=jnp.int32))
+        chosen = numbered if len(rows) == row_count(batch) and not moved else take_rows(numbered, rows)
         weighted = objectives.with_token_weights(config, chosen)
         parts = micro_batches(weighted, count, group=1 if moved else group)
         return jax.lax.with_sharding_constraint((parts, packed), _micro_sharding(mesh))
@@ -233,12 +236,15 @@ def make_update(
         squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), grads)
         norm = jnp.sqrt(optax.tree.sum(squares))
         metrics = found.reduce().of_update() | {"grad_norm": single(norm)}
-        finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
-        changes, opt_state = _advance(config, optimizer, grads, state, finite)
+        applied = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
+        if config.guard.action == "skip":
+            beyond = applied & is_beyond(config.guard, metrics)
+            applied, metrics[SHARE] = applied & ~beyond, single(1.0 * beyond)
+        changes, opt_state = _advance(config, optimizer, grads, state, applied)
         changes = _slowed(config, changes, state.guard)
-        trainable = keep_unless(finite, optax.apply_updates(state.trainable, changes), state.trainable)
-        guard = state.guard.after(finite, squares)
-        metrics["skipped_updates"] = single(1.0 - finite)
+        trainable = keep_unless(applied, optax.apply_updates(state.trainable, changes), state.trainable)
+        guard = state.guard.after(applied, squares)
+        metrics["skipped_updates"] = single(1.0 - applied)
         return dataclasses.replace(state, trainable=trainable, opt_state=opt_state, guard=guard), metrics
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -248,14 +254,14 @@ def make_update(
 
 
 def _advance(
-    config: Config, optimizer: optax.GradientTransformation, grads: Tree, state: TrainState, finite: jax.Array
+    config: Config, optimizer: optax.GradientTransformation, grads: Tree, state: TrainState, applied: jax.Array
 ) -> tuple[Tree, Tree]:
-    """Returns the changes of the optimizer, and its new state if the update is finite, else the old one."""
+    """Returns the changes of the optimizer, and its new state if the update is applied, else the old one."""
     if config.optim.host_memory:
         update = optax.with_extra_args_support(optimizer).update
-        return update(grads, state.opt_state, state.trainable, finite=finite)
+        return update(grads, state.opt_state, state.trainable, finite=applied)
     changes, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
-    return changes, keep_unless(finite, opt_state, state.opt_state)
+    return changes, keep_unless(applied, opt_state, state.opt_state)
 
 
 def _slowed(config: Config, changes: Tree, guard: GuardState) -> Tree:

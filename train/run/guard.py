@@ -1,9 +1,11 @@
 """The guard of a run on the host: it reports skipped updates, answers limits, and saves finite states alone."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +14,20 @@ import numpy as np
 from kljax.trees import named_leaves
 from train.config.errors import GuardError, warn
 from train.config.schema import Config
+from train.data.tokenizers import Tokenizer
 from train.distributed import on_leader, place_whole, to_host
 from train.rl.batch import Batch
+from train.rl.limits import SHARE, limits
+from train.rl.metrics import LargestToken
 from train.rl.state import GuardState, TrainState, first_nonfinite
 from train.weights.orbax import Checkpoints
 
 Tree = Any
-KLS = ("kl_reference", "kl_reference_exact")
+Tokens = Mapping[str, LargestToken]
+WARN_EVERY = 50
+"""Steps between warnings that a limit is left; one that is left ten times as far is reported at once."""
+SHOWN_PROMPT = 60
+"""Characters of a prompt in a message."""
 MAX_BATCHES = 20
 """Batches of skipped updates that a run keeps; later ones are only reported."""
 FIELDS = (
@@ -48,6 +57,34 @@ def check_finite(tree: Tree, what: str) -> None:
         raise GuardError(f"{what}: {name} has numbers that are not finite; nothing was saved")
 
 
+class Beyond(NamedTuple):
+    """A limit that a step has left: the message, how many times as large the value is, and whether a token has it."""
+
+    reason: str
+    factor: float
+    of_token: bool
+
+    def describe(self, name_token: Callable[[], str]) -> str:
+        """Returns the message, with the token if one has the value."""
+        return self.reason + (name_token() if self.of_token else "")
+
+
+class Warnings:
+    """Counts the steps beyond a limit and chooses those that are reported, so that many of them are a few lines."""
+
+    def __init__(self) -> None:
+        self._last, self._worst, self._silent = -math.inf, 0.0, 0
+
+    def count(self, step: int, factor: float) -> tuple[bool, int]:
+        """Returns whether a step is reported, and the number of steps since the last report that were not."""
+        if step < self._last + WARN_EVERY and not factor >= 10 * self._worst:
+            self._silent += 1
+            return False, 0
+        before, self._silent = self._silent, 0
+        self._last, self._worst = step, factor
+        return True, before
+
+
 class Watch:
     """Stands between the loop and the checkpoints.
 
@@ -55,17 +92,34 @@ class Watch:
       checkpoints: the checkpoints of the run.
     """
 
-    def __init__(self, config: Config, checkpoints: Checkpoints, directory: Path) -> None:
+    def __init__(
+        self, config: Config, checkpoints: Checkpoints, directory: Path, tokenizer: Tokenizer | None = None
+    ) -> None:
         self.checkpoints = checkpoints
         self._guard = config.guard
         self._directory = directory
-        self._first = ""
+        self._tokenizer = tokenizer
+        self._cause = ""
+        self._name_token: Callable[[], str] = str
+        self._warnings = Warnings()
 
-    def inspect(self, batch: Batch, state: TrainState) -> None:
-        """Reports a step with skipped updates, names the first array that was not finite, and keeps the batch."""
+    def inspect(self, batch: Batch, state: TrainState, values: Mapping[str, float], tokens: Tokens) -> None:
+        """Reports a step with updates that were not finite, and keeps the batch for `check`, which follows.
+
+        Args:
+          values: the metrics of the step.
+          tokens: those that name a token, on the host.
+        """
+        # A look-up copies rows to the host, which only a message is worth.
+        self._name_token = functools.partial(describe_token, batch, tokens, self._tokenizer)
+        if values["skipped_updates"] > values.get(SHARE, 0.0):
+            self._keep(batch, state)
+
+    def _keep(self, batch: Batch, state: TrainState) -> None:
+        """Names the first array that was not finite, and writes the batch."""
         step = int(state.step)
-        self._first = self._name(batch, state)
-        text = f"step {step}: an update was skipped, because {self._first} is not finite"
+        self._cause = f"{self._name(batch, state)} is not finite"
+        text = f"step {step}: an update was skipped, because {self._cause}"
         arrays = dict(_arrays(batch))
 
         def write() -> str:
@@ -94,14 +148,30 @@ class Watch:
         Raises:
           GuardError: too many updates in a row were skipped, or a limit was left and the run is to stop.
         """
+        # The batch is not kept until the next step.
+        name_token, self._name_token = self._name_token, str
+        action, beyond = self._guard.action, self._beyond_limit(values)
+        if beyond is not None and action in ("warn", "skip"):
+            self._report(int(state.step), beyond, name_token)
         if values["skipped_updates"] > 0 and int(state.guard.skipped) >= self._guard.max_skipped:
             self._stop_skipping(state)
-        reason = self._beyond_limit(values)
-        return state if reason is None else self._act(state, reason)
+        if beyond is None or action in ("warn", "skip"):
+            return state
+        return self._act(state, beyond.describe(name_token))
+
+    def _report(self, step: int, beyond: Beyond, name_token: Callable[[], str]) -> None:
+        skip = self._guard.action == "skip"
+        shown, before = self._warnings.count(step, beyond.factor)
+        if skip:
+            self._cause = f"it is beyond a limit: {beyond.reason}"
+        if shown:
+            done = "an update was skipped, because it was beyond a limit: " if skip else ""
+            more = f"; so were {before} steps since the last such warning" if before else ""
+            warn(f"step {step}: {done}{beyond.describe(name_token)}{more}; guard.action is {self._guard.action}")
 
     def _stop_skipping(self, state: TrainState) -> None:
         step, skipped = int(state.step), int(state.guard.skipped)
-        text = f"guard.max_skipped: {skipped} updates in a row were skipped; at step {step} {self._first} is not finite"
+        text = f"guard.max_skipped: {skipped} updates in a row were skipped; at step {step} {self._cause}"
         if nonfinite_array(state.trainable) is not None:
             self.wait()
             raise GuardError(f"{text}{self._last_checkpoint()}")
@@ -110,14 +180,21 @@ class Watch:
         self.wait()
         raise GuardError(f"{text}\nStep {step} is saved, with the weights from before; continue with --resume")
 
-    def _beyond_limit(self, values: Mapping[str, float]) -> str | None:
-        guard = self._guard
-        kl = max((values[name] for name in KLS if name in values), default=0.0)
-        if guard.max_kl is not None and kl > guard.max_kl:
-            return f"guard.max_kl: the KL to the reference is {kl:.4g}, the limit {guard.max_kl:g}"
-        if guard.min_entropy is not None and values["entropy"] < guard.min_entropy:
-            return f"guard.min_entropy: the entropy is {values['entropy']:.4g}, the limit {guard.min_entropy:g}"
-        return None
+    def _beyond_limit(self, values: Mapping[str, float]) -> Beyond | None:
+        """Returns the limit that the step is furthest beyond; None if it is beyond none, or skips and skipped none."""
+        found = []
+        for limit in limits(self._guard):
+            for name in limit.metrics:
+                if name in values and limit.is_left_by(values[name]):
+                    reason = f"{limit.field}: {limit.name} is {values[name]:.4g}, the limit {limit.number:g}"
+                    found.append(Beyond(reason, _ratio(values[name], limit.number), not limit.least))
+        if self._guard.action == "skip":
+            if not values.get(SHARE):
+                return None
+            # The mean of a step may be within a limit that one of its updates has left.
+            fields = " or ".join(limit.field for limit in limits(self._guard))
+            found = found or [Beyond(f"{fields}, at one of the updates", 1.0, "kl_reference_max" in values)]
+        return max(found, key=lambda beyond: beyond.factor, default=None)
 
     def _act(self, state: TrainState, reason: str) -> TrainState:
         guard, step, actions = self._guard, int(state.step), int(state.guard.actions)
@@ -158,6 +235,43 @@ class Watch:
     def wait(self) -> None:
         """Waits until what was saved is on disk."""
         self.checkpoints.wait()
+
+
+def _ratio(value: float, number: float) -> float:
+    """Returns how many times a value is as large as its limit, or as small."""
+    larger, smaller = max(abs(value), number), min(abs(value), number)
+    return larger / smaller if smaller else math.inf
+
+
+def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None) -> str:
+    """Names the token with the largest KL to the reference, for a message; empty if no metric has one.
+
+    Every process of a run calls it, as the rows of a batch may be spread over them.
+    """
+    token = next((tokens[name] for name in ("kl_reference_max", "kl_reference_exact_max") if name in tokens), None)
+    if token is None or not token.largest > -math.inf:
+        return ""
+    row, column = divmod(int(token.place), batch.tokens.shape[1])
+    arrays = to_host({name: getattr(batch, name) for name in ("tokens", "token_mask", "completion_mask")})
+    ids, real, drawn = (np.asarray(arrays[name][row]) for name in ("tokens", "token_mask", "completion_mask"))
+    prompt = ids[: np.argmax(drawn)][real[: np.argmax(drawn)]].tolist()
+    number, text = int(drawn[: column + 1].sum()), f"id {ids[column]}"
+    place = f"row {row}"
+    if tokenizer is not None:
+        end = ids[column] in tokenizer.eos_ids
+        text += " (end)" if end else f" ({_quoted(tokenizer.decode([int(ids[column])]))})"
+        place += f", {_quoted(tokenizer.decode(prompt))}"
+    known = [(token.log_prob, "the policy"), (token.ref_log_prob, "the reference")]
+    log_probs = ", ".join(f"{number:.4g} under {who}" for number, who in known if not np.isnan(number))
+    return (
+        f"; the largest is {token.largest:.4g} at token {number} of the {int(drawn.sum())} sampled in {place}: {text}, "
+        f"log-prob {log_probs}"
+    )
+
+
+def _quoted(text: str) -> str:
+    """Returns a short text on one line, in quotes; the end is what a token follows."""
+    return repr(text if len(text) <= SHOWN_PROMPT else f"...{text[-SHOWN_PROMPT:]}")
 
 
 def _with(guard: GuardState, **numbers: float) -> GuardState:

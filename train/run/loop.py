@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from train.references import (
 )
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
-from train.rl.metrics import metric_values, single
+from train.rl.metrics import LargestToken, metric_values, single
 from train.rl.objective import coefficients
 from train.rl.packing import Packer, StepPacking, make_packer
 from train.rl.reference import FrozenWeights, drop_shared_base, reference_head
@@ -93,11 +93,11 @@ def rl_step(
     state: TrainState,
     *,
     step: int,
-    inspect: Callable[[Batch, TrainState], None] | None = None,
+    inspect: Callable[[Batch, TrainState, Mapping[str, float], Mapping[str, LargestToken]], None] | None = None,
 ) -> tuple[TrainState, dict, dict]:
     """Samples one rollout batch and makes every update on it; returns state, metrics and seconds of each part.
 
-    `inspect` is called with the scored batch and the state if an update was skipped.
+    `inspect` is called with the scored batch, the state, the metrics, and the tokens of those that name one.
     """
     config, base, clock = context.config, frozen.base, time.perf_counter()
     plan = Plan.of(config)
@@ -132,11 +132,12 @@ def rl_step(
     if programs.follow is not None:
         following = programs.follow(following, state.trainable[policy_part(state.trainable)], state.step)
         state = dataclasses.replace(state, reference=following)
+    totals = jax.device_get(totals)
     values = rollout.metrics | metric_values(totals) | dict(packing.metrics)
     if programs.store is not None:
         programs.store.collect()
-    if inspect is not None and values["skipped_updates"] > 0:
-        inspect(batch, state)
+    if inspect is not None:
+        inspect(batch, state, values, {name: x for name, x in totals.items() if isinstance(x, LargestToken)})
     seconds = {
         "rollout": rollout.arrived - clock,
         "rewards": judged - rollout.arrived,

@@ -171,7 +171,7 @@ def _reinforce(
     if isinstance(source, AheadSource):
         source.attach(checkpoints, int(state.step))
     programs = Programs.of(context, state, source)
-    watch = Watch(context.config, checkpoints, directory.nonfinite)
+    watch = Watch(context.config, checkpoints, directory.nonfinite, context.tokenizer)
     if not checkpoints.steps():
         write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
         watch.save(state, 0)

@@ -13,6 +13,8 @@ import kljax
 from tests import tiny
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
+from train.rl.limits import SHARE, is_beyond
+from train.rl.metrics import LargestToken, single
 from train.rl.objective import coefficients, make_control
 from train.rl.state import first_nonfinite
 from train.rl.step import make_update
@@ -74,6 +76,79 @@ def test_an_array_whose_gradient_has_finite_numbers_and_no_finite_norm_is_named(
     state, metrics = apply(update, large, tiny.state_of(CONFIG, make_optimizer(CONFIG.optim)))
     assert float(metrics["skipped_updates"].value()) == 1
     assert int(state.guard.nonfinite) >= 0
+
+
+def test_an_update_beyond_a_limit_is_skipped_by_the_mean_of_all_its_rows():
+    config = tiny.config_of("guard.action=skip", "optim.micro_batches=2")
+    optimizer = make_optimizer(config.optim)
+    state = tiny.state_of(config, optimizer)
+    update = make_update(config, MODEL, optimizer, state, tiny.mesh_of())
+    row, column, before = 3, 6, jax.device_get((state.trainable, state.opt_state))
+
+    def with_reference(log_prob):
+        spike = prepared().ref_log_probs.at[row, column].set(log_prob)
+        return dataclasses.replace(prepared(), ref_log_probs=spike)
+
+    state, metrics = apply(update, with_reference(40.0), state)
+    largest = metrics["kl_reference_max"]
+    assert (int(largest.place), float(largest.ref_log_prob)) == (row * tiny.LENGTH + column, 40.0)
+    # k3 of one token is exp(6) - 7 = 396, of 20 tokens in the mean: 19.8, beyond 10.
+    state, metrics = apply(update, with_reference(largest.log_prob + 6), state)
+    assert (float(metrics["skipped_updates"].value()), float(metrics[SHARE].value())) == (1, 1)
+    assert (int(state.guard.skipped), int(state.guard.nonfinite)) == (2, -1)
+    chex.assert_trees_all_equal(jax.device_get((state.trainable, state.opt_state)), before)
+    # exp(5) - 6 = 142 is 7.1 in the mean, although about 14 in that of its micro-batch.
+    state, metrics = apply(update, with_reference(largest.log_prob + 5), state)
+    assert 7 < float(metrics["kl_reference"].value()) < 10
+    assert (float(metrics["skipped_updates"].value()), float(metrics[SHARE].value())) == (0, 0)
+    assert int(state.guard.skipped) == 0
+
+
+def test_each_limit_is_left_on_its_own_side_and_not_by_what_is_no_number():
+    metrics = {name: single(jnp.float32(1)) for name in ("kl_reference", "kl_reference_max", "entropy")}
+    for limit, name, beyond in (
+        ("max_kl", "kl_reference", 10.5),
+        ("max_token_kl", "kl_reference_max", 2e6),
+        ("min_entropy", "entropy", 0.1),
+    ):
+        guard = tiny.config_of("guard.min_entropy=0.2").guard
+        assert not is_beyond(guard, metrics)
+        assert is_beyond(guard, metrics | {name: single(jnp.float32(beyond))})
+        assert not is_beyond(guard, metrics | {name: single(jnp.float32(jnp.nan))})
+        without = guard.model_copy(update={limit: None})
+        assert not is_beyond(without, metrics | {name: single(jnp.float32(beyond))})
+
+
+@pytest.mark.parametrize("special", [1.0, np.inf, np.nan])
+def test_the_largest_token_is_the_same_however_a_batch_is_split(special):
+    rng, shape = np.random.default_rng(0), (8, 5)
+    mask, log_probs = rng.random(shape) < 0.6, rng.normal(size=shape).astype(np.float32)
+    mask[5], values = False, rng.integers(-3, 1, shape).astype(np.float32)
+    # Three equal ones, and a larger one that is masked.
+    for row, column in ((6, 3), (2, 4), (2, 1)):
+        mask[row, column], values[row, column] = True, special
+    mask[0, 0], values[0, 0] = False, 9
+
+    def of(rows):
+        parts = (jnp.asarray(x[rows]) for x in (values, mask))
+        more = {"log_probs": jnp.asarray(log_probs[rows]), "ref_log_probs": jnp.asarray(2 * log_probs[rows])}
+        return LargestToken.of(*parts, rows=jnp.asarray(rows, jnp.int32), **more)
+
+    expected = (2 * 5 + 1, log_probs[2, 1], 2 * log_probs[2, 1])
+    order = rng.permutation(8)
+    micro = jax.tree.map(lambda *parts: jnp.stack(parts), *map(of, order.reshape(4, 2))).reduce()
+    for token in (of(np.arange(8)), of(order), micro, of(order[:3]) + of(order[3:]), of(order[3:]) + of(order[:3])):
+        np.testing.assert_array_equal(token.value(), np.float32(special))
+        assert (int(token.place), token.log_prob, token.ref_log_prob) == expected
+    empty = of(np.array([5]))
+    assert empty.value() == -np.inf
+    assert int((empty + micro).place) == expected[0]
+    mesh = tiny.mesh_of(2, 2)
+    rows, whole = (jax.NamedSharding(mesh, jax.P(axes)) for axes in (("data", "fsdp"), None))
+    arrays = jax.device_put((values, mask, np.arange(8, dtype=np.int32), log_probs), rows)
+    find = jax.jit(lambda v, m, r, x: LargestToken.of(v, m, rows=r, log_probs=x, ref_log_probs=2 * x))
+    token = jax.device_put(find(*arrays), whole)
+    assert (int(token.place), token.log_prob, token.ref_log_prob) == expected
 
 
 def test_the_first_leaf_that_is_not_finite_is_found():

@@ -151,8 +151,15 @@ def test_the_loss_is_the_sum_of_its_terms():
     np.testing.assert_allclose(values["clip_fraction"], total(batch, clipped), rtol=1e-6)
     error = np.abs(x["old_log_probs"] - x["rollout_log_probs"])
     assert values["rollout_log_prob_error"] == np.float32(error.max()) > 0.2
+    largest = metrics["kl_reference_max"]
+    estimates = np.where(np.asarray(batch.completion_mask), oracles.k3(log_ratio), -np.inf)
+    assert int(largest.place) == estimates.argmax()
+    at = np.unravel_index(estimates.argmax(), estimates.shape)
+    np.testing.assert_allclose(values["kl_reference_max"], estimates.max(), rtol=2e-5)
+    np.testing.assert_allclose(largest.log_prob, mine["log_prob"][at], rtol=2e-6)
+    assert largest.ref_log_prob == x["ref_log_probs"][at]
     means = {"loss", "entropy", "kl_reference", "rollout_kl", "ppo_kl", "clip_fraction"}
-    assert values.keys() == {*terms, *means, "rollout_log_prob_error"}
+    assert values.keys() == {*terms, *means, "rollout_log_prob_error", "kl_reference_max"}
 
 
 @pytest.mark.parametrize("term", ["kl.loss={coef: 0.2, importance_corrected: true}", "loss.type=gspo"])

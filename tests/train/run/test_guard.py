@@ -14,12 +14,31 @@ from tests.run_programs import shared_by_runs
 from tests.train.config.built import build, problems
 from train.__main__ import main
 from train.config.errors import GuardError
+from train.data.tokenizers import ByteTokenizer
 from train.rl.algorithms import make_optimizer
-from train.run.guard import Watch
+from train.rl.limits import SHARE
+from train.rl.metrics import LargestToken
+from train.run.guard import Watch, describe_token
 from train.weights.orbax import Checkpoints
 
 MONITOR = "reference.monitor=true"
 VALUES = {"skipped_updates": 0.0, "kl_reference": 0.2, "entropy": 1.0}
+# One token of the batch below: its log-probs are what a collapse of two updates looks like.
+ROW, COLUMN = 3, 6
+SPIKE = VALUES | {"kl_reference": 1.2e13, "kl_reference_max": 2.4e14}
+TOKENS = {"kl_reference_max": LargestToken(*map(np.asarray, (2.4e14, ROW * tiny.LENGTH + COLUMN, -33.2, -0.08)))}
+REASON = "guard.max_kl: the KL to the reference is 1.2e+13, the limit 10"
+NAMED = (
+    "; the largest is 2.4e+14 at token 2 of the 4 sampled in row 3, '2+3': id 53 ('5'), log-prob -33.2 under the "
+    "policy, -0.08 under the reference"
+)
+
+
+def spiked_batch():
+    """A batch whose row `ROW` is `2+3`, padded on the left, and a completion with a 5 at `COLUMN`."""
+    batch = tiny.rollout_batch()
+    tokens = batch.tokens.at[ROW, 2:5].set(jnp.array([*b"2+3"])).at[ROW, COLUMN].set(ord("5"))
+    return dataclasses.replace(batch, tokens=tokens)
 
 
 def at(state, step):
@@ -38,7 +57,7 @@ def watch_of(tmp_path):
         state = tiny.state_of(config, make_optimizer(config.optim))
         checkpoints.save(state, 0)
         checkpoints.wait()
-        return Watch(config, checkpoints, tmp_path / "nonfinite"), state
+        return Watch(config, checkpoints, tmp_path / "nonfinite", ByteTokenizer()), state
 
     yield make
     for checkpoints in opened:
@@ -58,7 +77,7 @@ def test_skipped_updates_are_reported_with_the_first_array_and_the_batch(watch_o
     watch, state = watch_of("guard.max_skipped=2")
     batch = tiny.full_batch(np.zeros((tiny.ROWS, tiny.LENGTH)))
     poisoned = dataclasses.replace(batch, rollout_log_probs=batch.rollout_log_probs.at[0, 5].set(jnp.nan))
-    watch.inspect(poisoned, at(state, 3))
+    watch.inspect(poisoned, at(state, 3), VALUES | {"skipped_updates": 1.0}, {})
     file = tmp_path / "nonfinite" / "step-3.npz"
     text = capsys.readouterr().err
     assert "step 3: an update was skipped, because rollout_log_probs is not finite" in text
@@ -77,13 +96,76 @@ def test_skipped_updates_are_reported_with_the_first_array_and_the_batch(watch_o
 
 
 def test_beyond_a_limit_the_run_stops_and_the_step_is_not_saved(watch_of):
-    watch, state = watch_of(MONITOR, "guard.max_kl=0.1")
+    watch, state = watch_of(MONITOR, "guard={max_kl: 0.1, action: stop}")
     message = r"step 4: guard\.max_kl: the KL to the reference is 0\.2, the limit 0\.1; step 4 is not saved\n.* step 0"
     with pytest.raises(GuardError, match=message):
         watch.check(at(state, 4), VALUES)
-    watch, state = watch_of("guard.min_entropy=2")
+    watch, state = watch_of("guard={min_entropy: 2, action: stop}")
     with pytest.raises(GuardError, match=r"guard\.min_entropy: the entropy is 1, the limit 2"):
         watch.check(at(state, 4), VALUES)
+
+
+def test_a_spike_is_a_warning_that_names_the_token(watch_of, capsys):
+    watch, state = watch_of(MONITOR)
+    watch.inspect(spiked_batch(), at(state, 7), SPIKE, TOKENS)
+    assert watch.check(at(state, 7), SPIKE).trainable is state.trainable
+    assert capsys.readouterr().err == f"warning: step 7: {REASON}{NAMED}; guard.action is warn\n"
+    # Within the limits nothing is said and nothing copied.
+    watch.inspect(None, state, VALUES, TOKENS)
+    watch.check(state, VALUES)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_long_spell_beyond_a_limit_is_a_few_lines(watch_of, capsys):
+    watch, state = watch_of(MONITOR)
+    for step in range(1, 121):
+        watch.check(at(state, step), VALUES | {"kl_reference": 200.0 if step == 30 else 19.0})
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.match(r"warning: step (\d+)", line).group(1) for line in lines] == ["1", "30", "80"]
+    assert [re.findall(r"so were (\d+) steps", line) for line in lines] == [[], ["28"], ["49"]]
+
+
+def test_a_token_beyond_its_limit_is_seen_where_the_mean_hides_it(watch_of, capsys):
+    watch, state = watch_of(MONITOR)
+    values = VALUES | {"kl_reference_max": 2.4e14}
+    watch.inspect(spiked_batch(), state, values, TOKENS)
+    watch.check(state, values)
+    reason = "guard.max_token_kl: the KL to the reference at one token is 2.4e+14, the limit 1e+06"
+    assert f"step 0: {reason}{NAMED}" in capsys.readouterr().err
+
+
+def test_every_other_answer_names_the_token(watch_of, capsys):
+    watch, state = watch_of(MONITOR, "guard.action=stop")
+    watch.inspect(spiked_batch(), at(state, 4), SPIKE, TOKENS)
+    with pytest.raises(GuardError, match=f"^{re.escape(f'step 4: {REASON}{NAMED}; step 4 is not saved')}"):
+        watch.check(at(state, 4), SPIKE)
+    for action, done in (("roll_back", "rolled back to"), ("lower_learning_rate", "the learning rate is now 0.5")):
+        watch, state = watch_of(MONITOR, f"guard.action={action}")
+        watch.inspect(spiked_batch(), at(state, 4), SPIKE, TOKENS)
+        watch.check(at(state, 4), SPIKE)
+        assert f"step 4: {REASON}{NAMED}; {done}" in capsys.readouterr().err
+
+
+def test_updates_skipped_beyond_a_limit_are_named_and_counted(watch_of, tmp_path, capsys):
+    watch, state = watch_of(MONITOR, "guard={action: skip, max_skipped: 2}")
+    values = SPIKE | {"skipped_updates": 0.5, SHARE: 0.5}
+    watch.inspect(spiked_batch(), at(state, 4), values, TOKENS)
+    once = dataclasses.replace(at(state, 4), guard=dataclasses.replace(state.guard, skipped=jnp.int32(1)))
+    assert watch.check(once, values) is once
+    done = f"step 4: an update was skipped, because it was beyond a limit: {REASON}{NAMED}; guard.action is skip"
+    assert done in capsys.readouterr().err
+    assert not (tmp_path / "nonfinite").exists()
+    twice = dataclasses.replace(once, guard=dataclasses.replace(state.guard, skipped=jnp.int32(2)))
+    message = f"guard.max_skipped: 2 updates in a row were skipped; at step 4 it is beyond a limit: {REASON}"
+    with pytest.raises(GuardError, match=f"^{re.escape(message)}\nStep 4 is saved"):
+        watch.check(twice, values)
+
+
+def test_a_token_without_tokenizer_or_reference_is_named_by_its_id():
+    token = dataclasses.replace(TOKENS["kl_reference_max"], ref_log_prob=np.float32(np.nan))
+    text = describe_token(spiked_batch(), {"kl_reference_exact_max": token}, None)
+    assert text.endswith("token 2 of the 4 sampled in row 3: id 53, log-prob -33.2 under the policy")
+    assert describe_token(spiked_batch(), {}, None) == ""
 
 
 def test_a_roll_back_takes_the_last_weights_and_goes_on_with_the_prompts(watch_of, capsys):
@@ -109,9 +191,10 @@ def test_the_learning_rate_is_lowered_in_the_state(watch_of):
     ("override", "message"),
     [
         ("guard.max_kl=0.1", r"guard.max_kl: got 0.1, but no KL to the reference is measured"),
+        ("guard.max_token_kl=9", r"guard.max_token_kl: got 9, but no KL to the reference is measured"),
         ("guard.action=roll_back", "guard.action: got roll_back, which answers a limit, but there is none"),
-        ("guard.learning_rate_factor=0.1", "guard.learning_rate_factor: got 0.1, which guard.action stop does not use"),
-        ("guard.max_actions=1", "guard.max_actions: got 1, which guard.action stop does not use"),
+        ("guard.learning_rate_factor=0.1", "guard.learning_rate_factor: got 0.1, which guard.action warn does not use"),
+        ("guard.max_actions=1", "guard.max_actions: got 1, which guard.action warn does not use"),
         ("guard.max_skipped=0", "guard.max_skipped: got 0, expected an integer >= 1"),
     ],
 )
@@ -121,6 +204,7 @@ def test_a_guard_that_cannot_work_is_refused(override, message):
 
 def test_limits_go_with_any_measured_kl():
     build(MONITOR, "guard.max_kl=0.1")
+    build("kl.loss.coef=0", "guard={max_kl: null, max_token_kl: null}")
     build("kl.loss.coef=0.1", "kl.loss.estimator=exact", "guard.max_kl=0.1")
 
 
@@ -128,6 +212,7 @@ def test_a_run_that_diverges_stops_with_its_own_code_and_can_be_continued(tmp_pa
     # The first update is finite, and moves the policy; the KL term of the second is beyond float32.
     config = (
         *("configs/smoke.yaml", f"output={tmp_path}", "kl.loss.coef=3e38", "steps=9", "guard.max_skipped=3"),
+        "guard.max_token_kl=1e-12",
         *("warm_start.steps=0", "eval={every: 9, prompts: 2, batch_size: 2, greedy: false}"),
     )
     with shared_by_runs():
@@ -135,6 +220,12 @@ def test_a_run_that_diverges_stops_with_its_own_code_and_can_be_continued(tmp_pa
         text = capsys.readouterr().err
         assert "guard.max_skipped: 3 updates in a row were skipped" in text
         assert re.search(r"because the norm of the gradient of params\.\S+ is not finite; the batch is in ", text)
+        named = (
+            r"token \d of the \d sampled in row \d+, '\S+=': id \d+ \(.+\), log-prob -\S+ under the policy, -\S+ under"
+        )
+        assert re.search(
+            rf"warning: step \d: guard\.max_token_kl: .*; the largest is \S+ at {named} the reference", text
+        )
         records = [json.loads(line) for line in (tmp_path / "smoke" / "metrics.jsonl").read_text().splitlines()]
         steps = [record for record in records if record["phase"] == "train"]
         assert steps[-1]["skipped_updates"] == 1

@@ -8,21 +8,24 @@ from train.config.schema import Config
 
 
 def _limits(config: Config) -> Iterator[Problem]:
-    """Checks that the KL of a limit is measured, and that no field is set that no limit uses."""
+    """Checks that the KL of a limit that was set is measured, and that no field is set that no limit uses."""
     guard, plan = config.guard, Plan.of(config)
     set_fields = {name for name, _, _ in changed(guard, ("action", "learning_rate_factor", "max_actions"))}
-    exact = plan.exact_loss and config.kl.loss.direction == "reverse"
-    if guard.max_kl is not None and not plan.ref_log_probs and not exact:
-        text = f"got {guard.max_kl:g}, but no KL to the reference is measured; set reference.monitor=true"
-        yield problem(text, "guard.max_kl", "reference.monitor")
-    if guard.max_kl is None and guard.min_entropy is None and "action" in set_fields:
-        text = f"got {guard.action}, which answers a limit, but there is none; set guard.max_kl or guard.min_entropy"
+    measured = plan.ref_log_probs or (plan.exact_loss and config.kl.loss.direction == "reverse")
+    for name, value, _ in changed(guard, ("max_kl", "max_token_kl")):
+        if value is not None and not measured:
+            text = f"got {value:g}, but no KL to the reference is measured; set reference.monitor=true"
+            yield problem(text, f"guard.{name}", "reference.monitor")
+    limited = measured and (guard.max_kl is not None or guard.max_token_kl is not None)
+    if not limited and guard.min_entropy is None and "action" in set_fields:
+        fix = "guard.max_kl or guard.min_entropy" if measured else "reference.monitor=true or guard.min_entropy"
+        text = f"got {guard.action}, which answers a limit, but there is none; set {fix}"
         yield problem(text, "guard.action")
     if guard.action != "lower_learning_rate" and "learning_rate_factor" in set_fields:
         text = f"got {guard.learning_rate_factor:g}, which guard.action {guard.action} does not use; remove it"
         yield problem(text, "guard.learning_rate_factor", "guard.action")
-    if guard.action == "stop" and "max_actions" in set_fields:
-        text = f"got {guard.max_actions}, which guard.action stop does not use; remove it"
+    if guard.action not in ("roll_back", "lower_learning_rate") and "max_actions" in set_fields:
+        text = f"got {guard.max_actions}, which guard.action {guard.action} does not use; remove it"
         yield problem(text, "guard.max_actions", "guard.action")
 
 
