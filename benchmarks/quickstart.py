@@ -322,7 +322,7 @@ def draw_fooled(output: pathlib.Path, case: Case, path: pathlib.Path) -> None:
     panels = (
         Panel("reward", "Trained: passes the verifier", "share of the rollouts"),
         Panel("accuracy", "Not trained: exactly the answer, held out", "%", "eval"),
-        Panel("kl_reference", "KL(policy || reference)", "nats per token"),
+        Panel("kl_reference", "KL(policy || reference)", "nats per token", log=True),
         Panel("entropy", "Entropy of the policy", "nats per token"),
     )
     runs = {

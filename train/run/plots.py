@@ -1,6 +1,7 @@
 """Curves of one run or of several, from their metrics."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,20 +15,27 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Panel(NamedTuple):
-    """A metric of one phase with the title of its panel and the label of its axis."""
+    """A metric of one phase with the title of its panel, the label of its axis, and whether that is logarithmic."""
 
     metric: str
     title: str
     label: str
     phase: str = "train"
+    log: bool = False
 
 
 PANELS = (
     Panel("reward", "Reward", "mean per completion"),
-    Panel("kl_reference", "KL to the reference: KL(policy || reference)", "nats per token"),
-    Panel("rollout_kl", "Rollout KL: trainer against sampler", "nats per token"),
+    Panel("accuracy", "Accuracy, held out", "%", "eval"),
     Panel("entropy", "Entropy of the policy", "nats per token"),
+    Panel("kl_reference", "KL to the reference: KL(policy || reference)", "nats per token", log=True),
+    Panel("kl_reference_max", "KL to the reference, largest of a token", "nats", log=True),
+    Panel("rollout_kl", "Rollout KL: trainer against sampler", "nats per token", log=True),
 )
+FEW = 20
+"""Points of a line up to which each is marked, and none is smoothed."""
+FAR = 1000.0
+"""A value that is this often as large as nearly all others of a logarithmic panel lies beyond its axis."""
 
 
 def write_curves(run_directory: str | Path) -> Path:
@@ -44,13 +52,15 @@ def write_curves(run_directory: str | Path) -> Path:
 def draw_curves(
     runs: Mapping[str, Records], path: str | Path, panels: Sequence[Panel] = PANELS, *, dpi: int = 110
 ) -> Path:
-    """Draws four panels with one line per run, and saves the picture at `path`.
+    """Draws two rows of panels with one line per run, and saves the picture at `path`.
+
+    A line of more than 20 points is a running median over the points themselves, which are faint.
 
     Args:
       runs: the records of each run by its label. One label is the title; several make a legend.
       path: the PNG file.
-      panels: four panels, row by row.
-      dpi: dots per inch of the 11 x 7 inches.
+      panels: an even number of panels, row by row.
+      dpi: dots per inch of the picture, which is 7 inches high and 5.5 inches wide for each column.
 
     Returns:
       `path`.
@@ -60,9 +70,10 @@ def draw_curves(
     from matplotlib.figure import Figure
 
     # A separate figure, without pyplot: no display, no global state, whatever backend the user has set.
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    columns = len(panels) // 2
+    figure = Figure(figsize=(5.5 * columns, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, panel in zip(figure.subplots(2, 2).flat, panels, strict=True):
+    for axes, panel in zip(figure.subplots(2, columns).flat, panels, strict=True):
         _draw(axes, panel, {label: _series(records, panel) for label, records in runs.items()})
     if len(runs) == 1:
         figure.suptitle(next(iter(runs)))
@@ -91,8 +102,46 @@ def _draw(axes: "Axes", panel: Panel, lines: Mapping[str, tuple[list[int], list[
         axes.set_xticks([])
         axes.set_yticks([])
         return
-    for label, (steps, values) in lines.items():
-        marker = "o" if len(values) <= 20 else None
-        axes.plot(steps, values, linewidth=1.2, marker=marker, markersize=3, label=label)
+    for number, (label, (steps, values)) in enumerate(lines.items()):
+        few, color = len(values) <= FEW, f"C{number}"
+        axes.plot(steps, values, linewidth=1.2, alpha=1 if few else 0.3, color=color)
+        smooth = values if few else _running_median(values)
+        axes.plot(steps, smooth, linewidth=1.2, marker="o" if few else None, markersize=3, color=color, label=label)
+    if panel.log:
+        _set_log_axis(axes, lines)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(visible=True, alpha=0.3)
+
+
+def _running_median(values: Sequence[float]) -> list[float]:
+    """Returns the median of the finite values around each; a gap stays one."""
+    around = len(values) // 80
+
+    def median(index: int) -> float:
+        near = [value for value in values[max(index - around, 0) : index + around + 1] if math.isfinite(value)]
+        return statistics.median(near) if math.isfinite(values[index]) else math.nan
+
+    return [median(index) for index in range(len(values))]
+
+
+def _set_log_axis(axes: "Axes", lines: Mapping[str, tuple[list[int], list[float]]]) -> None:
+    """Makes the axis logarithmic, if a value is positive; marks values that are too far off for the rest to be seen."""
+    positive = [sorted(value for value in values if 0 < value < math.inf) for _, values in lines.values()]
+    positive = [values for values in positive if values]
+    if not positive:
+        return
+    axes.set_yscale("log", nonpositive="mask")
+    # Of each line, so that one run that is far off is seen whole beside one that is not.
+    low = min(values[len(values) // 50] for values in positive)
+    high = max(values[len(values) - 1 - len(values) // 20] for values in positive)
+    largest = max(values[-1] for values in positive)
+    if largest <= FAR * high:
+        axes.set_ylim(low / 2, 2 * largest)
+        return
+    top = 10 * high
+    axes.set_ylim(low / 2, top)
+    for number, (steps, values) in enumerate(lines.values()):
+        beyond = [step for step, value in zip(steps, values, strict=True) if value > top]
+        axes.plot(beyond, [top] * len(beyond), "^", color=f"C{number}", markersize=6, clip_on=False)
+    note = f"triangles: beyond the axis, up to {largest:.1e}"
+    axes.text(0.02, 0.96, note, va="top", transform=axes.transAxes, fontsize="small", color="0.3")

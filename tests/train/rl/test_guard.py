@@ -11,6 +11,7 @@ import pytest
 
 import kljax
 from tests import tiny
+from train.models.sharding import batch_sharding
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.limits import SHARE, is_beyond
@@ -79,7 +80,7 @@ def test_an_array_whose_gradient_has_finite_numbers_and_no_finite_norm_is_named(
 
 
 def test_an_update_beyond_a_limit_is_skipped_by_the_mean_of_all_its_rows():
-    config = tiny.config_of("guard.action=skip", "optim.micro_batches=2")
+    config = tiny.config_of("guard.action=skip", "reference.monitor=true", "optim.micro_batches=2")
     optimizer = make_optimizer(config.optim)
     state = tiny.state_of(config, optimizer)
     update = make_update(config, MODEL, optimizer, state, tiny.mesh_of())
@@ -144,10 +145,9 @@ def test_the_largest_token_is_the_same_however_a_batch_is_split(special):
     assert empty.value() == -np.inf
     assert int((empty + micro).place) == expected[0]
     mesh = tiny.mesh_of(2, 2)
-    rows, whole = (jax.NamedSharding(mesh, jax.P(axes)) for axes in (("data", "fsdp"), None))
-    arrays = jax.device_put((values, mask, np.arange(8, dtype=np.int32), log_probs), rows)
+    arrays = jax.device_put((values, mask, np.arange(8, dtype=np.int32), log_probs), batch_sharding(mesh))
     find = jax.jit(lambda v, m, r, x: LargestToken.of(v, m, rows=r, log_probs=x, ref_log_probs=2 * x))
-    token = jax.device_put(find(*arrays), whole)
+    token = jax.device_get(find(*arrays))
     assert (int(token.place), token.log_prob, token.ref_log_prob) == expected
 
 
