@@ -21,8 +21,7 @@ from train.models.attention import PackedRows
 from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, row_count, take_rows
-from train.rl.limits import SHARE, is_beyond
-from train.rl.metrics import Metrics, single
+from train.rl.metrics import SHARE, Metrics, is_beyond, single
 from train.rl.policy import paired_hidden_states, token_stats, token_values
 from train.rl.reference import Reference, reference_head, restore_shared_base
 from train.rl.state import GuardState, TrainState, keep_unless, policy_of

@@ -17,8 +17,7 @@ from train.config.schema import Config
 from train.data.tokenizers import Tokenizer
 from train.distributed import on_leader, place_whole, to_host
 from train.rl.batch import Batch
-from train.rl.limits import SHARE, limits
-from train.rl.metrics import LargestToken
+from train.rl.metrics import SHARE, LargestToken, limits
 from train.rl.state import GuardState, TrainState, first_nonfinite
 from train.weights.orbax import Checkpoints
 

@@ -97,7 +97,7 @@ def rl_step(
 ) -> tuple[TrainState, dict, dict]:
     """Samples one rollout batch and makes every update on it; returns state, metrics and seconds of each part.
 
-    `inspect` is called with the scored batch, the state, the metrics, and the tokens of those that name one.
+    `inspect` is called with the scored batch, the state, the metrics, and the metrics that name a token.
     """
     config, base, clock = context.config, frozen.base, time.perf_counter()
     plan = Plan.of(config)

@@ -16,8 +16,7 @@ from train.__main__ import main
 from train.config.errors import GuardError
 from train.data.tokenizers import ByteTokenizer
 from train.rl.algorithms import make_optimizer
-from train.rl.limits import SHARE
-from train.rl.metrics import LargestToken
+from train.rl.metrics import SHARE, LargestToken
 from train.run.guard import Watch, describe_token
 from train.weights.orbax import Checkpoints
 
