@@ -37,13 +37,14 @@ class LargestToken:
 
     Attributes:
       largest: its value, a scalar; negative infinity if there was no token. NaN counts as infinite.
-      place: row times the number of columns, plus column, int32; the row is that of the rollout batch.
+      row, column: where it is in the rollout batch, int32.
       log_prob: log-prob of the token under the policy.
       ref_log_prob: the same under the reference; NaN if it is not known.
     """
 
     largest: jax.Array
-    place: jax.Array
+    row: jax.Array
+    column: jax.Array
     log_prob: jax.Array
     ref_log_prob: jax.Array
 
@@ -65,12 +66,11 @@ class LargestToken:
           rows: [B] int32, the numbers of the rows.
           log_probs, ref_log_probs: [B, T].
         """
-        columns = mask.shape[1]
-        places = rows[:, None] * columns + jnp.arange(columns, dtype=rows.dtype)
+        columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None]
         reference = jnp.full_like(log_probs, jnp.nan) if ref_log_probs is None else ref_log_probs
         tokens = cls(
             jnp.where(mask, values, -jnp.inf),
-            jnp.where(mask, places, jnp.iinfo(jnp.int32).max),
+            *(jnp.where(mask, place, jnp.iinfo(jnp.int32).max) for place in (rows[:, None], columns)),
             jnp.where(mask, log_probs, -jnp.inf),
             jnp.where(mask, reference, -jnp.inf),
         )
@@ -82,13 +82,13 @@ class LargestToken:
     def reduce(self, axis: int | None = 0) -> Self:
         """Merges parts that lie along an axis; None: along all."""
         order = jnp.where(jnp.isnan(self.largest), jnp.inf, self.largest)
-        largest = order == order.max(axis, keepdims=True)
-        place = jnp.where(largest, self.place, jnp.iinfo(jnp.int32).max).min(axis, keepdims=True)
-        # One token has this place, so that its numbers are the largest of those that are left.
-        chosen = largest & (self.place == place)
+        chosen, last = order == order.max(axis, keepdims=True), jnp.iinfo(jnp.int32).max
+        for place in (self.row, self.column):
+            chosen &= place == jnp.where(chosen, place, last).min(axis, keepdims=True)
+        # One token is left, so that its numbers are the largest of those that are left.
         return type(self)(
             jnp.where(chosen, self.largest, -jnp.inf).max(axis),
-            place.reshape(()) if axis is None else place.squeeze(axis),
+            *(jnp.where(chosen, place, last).min(axis) for place in (self.row, self.column)),
             jnp.where(chosen, self.log_prob, -jnp.inf).max(axis),
             jnp.where(chosen, self.ref_log_prob, -jnp.inf).max(axis),
         )

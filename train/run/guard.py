@@ -250,7 +250,7 @@ def describe_token(batch: Batch, tokens: Tokens, tokenizer: Tokenizer | None) ->
     token = next((tokens[name] for name in ("kl_reference_max", "kl_reference_exact_max") if name in tokens), None)
     if token is None or not token.largest > -math.inf:
         return ""
-    row, column = divmod(int(token.place), batch.tokens.shape[1])
+    row, column = int(token.row), int(token.column)
     arrays = to_host({name: getattr(batch, name) for name in ("tokens", "token_mask", "completion_mask")})
     ids, real, drawn = (np.asarray(arrays[name][row]) for name in ("tokens", "token_mask", "completion_mask"))
     prompt = ids[: np.argmax(drawn)][real[: np.argmax(drawn)]].tolist()

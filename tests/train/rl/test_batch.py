@@ -80,7 +80,7 @@ def test_the_fields_are_those_of_the_batch_and_the_new_ones():
     assert {field.name for field in dataclasses.fields(Batch)} | {"images", "entropies", "difficulty", "votes"} == set(
         FIELDS
     )
-    assert [name for name in FIELDS if per_row(name)] == ["rewards", "group_ids", "difficulty", "votes"]
+    assert [name for name in FIELDS if per_row(name)] == ["rewards", "group_ids", "row_numbers", "difficulty", "votes"]
 
 
 @functools.cache
@@ -103,7 +103,7 @@ def test_every_optional_field_survives_padding_and_micro_batching(name):
     assert after.shape[: 1 if per_row(name) else 2] == ((9,) if per_row(name) else (9, 8))
     kept = after[:ROWS] if per_row(name) else after[:ROWS, :LENGTH]
     np.testing.assert_array_equal(kept, before)
-    padding = -1 if name in ("group_ids", "kept_ids") else 0
+    padding = -1 if name in ("group_ids", "kept_ids", "row_numbers") else 0
     assert (after[ROWS:] == padding).all()
     assert per_row(name) or (after[:, LENGTH:] == padding).all()
     assert split.shape == (3, 3, *after.shape[1:])

@@ -91,14 +91,14 @@ def test_an_update_beyond_a_limit_is_skipped_by_the_mean_of_all_its_rows():
 
     state, metrics = apply(update, with_reference(40.0), state)
     largest = metrics["kl_reference_max"]
-    assert (int(largest.place), float(largest.ref_log_prob)) == (row * tiny.LENGTH + column, 40.0)
+    assert (int(largest.row), int(largest.column), float(largest.ref_log_prob)) == (row, column, 40.0)
     # k3 of one token is exp(6) - 7 = 396, of 20 tokens in the mean: 19.8, beyond 10.
-    state, metrics = apply(update, with_reference(largest.log_prob + 6), state)
+    state, metrics = apply(update, with_reference(float(largest.log_prob) + 6), state)
     assert (float(metrics["skipped_updates"].value()), float(metrics[SHARE].value())) == (1, 1)
     assert (int(state.guard.skipped), int(state.guard.nonfinite)) == (2, -1)
     chex.assert_trees_all_equal(jax.device_get((state.trainable, state.opt_state)), before)
     # exp(5) - 6 = 142 is 7.1 in the mean, although about 14 in that of its micro-batch.
-    state, metrics = apply(update, with_reference(largest.log_prob + 5), state)
+    state, metrics = apply(update, with_reference(float(largest.log_prob) + 5), state)
     assert 7 < float(metrics["kl_reference"].value()) < 10
     assert (float(metrics["skipped_updates"].value()), float(metrics[SHARE].value())) == (0, 0)
     assert int(state.guard.skipped) == 0
@@ -134,20 +134,20 @@ def test_the_largest_token_is_the_same_however_a_batch_is_split(special):
         more = {"log_probs": jnp.asarray(log_probs[rows]), "ref_log_probs": jnp.asarray(2 * log_probs[rows])}
         return LargestToken.of(*parts, rows=jnp.asarray(rows, jnp.int32), **more)
 
-    expected = (2 * 5 + 1, log_probs[2, 1], 2 * log_probs[2, 1])
+    expected = (2, 1, log_probs[2, 1], 2 * log_probs[2, 1])
     order = rng.permutation(8)
     micro = jax.tree.map(lambda *parts: jnp.stack(parts), *map(of, order.reshape(4, 2))).reduce()
     for token in (of(np.arange(8)), of(order), micro, of(order[:3]) + of(order[3:]), of(order[3:]) + of(order[:3])):
         np.testing.assert_array_equal(token.value(), np.float32(special))
-        assert (int(token.place), token.log_prob, token.ref_log_prob) == expected
+        assert (int(token.row), int(token.column), token.log_prob, token.ref_log_prob) == expected
     empty = of(np.array([5]))
     assert empty.value() == -np.inf
-    assert int((empty + micro).place) == expected[0]
+    assert int((empty + micro).column) == expected[1]
     mesh = tiny.mesh_of(2, 2)
     arrays = jax.device_put((values, mask, np.arange(8, dtype=np.int32), log_probs), batch_sharding(mesh))
     find = jax.jit(lambda v, m, r, x: LargestToken.of(v, m, rows=r, log_probs=x, ref_log_probs=2 * x))
     token = jax.device_get(find(*arrays))
-    assert (int(token.place), token.log_prob, token.ref_log_prob) == expected
+    assert (int(token.row), int(token.column), token.log_prob, token.ref_log_prob) == expected
 
 
 def test_the_first_leaf_that_is_not_finite_is_found():

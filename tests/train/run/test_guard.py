@@ -25,7 +25,7 @@ VALUES = {"skipped_updates": 0.0, "kl_reference": 0.2, "entropy": 1.0}
 # One token of the batch below: its log-probs are what a collapse of two updates looks like.
 ROW, COLUMN = 3, 6
 SPIKE = VALUES | {"kl_reference": 1.2e13, "kl_reference_max": 2.4e14}
-TOKENS = {"kl_reference_max": LargestToken(*map(np.asarray, (2.4e14, ROW * tiny.LENGTH + COLUMN, -33.2, -0.08)))}
+TOKENS = {"kl_reference_max": LargestToken(*map(np.asarray, (2.4e14, ROW, COLUMN, -33.2, -0.08)))}
 REASON = "guard.max_kl: the KL to the reference is 1.2e+13, the limit 10"
 NAMED = (
     "; the largest is 2.4e+14 at token 2 of the 4 sampled in row 3, '2+3': id 53 ('5'), log-prob -33.2 under the "
