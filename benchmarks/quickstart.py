@@ -36,6 +36,8 @@ from benchmarks.harness.report import join, table, text_columns, where
 
 CONFIG = "configs/quickstart.yaml"
 COST = "cost.json"
+KL = "kl_reference_exact"
+"""The metric of the KL to the reference: over the whole vocabulary at every token."""
 
 # Targets of every run of the quickstart: points gained, percent at the end, points under the best evaluation before,
 # and nats per token of the KL to the reference in any step.
@@ -194,7 +196,7 @@ def run_trainer(
     cost = json.loads((directory / COST).read_text()) if (directory / COST).exists() else {}
     records = read_records(directory)
     evaluations, steps = ([record for record in records if record["phase"] == phase] for phase in ("eval", "train"))
-    kls = [record["kl_reference"] for record in steps if "kl_reference" in record]
+    kls = [record[KL] for record in steps if KL in record]
     extremes = {
         "drop": largest_drop([record["accuracy"] for record in evaluations]),
         "max_kl": max((math.inf if kl is None else kl for kl in kls), default=None),
@@ -304,7 +306,7 @@ def fooled_table(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         passes = f"{100 * run.first['reward']:.1f} % -> {100 * run.last['reward']:.1f} %"
         exact = f"{run.first['accuracy']:.1f} % -> {run.last['accuracy']:.1f} %"
-        rows.append([str(run.seed), f"`{run.label}`", passes, exact, run.step["entropy"], run.step["kl_reference"]])
+        rows.append([str(run.seed), f"`{run.label}`", passes, exact, run.step["entropy"], run.step[KL]])
     return [table(FOOLED_COLUMNS, rows)]
 
 
@@ -322,7 +324,7 @@ def draw_fooled(output: pathlib.Path, case: Case, path: pathlib.Path) -> None:
     panels = (
         Panel("reward", "Trained: passes the verifier", "share of the rollouts"),
         Panel("accuracy", "Not trained: exactly the answer, held out", "%", "eval"),
-        Panel("kl_reference", "KL(policy || reference)", "nats per token", log=True),
+        Panel(KL, "KL(policy || reference)", "nats per token", log=True),
         Panel("entropy", "Entropy of the policy", "nats per token"),
     )
     runs = {

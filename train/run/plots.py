@@ -15,21 +15,34 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Panel(NamedTuple):
-    """A metric of one phase with the title of its panel, the label of its axis, and whether that is logarithmic."""
+    """A metric of one phase with the title of its panel, the label of its axis, and whether that is logarithmic.
+
+    Attributes:
+      instead: the metric that is drawn for a run that has not recorded the first.
+    """
 
     metric: str
     title: str
     label: str
     phase: str = "train"
     log: bool = False
+    instead: str = ""
 
 
 PANELS = (
     Panel("reward", "Reward", "mean per completion"),
     Panel("accuracy", "Accuracy, held out", "%", "eval"),
     Panel("entropy", "Entropy of the policy", "nats per token"),
-    Panel("kl_reference", "KL to the reference: KL(policy || reference)", "nats per token", log=True),
-    Panel("kl_reference_max", "KL to the reference, largest of a token", "nats", log=True),
+    Panel(
+        *("kl_reference", "KL to the reference: KL(policy || reference)", "nats per token"),
+        log=True,
+        instead="kl_reference_exact",
+    ),
+    Panel(
+        *("kl_reference_max", "KL to the reference, largest of a token", "nats"),
+        log=True,
+        instead="kl_reference_exact_max",
+    ),
     Panel("rollout_kl", "Rollout KL: trainer against sampler", "nats per token", log=True),
 )
 FEW = 20
@@ -85,8 +98,10 @@ def draw_curves(
 
 
 def _series(records: Records, panel: Panel) -> tuple[list[int], list[float]]:
+    chosen = [record for record in records if record["phase"] == panel.phase]
+    metric = panel.metric if any(panel.metric in record for record in chosen) else panel.instead
     # A null stays in the series as NaN, so that the line shows the gap.
-    points = [(r["step"], r[panel.metric]) for r in records if r["phase"] == panel.phase and panel.metric in r]
+    points = [(record["step"], record[metric]) for record in chosen if metric in record]
     return [step for step, _ in points], [math.nan if value is None else value for _, value in points]
 
 

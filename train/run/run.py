@@ -222,6 +222,7 @@ def _summary(before: dict[str, float], after: dict[str, float], steps: int, seco
         **{f"{name}_before": before.get(name) for name in ACCURACIES},
         **{f"{name}_after": after.get(name) for name in ACCURACIES},
         "kl_reference": after.get("kl_reference"),
+        "kl_reference_exact": after.get("kl_reference_exact"),
         "rollout_kl": after.get("rollout_kl"),
         "steps": steps,
         "seconds": round(seconds, 1),

@@ -68,7 +68,7 @@ def test_gsm8k_config_names_the_paths_it_lacks():
 def test_shipped_configs_are_what_they_say():
     quickstart = load(ROOT / "configs/quickstart.yaml").config
     assert quickstart.advantage.type == "grpo"
-    assert (quickstart.kl.loss.estimator, quickstart.kl.loss.gradient) == ("k3", "k2")
+    assert (quickstart.kl.loss.estimator, quickstart.kl.loss.gradient) == ("exact", "value")
     assert quickstart.kl.loss.coef > 0
     assert quickstart.kl.rollout.coef > 0
     ppo = load(ROOT / "configs/ppo_adaptive_kl.yaml").config

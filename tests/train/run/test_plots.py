@@ -75,6 +75,14 @@ def test_a_spike_is_marked_and_leaves_the_difference_of_two_runs_visible(tmp_pat
     assert raw.get_alpha() < smooth.get_alpha() if smooth.get_alpha() else raw.get_alpha() < 1
 
 
+def test_exact_kl_is_drawn_where_no_estimate_is_recorded(tmp_path, drawn):
+    record(tmp_path, {"kl_reference_exact": lambda step: 0.1 * step, "kl_reference_exact_max": lambda step: 2.0 * step})
+    write_curves(tmp_path)
+    mean, largest = drawn[0].axes[3:5]
+    assert list(mean.lines[0].get_ydata()) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert list(largest.lines[0].get_ydata()) == [2.0, 4.0, 6.0, 8.0, 10.0]
+
+
 def test_a_kl_that_is_never_positive_is_drawn(tmp_path, drawn):
     record(tmp_path, {"kl_reference": lambda step: 0.0})
     write_curves(tmp_path)
