@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pathlib
+import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -45,9 +46,16 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def limit_threads(count: int) -> None:
-    """Binds this process and its children to the first `count` cores; 0 sets no limit."""
-    if count and hasattr(os, "sched_setaffinity"):
+    """Binds this process and its children to the first `count` cores; 0 sets no limit.
+
+    Where the system binds no process to cores, as macOS, a warning says that the limit does not hold.
+    """
+    if not count:
+        return
+    if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+    else:
+        print(f"warning: --threads: {platform.system()} binds no process to cores: all are used", file=sys.stderr)
 
 
 def finish(options: argparse.Namespace, text: str, report: dict[str, Any], failures: Sequence[str]) -> int:

@@ -13,12 +13,17 @@ import jax
 import kljax
 from benchmarks.harness.process import ROOT
 
+CPUINFO = pathlib.Path("/proc/cpuinfo")
+
 
 def describe(device: jax.Device) -> dict[str, Any]:
     """Returns date, processor, memory and system, the kind of a GPU, and the flags of XLA."""
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    models = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    text = CPUINFO.read_text() if CPUINFO.exists() else ""
+    models = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not every system has these names
+        memory = None
     found = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": models[0] if models else platform.processor() or platform.machine(),

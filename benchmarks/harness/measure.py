@@ -58,7 +58,7 @@ class Memory:
 
 def known() -> bool:
     """Tells whether the system reports the peak memory of a process."""
-    return STATUS.exists() and CLEAR.exists()
+    return STATUS.exists() and CLEAR.exists() and hasattr(ctypes.CDLL(None), "malloc_trim")
 
 
 def begin_peak() -> int:

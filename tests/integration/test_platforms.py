@@ -1,9 +1,11 @@
-"""The supported systems: the lock file has wheels for each, and the Makefile says what to do about an unfit Python."""
+"""The supported systems: wheels for each in the lock file, a Makefile that refuses an unfit Python, tests without /proc."""
 
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 from packaging import tags, utils
 from packaging.markers import Marker
+
+from tests import processes
 
 ROOT = Path(__file__).parents[2]
 LOCK = tomllib.loads((ROOT / "uv.lock").read_text())
@@ -162,3 +166,25 @@ def test_the_newest_jax_needs_python_3_12(make):
     expected = "expected Python 3.12 or 3.13, such as make NEWEST_PYTHON=python3.12"
     assert line == f"error: NEWEST_PYTHON: got 'python', which is Python 3.11; {expected}"
     assert "got '', which does not start" in make("test-newest", "NEWEST_PYTHON=")[0]
+
+
+WITHOUT_PROC = pytest.param(False, marks=pytest.mark.skipif(not shutil.which("pgrep"), reason="pgrep and ps"))
+WITH_PROC = pytest.param(True, marks=pytest.mark.skipif(not processes.PROC.exists(), reason="Linux has /proc"))
+
+
+@pytest.mark.parametrize("proc", [WITH_PROC, WITHOUT_PROC])
+def test_a_process_is_watched_with_and_without_proc(monkeypatch, tmp_path, proc):
+    if not proc:
+        monkeypatch.setattr(processes, "PROC", tmp_path / "absent")
+    # Two commands, so that the shell starts another process.
+    command = ["sh", "-c", f"{sys.executable} -c 'import time; print(1, flush=True); time.sleep(60)'; true"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as shell:
+        assert shell.stdout.readline() == b"1\n"
+        child = processes.child_of(shell.pid)
+        assert processes.child_of(child) is None
+        os.kill(child, signal.SIGSTOP)
+        while processes.state_of(child) != "T":
+            assert processes.state_of(child) not in "ZX"
+        os.kill(child, signal.SIGKILL)
+        shell.wait(60)
+        assert processes.state_of(child) == "X"

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from train.config.errors import LostProcessError
+from train.config.errors import LostProcessError, warn
 
 SHOWN = 16
 """Hosts that a message names."""
@@ -51,20 +52,32 @@ def before_abort(end: Callable[[], None]) -> Iterator[None]:
     """Calls a function where JAX aborts this process inside the block; if it returns, the process aborts.
 
     JAX aborts in a thread of C++, with no hook that works; a handler of Python would run in the main thread, too late.
+    Where the system gives Python no such handler, a warning says so, and the process aborts with JAX's own message.
     """
-    library = ctypes.CDLL(None)
-    library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def handle(number: int) -> None:
         end()
-        library.signal(number, before)
+        set_handler(number, before)
 
-    before = library.signal(signal.SIGABRT, ctypes.cast(handle, ctypes.c_void_p))
+    try:
+        set_handler = _signal_of_c()
+        called_by_c = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
+    except (OSError, TypeError, AttributeError, MemoryError) as error:
+        warn(f"this system allows no signal handler in C ({error}), so an abort of JAX does not name the lost process")
+        yield
+        return
+    before = set_handler(signal.SIGABRT, ctypes.cast(called_by_c, ctypes.c_void_p))
     try:
         yield
     finally:
-        library.signal(signal.SIGABRT, before)
+        set_handler(signal.SIGABRT, before)
+
+
+def _signal_of_c() -> Callable[[int, Any], Any]:
+    """Returns `signal` of the C library; raises what ctypes raises where there is none."""
+    function = ctypes.CDLL(None).signal
+    function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    return function
 
 
 def _reason(seconds: float) -> str:
@@ -86,14 +99,16 @@ def _reason(seconds: float) -> str:
 
 
 def connected_hosts(port: int) -> list[str] | None:
-    """Lists the addresses of the connections to a port of this host; None where the system has no table of them."""
+    """Lists the addresses of the connections to a port of this host; None where the system has no table of them.
+
+    A Linux without IPv6 has one table of the two, macOS none.
+    """
     hosts = []
-    for table in TABLES:
-        try:
-            lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
-            return None
-        for line in lines:
+    tables = [Path(table) for table in TABLES if os.access(table, os.R_OK)]
+    if not tables:
+        return None
+    for table in tables:
+        for line in table.read_text().splitlines()[1:]:
             _, local, remote, state, *_ = line.split()
             if state == ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
                 hosts.append(_host(remote.rpartition(":")[0]))

@@ -10,7 +10,8 @@ from train.config.errors import UserError, warn
 
 FILE_NAME = ".lock"
 # Errors of file systems that have no locks, such as some network mounts.
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+# On macOS, ENOTSUP and EOPNOTSUPP differ.
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def claim(root: Path) -> bool:

@@ -6,6 +6,7 @@ import json
 import operator
 import random
 import signal
+import subprocess
 import sys
 import time
 from fractions import Fraction
@@ -20,6 +21,8 @@ from train.data.tasks import Example, boxed_math, countdown, gsm8k, jsonl, load_
 from train.data.tasks.arithmetic_text import MAX_LENGTH, NotArithmetic, evaluate
 from train.data.tasks.equality import Judge
 from train.data.tasks.records import read_records
+
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
 
 
 def write_lines(path, *lines):
@@ -46,6 +49,33 @@ def test_what_a_model_writes_cannot_keep_the_judge_busy(judge):
         judge._seconds = patient
     assert judge.gave_up == 1
     assert judge.equal(r"\frac{3\sqrt{2}}{2}", r"$$\boxed{\frac{3}{\sqrt2}}$$")  # a new one was started
+
+
+# Refuses the limit of memory as macOS does, or sets it; answers a question with a number of bytes that it could get.
+SERVE = """
+import resource, sys
+from train.data.workers.serve import serve
+def refuse(*_):
+    raise ValueError("current limit exceeds maximum limit")
+if sys.argv[1] == "refused":
+    resource.setrlimit = refuse
+def answer(size):
+    try:
+        return len(bytes(size))
+    except MemoryError:
+        return 0
+serve(answer, memory=1 << 30)
+"""
+
+
+@pytest.mark.parametrize("limit", ["refused", pytest.param("set", marks=ON_LINUX)])
+def test_a_worker_answers_where_no_memory_limit_can_be_set(limit):
+    questions = [{"question": size, "seconds": 60, "cpu_seconds": 60} for size in (8, 2 << 30)]
+    lines = "".join(f"{json.dumps(question)}\n" for question in questions)
+    command = [sys.executable, "-c", SERVE, limit]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=False)
+    large = 0 if limit == "set" else 2 << 30
+    assert (done.returncode, list(map(json.loads, done.stdout.splitlines()))) == (0, [8, large]), done.stderr
 
 
 def test_the_limit_of_math_verify_counts_the_time_that_it_works(monkeypatch):

@@ -3,6 +3,8 @@
 import os
 import re
 import socket
+import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests import peers
 from train import distributed
 from train.config.errors import UserError
-from train.distributed.joining import connected_hosts
+from train.distributed import joining
+from train.distributed.joining import before_abort, connected_hosts
 from train.models.sharding import batch_sharding, make_mesh
+
+HAS_TABLES = os.path.exists(joining.TABLES[0])
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +77,8 @@ def test_a_process_that_does_not_come_ends_those_that_wait() -> None:
         assert first.returncode == 75
         expected = (
             r"error: --join-timeout: 2 of 3 processes have joined 127\.0\.0\.1:\d+ after 8 s, from 127\.0\.0\.1; "
+            if HAS_TABLES
+            else r"error: --join-timeout: some of 3 processes have not joined 127\.0\.0\.1:\d+ after 8 s; "
         )
         assert re.search(expected + "start all processes at about the same time, or raise the limit", first.stderr)
         # The leader took the service along.
@@ -80,6 +87,7 @@ def test_a_process_that_does_not_come_ends_those_that_wait() -> None:
         assert re.search(r"error: --join-timeout: process 0 at \S+ cannot be reached after \d+ s; ", second.stderr)
 
 
+@pytest.mark.skipif(not HAS_TABLES, reason="the system has no table of connections")
 def test_the_hosts_at_a_port_are_those_of_its_connections() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -90,6 +98,41 @@ def test_the_hosts_at_a_port_are_those_of_its_connections() -> None:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("::1", port)):
             assert sorted(connected_hosts(port) or ()) == ["127.0.0.1", "::1"]
+
+
+# The heading, and one connection from 10.0.0.7 to port 8476.
+TABLE = "  sl  local_address rem_address   st\n   0: 0100007F:211C 0700000A:D431 01 00000000\n"
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="the table is in the order of this machine")
+def test_hosts_are_read_from_the_tables_that_are_there(monkeypatch, tmp_path) -> None:
+    tables = tmp_path / "tcp", tmp_path / "tcp6"
+    monkeypatch.setattr(joining, "TABLES", tables)
+    assert connected_hosts(8476) is None
+    tables[0].write_text(TABLE)
+    assert connected_hosts(8476) == ["10.0.0.7"]
+    tables[1].write_text(TABLE.splitlines()[0])
+    assert (connected_hosts(8476), connected_hosts(8477)) == (["10.0.0.7"], [])
+
+
+def _refuse(error: Exception) -> Callable[..., None]:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("CDLL", OSError("no library")), ("CDLL", TypeError("bad argument")), ("CFUNCTYPE", MemoryError("no closure"))],
+)
+def test_a_system_without_handlers_of_c_is_a_warning(monkeypatch, capsys, name, error) -> None:
+    monkeypatch.setattr(joining.ctypes, name, _refuse(error))
+    with before_abort(lambda: None):
+        entered = True
+    assert entered
+    expected = f"this system allows no signal handler in C ({error}), so an abort of JAX does not name the lost process"
+    assert capsys.readouterr().err == f"warning: {expected}\n"
 
 
 class Device(NamedTuple):

@@ -1,5 +1,6 @@
 """One process writes a run: of two that start at one moment each gets a name, and of two that continue one goes on."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -72,9 +73,16 @@ def test_a_directory_that_does_not_exist_is_not_made(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+def test_a_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with locked(tmp_path):
+        assert "warning: this system has no file locks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys, number):
     def fail(*_):
-        raise OSError(37, "No locks available")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", fail)
     with locked(tmp_path):

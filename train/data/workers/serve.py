@@ -22,14 +22,14 @@ def serve(answer: Callable[[Any], Any], *, memory: int | None = None) -> None:
 
     Args:
       answer: maps a question to an answer; an exception of it ends the process.
-      memory: limit of the address space in bytes.
+      memory: limit of the address space in bytes; macOS refuses it, and the limits of time alone remain.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of libraries must not mix with the answers
     if memory is not None:
-        with contextlib.suppress(ValueError, OSError):  # systems without this limit
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_AS, (memory, resource.getrlimit(resource.RLIMIT_AS)[1]))
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:
