@@ -1,4 +1,4 @@
-"""The supported systems: wheels for each in the lock file, a Makefile that refuses an unfit Python, tests without /proc."""
+"""The supported systems: each has wheels in the lock file, make refuses an unfit Python, and tests need no /proc."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from tests import processes
 
 ROOT = Path(__file__).parents[2]
 LOCK = tomllib.loads((ROOT / "uv.lock").read_text())
-GROUPS = ("train", "docs", "dev")
+GROUPS = ("train", "datasets", "docs", "dev")
 # The oldest releases that have all wheels; README names them.
 GLIBC_MINOR, MACOS = 28, (12, 0)
 SYSTEMS = {"linux x86_64": "Linux", "linux aarch64": "Linux", "darwin arm64": "Darwin"}
