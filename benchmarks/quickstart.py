@@ -55,7 +55,7 @@ FOOLED = (
     "data.max_completion_length=4",
     "reference.monitor=true",
     "steps=100",
-    "optim.schedule.decay_steps=195",
+    "optim.schedule.decay_steps=395",
     "eval.every=10",
 )
 
