@@ -2,10 +2,12 @@
 
 import gc
 import os
+import re
 
 import hypothesis
+import pytest
 
-from tests import processes, xla
+from tests import other_seeds, processes, xla
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # On an accelerator (`make test-accelerator`) the flags of the CPU's compiler would make slow programs.
@@ -25,3 +27,19 @@ programs.keep_in_memory()
 
 hypothesis.settings.register_profile("kljax", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("kljax")
+other_seeds.install()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs the tests in another order under another seed; skips those of float16 where XLA has no instruction for it."""
+    other_seeds.shuffle(items)
+    if not xla.compiles_float16():
+        skip = pytest.mark.skip(reason="XLA compiles float16 only for CPUs with F16C")
+        for item in filter(xla_float16, items):
+            item.add_marker(skip)
+
+
+def xla_float16(item: pytest.Item) -> bool:
+    """Says whether a test computes in float16: by its parameters, or marked."""
+    return bool(re.search(r"(?<!b)float16", item.name)) or item.get_closest_marker("float16") is not None

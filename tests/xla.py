@@ -1,6 +1,7 @@
 """The flags that XLA is started with in tests, in their own process and in those that they start."""
 
 import importlib.metadata
+import os
 
 # Tests compile many small programs and run each a few times: optimizing the code takes longer than it saves.
 QUICK = [
@@ -11,8 +12,30 @@ QUICK = [
 # XLA aborts on a flag that it does not know, and releases from 0.11 on have no other way to compile fusions.
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
+# Flags of the caller that change how a CPU rounds; every process that a test starts takes them over.
+ROUNDING = ("--xla_cpu_max_isa", "--xla_cpu_multi_thread_eigen")
+DEVICES = "--xla_force_host_platform_device_count"
+
+
+def given() -> dict[str, str]:
+    """Returns the flags of `XLA_FLAGS` by name."""
+    return dict(flag.partition("=")[::2] for flag in os.environ.get("XLA_FLAGS", "").split())
 
 
 def flags(devices: int) -> str:
-    """Returns the value of `XLA_FLAGS` for quick compilation and this many CPU devices."""
-    return " ".join([f"--xla_force_host_platform_device_count={devices}", *QUICK])
+    """Returns the value of `XLA_FLAGS` for quick compilation and this many CPU devices.
+
+    The instruction set and the threads of this process's `XLA_FLAGS` are kept.
+    """
+    kept = [f"{name}={value}" for name, value in given().items() if name in ROUNDING]
+    return " ".join([f"{DEVICES}={devices}", *QUICK, *kept])
+
+
+def instruction_set() -> str | None:
+    """Returns the largest instruction set that XLA may use, if `XLA_FLAGS` names one."""
+    return given().get("--xla_cpu_max_isa")
+
+
+def compiles_float16() -> bool:
+    """Says whether XLA compiles float16 for the instruction set that was asked for: it needs F16C, of AVX2 and later."""
+    return instruction_set() not in ("SSE4_2", "AVX")
