@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tests import tiny
+from tests import rounding, tiny
 from train.rl.batch import (
     PER_ROW,
     Batch,
@@ -44,7 +44,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Extended)}
 NEEDED = ("tokens", "token_mask", "completion_mask")
 OPTIONAL = sorted(FIELDS.keys() - set(NEEDED))
 # As few shapes and dtypes as there may be: each pair of them is compiled for every function.
-DTYPES = {"token_mask": bool, "completion_mask": bool, "images": np.float16, "votes": np.int16}
+DTYPES = {"token_mask": bool, "completion_mask": bool, "images": np.uint8, "votes": np.int16}
 TRAILING = {"images": (2,), "kept_ids": (2,), "ref_hidden": (2,), "votes": (2,)}
 
 
@@ -224,8 +224,12 @@ def test_loss_gradient_and_metrics_do_not_see_padding():
         return gradient({"params": params}, None, weighted, coefficients(CONFIG))
 
     whole, padded = results(batch), results(pad_columns(pad_rows(batch, 12), tiny.LENGTH + 3))
-    chex.assert_trees_all_close(padded, whole, rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(padded[0], whole[0], rtol=1e-5, atol=1e-7)
     assert float(whole[0][0]) != 0
+    bound = rounding.of_decoder(layers=tiny.LAYERS, longest_sum=24, passes=3)
+    rounding.assert_close_by_norm(padded[1], whole[1], roundings=bound)
+    with pytest.raises(AssertionError, match="roundings of the norm"):
+        rounding.assert_close_by_norm(rounding.planted(padded[1], roundings=10 * bound), whole[1], roundings=bound)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
