@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kljax
-from tests import tiny
+from tests import rounding, tiny
 from train.config.plan import Plan
 from train.config.types import AGGREGATIONS
 from train.models.attention import PackedRows
@@ -273,6 +273,18 @@ STEPS = [
 ]
 
 
+# The longest sums are those of the MLP.
+BOUND, GRADIENT_BOUND = (rounding.of_decoder(layers=tiny.LAYERS, longest_sum=24, passes=passes) for passes in (1, 3))
+
+
+def assert_same(actual, expected, *, roundings: float, scale: float | None = None) -> None:
+    """Compares by norm, and shows that the comparison would see an error of ten bounds in a single value."""
+    rounding.assert_close_by_norm(actual, expected, roundings=roundings, scale=scale)
+    wrong = rounding.planted(actual, roundings=10 * roundings, scale=scale)
+    with pytest.raises(AssertionError, match="roundings of the norm"):
+        rounding.assert_close_by_norm(wrong, expected, roundings=roundings, scale=scale)
+
+
 @pytest.mark.parametrize(("options", "shape"), STEPS)
 def test_a_step_is_that_of_padded_rows(options, shape):
     """Scores, and the gradient and metrics of each update; with rows that move between micro-batches and devices."""
@@ -288,11 +300,13 @@ def test_a_step_is_that_of_padded_rows(options, shape):
             before = np.roll(mask, -1, axis=1)
             field, packed_field = field[before], packed_field[before]
         if field is not None:
-            np.testing.assert_allclose(packed_field, field, rtol=0, atol=5e-6)
+            # A value is a sum of products with hidden states, whose norm gives them the size 1.
+            scale = math.sqrt(field.size) if name == "values" else rounding.norm(field)
+            assert_same(packed_field, field, roundings=BOUND, scale=scale)
     for (gradient, metrics), (packed_gradient, packed_metrics) in zip(updates, packed_updates, strict=True):
         norm = float(metrics["grad_norm"])
         assert norm > 0.01
-        chex.assert_trees_all_close(packed_gradient, gradient, rtol=0, atol=5e-6 * norm)
+        assert_same(packed_gradient, gradient, roundings=GRADIENT_BOUND)
         chex.assert_trees_all_close(packed_metrics, metrics, rtol=2e-5, atol=5e-6)
 
 
