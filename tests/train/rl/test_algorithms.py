@@ -154,7 +154,8 @@ def test_a_controller_steers_the_kl_of_its_placement() -> None:
     _, after, metrics = jax.jit(make_preparation(config))(batch, states)
     for name in ("reward", "advantage"):
         error = np.clip(float(metrics[f"kl_{name}"].value()) / 0.1 - 1, -1, 1)
-        np.testing.assert_allclose(after[name].coef, max(0.3 + 0.3 * error, 0), rtol=1e-5)
+        # Three roundings of numbers up to 0.3; at an error of -1 they are all that is left.
+        np.testing.assert_allclose(after[name].coef, max(0.3 + 0.3 * error, 0), rtol=1e-5, atol=3 * 0.3 * 2**-24)
         assert abs(error) > 0.01
     assert float(metrics["kl_advantage_coef"].value()) == np.float32(0.3)
     assert float(after["loss"].coef) == np.float32(0.3), "the loss is measured in the updates"

@@ -35,8 +35,9 @@ FEWER_AXES = ({"context": 4}, {"context": 2}, {"fsdp": 2, "context": 2}, {"conte
 
 @functools.cache
 def weights() -> dict:
-    """Weights on the host, the same for every mesh."""
-    return jax.device_get(init_params(tiny.model_of(tiny.config_of(*OPTIONS)), jax.random.key(0), tiny.mesh_of()))
+    """Weights on the host, the same for every mesh, whichever is set where they are first asked for."""
+    with jax.set_mesh(tiny.mesh_of()):
+        return jax.device_get(init_params(tiny.model_of(tiny.config_of(*OPTIONS)), jax.random.key(0), tiny.mesh_of()))
 
 
 @functools.cache
