@@ -11,22 +11,26 @@ import numpy as np
 import pytest
 
 import kljax
-from tests import programs, tiny
+from tests import near_ties, programs, rounding, tiny
 from tests.train.rollouts.census import weight_collectives
 from train.data.tasks import load_task
 from train.hardware import hlo
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.sharding import make_mesh, reshape_mesh
-from train.rl.policy import abstract_params, init_adapter, init_params
+from train.rl.policy import abstract_params, head, hidden_states, init_adapter, init_params
 from train.rollouts import make_sampler, sample_completions, sampling_program
 from train.rollouts.context import RunContext
 from train.rollouts.layout import SamplingLayout
 from train.rollouts.sampler import Samples, Sampling
+from train.rollouts.sampler.draw import CHUNK
 
 SHAPE = "model={layers: 2, width: 16, heads: 8, kv_heads: 8, head_dim: 4, mlp_width: 40}"
 LENGTH = 6
 OPTIONS = (SHAPE, f"data.max_completion_length={LENGTH}", "eval.batch_size=8", "warm_start.batch_size=8")
 LORA = "lora={rank: 2, alpha: 8, targets: [q_proj, v_proj, down_proj]}"
+
+# The longest sums are those of the MLP.
+BOUND = rounding.of_decoder(layers=2, longest_sum=40)
 
 
 def context_on(shape: tuple[int, int, int], *overrides: str) -> RunContext:
@@ -38,9 +42,11 @@ def context_on(shape: tuple[int, int, int], *overrides: str) -> RunContext:
 def drawn(model: Decoder) -> kljax.Policy:
     """Weights large enough for tokens that depend on them; with lora, an adapter that acts."""
     adapter = None
-    if model.config.lora is not None:
-        adapter = jax.tree.map(lambda x: x + 0.3, init_adapter(model, jax.random.key(3), tiny.mesh_of()))
-    params = init_params(model, jax.random.key(0), tiny.mesh_of())
+    # Whatever mesh is set where the weights are first asked for.
+    with jax.set_mesh(tiny.mesh_of()):
+        if model.config.lora is not None:
+            adapter = jax.tree.map(lambda x: x + 0.3, init_adapter(model, jax.random.key(3), tiny.mesh_of()))
+        params = init_params(model, jax.random.key(0), tiny.mesh_of())
     return kljax.Policy(jax.tree.map(lambda x: x * (4 if x.ndim > 2 else 1), params), adapter)
 
 
@@ -60,6 +66,16 @@ def sampled(context: RunContext, policy: kljax.Policy | None = None) -> Samples:
 @functools.cache
 def on_one_device(*overrides: str) -> Samples:
     return sampled(context_on((1, 1, 1), *overrides))
+
+
+def probs_of_one_device(row: int, column: int, *overrides: str) -> np.ndarray:
+    """The distribution that a token of `on_one_device` was drawn from."""
+    context, samples = context_on((1, 1, 1), *overrides), on_one_device(*overrides)
+    with jax.set_mesh(context.mesh):
+        policy, tokens, mask = policy_on(context), samples.tokens[:, :column], samples.token_mask[:, :column]
+        hidden = hidden_states(context.model, policy, tokens, mask)[row, -1]
+        logits = hidden @ head(context.model, policy.params) / context.config.temperature
+    return np.asarray(jax.nn.softmax(logits))
 
 
 def sampling_mesh(data: int, tensor: int) -> str:
@@ -94,12 +110,58 @@ def test_tokens_are_those_of_one_device(training, sampling, overrides):
     samples = sampled(context)
     assert not context.layout.in_place
     assert dict(context.layout.mesh.shape) == {"data": sampling[0], "fsdp": 1, "context": 1, "tensor": sampling[1]}
-    np.testing.assert_array_equal(samples.tokens, expected.tokens)
-    np.testing.assert_array_equal(samples.completion_mask, expected.completion_mask)
-    np.testing.assert_allclose(samples.log_probs, expected.log_probs, atol=2e-6)
+    prompt_length = samples.tokens.shape[1] - LENGTH
+    near_ties.assert_same_samples(
+        *(samples, expected),
+        key=jax.random.key(1),
+        prompt_length=prompt_length,
+        probs_at=lambda row, column: probs_of_one_device(row, column, *overrides),
+        roundings=BOUND,
+    )
+    # Some 50 tokens are drawn, and fewer than one in a thousand is a near tie.
+    same = near_ties.first_difference(samples.tokens, expected.tokens) == samples.tokens.shape[1]
+    assert same.sum() >= len(same) - 2
     # The update gets rows as its own mesh splits them.
     assert samples.tokens.sharding.mesh.shape == context.mesh.shape
     assert samples.tokens.sharding.spec[0] == ("data", "fsdp")
+
+
+def test_sampled_token_that_is_no_near_tie_fails():
+    """Each row in turn with another token; the distribution and the random numbers are those of the draw."""
+    samples = on_one_device()
+    prompt_length = samples.tokens.shape[1] - LENGTH
+    compare = functools.partial(
+        near_ties.assert_same_samples,
+        expected=samples,
+        key=jax.random.key(1),
+        prompt_length=prompt_length,
+        probs_at=probs_of_one_device,
+        roundings=BOUND,
+    )
+    compare(samples)
+    for row in (0, 3):
+        tokens = np.array(samples.tokens)
+        tokens[row, prompt_length] = (tokens[row, prompt_length] + 1) % 256
+        with pytest.raises(AssertionError, match=f"row {row}, token {prompt_length}: .* no near tie"):
+            compare(dataclasses.replace(samples, tokens=tokens))
+    with pytest.raises(AssertionError, match="roundings of the norm"):
+        compare(dataclasses.replace(samples, log_probs=rounding.planted(samples.log_probs, roundings=10 * BOUND)))
+
+
+def test_token_on_the_border_is_a_near_tie():
+    """The distribution of the first token, with the random number moved onto its border to the next."""
+    samples = on_one_device()
+    column = samples.tokens.shape[1] - LENGTH
+    probs = probs_of_one_device(0, column)[:CHUNK].astype(np.float64)
+    borders = np.cumsum(probs) / probs.sum()
+    token = int(np.argmax(probs[:-1] + probs[1:]))
+    at = np.array([0.0, borders[token]], np.float32)
+    for tokens, border, expected in (
+        ((token, token + 1), near_ties.BORDER, True),
+        ((token, token + 1), 1e-9, False),
+        ((token, token + 2), near_ties.BORDER, False),
+    ):
+        assert near_ties.is_near_tie(probs.astype(np.float32), at + np.float32([0, 5e-6]), tokens, border) == expected
 
 
 def test_rounded_weights_give_the_bits_of_weights_in_place():
