@@ -9,6 +9,7 @@ import pytest
 
 import kljax
 from kljax.audit import Audit
+from tests import other_seeds
 from tests.kljax.audit.enumeration import FORMULAS, Row
 from tests.kljax.calls import QUICK
 
@@ -22,8 +23,8 @@ PLACES = ("loss", "straight_through", "reward", "reward_baseline", "advantage")
 
 @pytest.fixture(scope="module")
 def logits() -> list[np.ndarray]:
-    """Policy, reference and behaviour policy, `[3, N, T, V]`."""
-    return list(np.random.default_rng(0).normal(size=(3, ROWS, LENGTH, VOCABULARY)))
+    """Policy, reference and behaviour policy, `[3, N, T, V]`: an example, as a bias can be shown on one alone."""
+    return list(other_seeds.example(0).normal(size=(3, ROWS, LENGTH, VOCABULARY)))
 
 
 @pytest.fixture(scope="module")
