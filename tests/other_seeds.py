@@ -36,15 +36,20 @@ def install() -> None:
     np.random.default_rng = _shifted(np.random.default_rng)
     jax.random.key, jax.random.PRNGKey = _shifted(jax.random.key), _shifted(jax.random.PRNGKey)
     hypothesis.core.global_force_seed = seed()
-    hypothesis.settings.register_profile(
-        "other_seeds", hypothesis.settings.default, derandomize=False, database=None
-    )
+    hypothesis.settings.register_profile("other_seeds", hypothesis.settings.default, derandomize=False, database=None)
     hypothesis.settings.load_profile("other_seeds")
 
 
 def example(number: int) -> np.random.Generator:
     """Returns a generator that no seed changes, for an example: an input that shows that something happens at all."""
-    return np.random.Generator(np.random.PCG64(number))
+    return np.random.default_rng(number)
+
+
+def example_key(number: int) -> Any:
+    """Returns a random key of JAX that no seed changes, for an example."""
+    import jax
+
+    return jax.random.key(number)
 
 
 def _shifted(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +71,7 @@ def _other(first: Any) -> Any:
 def _is_test(filename: str) -> bool:
     """Says whether a file is one of the tests, and not one that records inputs."""
     path = pathlib.Path(filename)
-    return path.is_relative_to(TESTS) and not path.is_relative_to(RECORDED)
+    return path.is_relative_to(TESTS) and not path.is_relative_to(RECORDED) and filename != __file__
 
 
 def shuffle(items: list[pytest.Item]) -> None:

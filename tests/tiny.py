@@ -67,12 +67,16 @@ def model_of(config: Config) -> Decoder:
 @functools.cache
 def host_params() -> dict:
     """Weights on the host, the same for every config here, and far enough from 0 to have opinions."""
-    from train.rl.policy import init_params
-
-    # Whatever mesh is set where the weights are first asked for.
-    with jax.set_mesh(mesh_of()):
-        params = init_params(model_of(config_of()), jax.random.key(0), mesh_of())
+    params = drawn(model_of(config_of()), jax.random.key(0))
     return jax.tree.map(lambda x: np.asarray(x) * (2 if x.ndim > 2 else 1), params)
+
+
+def drawn(model: Decoder, key: jax.Array, *, adapter: bool = False) -> dict:
+    """Draws weights, or an adapter, on one device, whatever mesh is set where they are first asked for."""
+    from train.rl.policy import init_adapter, init_params
+
+    with jax.set_mesh(mesh_of()):
+        return (init_adapter if adapter else init_params)(model, key, mesh_of())
 
 
 def placed(policy: kljax.Policy, model: Decoder, mesh: Mesh) -> kljax.Policy:

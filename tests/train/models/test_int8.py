@@ -54,14 +54,14 @@ def kernel(shape=(16, 24), seed=0) -> np.ndarray:
 @functools.cache
 def drawn() -> dict:
     """Weights before they are quantised."""
-    return init_params(FLOAT, jax.random.key(0), make_mesh())
+    return tiny.drawn(FLOAT, jax.random.key(0))
 
 
 @functools.cache
 def built() -> tuple[dict, dict, dict]:
     """A base in int8, the weights that it stands for, and an adapter of which neither half is 0."""
     params = quantise_params(tiny.copied(drawn()))
-    adapter = jax.tree.map(lambda x: x + 0.02, init_adapter(INT8, jax.random.key(1), make_mesh()))
+    adapter = jax.tree.map(lambda x: x + 0.02, tiny.drawn(INT8, jax.random.key(1), adapter=True))
     return params, dequantise_params(params, jnp.float32), adapter
 
 

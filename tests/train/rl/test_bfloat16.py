@@ -15,7 +15,7 @@ import kljax
 from tests import tiny
 from train.rl.algorithms import make_optimizer
 from train.rl.objective import coefficients, make_objective, token_weights
-from train.rl.policy import hidden_states, init_params
+from train.rl.policy import hidden_states
 from train.rl.reference import Reference, drop_shared_base
 from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update
@@ -55,7 +55,7 @@ def config_of(case, dtype="bfloat16", *more):
 
 def weights_of(config):
     """Base weights as the config holds them; the residual stream is of size 1, as it is after training."""
-    params = init_params(tiny.model_of(config), jax.random.key(0), tiny.mesh_of())
+    params = tiny.drawn(tiny.model_of(config), jax.random.key(0))
     table = params["embed_tokens"]["embedding"]
     return {**params, "embed_tokens": {"embedding": table * jnp.asarray(50, table.dtype)}}
 

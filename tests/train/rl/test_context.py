@@ -18,7 +18,7 @@ from train.models.kernels import splash_attention
 from train.models.sharding import make_mesh
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients
-from train.rl.policy import hidden_states, init_params
+from train.rl.policy import hidden_states
 from train.rl.reference import Reference
 from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.run.setup import first_state
@@ -36,8 +36,7 @@ FEWER_AXES = ({"context": 4}, {"context": 2}, {"fsdp": 2, "context": 2}, {"conte
 @functools.cache
 def weights() -> dict:
     """Weights on the host, the same for every mesh, whichever is set where they are first asked for."""
-    with jax.set_mesh(tiny.mesh_of()):
-        return jax.device_get(init_params(tiny.model_of(tiny.config_of(*OPTIONS)), jax.random.key(0), tiny.mesh_of()))
+    return jax.device_get(tiny.drawn(tiny.model_of(tiny.config_of(*OPTIONS)), jax.random.key(0)))
 
 
 @functools.cache

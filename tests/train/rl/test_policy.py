@@ -38,7 +38,7 @@ stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "l
 @functools.cache
 def policy_of(model: Decoder, factor: float = 10.0) -> kljax.Policy:
     """With embeddings that matter: at their initial size every token is almost the same to the blocks."""
-    params = init_params(model, jax.random.key(0), make_mesh())
+    params = tiny.drawn(model, jax.random.key(0))
     params["embed_tokens"]["embedding"] *= factor
     return kljax.Policy(params)
 

@@ -17,7 +17,7 @@ from train.data.tasks import load_task
 from train.hardware import hlo
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.sharding import make_mesh, reshape_mesh
-from train.rl.policy import abstract_params, head, hidden_states, init_adapter, init_params
+from train.rl.policy import abstract_params, head, hidden_states
 from train.rollouts import make_sampler, sample_completions, sampling_program
 from train.rollouts.context import RunContext
 from train.rollouts.layout import SamplingLayout
@@ -42,11 +42,9 @@ def context_on(shape: tuple[int, int, int], *overrides: str) -> RunContext:
 def drawn(model: Decoder) -> kljax.Policy:
     """Weights large enough for tokens that depend on them; with lora, an adapter that acts."""
     adapter = None
-    # Whatever mesh is set where the weights are first asked for.
-    with jax.set_mesh(tiny.mesh_of()):
-        if model.config.lora is not None:
-            adapter = jax.tree.map(lambda x: x + 0.3, init_adapter(model, jax.random.key(3), tiny.mesh_of()))
-        params = init_params(model, jax.random.key(0), tiny.mesh_of())
+    if model.config.lora is not None:
+        adapter = jax.tree.map(lambda x: x + 0.3, tiny.drawn(model, jax.random.key(3), adapter=True))
+    params = tiny.drawn(model, jax.random.key(0))
     return kljax.Policy(jax.tree.map(lambda x: x * (4 if x.ndim > 2 else 1), params), adapter)
 
 

@@ -12,7 +12,7 @@ from tests import tiny
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.rows import shard_rows
 from train.models.sharding import make_mesh
-from train.rl.policy import init_adapter, init_params, token_stats
+from train.rl.policy import init_params, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample
 
 LORA = LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
@@ -33,8 +33,8 @@ def policy_of(mesh=None) -> kljax.Policy:
     """Embeddings as large as the blocks' outputs, and an adapter that matters."""
     if mesh is not None:
         return tiny.placed(policy_of(), MODEL, mesh)
-    params = init_params(MODEL, jax.random.key(0), make_mesh())
-    adapter = init_adapter(MODEL, jax.random.key(1), make_mesh())
+    params = tiny.drawn(MODEL, jax.random.key(0))
+    adapter = tiny.drawn(MODEL, jax.random.key(1), adapter=True)
     params["embed_tokens"]["embedding"] *= 12
     return kljax.Policy(params, jax.tree.map(lambda x: x + 0.1, adapter))
 

@@ -10,11 +10,11 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 import kljax
-from tests import tiny
+from tests import other_seeds, tiny
 from train.models import Decoder, DecoderConfig
 from train.models.rows import shard_rows
 from train.models.sharding import make_mesh
-from train.rl.policy import hidden_states, init_params, token_stats
+from train.rl.policy import hidden_states, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample, stop_table
 
 # A window shorter than the completions, two ropes and soft caps: columns out of order would show.
@@ -47,19 +47,20 @@ draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sam
 def policy_of(mesh=None) -> kljax.Policy:
     if mesh is not None:
         return tiny.placed(policy_of(), MODEL, mesh)
-    params = init_params(MODEL, jax.random.key(0), make_mesh())
+    # An example, whose rows have many lengths.
+    params = tiny.drawn(MODEL, other_seeds.example_key(0))
     params["embed_tokens"]["embedding"] *= 20
     return kljax.Policy(params)
 
 
 def prompts_of() -> tuple[np.ndarray, np.ndarray]:
     mask = np.arange(WIDTH) >= WIDTH - np.array(LENGTHS)[:, None]
-    return np.where(mask, np.random.default_rng(0).integers(0, 24, mask.shape), 0).astype(np.int32), mask
+    return np.where(mask, other_seeds.example(0).integers(0, 24, mask.shape), 0).astype(np.int32), mask
 
 
 def arguments_of(**changes) -> dict:
     return {
-        "key": jax.random.key(5),
+        "key": other_seeds.example_key(5),
         "max_new_tokens": ROOM,
         "sampling": WARM,
         "eos_ids": (5, 9),
@@ -264,7 +265,13 @@ def test_on_a_mesh_a_prompt_is_sent_when_it_is_taken_and_all_of_them_never():
     """Nor are caches, or the logits of a step; what the loops send are activations, and one prompt."""
     mesh, prompts, config = make_mesh(2, 2, 2), 16, MODEL.config
     tokens, mask = np.zeros((prompts, 32), np.int32), np.ones((prompts, 32), bool)
-    arguments = {"key": jax.random.key(5), "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (5,), "slots": 8}
+    arguments = {
+        "key": other_seeds.example_key(5),
+        "max_new_tokens": ROOM,
+        "sampling": WARM,
+        "eos_ids": (5,),
+        "slots": 8,
+    }
     with jax.set_mesh(mesh):
         placed = shard_rows((tokens, mask), mesh)
         text = draw.lower(MODEL, policy_of(mesh), *placed, group=2, **arguments).compile().as_text()
@@ -313,7 +320,7 @@ def test_the_loop_computes_nothing_that_is_known_before_it(slots):
 
     tokens, mask = prompts_of()
     chosen = {"slots": slots, "group": GROUP, "max_new_tokens": ROOM, "unroll": True}
-    rest = {"key": jax.random.key(5), "sampling": WARM, "eos_ids": (5,)}
+    rest = {"key": other_seeds.example_key(5), "sampling": WARM, "eos_ids": (5,)}
     traced = jax.make_jaxpr(lambda policy: sample(MODEL, policy, tokens, mask, **rest, **chosen))(policy_of())
     found = inside(traced.jaxpr, set(), False)
     assert "exp" in found

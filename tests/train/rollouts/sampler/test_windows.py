@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import kljax
-from tests import tiny
+from tests import other_seeds, tiny
 from train.models import Decoder, DecoderConfig
 from train.models.sharding import make_mesh
-from train.rl.policy import init_params
 from train.rollouts.sampler import Sampling, WindowedSampler, sample, stop_table, windows
 from train.rollouts.sampler.windows import window_widths
 
@@ -26,21 +25,22 @@ WIDTH, LIMIT, GROUP, PROMPTS = 6, 14, 4, 2
 ROWS = GROUP * PROMPTS
 WIDTHS = (4, 8, 16)
 KEPT = Sampling(0.7, top_k=6, record_kept_tokens=True)
-KEY = jax.random.key(5)
+KEY = other_seeds.example_key(5)
 
 
 @functools.cache
 def policy_of(mesh=None) -> kljax.Policy:
     if mesh is not None:
         return tiny.placed(policy_of(), MODEL, mesh)
-    params = init_params(MODEL, jax.random.key(0), make_mesh())
+    # An example, whose rows have many lengths.
+    params = tiny.drawn(MODEL, other_seeds.example_key(0))
     params["embed_tokens"]["embedding"] *= 20
     return kljax.Policy(params)
 
 
 def prompts_of() -> tuple[np.ndarray, np.ndarray]:
     mask = np.arange(WIDTH) >= np.array([[0], [3]])
-    return np.where(mask, np.random.default_rng(0).integers(0, 24, mask.shape), 0).astype(np.int32), mask
+    return np.where(mask, other_seeds.example(0).integers(0, 24, mask.shape), 0).astype(np.int32), mask
 
 
 def sampler_of(mesh=None, **changes) -> WindowedSampler:
