@@ -51,7 +51,26 @@ RUN_AGAIN := $(addprefix tests/integration/test_smoke_run.py::,\
 TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
   test_resume.py::test_killed_at_some_moments_supervised_and_interrupted)
 
-.PHONY: train test test-accelerator test-quick test-thorough test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
+# What the rounding of a CPU can change: the numbers of the library, the compute core, models and sampler of the trainer,
+# and the smallest run. Recorded results of systems, and rules of the source, are the same everywhere.
+ISA ?= AVX2
+SENSITIVE := tests/test_rounding.py $(addprefix tests/kljax/,test_kl.py test_aggregation.py test_masking.py \
+  test_rewards.py test_k3_accuracy.py test_rows.py test_narrow.py test_reference.py test_split_invariance.py \
+  ratios losses advantages diagnostics log_probs audit) \
+  $(addprefix tests/train/,rl models rollouts) tests/integration/test_smoke_run.py
+# Of these, what needs no mesh.
+CORE := $(addprefix tests/kljax/,test_kl.py test_aggregation.py test_masking.py test_rewards.py test_k3_accuracy.py \
+  losses ratios advantages)
+# One run of all tests, with a seed: $(1) the flags of XLA, $(2) the seed, $(3) threads of XLA.
+define run-on-another-cpu
+	XLA_FLAGS="$(1)" KLJAX_TEST_SEED=$(2) NPROC=$(3) $(BIN)/python $(PYTEST) -m "not thorough" $(ARGS)
+endef
+# The core on one device, with a pool of $(1) threads; eight devices always have eight threads or more.
+define run-with-threads
+	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(CORE) $(ARGS)
+endef
+
+.PHONY: train test test-isa test-cpus test-accelerator test-quick test-thorough test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
 
 $(VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(VENV),PYTHON,$(PYTHONS))
@@ -61,6 +80,21 @@ train: $(VENV)/.ready ## the main job: warm start, RL, before and after
 
 test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml), which are counted as deselected
 	$(BIN)/python $(PYTEST) -m "not thorough" $(ARGS)
+
+test-isa: $(VENV)/.ready ## what rounding can change, under one instruction set: make test-isa ISA=SSE4_2
+	XLA_FLAGS=--xla_cpu_max_isa=$(ISA) $(BIN)/python $(PYTEST) -m "not thorough" \
+	  $(addprefix --deselect=,$(RUN_AGAIN)) $(SENSITIVE) $(ARGS)
+
+test-cpus: $(VENV)/.ready ## all tests as other CPUs round, each time with other inputs and in another order; for hours
+	$(call run-on-another-cpu,--xla_cpu_max_isa=SSE4_2,1,8)
+	$(call run-on-another-cpu,--xla_cpu_max_isa=AVX,2,8)
+	$(call run-on-another-cpu,--xla_cpu_max_isa=AVX2,3,16)
+	$(call run-on-another-cpu,--xla_cpu_max_isa=AVX512,4,8)
+	$(call run-on-another-cpu,--xla_cpu_max_isa=AVX2 --xla_cpu_multi_thread_eigen=false,5,8)
+	$(call run-with-threads,1)
+	$(call run-with-threads,2)
+	$(call run-with-threads,4)
+	$(call run-with-threads,16)
 
 test-quick: $(VENV)/.ready ## the core of the library and one run of the trainer, in less than two minutes
 	$(BIN)/python $(PYTEST) -m "not thorough" $(addprefix --deselect=,$(RUN_AGAIN)) $(QUICK) $(ARGS)

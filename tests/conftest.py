@@ -11,7 +11,7 @@ from tests import other_seeds, processes, xla
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # On an accelerator (`make test-accelerator`) the flags of the CPU's compiler would make slow programs.
-flags = xla.flags(devices=8) if os.environ["JAX_PLATFORMS"] == "cpu" else ""
+flags = xla.flags(devices=xla.devices()) if os.environ["JAX_PLATFORMS"] == "cpu" else ""
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 processes.hear_interrupts()
 # A program says where its operations come from for a debugger, which tests do not have.
@@ -32,7 +32,7 @@ other_seeds.install()
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs the tests in another order under another seed; skips those of float16 where XLA has no instruction for it."""
+    """Runs the tests in another order under another seed; skips those of float16 where XLA compiles none."""
     other_seeds.shuffle(items)
     if not xla.compiles_float16():
         skip = pytest.mark.skip(reason="XLA compiles float16 only for CPUs with F16C")

@@ -26,7 +26,7 @@ def test_a_planted_error_of_ten_bounds_fails():
     for scale in (None, 100.0):
         actual = rounding.planted(TREE, roundings=8, scale=scale)
         rounding.assert_close_by_norm(actual, TREE, roundings=8.1, scale=scale)
-        with pytest.raises(AssertionError, match="the difference is 8 roundings of the norm, the bound 0.8"):
+        with pytest.raises(AssertionError, match=r"the difference is 8 roundings of the norm, the bound 0\.8"):
             rounding.assert_close_by_norm(actual, TREE, roundings=0.8, scale=scale)
 
 

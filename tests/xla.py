@@ -31,11 +31,16 @@ def flags(devices: int) -> str:
     return " ".join([f"{DEVICES}={devices}", *QUICK, *kept])
 
 
+def devices() -> int:
+    """Returns the number of CPU devices of the test process: 8, or `KLJAX_TEST_DEVICES` for tests without a mesh."""
+    return int(os.environ.get("KLJAX_TEST_DEVICES", "8"))
+
+
 def instruction_set() -> str | None:
     """Returns the largest instruction set that XLA may use, if `XLA_FLAGS` names one."""
     return given().get("--xla_cpu_max_isa")
 
 
 def compiles_float16() -> bool:
-    """Says whether XLA compiles float16 for the instruction set that was asked for: it needs F16C, of AVX2 and later."""
+    """Says whether XLA compiles float16 for the instruction set that was asked for: only with F16C, as from AVX2 on."""
     return instruction_set() not in ("SSE4_2", "AVX")

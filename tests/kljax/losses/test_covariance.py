@@ -104,7 +104,7 @@ def test_clip_cov_drops_candidates_only_and_as_many_as_the_fraction_says() -> No
     # Both bounds lie between two covariances, so that half of the tokens are candidates, whatever was drawn.
     ordered = np.sort(COVARIANCE[MASK & ~CLIPPED])
     lower, upper = (ordered[at - 1 : at + 1].mean() for at in (len(ordered) // 4, 3 * len(ordered) // 4))
-    candidates = (COVARIANCE > lower) & (COVARIANCE < upper) & ~CLIPPED & MASK
+    candidates = (lower < COVARIANCE) & (upper > COVARIANCE) & ~CLIPPED & MASK
     assert int(0.1 * N) < candidates.sum() < len(ordered)
     # No draw of so many leaves a candidate out: (1 - 1 / C) ** draws < 1e-12 for each.
     keys = jax.random.split(KEYS[0], 28 * int(candidates.sum()))
