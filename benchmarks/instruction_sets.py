@@ -64,13 +64,13 @@ def measure(flags: str) -> dict[str, np.ndarray]:
             return dict(found)
 
 
-def difference(one: np.ndarray, other: np.ndarray) -> str:
+def difference(actual: np.ndarray, expected: np.ndarray) -> str:
     """Describes the difference by norm, and of the value that differs most of its own size, in units of 2**-24."""
-    if np.array_equal(one, other):
+    if np.array_equal(actual, expected):
         return "0"
-    wide, others = one.astype(np.float64), other.astype(np.float64)
-    norm = np.linalg.norm(wide - others) / np.linalg.norm(others) * 2**24
-    single = (np.abs(wide - others) / np.maximum(np.abs(others), 1e-30)).max() * 2**24
+    got, exact = actual.astype(np.float64), expected.astype(np.float64)
+    norm = np.linalg.norm(got - exact) / np.linalg.norm(exact) * 2**24
+    single = (np.abs(got - exact) / np.maximum(np.abs(exact), 1e-30)).max() * 2**24
     return f"{norm:.2g} ({single:.0f})"
 
 

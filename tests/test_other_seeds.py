@@ -1,5 +1,6 @@
 """Other seeds change what tests draw and their order, and nothing that is recorded; flags reach started processes."""
 
+import itertools
 import types
 
 import pytest
@@ -33,7 +34,7 @@ def test_order_depends_on_the_seed_alone(monkeypatch):
         assert orders.setdefault(seed, order) == order
         assert sorted(order) == [(item.path, item.name) for item in items]
         # The tests of a file stay together, as they share fixtures.
-        assert sum(one[0] != other[0] for one, other in zip(order, order[1:], strict=False)) == 4
+        assert sum(one[0] != other[0] for one, other in itertools.pairwise(order)) == 4
     assert len(set(map(tuple, orders.values()))) == 3
     assert orders[0] == sorted(orders[0])
 

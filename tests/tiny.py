@@ -75,8 +75,10 @@ def drawn(model: Decoder, key: jax.Array, *, adapter: bool = False) -> dict:
     """Draws weights, or an adapter, on one device, whatever mesh is set where they are first asked for."""
     from train.rl.policy import init_adapter, init_params
 
+    # A key remembers the mesh under which it was made; its numbers do not.
+    numbers = np.asarray(jax.random.key_data(key))
     with jax.set_mesh(mesh_of()):
-        return (init_adapter if adapter else init_params)(model, key, mesh_of())
+        return (init_adapter if adapter else init_params)(model, jax.random.wrap_key_data(numbers), mesh_of())
 
 
 def placed(policy: kljax.Policy, model: Decoder, mesh: Mesh) -> kljax.Policy:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import other_seeds
 from train.models import Decoder, DecoderConfig, GroupCache, LoraConfig, Rope
 from train.models.attention import attend, causal_mask, token_positions
 from train.models.layers import RMSNorm, matmul
@@ -136,8 +137,8 @@ def test_a_seed_keeps_its_weights():
     """Drawn with flax Linen: recorded results and shipped seeds depend on them."""
     biased = dataclasses.replace(CONFIG, layers=3, qkv_bias=True, qk_norm=True, lora=LoraConfig(2, 1.0, ("q_proj",)))
     draw = jax.jit(Decoder(biased).init)
-    (params, _), (_, adapter) = draw(jax.random.key(3)), draw(jax.random.key(4))
-    plain = params_of(CONFIG, seed=3)
+    (params, _), (_, adapter) = draw(other_seeds.example_key(3)), draw(other_seeds.example_key(4))
+    plain = init_params(Decoder(CONFIG), other_seeds.example_key(3), make_mesh())
     for leaf, first, last in (
         (params["embed_tokens"]["embedding"], -0.011517874, -0.016611278),
         (params["layers"]["mlp"]["up_proj"]["kernel"], -0.28696004, -0.14535615),
