@@ -41,11 +41,11 @@ def context_on(shape: tuple[int, int, int], *overrides: str) -> RunContext:
 @functools.cache
 def drawn(model: Decoder) -> kljax.Policy:
     """Weights large enough for tokens that depend on them; with lora, an adapter that acts."""
-    adapter = None
-    if model.config.lora is not None:
-        adapter = jax.tree.map(lambda x: x + 0.3, tiny.drawn(model, jax.random.key(3), adapter=True))
-    params = tiny.drawn(model, jax.random.key(0))
-    return kljax.Policy(jax.tree.map(lambda x: x * (4 if x.ndim > 2 else 1), params), adapter)
+    adapter, params = None, tiny.drawn(model, jax.random.key(0))
+    with jax.set_mesh(tiny.mesh_of()):
+        if model.config.lora is not None:
+            adapter = jax.tree.map(lambda x: x + 0.3, tiny.drawn(model, jax.random.key(3), adapter=True))
+        return kljax.Policy(jax.tree.map(lambda x: x * (4 if x.ndim > 2 else 1), params), adapter)
 
 
 def policy_on(context: RunContext) -> kljax.Policy:

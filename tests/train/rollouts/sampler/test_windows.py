@@ -34,7 +34,8 @@ def policy_of(mesh=None) -> kljax.Policy:
         return tiny.placed(policy_of(), MODEL, mesh)
     # An example, whose rows have many lengths.
     params = tiny.drawn(MODEL, other_seeds.example_key(0))
-    params["embed_tokens"]["embedding"] *= 20
+    with jax.set_mesh(tiny.mesh_of()):
+        params["embed_tokens"]["embedding"] *= 20
     return kljax.Policy(params)
 
 
