@@ -15,12 +15,14 @@ from tests import tiny
 from train.config.plan import Layout
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.sharding import make_mesh
+from train.rl import policy as policies
 from train.rl.policy import (
     bind,
     head,
     hidden_states,
     init_params,
     init_value_head,
+    make_logits,
     stored_head,
     token_stats,
     token_values,
@@ -61,6 +63,21 @@ def test_statistics_are_those_of_the_token_in_their_own_column(tie):
     assert stats.log_prob.dtype == jnp.float32
     assert stats.kl is None
     chex.assert_tree_all_finite((stats, hidden))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("largest", [0, 2**24])
+def test_logits_of_both_layouts_are_the_product(tie, largest, dtype, monkeypatch):
+    """Rounding: D = 16 products and sums of float32, each off by at most 2^-24 of the sum of absolute products."""
+    monkeypatch.setattr(policies, "TRANSPOSED_BYTES", largest)
+    model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tie))
+    params = policy_of(model).params
+    hidden = jnp.asarray(np.random.default_rng(3).normal(size=(5, CONFIG.width)), dtype)
+    logits = jax.jit(lambda params, x: make_logits(model, params)(x, jnp.dtype("float32")))(params, hidden)
+    wide, kernel = np.asarray(hidden, np.float64), np.asarray(head(model, params), np.float64)
+    bound = 2 * CONFIG.width * 2.0**-24 * (np.abs(wide) @ np.abs(kernel))
+    assert (np.abs(np.asarray(logits, np.float64) - wide @ kernel) <= bound).all()
 
 
 def test_left_padding_changes_nothing():

@@ -12,7 +12,8 @@ from tests import tiny
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.rows import shard_rows
 from train.models.sharding import make_mesh
-from train.rl.policy import init_params, token_stats
+from train.rl import policy as policies
+from train.rl.policy import abstract_params, init_params, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample
 
 LORA = LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
@@ -209,6 +210,20 @@ def test_one_loop_over_layers_per_phase_whatever_the_depth():
         return draw.lower(model, kljax.Policy(abstract), tokens, mask, **arguments).as_text().count("stablehlo.while")
 
     assert loops(2) == loops(5) > 0
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_tied_head_is_read_as_stored(transposed, monkeypatch):
+    """The program of a large head has no transpose of it; a small one gets one on a CPU, outside the loop."""
+    config = dataclasses.replace(CONFIG, vocab_size=2**17 + 1, width=64, layers=1, tie_embeddings=True)
+    model, shape = Decoder(config), (2**17 + 1, 64)
+    assert 4 * shape[0] * shape[1] > policies.TRANSPOSED_BYTES
+    if transposed:
+        monkeypatch.setattr(policies, "TRANSPOSED_BYTES", 4 * shape[0] * shape[1])
+    rest = {"key": KEY, "max_new_tokens": 2, "sampling": GREEDY, "eos_ids": (EOS,)}
+    params = abstract_params(model, make_mesh())
+    text = str(jax.make_jaxpr(lambda policy: sample(model, policy, *prompts_of([3]), **rest))(kljax.Policy(params)))
+    assert (f"f32[{shape[1]},{shape[0]}]" in text) == transposed
 
 
 def test_no_room_for_a_token_is_an_error():
