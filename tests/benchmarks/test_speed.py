@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import rollout, train_step
-from benchmarks.harness import environments, measure
+from benchmarks.harness import environments, instructions, measure
 from benchmarks.harness.process import ROOT
 from benchmarks.harness.results import ALL, Measured, Result, failures
 from benchmarks.harness.suite import markdown
@@ -244,6 +244,42 @@ def test_another_checkout_races_and_has_targets(tmp_path, monkeypatch):
     assert asked.count(("other", "run")) == 3 + 1 + 1
 
 
+def test_races_run_under_each_instruction_set(tmp_path, monkeypatch):
+    started = []
+
+    class Remote:
+        def ask(self, **request):
+            if request["do"] == "score":
+                np.save(request["path"], np.zeros((2, 2)))
+            started[-1] |= {"work": request["work"]} if request["do"] == "load" else {}
+            return {"versions": {"kljax": "0"}, "run": {"rollout": [1, 2]}, "peak": {"rollout": 3}}.get(request["do"])
+
+    def start(module, *, settings, **_):
+        started.append(dict(settings))
+        return suite.contextlib.nullcontext(Remote())
+
+    monkeypatch.setattr(suite, "start", start)
+    monkeypatch.setattr(instructions, "lacking", lambda names: [name for name in names if name == "avx512"])
+    monkeypatch.setenv("XLA_FLAGS", "--a=b")
+    path = tmp_path / "found.md"
+    arguments = ["--quick", "--threads", "0", "--contenders", "kljax", "--isa", "avx2,avx512", "--markdown", str(path)]
+    assert rollout.main(arguments) == 0
+    text = path.read_text()
+    assert "| kljax, AVX2 | 1 | 20 |" in text
+    assert "without AVX-512, which it lacks" in text
+    assert "### V=160, AVX2" in text
+    assert {one["XLA_FLAGS"] for one in started} == {"--a=b --xla_cpu_max_isa=AVX2"}
+    assert {one["ATEN_CPU_CAPABILITY"] for one in started} == {"avx2"}
+    # Another checkout may not know the field.
+    assert "isa" not in started[0]["work"]
+    monkeypatch.setattr(instructions, "lacking", lambda names: [])
+    assert rollout.main(arguments) == 0
+    assert [heading for heading in path.read_text().splitlines() if heading.startswith("###")] == [
+        "### V=160, AVX2",
+        "### V=160, AVX-512",
+    ]
+
+
 def test_a_path_that_is_no_checkout_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         rollout.main(["--quick", "--against", str(tmp_path)])
@@ -265,6 +301,7 @@ def test_the_long_tail_is_a_section_of_its_own():
 def test_wrong_arguments(main, capsys):
     for arguments, message in (
         (["--contenders", "kljax,vllm"], "argument --contenders: got ['vllm'], expected some of"),
+        (["--isa", "avx3"], "argument --isa: got ['avx3'], expected some of ['avx2', 'avx512']"),
         (["--vocab", "many"], "argument --vocab: got 'many', expected a positive number"),
     ):
         with pytest.raises(SystemExit) as error:

@@ -24,6 +24,7 @@ class Work:
       vocab, layers, width, heads, kv_heads, head_dim, mlp_width: of the model.
       prompts, samples: prompts of a batch, and completions per prompt.
       prompt_length, completion_length: tokens, none of them padding.
+      isa: the instruction set that its contenders are limited to; "" for all of the machine.
     """
 
     vocab: int = 4096
@@ -37,9 +38,10 @@ class Work:
     samples: int = 4
     prompt_length: int = 128
     completion_length: int = 128
+    isa: str = ""
 
     def __str__(self) -> str:
-        return f"V={self.vocab}"
+        return f"V={self.vocab}{f', {self.isa}' if self.isa else ''}"
 
     @property
     def rows(self) -> int:

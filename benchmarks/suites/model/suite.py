@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.harness import cli, environments
+from benchmarks.harness import cli, environments, instructions
 from benchmarks.harness.measure import relative_distance
 from benchmarks.harness.process import ROOT, Remote, start
 from benchmarks.harness.race import Contenders, MissingError, log, measurable, noted, race
@@ -125,11 +125,12 @@ class ModelSuite(Suite):
         return [
             f"{report['threads'] or 'all'} threads of each process",
             f"the fastest of {report['rounds']} interleaved rounds",
+            *(f"without {instructions.KNOWN[name].title}, which it lacks" for name in report.get("lacking", ())),
         ]
 
     def heading(self, size: Work) -> list[str]:
         return [
-            f"### V={size.vocab:,}",
+            f"### V={size.vocab:,}{instructions.title(size.isa)}",
             f"{size.layers} layers, width {size.width}, {size.heads} heads x {size.head_dim}, {size.kv_heads} KV "
             f"heads, MLP {size.mlp_width}, float32; {size.prompts} prompts x {size.samples} completions, "
             f"{size.prompt_length} + {size.completion_length} tokens.",
@@ -144,7 +145,7 @@ class ModelSuite(Suite):
             for result in measured.results.values():
                 if result.problem is not None or result.best("wall", part) is None:
                     continue
-                row: list[Any] = [TITLES[result.name]]
+                row: list[Any] = [TITLES[result.name] + instructions.title(work.isa)]
                 for clock in ("wall", "cpu"):
                     seconds = result.best(clock, part)
                     faster = None if result is ours else ratio(seconds, ours.best(clock, part))
@@ -154,12 +155,13 @@ class ModelSuite(Suite):
             yield PARTS[part], [*COLUMNS, *([] if part == ALL else [PEAK]), *compared], rows
 
     def checks(self, measured: Measured) -> list[Check]:
-        found = [check(target, title(target), measured.results) for target in TARGETS[self.part]]
+        isa = instructions.title(measured.size.isa)
+        found = [check(target, title(target) + isa, measured.results) for target in TARGETS[self.part]]
         if OTHER in measured.results:
             for part in self.parts:
                 for measure, limit in AGAINST.items():
                     target = Target(measure, "kljax", OTHER, limit, part=part)
-                    found.append(check(target, title(target), measured.results, digits=3))
+                    found.append(check(target, title(target) + isa, measured.results, digits=3))
         return found
 
 
@@ -177,6 +179,8 @@ def make_parser(command: str, description: str | None, contenders: Sequence[str]
     parser.add_argument("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs")
     parser.add_argument("--against", type=pathlib.Path, metavar="CHECKOUT",
                        help="another checkout of this repository, to race against")  # fmt: skip
+    parser.add_argument("--isa", type=cli.names, default=(), metavar="NAMES",
+                       help=f"race under each of these instruction sets: {','.join(instructions.KNOWN)}")  # fmt: skip
     parser.set_defaults(contenders=tuple(contenders))
     return parser
 
@@ -196,6 +200,9 @@ def main(options: argparse.Namespace, parser: argparse.ArgumentParser, part: str
     unknown = sorted(set(options.contenders) - set(known))
     if unknown:
         parser.error(f"argument --contenders: got {unknown}, expected some of {known}")
+    strange = [name for name in options.isa if name not in instructions.KNOWN]
+    if strange:
+        parser.error(f"argument --isa: got {strange}, expected some of {list(instructions.KNOWN)}")
     if options.rounds < 1:
         parser.error(f"argument --rounds: got {options.rounds}, expected 1 or more")
     if options.against is not None and not (options.against / "benchmarks" / "train_step.py").exists():
@@ -203,7 +210,10 @@ def main(options: argparse.Namespace, parser: argparse.ArgumentParser, part: str
     options.rounds = min(options.rounds, 2) if options.quick else options.rounds
     cli.limit_threads(options.threads)
     jax.config.update("jax_platforms", "cpu")
-    return run(ModelSuite(part), works_of(options), options, {"threads": options.threads}, section)
+    lacking = instructions.lacking(options.isa)
+    limits = [name for name in options.isa if name not in lacking] or [""]
+    works = [dataclasses.replace(work, isa=isa) for work in works_of(options) for isa in limits]
+    return run(ModelSuite(part), works, options, {"threads": options.threads, "lacking": lacking}, section)
 
 
 def interpreter(directory: pathlib.Path, name: str) -> pathlib.Path:
@@ -241,9 +251,10 @@ def process(
         missing = environments.missing(options.envs, [python], "envs")
         if missing is not None:
             raise MissingError(missing)
-    settings = {"JAX_PLATFORMS": "cpu", **settings}
+    settings = {"JAX_PLATFORMS": "cpu", **instructions.settings(work.isa), **settings}
+    fields = {key: value for key, value in dataclasses.asdict(work).items() if key != "isa"}
     with start(f"benchmarks.suites.model.{module}", python=python, root=root, settings=settings) as remote:
-        remote.ask(do="load", work=dataclasses.asdict(work), directory=str(directory), threads=options.threads)
+        remote.ask(do="load", work=fields, directory=str(directory), threads=options.threads)
         yield remote
 
 
