@@ -15,7 +15,7 @@ from train.data.tasks import arithmetic
 def run(seed=0, *, before=50.0, after=95.0, label="quickstart", **more):
     first = {"accuracy": before, "accuracy_greedy": 90.0, "reward": before / 100}
     last = {"accuracy": after, "accuracy_greedy": 96.0, "reward": 0.97}
-    step = {quickstart.KL: 0.2, "entropy": 0.1}
+    step = {quickstart.KLS[0]: 0.2, "entropy": 0.1}
     return quickstart.Run(label, seed, first, last, step, 100.0, 160.0, **{"drop": 1.0, "max_kl": 0.3} | more)
 
 
@@ -23,7 +23,7 @@ def write_run(directory, *, accuracies=(50.0, 95.0), kls=(0.1,)):
     """Writes a finished run."""
     directory.mkdir()
     records = [{"phase": "warm_start", "step": 1, "loss": 2.0}]
-    records += [{"phase": "train", "step": step + 1, quickstart.KL: kl} for step, kl in enumerate(kls)]
+    records += [{"phase": "train", "step": step + 1, quickstart.KLS[0]: kl} for step, kl in enumerate(kls)]
     records += [
         {"phase": "eval", "step": 50 * number, "accuracy": accuracy, "accuracy_greedy": 90.0}
         for number, accuracy in enumerate(accuracies)
@@ -65,11 +65,41 @@ def test_the_problems_are_those_of_the_quickstart(tmp_path):
     ],
 )
 def test_the_table_names_the_runs_that_miss_a_target(runs, verdict):
-    text, target = quickstart.quickstart_table(runs)
+    text, target = quickstart.recipe_table(runs)
     assert target.endswith(f"in each of these runs; {verdict}.")
     assert text.startswith("| seed | ")
     first = runs[0]
     assert f"| {first.seed} | {first.isa or 'of the CPU'} | {first.first['accuracy']:.1f} % (90.0 %) |" in text
+
+
+@pytest.mark.parametrize(
+    ("runs", "verdict"),
+    [
+        ([run(0, after=72.0, label="lora"), run(1, after=75.0, label="lora")], "met"),
+        ([run(0, after=71.0, label="lora"), run(1, after=75.0, label="lora")], "missed by ends from 71.0 to 75.0 %"),
+        ([run(0, label="lora", max_kl=1.5)], "missed by seed 0 (a KL of 1.5 nats)"),
+    ],
+)
+def test_ends_of_another_recipe_are_compared_with_each_other(runs, verdict):
+    assert quickstart.recipe_table(runs)[1].endswith(f"in each of these runs; {verdict}.")
+
+
+def test_kl_of_a_step_is_the_exact_one_if_recorded():
+    assert quickstart.kl_of({"kl_reference": 0.2}) == 0.2
+    assert quickstart.kl_of({"kl_reference": 0.2, "kl_reference_exact": 0.1}) == 0.1
+    assert quickstart.kl_of({"loss": 0.2}) is None
+
+
+def test_recipe_runs_have_its_name(tmp_path):
+    write_run(tmp_path / "lora-1")
+    (found,) = quickstart.run_recipe(tmp_path, [quickstart.Case(1)], [], config="configs/lora.yaml")
+    assert (found.label, found.seed) == ("lora", 1)
+
+
+def test_another_recipe_with_the_fooled_verifier_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        quickstart.main(["--fooled", "--config", "configs/lora.yaml"])
+    assert "--config: got configs/lora.yaml with --fooled" in capsys.readouterr().err
 
 
 def test_the_table_of_the_fooled_verifier_shows_reward_beside_accuracy():
@@ -81,18 +111,18 @@ def test_finished_runs_are_read_and_drawn_and_not_run_again(tmp_path):
     cases = [quickstart.Case(3), quickstart.Case(3, "AVX2")]
     write_run(tmp_path / "quickstart-3")
     write_run(tmp_path / "quickstart-3-AVX2", accuracies=(40.0, 93.0, 80.0, 96.0), kls=(0.1, 7.0, 0.2))
-    plain, other = quickstart.run_quickstart(tmp_path, cases, [], jobs=2)
+    plain, other = quickstart.run_recipe(tmp_path, cases, [], jobs=2)
     assert (plain.case, plain.gain, plain.drop, plain.max_kl, plain.cpu_seconds) == ("seed 3", 45.0, 0.0, 0.1, None)
     assert (other.case, other.gain, other.drop, other.max_kl) == ("seed 3 AVX2", 56.0, 13.0, 7.0)
     row = "| 3 | AVX2 | 40.0 % (90.0 %) | 96.0 % (90.0 %) | +56.0 | 13.0 | 7.00 |  |"
-    assert row in quickstart.quickstart_table([plain, other])[0]
-    quickstart.draw_accuracies(tmp_path, cases, tmp_path / "pictures" / "all.png")
+    assert row in quickstart.recipe_table([plain, other])[0]
+    quickstart.draw_accuracies(tmp_path, "quickstart", cases, tmp_path / "pictures" / "all.png")
     assert (tmp_path / "pictures" / "all.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_kl_that_was_not_finite_is_infinite(tmp_path):
     write_run(tmp_path / "quickstart-0", kls=(0.1, None))
-    (found,) = quickstart.run_quickstart(tmp_path, [quickstart.Case(0)], [])
+    (found,) = quickstart.run_recipe(tmp_path, [quickstart.Case(0)], [])
     assert found.missed() == ["a KL of inf nats"]
 
 
