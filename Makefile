@@ -54,6 +54,10 @@ TRAINER := $(addprefix tests/integration/,test_smoke_run.py test_mesh.py \
 # What the rounding of a CPU can change: the numbers of the library, the compute core, models and sampler of the trainer,
 # and the smallest run. Recorded results of systems, and rules of the source, are the same everywhere.
 ISA ?= AVX2
+# The library of XLA's matrix products chooses its code from the CPU, whatever the instruction set. Without it they are
+# those of Eigen, whose sums have another order.
+MATMUL ?= ynn
+EIGEN := --xla_cpu_experimental_ynn_fusion_type=
 SENSITIVE := tests/test_rounding.py $(addprefix tests/kljax/,test_kl.py test_aggregation.py test_masking.py \
   test_rewards.py test_k3_accuracy.py test_rows.py test_narrow.py test_reference.py test_split_invariance.py \
   ratios losses advantages diagnostics log_probs audit) \
@@ -81,14 +85,14 @@ train: $(VENV)/.ready ## the main job: warm start, RL, before and after
 test: $(VENV)/.ready ## all tests but those marked thorough (pyproject.toml), which are counted as deselected
 	$(BIN)/python $(PYTEST) -m "not thorough" $(ARGS)
 
-test-isa: $(VENV)/.ready ## what rounding can change, under one instruction set: make test-isa ISA=SSE4_2
-	XLA_FLAGS=--xla_cpu_max_isa=$(ISA) $(BIN)/python $(PYTEST) -m "not thorough" \
+test-isa: $(VENV)/.ready ## what rounding can change, under one instruction set: make test-isa ISA=AVX2 MATMUL=eigen
+	XLA_FLAGS="--xla_cpu_max_isa=$(ISA) $(if $(filter eigen,$(MATMUL)),$(EIGEN))" $(BIN)/python $(PYTEST) -m "not thorough" \
 	  $(addprefix --deselect=,$(RUN_AGAIN)) $(SENSITIVE) $(ARGS)
 
 test-cpus: $(VENV)/.ready ## all tests as other CPUs round, each time with other inputs and in another order; for hours
 	$(call run-on-another-cpu,--xla_cpu_max_isa=SSE4_2,1,8)
 	$(call run-on-another-cpu,--xla_cpu_max_isa=AVX,2,8)
-	$(call run-on-another-cpu,--xla_cpu_max_isa=AVX2,3,16)
+	$(call run-on-another-cpu,--xla_cpu_max_isa=AVX2 $(EIGEN),3,16)
 	$(call run-on-another-cpu,--xla_cpu_max_isa=AVX512,4,8)
 	$(call run-on-another-cpu,--xla_cpu_max_isa=AVX2 --xla_cpu_multi_thread_eigen=false,5,8)
 	$(call run-with-threads,1)

@@ -80,6 +80,7 @@ def main() -> None:
         np.savez(sys.argv[1], **results())  # type: ignore[arg-type]
         return
     found = {name: measure(f"--xla_cpu_max_isa={name}") for name in SETS}
+    found["Eigen"] = measure("--xla_cpu_experimental_ynn_fusion_type= --xla_cpu_max_isa=AVX512")
     found["one thread"] = measure("--xla_cpu_multi_thread_eigen=false --xla_cpu_max_isa=AVX512")
     columns = [name for name in found if name != "AVX512"]
     print(f"| | {' | '.join(columns)} |")

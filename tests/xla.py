@@ -13,7 +13,7 @@ QUICK = [
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     QUICK.append("--xla_cpu_use_fusion_emitters=false")
 # Flags of the caller that change how a CPU rounds; every process that a test starts takes them over.
-ROUNDING = ("--xla_cpu_max_isa", "--xla_cpu_multi_thread_eigen")
+ROUNDING = ("--xla_cpu_max_isa", "--xla_cpu_multi_thread_eigen", "--xla_cpu_experimental_ynn_fusion_type")
 DEVICES = "--xla_force_host_platform_device_count"
 
 
