@@ -115,7 +115,8 @@ def frozen_at(pid: int, root: Path, happens) -> bool:
 
 def test_every_part_of_the_state_moves(uninterrupted):
     first, last = (state_arrays(uninterrupted.root, step) for step in (0, STEPS))
-    assert int(last["opt_state.1.0.count"]) == 4 * STEPS
+    counts = [int(value) for name, value in last.items() if name.startswith("opt_state.") and name.endswith(".count")]
+    assert set(counts) == {8 * STEPS}
     still = [name for name, value in first.items() if value.tobytes() == last[name].tobytes()]
     # A run in which every update is finite gives the guard nothing to count.
     assert [name for name in still if not name.startswith("guard.")] == []
@@ -231,10 +232,8 @@ def test_another_learning_rate_cannot_continue_a_run(uninterrupted, resume, tmp_
     before = files(root)
     done = resume("optim.learning_rate=1e-5")
     assert done.returncode == 2
-    assert (
-        f"error: --resume: the config differs from that of {root}: optim.learning_rate: the run has 0.0003, got "
-        in (done.stderr)
-    )
+    rates = "optim.learning_rate: the run has 0.001, got 1e-05"
+    assert done.stderr == f"error: --resume: the config differs from that of {root}: {rates}\n"
     assert files(root) == before
 
 

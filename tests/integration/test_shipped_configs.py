@@ -21,13 +21,13 @@ EXACT = (
 CENTERED = "configs/reinforce_pp_baseline_centered.yaml"
 # With each recipe, metrics of the terms that it is there to show.
 RECIPES = (
-    (("configs/quickstart.yaml", *SHORT), {"kl_loss", "rollout_kl_loss", "clip_fraction"}),
+    (("configs/quickstart.yaml", *SHORT), {"kl_loss", "kl_reference_exact", "rollout_kl_loss", "clip_fraction"}),
     (LORA, {"kl_loss"}),
     ((*LORA, *EXACT), {"kl_loss", "kl_reward", "kl_reference", "kl_reference_exact"}),
     (PPO, {"kl_reward", "kl_coef", "value_loss"}),
     ((CENTERED, *SHORT), {"kl_reference"}),
 )
-CURVES = {panel.metric for panel in PANELS}
+CURVES = [{panel.metric, panel.instead} for panel in PANELS if panel.phase == "train"]
 LONG = "How many apples are in the basket if somebody asks about them at great length? " * 4
 
 
@@ -47,14 +47,16 @@ def test_a_recipe_goes_to_its_end(shared, recipe, metrics):
     train = records(root, "train")
     assert [record["step"] for record in train] == list(range(1, steps + 1))
     assert [record["step"] for record in records(root, "eval")] == list(range(steps + 1))
-    assert all(metrics | CURVES <= set(record) for record in train)
+    assert all(metrics <= set(record) for record in train)
+    assert all(names & set(record) for record in train for names in CURVES)
     numbers = [value for record in train for value in record.values() if value != "train"]
     assert all(math.isfinite(value) for value in numbers)
-    assert train[-1]["kl_reference"] > 0
+    kls = {name: train[-1].get(name) for name in ("kl_reference", "kl_reference_exact")}
+    assert max(kl for kl in kls.values() if kl is not None) > 0
     assert max(record["grad_norm"] for record in train) > 0
     summary = json.loads((root / "summary.json").read_text())
     assert summary["steps"] == steps
-    assert summary["kl_reference"] == train[-1]["kl_reference"]
+    assert {name: summary[name] for name in kls} == kls
     assert int(state_arrays(root, steps)["step"]) == steps
 
 
