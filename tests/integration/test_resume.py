@@ -118,8 +118,8 @@ def test_every_part_of_the_state_moves(uninterrupted):
     counts = [int(value) for name, value in last.items() if name.startswith("opt_state.") and name.endswith(".count")]
     assert set(counts) == {8 * STEPS}
     still = [name for name, value in first.items() if value.tobytes() == last[name].tobytes()]
-    # A run in which every update is finite gives the guard nothing to count.
-    assert [name for name in still if not name.startswith("guard.")] == []
+    # A run in which every update is finite gives the guard nothing to count; the coefficients of Muon are constants.
+    assert [name for name in still if not name.startswith("guard.") and not name.endswith(".ns_coeffs")] == []
     coefficients = [record["kl_coef"] for record in records(uninterrupted.root, "train")]
     assert len(set(coefficients)) == STEPS
     assert {record["step"] for record in records(uninterrupted.root, "train") if record["reward"] > 0}
