@@ -75,6 +75,7 @@ def test_gradient_of_the_log_prob_is_one_hot_minus_softmax() -> None:
     chex.assert_trees_all_close(grad, jnp.array([[0.0, 0.0, 1.0]]) - jax.nn.softmax(logits), rtol=1e-12)
 
 
+@pytest.mark.float16
 def test_results_are_float32_unless_an_input_is_float64() -> None:
     hidden, head, targets = draw()
     dtypes = (jnp.bfloat16, jnp.float16, jnp.float32)

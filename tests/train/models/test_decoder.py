@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests import other_seeds
+from tests import other_seeds, rounding
 from train.models import Decoder, DecoderConfig, GroupCache, LoraConfig, Rope
 from train.models.attention import attend, causal_mask, token_positions
 from train.models.layers import RMSNorm, matmul
@@ -25,6 +25,8 @@ CONFIG = DecoderConfig(
 )
 
 
+# The longest sums are those of the MLP.
+BOUND = rounding.of_decoder(layers=CONFIG.layers, longest_sum=CONFIG.mlp_width)
 VARIANT = {"qkv_bias": True, "qk_norm": True, "tie_embeddings": True}
 
 
@@ -253,7 +255,10 @@ def test_tokens_that_are_decoded_are_those_of_whole_sequences(unroll):
         seen = jnp.pad(mask, ((0, 0), (0, 1))) & (jnp.arange(width + 4) <= column)
         place = seen.sum(-1) - 1
         before, (hidden, cache) = cache, decode(tokens[:, column], place, cache, seen, jnp.int32(column))
-        chex.assert_trees_all_close(hidden, expected[:, column], atol=2e-6)
+        rounding.assert_close_by_norm(hidden, expected[:, column], roundings=BOUND)
+        planted = rounding.planted(hidden, roundings=10 * BOUND)
+        with pytest.raises(AssertionError, match="roundings of the norm"):
+            rounding.assert_close_by_norm(planted, expected[:, column], roundings=BOUND)
         others = jnp.arange(4) != column - width
         for old, new in zip(before, cache, strict=True) if unroll else [(before, cache)]:
             chex.assert_trees_all_equal(old.prompts, new.prompts)
