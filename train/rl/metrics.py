@@ -66,13 +66,14 @@ class LargestToken:
           rows: [B] int32, the numbers of the rows.
           log_probs, ref_log_probs: [B, T].
         """
-        columns = jnp.arange(mask.shape[1], dtype=jnp.int32)[None]
+        columns, last = jnp.arange(mask.shape[1], dtype=jnp.int32)[None], jnp.iinfo(jnp.int32).max
         reference = jnp.full_like(log_probs, jnp.nan) if ref_log_probs is None else ref_log_probs
         tokens = cls(
-            jnp.where(mask, values, -jnp.inf),
-            *(jnp.where(mask, place, jnp.iinfo(jnp.int32).max) for place in (rows[:, None], columns)),
-            jnp.where(mask, log_probs, -jnp.inf),
-            jnp.where(mask, reference, -jnp.inf),
+            largest=jnp.where(mask, values, -jnp.inf),
+            row=jnp.where(mask, rows[:, None], last),
+            column=jnp.where(mask, columns, last),
+            log_prob=jnp.where(mask, log_probs, -jnp.inf),
+            ref_log_prob=jnp.where(mask, reference, -jnp.inf),
         )
         return jax.lax.stop_gradient(tokens).reduce(None)
 
@@ -87,10 +88,11 @@ class LargestToken:
             chosen &= place == jnp.where(chosen, place, last).min(axis, keepdims=True)
         # One token is left, so that its numbers are the largest of those that are left.
         return type(self)(
-            jnp.where(chosen, self.largest, -jnp.inf).max(axis),
-            *(jnp.where(chosen, place, last).min(axis) for place in (self.row, self.column)),
-            jnp.where(chosen, self.log_prob, -jnp.inf).max(axis),
-            jnp.where(chosen, self.ref_log_prob, -jnp.inf).max(axis),
+            largest=jnp.where(chosen, self.largest, -jnp.inf).max(axis),
+            row=jnp.where(chosen, self.row, last).min(axis),
+            column=jnp.where(chosen, self.column, last).min(axis),
+            log_prob=jnp.where(chosen, self.log_prob, -jnp.inf).max(axis),
+            ref_log_prob=jnp.where(chosen, self.ref_log_prob, -jnp.inf).max(axis),
         )
 
     def value(self) -> jax.Array:
