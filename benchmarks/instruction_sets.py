@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SETS = ("SSE4_2", "AVX", "AVX2", "AVX512")
+from benchmarks.harness import instructions
+
 ODD = 997
 """No multiple of a vector: the last values of a row are computed by other instructions."""
 
@@ -79,7 +80,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         np.savez(sys.argv[1], **results())  # type: ignore[arg-type]
         return
-    found = {name: measure(f"--xla_cpu_max_isa={name}") for name in SETS}
+    found = {name: measure(f"--xla_cpu_max_isa={name}") for name in instructions.FLAGS}
     found["Eigen"] = measure("--xla_cpu_experimental_ynn_fusion_type= --xla_cpu_max_isa=AVX512")
     found["one thread"] = measure("--xla_cpu_multi_thread_eigen=false --xla_cpu_max_isa=AVX512")
     columns = [name for name in found if name != "AVX512"]

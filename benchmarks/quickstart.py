@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks.harness import cli, machine
+from benchmarks.harness import cli, instructions, machine
 from benchmarks.harness.process import ROOT
 from benchmarks.harness.report import join, table, text_columns, where
 
@@ -45,9 +45,6 @@ KLS = ("kl_reference_exact", "kl_reference")
 GAIN, ACCURACY, DROP, MAX_KL = 35.0, 95.0, 5.0, 1.0
 # Of another recipe: points between the ends of its runs, in place of the first two.
 SPREAD = 3.0
-
-# The flag of /proc/cpuinfo without which XLA cannot compile for an instruction set.
-INSTRUCTION_SETS = {"SSE4_2": "sse4_2", "AVX": "avx", "AVX2": "avx2", "AVX512": "avx512f"}
 
 # What the runs with the verifier that can be fooled change of the quickstart.
 KL_COEF = 1
@@ -386,12 +383,10 @@ def draw_accuracies(output: pathlib.Path, name: str, cases: Sequence[Case], path
 
 def instruction_sets(text: str) -> tuple[str, ...]:
     """Parses instruction sets, separated by commas, that this CPU has."""
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text().split() if cpuinfo.exists() else list(INSTRUCTION_SETS.values())
     for name in (names := cli.names(text)):
-        if name not in INSTRUCTION_SETS:
-            raise argparse.ArgumentTypeError(f"got {name!r}, expected one of {', '.join(INSTRUCTION_SETS)}")
-        if INSTRUCTION_SETS[name] not in flags:
+        if name not in instructions.FLAGS:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected one of {', '.join(instructions.FLAGS)}")
+        if instructions.lacking([name]):
             raise argparse.ArgumentTypeError(f"got {name}, which this CPU lacks")
     return names
 

@@ -15,24 +15,26 @@ class Instructions(NamedTuple):
 
     Attributes:
       title: for tables.
-      flag: of the processor in /proc/cpuinfo.
       settings: environment variables that limit PyTorch's own kernels, oneDNN and MKL.
     """
 
     title: str
-    flag: str
     settings: Mapping[str, str]
 
 
-def _instructions(title: str, flag: str, onednn: str, mkl: str) -> Instructions:
+def _instructions(title: str, onednn: str, mkl: str) -> Instructions:
     pytorch = {"ATEN_CPU_CAPABILITY": mkl.lower(), "ONEDNN_MAX_CPU_ISA": onednn, "MKL_ENABLE_INSTRUCTIONS": mkl}
-    return Instructions(title, flag, pytorch)
+    return Instructions(title, pytorch)
+
+
+FLAGS = {"SSE4_2": "sse4_2", "AVX": "avx", "AVX2": "avx2", "AVX512": "avx512f"}
+"""By the name of XLA, the flag in /proc/cpuinfo of a processor that has the instruction set."""
 
 
 # By the lower-case name that XLA gives them.
 KNOWN: Mapping[str, Instructions] = {
-    "avx2": _instructions("AVX2", "avx2", "AVX2", "AVX2"),
-    "avx512": _instructions("AVX-512", "avx512f", "AVX512_CORE", "AVX512"),
+    "avx2": _instructions("AVX2", "AVX2", "AVX2"),
+    "avx512": _instructions("AVX-512", "AVX512_CORE", "AVX512"),
 }
 
 
@@ -50,9 +52,9 @@ def settings(name: str) -> dict[str, str]:
 
 
 def lacking(names: Sequence[str]) -> list[str]:
-    """Lists the instruction sets that this processor lacks."""
+    """Lists the instruction sets, in letters of either case, that this processor lacks."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return [] if platform.machine().lower() in ("x86_64", "amd64") else list(names)
     flags = set(cpuinfo.read_text().split())
-    return [name for name in names if KNOWN[name].flag not in flags]
+    return [name for name in names if FLAGS[name.upper()] not in flags]

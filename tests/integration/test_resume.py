@@ -1,6 +1,6 @@
 """A run that is stopped, however rudely, and continued ends bit by bit where the uninterrupted one ends.
 
-PPO with a value head under the adaptive controller, four updates a batch: everything that a state can hold moves.
+PPO with a value head under the adaptive controller, eight updates a batch: everything that a state can hold moves.
 """
 
 import contextlib
