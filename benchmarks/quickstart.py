@@ -271,13 +271,30 @@ def run_all(runs: Sequence[Callable[[], Run]], jobs: int) -> list[Run]:
 def run_recipe(
     output: pathlib.Path, cases: Sequence[Case], overrides: Sequence[str], *, config: str = CONFIG, jobs: int = 1
 ) -> list[Run]:
-    """Runs a shipped config in each case; directories and labels have its name."""
+    """Runs a shipped config in each case; directories and labels have its name.
+
+    A recipe whose warm start is that of the quickstart starts from the base of the quickstart, where `output` has it.
+    """
     name = pathlib.Path(config).stem
+    shared = config != CONFIG and has_warm_start_of_quickstart(config, overrides)
 
     def run(case: Case) -> Run:
-        return run_trainer(output / case.directory(name), name, case, overrides, config=config, alone=jobs == 1)
+        base = output / case.directory(pathlib.Path(CONFIG).stem) / "base"
+        start = [f"warm_start.checkpoint={base}"] if shared and base.exists() else []
+        directory = output / case.directory(name)
+        return run_trainer(directory, name, case, [*overrides, *start], config=config, alone=jobs == 1)
 
     return run_all([functools.partial(run, case) for case in cases], jobs)
+
+
+def has_warm_start_of_quickstart(config: str, overrides: Sequence[str] = ()) -> bool:
+    """Returns whether a recipe has the weights of the quickstart before RL, given the same seed."""
+    from train.config.load import load
+
+    def before_rl(config: Any) -> tuple[Any, ...]:
+        return config.task, config.data, config.model, config.warm_start
+
+    return before_rl(load(ROOT / config, overrides).config) == before_rl(load(ROOT / CONFIG).config)
 
 
 def run_fooled(output: pathlib.Path, cases: Sequence[Case], overrides: Sequence[str], *, jobs: int = 1) -> list[Run]:

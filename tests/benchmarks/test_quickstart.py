@@ -96,6 +96,20 @@ def test_recipe_runs_have_its_name(tmp_path):
     assert (found.label, found.seed) == ("lora", 1)
 
 
+@pytest.mark.parametrize(
+    ("config", "overrides", "same"),
+    [
+        ("configs/lora.yaml", [], True),
+        ("configs/ppo_adaptive_kl.yaml", [], True),
+        ("configs/reinforce_pp_baseline_centered.yaml", ["optim.learning_rate=1e-4"], True),
+        ("configs/lora.yaml", ["warm_start.steps=999"], False),
+        ("configs/smoke.yaml", [], False),
+    ],
+)
+def test_warm_start_of_the_quickstart_is_recognised(config, overrides, same):
+    assert quickstart.has_warm_start_of_quickstart(config, overrides) is same
+
+
 def test_another_recipe_with_the_fooled_verifier_is_refused(capsys):
     with pytest.raises(SystemExit):
         quickstart.main(["--fooled", "--config", "configs/lora.yaml"])
