@@ -2,7 +2,6 @@
 
     python -m benchmarks.rollout --make-envs ENVS      once; Tunix and transformers, in environments of their own
     python -m benchmarks.rollout --envs ENVS --json PATH --markdown PATH
-    python -m benchmarks.rollout --contenders kljax --against CHECKOUT
     python -m benchmarks.rollout --limits 256,512,1024,2048
 
 All have the same weights. Before anything is timed, their log-probs of the same sequences are compared; the command
@@ -10,8 +9,6 @@ fails if they differ. Then each contender, in a process of its own, completes th
 others wait. A missed target does not fail the command. Completions of very different lengths follow.
 
 With `--limits`, only the price of a larger limit is measured, with completions of the same lengths.
-
-With `--against`, another checkout of this repository races too: targets say whether this one is more than 3 % slower.
 """
 
 import sys

@@ -2,13 +2,10 @@
 
     python -m benchmarks.train_step --make-envs ENVS   once; Tunix and transformers, in environments of their own
     python -m benchmarks.train_step --envs ENVS --json PATH --markdown PATH
-    python -m benchmarks.train_step --contenders kljax --against CHECKOUT
 
 Both do GRPO with a KL of 0.04 to the base (low_var_kl) and AdamW, from the same weights. Before anything is timed,
 kljax does the first update of Tunix on Tunix's batch; the command fails if the effects differ. Peak memory is the
 growth of the resident set. A missed target does not fail the command. A profile of kljax's update follows.
-
-With `--against`, another checkout of this repository races too: targets say whether this one is more than 3 % slower.
 """
 
 import sys

@@ -59,11 +59,6 @@ def test_packed_rows() -> None:
     assert packed.markdown(found) == text
 
 
-def test_two_checkouts() -> None:
-    found, text = read("train-step-linen-cpu")
-    assert render(ModelSuite("step"), found, Work) == text
-
-
 def test_the_memory_of_a_recipe() -> None:
     found, text = read("memory-cpu")
     assert memory.markdown(found) == text
