@@ -9,18 +9,17 @@ growth of the resident set. A missed target does not fail the command. A profile
 """
 
 import sys
-from collections.abc import Sequence
 
+from benchmarks.harness import cli
 from benchmarks.suites.model import profile, suite
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command."""
-    parser = suite.make_parser("train_step", __doc__, ("kljax", "tunix"))
-    parser.add_argument("--no-profile", action="store_true", help="leave out the profile of kljax's update")
-    options = parser.parse_args(arguments)
-    return suite.main(options, parser, "step", None if options.no_profile else profile.section)
-
+main = cli.command(
+    "train_step",
+    __doc__,
+    lambda options: suite.report(options, "step", None if options.no_profile else profile.section),
+    *suite.options_of(("kljax", "tunix")),
+    cli.option("--no-profile", action="store_true", help="leave out the profile of kljax's update"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

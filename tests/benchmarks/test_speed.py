@@ -10,9 +10,9 @@ import pytest
 from benchmarks import rollout, train_step
 from benchmarks.harness import environments, instructions, measure
 from benchmarks.harness.results import ALL, Measured, Result, failures
-from benchmarks.harness.suite import markdown
 from benchmarks.harness.worker import Worker
 from benchmarks.suites.model import kljax, long_tail, problem, profile, suite
+from train.models.sharding import make_mesh
 
 V = problem.QUICK.vocab
 
@@ -36,7 +36,7 @@ def test_weights_have_the_names_and_shapes_of_a_checkpoint_and_of_the_decoder(wo
     assert weights["model.layers.0.self_attn.q_norm.weight"].shape == (16,)
     assert weights["model.layers.1.mlp.down_proj.weight"].shape == (32, 48)
     params = kljax.params_of(problem.QUICK, weights)
-    expected = kljax.abstract_params(kljax.model_of(problem.QUICK), kljax.make_mesh(1, 1, 1))
+    expected = kljax.abstract_params(kljax.model_of(problem.QUICK), make_mesh(1, 1, 1))
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, expected)
     kernel = params["layers"]["mlp"]["down_proj"]["kernel"][1]
     np.testing.assert_array_equal(kernel, weights["model.layers.1.mlp.down_proj.weight"].T)
@@ -141,12 +141,12 @@ def test_the_table_says_what_was_found_and_what_is_missing():
         "versions": {"kljax": "0"},
         "load": [0.1, 0.2],
     }
-    text = markdown(suite.ModelSuite("step"), found, [measured()])
+    text = suite.ModelSuite("step").markdown(found, [measured()])
     assert "2026-01-01 00:00 UTC on a processor; kljax 0." in text
     assert "| Tunix | 1 | 44 | 1.00 | 2 | 22 | 2.00 | 4 | 1e-05 | 0.1% |" in text
     assert "| update: peak memory of kljax over Tunix | at most 0.25 | 0.25 |  | met |" in text
     missing = measured(Result("tunix", problem="no --envs was given"))
-    assert "Not measured: Tunix: no --envs was given." in markdown(suite.ModelSuite("step"), found, [missing])
+    assert "Not measured: Tunix: no --envs was given." in suite.ModelSuite("step").markdown(found, [missing])
 
 
 def test_what_computes_something_else_fails_the_command():

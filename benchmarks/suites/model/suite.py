@@ -16,13 +16,16 @@ import numpy as np
 from benchmarks.harness import cli, environments, instructions
 from benchmarks.harness.measure import relative_distance
 from benchmarks.harness.process import Remote, start
-from benchmarks.harness.race import Contenders, MissingError, log, measurable, noted, race
+from benchmarks.harness.race import Contenders, MissingError, log, measurable, merged, noted, race
+from benchmarks.harness.report import Report
 from benchmarks.harness.results import ALL, Check, Measured, Result, Target, check, ratio
-from benchmarks.harness.suite import Section, Suite, Table, run
+from benchmarks.harness.suite import Section, Suite, Table
 from benchmarks.suites.model.kljax import save_weights
 from benchmarks.suites.model.problem import QUICK, Work
 
 VOCABS = (4096, 32_768)
+VOCAB = cli.option("--vocab", action="append", type=cli.positive, metavar="V",
+                   help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}")  # fmt: skip
 TITLES = {
     "kljax": "kljax",
     "tunix": "Tunix",
@@ -83,8 +86,8 @@ class ModelSuite(Suite):
 
     def measure(self, size: Work, options: argparse.Namespace) -> tuple[Measured, dict[str, str]]:
         names = ["kljax", *(name for name in options.contenders if name != "kljax")]
-        with contextlib.ExitStack() as stack:
-            directory = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+            directory = pathlib.Path(scratch)
             save_weights(size, directory)
             start = functools.partial(process, size, directory, options)
             contenders = Contenders({name: name for name in names}, start)
@@ -94,9 +97,7 @@ class ModelSuite(Suite):
                 compare_updates(contenders, directory)
             race(contenders.results, options.rounds, lambda name: contenders.ask(name, "run", part=self.part))
             self.measure_memory(contenders.results, start)
-        return Measured(size, contenders.results), {
-            key: one for found in versions.values() for key, one in found.items()
-        }
+        return Measured(size, contenders.results), merged(versions)
 
     def measure_memory(self, results: Mapping[str, Result], start: Callable[..., Process]) -> None:
         """Measures peak memory in fresh processes."""
@@ -106,11 +107,11 @@ class ModelSuite(Suite):
                 remote.ask(do="run", part=self.part)
                 result.peak_bytes = remote.ask(do="peak", part=self.part)
 
-    def how(self, report: Mapping[str, Any]) -> list[str]:
+    def how(self, fields: Mapping[str, Any]) -> list[str]:
         return [
-            f"{report['threads'] or 'all'} threads of each process",
-            f"the fastest of {report['rounds']} interleaved rounds",
-            *(f"without {instructions.KNOWN[name].title}, which it lacks" for name in report.get("lacking", ())),
+            f"{fields['threads'] or 'all'} threads of each process",
+            f"the fastest of {fields['rounds']} interleaved rounds",
+            *(f"without {instructions.TITLES[name]}, which it lacks" for name in fields.get("lacking", ())),
         ]
 
     def heading(self, size: Work) -> list[str]:
@@ -150,45 +151,38 @@ def title(target: Target) -> str:
     return f"{PARTS[target.part].lower()}: {MEASURES[target.measure]} of kljax over {TITLES[target.against]}{unit}"
 
 
-def make_parser(command: str, description: str | None, contenders: Sequence[str]) -> argparse.ArgumentParser:
-    """Returns the parser of a command."""
-    parser = cli.race_parser(command, description, "envs", rounds=10, quick="a tiny model, two rounds")
-    parser.add_argument("--vocab", action="append", type=cli.positive, metavar="V",
-                       help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}")  # fmt: skip
-    parser.add_argument("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs")
-    parser.add_argument("--isa", type=cli.names, default=(), metavar="NAMES",
-                       help=f"race under each of these instruction sets: {','.join(instructions.KNOWN)}")  # fmt: skip
-    parser.set_defaults(contenders=tuple(contenders))
-    return parser
-
-
 def works_of(options: argparse.Namespace) -> list[Work]:
     """Lists the models of a command line."""
     return [QUICK] if options.quick else [Work(vocab=vocab) for vocab in options.vocab or VOCABS]
 
 
-def main(options: argparse.Namespace, parser: argparse.ArgumentParser, part: str, section: Section | None) -> int:
-    """Runs the command of a part; returns 1 if a contender failed or differs from kljax."""
+def options_of(contenders: Sequence[str]) -> list[cli.Option]:
+    """Returns the options of a command."""
+    isa = f"race under each of these instruction sets: {','.join(instructions.TITLES)}"
+    return [
+        *cli.race_options("envs", rounds=10, quick="a tiny model, two rounds"),
+        cli.option("--contenders", type=cli.some_of(TITLES), default=contenders, metavar="NAMES",
+                   help=f"out of {','.join(contenders)}"),
+        VOCAB,
+        cli.option("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs"),
+        cli.option("--isa", type=cli.some_of(instructions.TITLES), default=(), metavar="NAMES", help=isa),
+    ]  # fmt: skip
+
+
+def report(options: argparse.Namespace, part: str, section: Section | None) -> Report:
+    """Races the contenders of a part, or makes their environments."""
     if options.make_envs is not None:
         make_envs(options.make_envs, options.python312)
-        print(f"made; now: {parser.prog} --envs {options.make_envs}")
-        return 0
-    known = sorted(TITLES)
-    unknown = sorted(set(options.contenders) - set(known))
-    if unknown:
-        parser.error(f"argument --contenders: got {unknown}, expected some of {known}")
-    strange = [name for name in options.isa if name not in instructions.KNOWN]
-    if strange:
-        parser.error(f"argument --isa: got {strange}, expected some of {list(instructions.KNOWN)}")
+        return Report({}, f"made; now give --envs {options.make_envs}\n")
     if options.rounds < 1:
-        parser.error(f"argument --rounds: got {options.rounds}, expected 1 or more")
+        raise cli.UsageError(f"argument --rounds: got {options.rounds}, expected 1 or more")
     options.rounds = min(options.rounds, 2) if options.quick else options.rounds
     cli.limit_threads(options.threads)
     jax.config.update("jax_platforms", "cpu")
     lacking = instructions.lacking(options.isa)
     limits = [name for name in options.isa if name not in lacking] or [""]
     works = [dataclasses.replace(work, isa=isa) for work in works_of(options) for isa in limits]
-    return run(ModelSuite(part), works, options, {"threads": options.threads, "lacking": lacking}, section)
+    return ModelSuite(part).run(works, options, {"threads": options.threads, "lacking": lacking}, section)
 
 
 def interpreter(directory: pathlib.Path, name: str) -> pathlib.Path:
@@ -225,9 +219,8 @@ def process(
         if missing is not None:
             raise MissingError(missing)
     settings = {"JAX_PLATFORMS": "cpu", **instructions.settings(work.isa), **settings}
-    fields = {key: value for key, value in dataclasses.asdict(work).items() if key != "isa"}
     with start(f"benchmarks.suites.model.{name}", python=python, settings=settings) as remote:
-        remote.ask(do="load", work=fields, directory=str(directory), threads=options.threads)
+        remote.ask(do="load", work=dataclasses.asdict(work), directory=str(directory), threads=options.threads)
         yield remote
 
 
