@@ -10,35 +10,23 @@ compiler assigns. Peak memory is the growth of the resident set of a fresh proce
 memory that PyTorch allocates), less the gradients. A missed target does not fail the command.
 """
 
+import argparse
 import os
 import sys
-from collections.abc import Sequence
 
 import jax
 
 from benchmarks.harness import cli
-from benchmarks.harness.suite import run
+from benchmarks.harness.report import Report
 from benchmarks.suites.head import forms, suite
-from benchmarks.suites.head.problem import QUICK, QUICK_TILE, SIZES, Options, Size
+from benchmarks.suites.head.problem import DTYPE, QUICK, QUICK_TILE, SIZES, Options, Size
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 if a contender failed or differs from the naive form."""
-    parser = cli.race_parser("head", __doc__, "torch-env", rounds=5, quick=f"{QUICK}, two rounds, no peak memory")
-    parser.add_argument("--size", action="append", type=cli.numbers("2048x1024x32768"), metavar="NxDxV",
-                       help=f"tokens x width x vocabulary, repeatable; {' and '.join(map(str, SIZES))}")  # fmt: skip
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bf16"), default="float32", help="of hidden states and head")
-    parser.add_argument("--tile", type=cli.numbers("2048x1024"), metavar="NxV", help="in place of kljax's default")
-    options = parser.parse_args(arguments)
+def _report(options: argparse.Namespace) -> Report:
     if options.make_torch_env is not None:
         suite.make_torch_env(options.make_torch_env)
-        print(f"made; now: python -m benchmarks.head --torch-env {options.make_torch_env}")
-        return 0
-    try:
-        forms.choose(options.device, options.contenders)
-    except ValueError as error:
-        parser.error(f"argument --contenders: {error}")
+        return Report({}, f"made; now give --torch-env {options.make_torch_env}\n")
+    forms.choose(options.device, options.contenders)
     if options.quick:
         options.rounds, options.tile = min(options.rounds, 2), options.tile or QUICK_TILE
     if options.device == "cpu":
@@ -50,8 +38,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             jax.config.update("jax_default_matmul_precision", "highest")  # the default of PyTorch
     shared = Options(options.device, options.dtype, options.threads, options.tile)
     sizes = [Size(*numbers) for numbers in options.size or ()] or ((QUICK,) if options.quick else SIZES)
-    return run(suite.HeadSuite(shared), sizes, options, {"options": vars(shared)})
+    return suite.HeadSuite(shared).run(sizes, options, {"options": vars(shared)})
 
+
+main = cli.command(
+    "head",
+    __doc__,
+    _report,
+    *cli.race_options("torch-env", rounds=5, quick=f"{QUICK}, two rounds, no peak memory"),
+    cli.option("--contenders", type=cli.some_of(forms.TITLES), metavar="NAMES", help="names separated by commas"),
+    cli.option("--size", action="append", type=cli.numbers("2048x1024x32768"), metavar="NxDxV",
+               help=f"tokens x width x vocabulary, repeatable; {' and '.join(map(str, SIZES))}"),
+    cli.option("--device", choices=("cpu", "gpu"), default="cpu"),
+    DTYPE,
+    cli.option("--tile", type=cli.numbers("2048x1024"), metavar="NxV", help="in place of kljax's default"),
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,32 +17,18 @@ from collections.abc import Sequence
 from benchmarks.harness import cli
 from benchmarks.harness.process import RemoteError
 from benchmarks.harness.race import log
-from benchmarks.harness.report import MIB
+from benchmarks.harness.report import MIB, Report
 from benchmarks.suites.aot import compiler, plans
 from benchmarks.suites.aot.plans import DEVICES, FULL, QUICK, TITLES, Compiled, Order, Plan, programs_of
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
-    parser, tile = cli.make_parser("head_aot", __doc__), cli.numbers("8192x2048")
-    add = parser.add_argument
-    add("--targets", nargs="+", choices=DEVICES, default=list(DEVICES), help="devices to compile for")
-    add("--programs", nargs="+", choices=TITLES, default=list(TITLES), help="compile these alone; no targets")
-    add("--tiles", nargs="+", type=tile, metavar="TOKENSxVOCAB", help="compare tiles of kljax instead")
-    add("--keep", type=pathlib.Path, metavar="DIR", help="for compiled programs and buffer assignments")
-    add("--quick", action="store_true", help="a smoke test: tiny sizes, no targets")
-    add("--env", type=pathlib.Path, metavar="DIR", default=compiler.DEFAULT, help="environment with the compilers")
-    cli.add_outputs(parser)
-    return parser.parse_args(arguments)
-
-
-def orders_of(options: argparse.Namespace) -> list[Order]:
+def orders_of(options: argparse.Namespace, targets: Sequence[str]) -> list[Order]:
     """Lists the programs to compile."""
     problem = QUICK if options.quick else FULL
     keep = None if options.keep is None else str(options.keep.resolve())
     wanted = {"kljax"} if options.tiles else set(options.programs)
     orders = []
-    for target in options.targets:
+    for target in targets:
         effort = -1.0 if options.quick and DEVICES[target].platform == "tpu" else None
         keys = [key for key in programs_of(target) if key[2] in wanted]
         for key, tile in itertools.product(keys, options.tiles or [None]):
@@ -64,34 +50,38 @@ def compile_all(orders: Sequence[Order], directory: pathlib.Path) -> Compiled:
     return compiled
 
 
-def usable(targets: Sequence[str], directory: pathlib.Path) -> list[str]:
-    """Returns the devices that can be compiled for, and logs why the others cannot."""
-    reasons = {platform: compiler.missing(directory, platform) for platform in compiler.PACKAGES}
-    for target in targets:
-        if reason := reasons[DEVICES[target].platform]:
-            log(f"skipped {target}: {reason}")
-    return [target for target in targets if not reasons[DEVICES[target].platform]]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 if a program failed to compile, or none could be compiled."""
-    options = parse_arguments(arguments)
-    options.targets = usable(options.targets, options.env)
-    if not options.targets:
-        return 1
+def _report(options: argparse.Namespace) -> Report:
+    reasons = {name: compiler.missing(options.env, DEVICES[name].platform) for name in options.targets}
+    for name, reason in reasons.items():
+        if reason:
+            log(f"skipped {name}: {reason}")
+    usable = [name for name, reason in reasons.items() if not reason]
+    orders = orders_of(options, usable)
+    if not orders:
+        return Report({}, "", [f"none of --programs is compiled for {', '.join(usable) or 'no target'}"])
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
-    orders, versions, date = orders_of(options), compiler.installed(options.env), datetime.date.today().isoformat()
-    if not orders:
-        log(f"none of --programs is compiled for {', '.join(options.targets)}")
-        return 1
+    versions, date = compiler.installed(options.env), datetime.date.today().isoformat()
     compiled = compile_all(orders, options.env)
-    whole = not options.quick and len(options.programs) == len(TITLES)
-    text = plans.markdown(compiled, versions, orders[0].problem, date=date, goals=whole)
+    has_goals = not options.quick and len(options.programs) == len(TITLES)
+    text = plans.markdown(compiled, versions, orders[0].problem, date=date, goals=has_goals)
     results = [{**dataclasses.asdict(order), "keep": None, **dataclasses.asdict(plan)} for order, plan in compiled]
     wrong = [f"{order}: {plan.failed}" for order, plan in compiled if plan.failed]
-    return cli.finish(options, text, {"date": date, "versions": versions, "results": results}, wrong)
+    return Report({"date": date, "versions": versions, "results": results}, text, wrong)
 
+
+main = cli.command(
+    "head_aot",
+    __doc__,
+    _report,
+    cli.option("--targets", nargs="+", choices=DEVICES, default=list(DEVICES), help="devices to compile for"),
+    cli.option("--programs", nargs="+", choices=TITLES, default=list(TITLES), help="compile these alone; no targets"),
+    cli.option("--tiles", nargs="+", type=cli.numbers("8192x2048"), metavar="TOKENSxVOCAB",
+               help="compare tiles of kljax instead"),
+    cli.option("--keep", type=pathlib.Path, metavar="DIR", help="for compiled programs and buffer assignments"),
+    cli.option("--quick", action="store_true", help="a smoke test: tiny sizes, no targets"),
+    cli.option("--env", type=pathlib.Path, metavar="DIR", default=compiler.DEFAULT, help="of the compilers"),
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,18 +4,18 @@
 are left out: XLA then uses the largest that it has.
 """
 
-import os
-import subprocess
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import instructions
+from benchmarks.harness import cli, instructions
+from benchmarks.harness.process import start
+from benchmarks.harness.report import Report, table
 
 ODD = 997
 """No multiple of a vector: the last values of a row are computed by other instructions."""
@@ -35,34 +35,39 @@ def _gradient(weights: jax.Array, x: jax.Array) -> jax.Array:
     return jax.grad(loss)(weights)
 
 
-def results() -> dict[str, np.ndarray]:
-    """Computes every operation on the same numbers."""
-    rng = np.random.default_rng(0)
-    values = rng.normal(size=(64, ODD)).astype(np.float32)
-    left, right = (rng.normal(size=(ODD, ODD)).astype(np.float32) for _ in range(2))
-    weights = (rng.normal(size=(3, 64, 64)) / 8).astype(np.float32)
-    # Arguments, not constants: XLA computes constants while it compiles, by other code.
-    operations: dict[str, tuple[Callable[..., jax.Array], tuple[np.ndarray, ...]]] = {
-        "`exp`": (jnp.exp, (values,)),
-        "`log` of 0.01 to 5": (jnp.log, (np.abs(values) + np.float32(0.01),)),
-        "`tanh`": (jnp.tanh, (values,)),
-        "`x * y + z`": (lambda x, y, z: x * y + z, (values, left[:64], right[:64])),
-        "sum of 997 values": (lambda x: x.sum(axis=1), (values,)),
-        "matrix product, sums of 997 terms": (lambda x, y: x @ y, (left, right)),
-        "`log_softmax` of 997 values": (jax.nn.log_softmax, (values,)),
-        "gradient of three blocks": (_gradient, (weights, values[:, :64])),
-    }
-    return {name: np.asarray(jax.jit(operation)(*inputs)) for name, (operation, inputs) in operations.items()}
+class Operations:
+    """Computes every operation on the same numbers, in a process with flags of its own."""
+
+    def save(self, path: str) -> None:
+        """Writes the results by name."""
+        rng = np.random.default_rng(0)
+        values = rng.normal(size=(64, ODD)).astype(np.float32)
+        left, right = (rng.normal(size=(ODD, ODD)).astype(np.float32) for _ in range(2))
+        weights = (rng.normal(size=(3, 64, 64)) / 8).astype(np.float32)
+        # Arguments, not constants: XLA computes constants while it compiles, by other code.
+        operations: dict[str, tuple[Callable[..., jax.Array], tuple[np.ndarray, ...]]] = {
+            "`exp`": (jnp.exp, (values,)),
+            "`log` of 0.01 to 5": (jnp.log, (np.abs(values) + np.float32(0.01),)),
+            "`tanh`": (jnp.tanh, (values,)),
+            "`x * y + z`": (lambda x, y, z: x * y + z, (values, left[:64], right[:64])),
+            "sum of 997 values": (lambda x: x.sum(axis=1), (values,)),
+            "matrix product, sums of 997 terms": (lambda x, y: x @ y, (left, right)),
+            "`log_softmax` of 997 values": (jax.nn.log_softmax, (values,)),
+            "gradient of three blocks": (_gradient, (weights, values[:, :64])),
+        }
+        results = {name: np.asarray(jax.jit(operation)(*inputs)) for name, (operation, inputs) in operations.items()}
+        np.savez(path, **results)  # type: ignore[arg-type]
 
 
 def measure(flags: str) -> dict[str, np.ndarray]:
-    """Computes the results in a process of its own, with these flags of XLA."""
+    """Computes the results with these flags of XLA."""
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "results.npz"
-        settings = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-        subprocess.run([sys.executable, "-m", "benchmarks.instruction_sets", path], env=settings, check=True)
-        with np.load(path) as found:
-            return dict(found)
+        settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        with start("benchmarks.instruction_sets", settings=settings) as remote:
+            remote.ask(do="load")
+            remote.ask(do="save", path=f"{directory}/results.npz")
+        with np.load(f"{directory}/results.npz") as file:
+            return dict(file)
 
 
 def difference(actual: np.ndarray, expected: np.ndarray) -> str:
@@ -75,20 +80,18 @@ def difference(actual: np.ndarray, expected: np.ndarray) -> str:
     return f"{norm:.2g} ({single:.0f})"
 
 
-def main() -> None:
-    """Prints the table, or writes the results of this process if a path is given."""
-    if len(sys.argv) > 1:
-        np.savez(sys.argv[1], **results())  # type: ignore[arg-type]
-        return
-    found = {name: measure(f"--xla_cpu_max_isa={name}") for name in instructions.FLAGS}
-    found["Eigen"] = measure("--xla_cpu_experimental_ynn_fusion_type= --xla_cpu_max_isa=AVX512")
-    found["one thread"] = measure("--xla_cpu_multi_thread_eigen=false --xla_cpu_max_isa=AVX512")
-    columns = [name for name in found if name != "AVX512"]
-    print(f"| | {' | '.join(columns)} |")
-    print("|---|" + "---|" * len(columns))
-    for operation, expected in found["AVX512"].items():
-        print(f"| {operation} | {' | '.join(difference(found[name][operation], expected) for name in columns)} |")
+def _report(_: argparse.Namespace) -> Report:
+    results = {name: measure(f"--xla_cpu_max_isa={name}") for name in instructions.FLAGS}
+    results["Eigen"] = measure("--xla_cpu_experimental_ynn_fusion_type= --xla_cpu_max_isa=AVX512")
+    results["one thread"] = measure("--xla_cpu_multi_thread_eigen=false --xla_cpu_max_isa=AVX512")
+    expected = results.pop("AVX512")
+    rows = [[name, *(difference(of[name], array) for of in results.values())] for name, array in expected.items()]
+    columns = ["", *results]
+    return Report({"columns": columns, "rows": rows}, table([(name, "") for name in columns], rows) + "\n")
 
+
+load = Operations
+main = cli.command("instruction_sets", __doc__, _report)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

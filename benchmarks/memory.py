@@ -8,6 +8,7 @@ The peak is that of the resident set of the process, libraries and compilers inc
 they are stored. The batch is small: with the lengths and rows of the recipe, KV caches and activations come on top.
 """
 
+import argparse
 import json
 import multiprocessing
 import pathlib
@@ -20,10 +21,10 @@ import jax
 import tokenizers
 
 import kljax
-from benchmarks.harness import cli
-from benchmarks.harness.machine import describe, release
+from benchmarks.harness import cli, machine
 from benchmarks.harness.measure import begin_peak, known, resident
-from benchmarks.harness.report import join, table, where
+from benchmarks.harness.race import log
+from benchmarks.harness.report import Report, join, table, where
 from train.config.load import load
 from train.models import Decoder
 from train.models.sharding import make_mesh
@@ -82,11 +83,11 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
     """Yields the phases of a run, each a function to call before the next is taken."""
     files = (f"model.path={folder}", f"data.train={folder}/problems.jsonl", f"data.eval={folder}/problems.jsonl")
     config = load(CONFIG, [*SMALL, *files, *overrides]).config
-    context, found = make_context(config), {}
+    context, kept = make_context(config), dict[str, Any]()
     model, mesh, none = context.model, context.mesh, cast(Any, None)
 
     def keep(**values: Any) -> Any:
-        found.update(values)
+        kept.update(values)
         return jax.block_until_ready(jax.tree.leaves(values))
 
     def read() -> None:
@@ -96,32 +97,32 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
         keep(base=base, state=state, reference=reference)
 
     def sample() -> None:
-        source.update(*sampling_policy(found["state"], found["base"]))
+        source.update(*sampling_policy(kept["state"], kept["base"]))
         keep(batch=collect(context, source, 0).batch)
 
     def score() -> None:
-        base = found["base"]
-        shared = drop_shared_base(found["reference"], base)
-        keep(batch=programs.score(found["state"].trainable, base, shared, found["batch"]))
+        base = kept["base"]
+        shared = drop_shared_base(kept["reference"], base)
+        keep(batch=programs.score(kept["state"].trainable, base, shared, kept["batch"]))
 
     def prepare() -> None:
-        batch, controllers, _ = programs.prepare(found["batch"], found["state"].controllers)
+        batch, controllers, _ = programs.prepare(kept["batch"], kept["state"].controllers)
         keep(batch=batch, controllers=controllers)
 
     def update() -> None:
         (rows,) = update_rows(config, purpose_key(config.seed, "rows", 0))
-        coefs, head = coefficients(config, found["controllers"]), reference_head(config, found["reference"])
-        keep(state=programs.update(found["state"], found["base"], found["batch"], rows, coefs, ref_head=head)[0])
+        coefs, head = coefficients(config, kept["controllers"]), reference_head(config, kept["reference"])
+        keep(state=programs.update(kept["state"], kept["base"], kept["batch"], rows, coefs, ref_head=head)[0])
 
-    def judge() -> None:
-        policy = policy_of(found["state"].trainable, found["base"])
+    def evaluate_once() -> None:
+        policy = policy_of(kept["state"].trainable, kept["base"])
         evaluate(context, programs.held_out, policy, purpose_key(config.seed, "held_out"))
 
     with jax.set_mesh(mesh):
         yield "load", read
-        source, programs = open_source(context, continued=False), Programs.of(context, found["state"])
-        for function in (sample, score, prepare, update, judge):
-            yield {"judge": "evaluate"}.get(function.__name__, function.__name__), function
+        source, programs = open_source(context, continued=False), Programs.of(context, kept["state"])
+        yield from {"sample": sample, "score": score, "prepare": prepare, "update": update}.items()
+        yield "evaluate", evaluate_once
 
 
 def measure(folder: pathlib.Path, overrides: Sequence[str]) -> dict[str, int]:
@@ -131,29 +132,21 @@ def measure(folder: pathlib.Path, overrides: Sequence[str]) -> dict[str, int]:
         begin_peak()
         function()
         peaks[name] = resident("VmHWM")
-        print(f"{name}: {peaks[name] / 2**20:,.0f} MiB", file=sys.stderr, flush=True)
+        log(f"{name}: {peaks[name] / 2**20:,.0f} MiB")
     return peaks
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(fields: Mapping[str, Any]) -> str:
     """Returns the conditions and the table."""
-    weights = report["weights"]
-    rows = [[name, peak, peak / weights] for name, peak in report["peaks"].items()]
+    weights = fields["weights"]
+    rows = [[name, peak, peak / weights] for name, peak in fields["peaks"].items()]
     head = f"{CONFIG} with a small batch; {weights / 2**20:,.0f} MiB of weights in bfloat16."
-    return join([where(report), head, table(COLUMNS, rows)])
+    return join([where(fields), head, table(COLUMNS, rows)])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 where the system does not tell the memory of a process."""
-    parser = cli.make_parser("memory", __doc__)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the config")
-    parser.add_argument(
-        "--folder", type=pathlib.Path, metavar="DIR", help="of the checkpoint; made where it is missing"
-    )
-    cli.add_outputs(parser)
-    options = parser.parse_args(arguments)
+def _report(options: argparse.Namespace) -> Report:
     if not known():
-        return cli.finish(options, "", {}, ["this system does not tell the peak memory of a process"])
+        return Report({}, "", ["this system does not tell the peak memory of a process"])
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or pathlib.Path(scratch, MODEL)
         if not folder.exists():
@@ -162,17 +155,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             maker.start()
             maker.join()
             if maker.exitcode:
-                return cli.finish(options, "", {}, [f"{folder} could not be made"])
+                return Report({}, "", [f"{folder} could not be made"])
         peaks = measure(folder, options.overrides)
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    report = {
-        "machine": describe(jax.devices()[0]),
-        "versions": {"jax": jax.__version__, "kljax": release()},
-        "weights": weights,
-        "peaks": peaks,
-    }
-    return cli.finish(options, markdown(report), report, [])
+    conditions = {"machine": machine.describe(jax.devices()[0]), "versions": machine.versions()}
+    fields = {**conditions, "weights": weights, "peaks": peaks}
+    return Report(fields, markdown(fields))
 
+
+main = cli.command(
+    "memory",
+    __doc__,
+    _report,
+    cli.option("overrides", nargs="*", metavar="key=value", help="of the config"),
+    cli.option("--folder", type=pathlib.Path, metavar="DIR", help="of the checkpoint; made where it is missing"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,15 +14,16 @@ time of all threads, and by the time that the loop spends in writing, for which 
 a run has ended, so they are in no step. A missed target does not fail the command.
 """
 
+import argparse
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 
 from benchmarks.harness import cli, machine
-from benchmarks.harness.report import conditions, join, table, targets, text_columns
+from benchmarks.harness.report import Report, conditions, join, table, targets
 from benchmarks.harness.results import Check
 from benchmarks.suites.overhead import recorded, server, steps
 from benchmarks.suites.overhead.problem import QUICK, Work
@@ -36,25 +37,19 @@ TITLES = {
     "after": "the step after the save",
     "verified": "a verifier takes a tenth of the step",
 }
-COLUMNS = (
-    *text_columns("step"),
-    ("s", ".3f"),
-    ("over nothing", ".3f"),
-    ("CPU s", ".3f"),
-    ("over nothing", ".3f"),
-    ("s in writing", ".4f"),
-)
-RECORDED_COLUMNS = (*text_columns("recorded completions"), ("s", ".3f"), ("over every epoch", ".2f"),
-                    ("CPU s", ".3f"), ("over every epoch", ".2f"))  # fmt: skip
-SERVER_COLUMNS = (*text_columns("with a server"), ("s", ".3f"), ("over the longer of both", ".2f"))
+COLUMNS = (("step", ""), ("s", ".3f"), ("over nothing", ".3f"), ("CPU s", ".3f"), ("over nothing", ".3f"),
+           ("s in writing", ".4f"))  # fmt: skip
+RECORDED_COLUMNS = (("recorded completions", ""), ("s", ".3f"), ("over every epoch", ".2f"), ("CPU s", ".3f"),
+                    ("over every epoch", ".2f"))  # fmt: skip
+SERVER_COLUMNS = (("with a server", ""), ("s", ".3f"), ("over the longer of both", ".2f"))
 
 
-def ratios(report: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
+def ratios(fields: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
     """Returns the medians over the rounds of each kind of step over the plain ones of its round.
 
     By wall time, by CPU time, and by the time that the loop spent in writing over the rest of the step.
     """
-    means = _means(report)
+    means = _means(fields)
     return {
         kind: (
             _median(one[kind][0] / one["plain"][0] for one in means),
@@ -65,90 +60,74 @@ def ratios(report: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
     }
 
 
-def server_ratios(report: Mapping[str, Any]) -> dict[str, float]:
+def server_ratio(fields: Mapping[str, Any], name: str) -> float:
     """Returns the median over the rounds of a step with a server over the longer of its answer and its update.
 
     Both are parts of the steps of the round that wait for each other.
     """
-    return {
-        name: _median(one[name]["step"] / max(one["ahead: 0"][part] for part in ("answer", "update"))
-                      for one in report["server"])
-        for name in server.CONTENDERS
-    }  # fmt: skip
+    return _median(
+        one[name]["step"] / max(one["ahead: 0"]["answer"], one["ahead: 0"]["update"]) for one in fields["server"]
+    )
 
 
-def checks(report: Mapping[str, Any]) -> list[Check]:
+def checks(fields: Mapping[str, Any]) -> list[Check]:
     """Compares the measurements with the targets.
 
     The loop's own time in writing is compared, which other programs on the machine prolong as they prolong the step;
     the other value is that of the wall time of whole steps.
     """
-    found = ratios(report)
+    of_kind = ratios(fields)
     stalls = [
-        Check(title, STALL, found[kind][2], found[kind][0], digits=3)
+        Check(title, STALL, of_kind[kind][2], of_kind[kind][0], digits=3)
         for title, kind in (("metrics in every step", "logged"), ("the step that saves the state", "saved"))
     ]
-    verified = Check("a verifier of a tenth of the step", VERIFIED, found["verified"][0], digits=3)
-    return [*stalls, verified, Check("a server one step ahead", SERVER, server_ratios(report)["ahead: 1"])]
+    verified = Check("a verifier of a tenth of the step", VERIFIED, of_kind["verified"][0], digits=3)
+    return [*stalls, verified, Check("a server one step ahead", SERVER, server_ratio(fields, "ahead: 1"))]
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(fields: Mapping[str, Any]) -> str:
     """Returns the conditions, the tables and the targets."""
-    means, found, served = _means(report), ratios(report), server_ratios(report)
-    rows = [
-        [title, *(_median(one[kind][0] for one in means), found[kind][0]),
-         *(_median(one[kind][1] for one in means), found[kind][1]), _median(one[kind][2] for one in means)]
-        for kind, title in TITLES.items()
-    ]  # fmt: skip
-    alone = [[f"the {part} alone", _median(one["ahead: 0"][part] for one in report["server"]), None]
-             for part in ("answer", "update")]  # fmt: skip
-    steps_with = [
-        [f"a step with `{name}`", _median(one[name]["step"] for one in report["server"]), ratio]
-        for name, ratio in served.items()
+    means, of_kind, rounds = _means(fields), ratios(fields), fields["server"]
+    rows = []
+    for kind, title in TITLES.items():
+        wall, cpu, writing = (_median(one[kind][clock] for one in means) for clock in range(3))
+        rows.append([title, wall, of_kind[kind][0], cpu, of_kind[kind][1], writing])
+    served: list[list[Any]] = [
+        [f"the {part} alone", _median(one["ahead: 0"][part] for one in rounds), None] for part in ("answer", "update")
     ]
-    work = Work(**report["work"])
-    how = [
-        f"{work.rows} completions of {work.completion_length} tokens, a width of {work.width}",
-        f"a state of {report['bytes'] / 1e6:.1f} MB",
-        f"medians of {report['rounds']} interleaved rounds",
-    ]
-    return join(
-        [
-            *conditions(report, how),
-            table(COLUMNS, rows),
-            table(SERVER_COLUMNS, [*alone, *steps_with]),
-            targets(checks(report), "whole steps"),
-        ]
-    )
+    for name in server.CONTENDERS:
+        seconds = _median(one[name]["step"] for one in rounds)
+        served.append([f"a step with `{name}`", seconds, server_ratio(fields, name)])
+    how = [*_how(fields), f"a state of {fields['bytes'] / 1e6:.1f} MB"]
+    how.append(f"medians of {fields['rounds']} interleaved rounds")
+    tables = [table(COLUMNS, rows), table(SERVER_COLUMNS, served), targets(checks(fields), "whole steps")]
+    return join([*conditions(fields, how), *tables])
 
 
-def recorded_markdown(report: Mapping[str, Any]) -> str:
+def recorded_markdown(fields: Mapping[str, Any]) -> str:
     """Returns the conditions and the table of the steps with recorded completions."""
-    work, rounds, rows = Work(**report["work"]), report["recorded"], list[list[Any]]()
+    rounds, rows = fields["recorded"], list[list[Any]]()
     for updates in recorded.UPDATES:
         once, every = (recorded.title(updates, kept) for kept in recorded.KEPT)
         for name in (once, every):
-            values = (
-                value
-                for clock in range(2)
-                for value in (
-                    _median(one[name][clock] for one in rounds),
-                    _median(one[name][clock] / one[every][clock] for one in rounds),
-                )
-            )
-            rows.append([name, *values])
-    how = [
-        f"{work.rows} completions of {work.completion_length} tokens, a width of {work.width}",
-        f"medians of {report['rounds']} interleaved rounds after the first epoch",
-    ]
-    return join([*conditions(report, how), table(RECORDED_COLUMNS, rows)])
+            rows.append([name])
+            for clock in range(2):
+                rows[-1].append(_median(one[name][clock] for one in rounds))
+                rows[-1].append(_median(one[name][clock] / one[every][clock] for one in rounds))
+    how = [*_how(fields), f"medians of {fields['rounds']} interleaved rounds after the first epoch"]
+    return join([*conditions(fields, how), table(RECORDED_COLUMNS, rows)])
 
 
-def _means(report: Mapping[str, Any]) -> list[dict[str, tuple[float, ...]]]:
+def _how(fields: Mapping[str, Any]) -> list[str]:
+    work = Work(**fields["work"])
+    return [f"{work.rows} completions of {work.completion_length} tokens, a width of {work.width}"]
+
+
+def _means(fields: Mapping[str, Any]) -> list[dict[str, tuple[float, ...]]]:
     """Returns the mean seconds of each kind of step for each round: wall, CPU, and in writing."""
     return [
         {kind: tuple(map(statistics.mean, zip(*values, strict=True))) for kind, values in one.items()}
-        for one in report["steps"]
+        for one in fields["steps"]
     ]
 
 
@@ -156,34 +135,35 @@ def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command."""
-    parser = cli.make_parser("overhead", __doc__)
-    parser.add_argument("--rounds", type=cli.positive, default=12, help="interleaved rounds; the median counts")
-    parser.add_argument("--recorded", action="store_true", help="time the steps with recorded completions alone")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: a tiny model")
-    cli.add_outputs(parser)
-    options = parser.parse_args(arguments)
-    work = Work(**QUICK) if options.quick else Work()
-    before = machine.load()
+def _report(options: argparse.Namespace) -> Report:
+    work, before = Work(**QUICK) if options.quick else Work(), machine.load()
     if options.recorded:
-        found: dict[str, Any] = {"recorded": recorded.measure(work, options.rounds)}
+        measured: dict[str, Any] = {"recorded": recorded.measure(work, options.rounds)}
     else:
         seconds, size = steps.measure(work, options.rounds)
-        found = {"bytes": size, "steps": seconds, "server": server.measure(work, options.rounds)}
-    report = {
+        measured = {"bytes": size, "steps": seconds, "server": server.measure(work, options.rounds)}
+    fields = {
         "machine": machine.describe(jax.devices()[0]),
-        "versions": {"kljax": machine.release(), "jax": jax.__version__},
+        "versions": machine.versions(),
         "rounds": options.rounds,
         "load": [before, machine.load()],
-        "work": {name: getattr(work, name) for name in Work.__dataclass_fields__},
-        **found,
+        "work": vars(work),
+        **measured,
     }
     if options.recorded:
-        return cli.finish(options, recorded_markdown(report), report, [])
-    report["targets"] = [check.as_json() for check in checks(report)]
-    return cli.finish(options, markdown(report), report, [])
+        return Report(fields, recorded_markdown(fields))
+    fields["targets"] = [check.as_json() for check in checks(fields)]
+    return Report(fields, markdown(fields))
 
+
+main = cli.command(
+    "overhead",
+    __doc__,
+    _report,
+    cli.rounds(12),
+    cli.option("--recorded", action="store_true", help="time the steps with recorded completions alone"),
+    cli.option("--quick", action="store_true", help="a smoke test: a tiny model"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -33,7 +33,7 @@ import jax
 
 from benchmarks.harness import cli, instructions, machine
 from benchmarks.harness.process import ROOT
-from benchmarks.harness.report import join, table, text_columns, where
+from benchmarks.harness.report import Report, join, table, where
 
 CONFIG = "configs/quickstart.yaml"
 COST = "cost.json"
@@ -61,16 +61,12 @@ FOOLED = (
 
 
 COLUMNS = (
-    *text_columns("seed|instruction set|accuracy before|after"),
-    *(
-        ("points", "+.1f"),
-        ("largest drop, points", ".1f"),
-        ("largest KL of a step, nats/token", ".2f"),
-        ("CPU s", ".0f"),
-    ),
+    *((title, "") for title in ("seed", "instruction set", "accuracy before", "after")),
+    *(("points", "+.1f"), ("largest drop, points", ".1f"), ("largest KL of a step, nats/token", ".2f")),
+    ("CPU s", ".0f"),
 )
 FOOLED_COLUMNS = (
-    *text_columns("seed|run|passes the verifier|exactly the answer"),
+    *((title, "") for title in ("seed", "run", "passes the verifier", "exactly the answer")),
     *(("entropy, nats/token", ".3f"), ("KL to the reference, nats/token", ".2f")),
 )
 
@@ -122,13 +118,14 @@ class Run:
 
     def missed(self) -> list[str]:
         """Returns the values of the run that miss a target."""
-        missed = []
-        if self.label == "quickstart":
-            missed += [] if self.last["accuracy"] >= ACCURACY else [f"{self.last['accuracy']:.1f} %"]
-            missed += [] if self.gain >= GAIN else [f"{self.gain:+.1f} points"]
-        missed += [] if self.drop is None or self.drop < DROP else [f"a drop of {self.drop:.1f} points"]
-        missed += [] if self.max_kl is None or self.max_kl <= MAX_KL else [f"a KL of {self.max_kl:.3g} nats"]
-        return missed
+        accuracy, is_quickstart = self.last["accuracy"], self.label == "quickstart"
+        met = {
+            f"{accuracy:.1f} %": not is_quickstart or accuracy >= ACCURACY,
+            f"{self.gain:+.1f} points": not is_quickstart or self.gain >= GAIN,
+            f"a drop of {self.drop or 0:.1f} points": self.drop is None or self.drop < DROP,
+            f"a KL of {self.max_kl or 0:.3g} nats": self.max_kl is None or self.max_kl <= MAX_KL,
+        }
+        return [text for text, is_met in met.items() if not is_met]
 
 
 def accept_at_least(record: Mapping[str, Any], completion: str, finished: bool) -> dict[str, float]:
@@ -176,46 +173,33 @@ def kl_of(record: Mapping[str, Any]) -> float | None:
 
 
 def run_trainer(
-    directory: pathlib.Path,
-    label: str,
-    case: Case,
-    overrides: Sequence[str],
-    *,
-    config: str = CONFIG,
-    alone: bool = True,
+    directory: pathlib.Path, label: str, case: Case, overrides: Sequence[str], *, config: str = CONFIG, alone: bool
 ) -> Run:
     """Runs the trainer's command once, with `directory` as its run directory; a finished run is only read.
 
     Runs beside each other share their compiled programs, so the time of the first run alone is that of a user. An
-    unfinished run is resumed, and has no time.
-
-    Args:
-      alone: whether no other run is beside it; else XLA gets one thread, and the output goes to a file.
+    unfinished run is resumed, and has no time. Unless it runs `alone`, XLA gets one thread, and output goes to a file.
 
     Raises:
       subprocess.CalledProcessError: the command failed.
     """
     if not (directory / "summary.json").exists():
         unfinished = directory.exists()
-        place = (f"name={directory.name}", f"output={directory.parent}", *(["--resume"] if unfinished else []))
-        command = [sys.executable, "-m", "train", config, f"seed={case.seed}", *overrides, *place]
-        environment = {
-            **os.environ,
-            "XLA_FLAGS": xla_flags(case.isa, alone=alone),
-            "JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled"),
-        }
-        cost = _run_command(command, environment, None if alone else directory.parent / f"{directory.name}.log")
+        names = (f"name={directory.name}", f"output={directory.parent}", *(["--resume"] if unfinished else []))
+        command = [sys.executable, "-m", "train", config, f"seed={case.seed}", *overrides, *names]
+        own = {"XLA_FLAGS": xla_flags(case.isa, alone=alone)}
+        own["JAX_COMPILATION_CACHE_DIR"] = str(directory.parent / "compiled")
+        log = None if alone else directory.parent / f"{directory.name}.log"
+        cost = _run_command(command, {**os.environ, **own}, log)
         if not unfinished:
             (directory / COST).write_text(json.dumps(cost))
     cost = json.loads((directory / COST).read_text()) if (directory / COST).exists() else {}
     records = read_records(directory)
     evaluations, steps = ([record for record in records if record["phase"] == phase] for phase in ("eval", "train"))
     kls = [kl for record in steps if (kl := kl_of(record)) is not None]
-    extremes = {
-        "drop": largest_drop([record["accuracy"] for record in evaluations]),
-        "max_kl": max(kls, default=None),
-    }
-    return Run(label, case.seed, evaluations[0], evaluations[-1], steps[-1], **cost, isa=case.isa, **extremes)
+    drop = largest_drop([record["accuracy"] for record in evaluations])
+    extremes: dict[str, Any] = {"isa": case.isa, "drop": drop, "max_kl": max(kls, default=None)}
+    return Run(label, case.seed, evaluations[0], evaluations[-1], steps[-1], **cost, **extremes)
 
 
 def xla_flags(isa: str | None, *, alone: bool) -> str:
@@ -279,7 +263,7 @@ def run_recipe(
     shared = config != CONFIG and has_warm_start_of_quickstart(config, overrides)
 
     def run(case: Case) -> Run:
-        base = output / case.directory(pathlib.Path(CONFIG).stem) / "base"
+        base = output / case.directory("quickstart") / "base"
         start = [f"warm_start.checkpoint={base}"] if shared and base.exists() else []
         directory = output / case.directory(name)
         return run_trainer(directory, name, case, [*overrides, *start], config=config, alone=jobs == 1)
@@ -315,16 +299,12 @@ def run_fooled(output: pathlib.Path, cases: Sequence[Case], overrides: Sequence[
 
 def recipe_table(runs: Sequence[Run]) -> list[str]:
     """Returns a table with a row per run, and whether the targets are met."""
-
-    def accuracy(record: Mapping[str, Any]) -> str:
-        return f"{record['accuracy']:.1f} % ({record['accuracy_greedy']:.1f} %)"
-
-    rows = []
+    rows, ends = [], [run.last["accuracy"] for run in runs]
     for run in runs:
-        extremes = (run.gain, run.drop, run.max_kl, run.cpu_seconds)
-        rows.append([str(run.seed), run.isa or "of the CPU", accuracy(run.first), accuracy(run.last), *extremes])
-    ends = [run.last["accuracy"] for run in runs]
-    missed = [f"{run.case} ({', '.join(found)})" for run in runs if (found := run.missed())]
+        texts = [f"{record['accuracy']:.1f} % ({record['accuracy_greedy']:.1f} %)" for record in (run.first, run.last)]
+        numbers = (run.gain, run.drop, run.max_kl, run.cpu_seconds)
+        rows.append([str(run.seed), run.isa or "of the CPU", *texts, *numbers])
+    missed = [f"{run.case} ({', '.join(values)})" for run in runs if (values := run.missed())]
     if runs[0].label == "quickstart":
         end = f"a gain of {GAIN:g} points, {ACCURACY:g} % at the end"
     else:
@@ -400,34 +380,15 @@ def draw_accuracies(output: pathlib.Path, name: str, cases: Sequence[Case], path
 
 def instruction_sets(text: str) -> tuple[str, ...]:
     """Parses instruction sets, separated by commas, that this CPU has."""
-    for name in (names := cli.names(text)):
-        if name not in instructions.FLAGS:
-            raise argparse.ArgumentTypeError(f"got {name!r}, expected one of {', '.join(instructions.FLAGS)}")
-        if instructions.lacking([name]):
-            raise argparse.ArgumentTypeError(f"got {name}, which this CPU lacks")
+    names = cli.some_of(instructions.FLAGS)(text)
+    if lacking := instructions.lacking(names):
+        raise argparse.ArgumentTypeError(f"got {', '.join(lacking)}, which this CPU lacks")
     return names
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code."""
-    parser = cli.make_parser("quickstart", __doc__)
-    add = parser.add_argument
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    add("--isa", type=instruction_sets, metavar="NAMES", help="of XLA's code, such as SSE4_2,AVX2; default: the CPU's")
-    add("--jobs", type=cli.positive, default=1, metavar="N", help="runs at a time, each on one core; default: 1")
-    add("--config", default=CONFIG, metavar="FILE", help=f"recipe to run; default: {CONFIG}")
-    add("--fooled", action="store_true", help="the verifier that can be fooled, with KL and without")
-    add("--output", type=pathlib.Path, help="directory of the runs, where finished ones are read; default: temporary")
-    add(
-        "--curves",
-        type=pathlib.Path,
-        help="PNG file: the accuracy of all runs; with --fooled both runs of the first seed",
-    )
-    add("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config")
-    cli.add_outputs(parser)
-    options = parser.parse_args(arguments)
+def _report(options: argparse.Namespace) -> Report:
     if options.fooled and options.config != CONFIG:
-        parser.error(f"--config: got {options.config} with --fooled, which runs {CONFIG}; set only one of them")
+        raise cli.UsageError(f"--config: got {options.config} with --fooled, which runs {CONFIG}; set only one of them")
     cases = [Case(seed, isa) for seed in options.seeds for isa in options.isa or (None,)]
     with tempfile.TemporaryDirectory() as scratch:
         output = (options.output or pathlib.Path(scratch)).absolute()
@@ -440,12 +401,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draw_fooled(output, cases[0], options.curves)
         elif options.curves:
             draw_accuracies(output, pathlib.Path(options.config).stem, cases, options.curves)
-    versions = {"kljax": machine.release(), "jax": jax.__version__, "flax": version("flax")}
-    report = {"machine": machine.describe(jax.devices("cpu")[0]), "versions": versions, "overrides": options.set}
-    report["jobs"] = options.jobs
-    text = markdown(report, runs, fooled=options.fooled)
-    return cli.finish(options, text, {**report, "runs": [dataclasses.asdict(run) for run in runs]}, [])
+    versions = {**machine.versions(), "flax": version("flax")}
+    fields = {"machine": machine.describe(jax.devices("cpu")[0]), "versions": versions, "overrides": options.set}
+    fields["jobs"] = options.jobs
+    text = markdown(fields, runs, fooled=options.fooled)
+    return Report({**fields, "runs": [dataclasses.asdict(run) for run in runs]}, text)
 
+
+main = cli.command(
+    "quickstart",
+    __doc__,
+    _report,
+    cli.option("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4]),
+    cli.option("--isa", type=instruction_sets, metavar="NAMES",
+               help="of XLA's code, such as SSE4_2,AVX2; default: the CPU's"),
+    cli.option("--jobs", type=cli.positive, default=1, metavar="N",
+               help="runs at a time, each on one core; default: 1"),
+    cli.option("--config", default=CONFIG, metavar="FILE", help=f"recipe to run; default: {CONFIG}"),
+    cli.option("--fooled", action="store_true", help="the verifier that can be fooled, with KL and without"),
+    cli.option("--output", type=pathlib.Path,
+               help="directory of the runs, where finished ones are read; default: temporary"),
+    cli.option("--curves", type=pathlib.Path,
+               help="PNG file: the accuracy of all runs; with --fooled both runs of the first seed"),
+    cli.option("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of the config"),
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

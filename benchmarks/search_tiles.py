@@ -6,16 +6,17 @@ All tiles are timed in the same rounds, against the present one of the table. Th
 smaller. Temporary memory is shown beside the times. The line goes into `kljax/log_probs/_head.py`.
 """
 
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Mapping
 
 import jax
 
 from benchmarks.harness import cli
 from benchmarks.harness.race import race
-from benchmarks.harness.report import table
+from benchmarks.harness.report import Report, table
 from benchmarks.harness.results import Result
 from benchmarks.suites.head.jax_forms import JaxForms
-from benchmarks.suites.head.problem import Options, Size, make_inputs
+from benchmarks.suites.head.problem import DTYPE, Options, Size, make_inputs
 from kljax.log_probs._head import default_tile
 
 TOKENS, VOCAB = (256, 512, 1024, 2048, 4096, 8192), (1024, 2048, 4096, 8192)
@@ -25,16 +26,8 @@ Pair = tuple[int, int]
 TIE = 1.02
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Times the grid and prints it, then the line of the table."""
-    parser = cli.make_parser("search_tiles", __doc__)
-    parser.add_argument("--size", type=cli.numbers("2048x1024x32768"), default=(2048, 1024, 32_768), metavar="NxDxV")
-    parser.add_argument("--tokens", type=_sizes, default=TOKENS, metavar="N,N", help="rows of a tile to try")
-    parser.add_argument("--vocab", type=_sizes, default=VOCAB, metavar="V,V", help="columns of a tile to try")
-    parser.add_argument("--rounds", type=cli.positive, default=5)
-    parser.add_argument("--device", choices=("cpu", "gpu", "tpu"), default="cpu")
-    parser.add_argument("--dtype", choices=("float32", "bf16"), default="float32", help="of hidden states and head")
-    options = parser.parse_args(arguments)
+def _report(options: argparse.Namespace) -> Report:
+    """Times the grid; returns its table, then the line of the library's table."""
     jax.config.update("jax_platforms", "cuda" if options.device == "gpu" else options.device)
     kind, size = jax.devices()[0].device_kind, Size(*options.size)
     now = default_tile(kind)
@@ -51,17 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise RuntimeError(f"tile {result.name}: {result.problem}")
         seconds[tile] = fastest
     rows = [
-        [
-            *tile,
-            seconds[tile] / seconds[present],
-            tried[tile].temporary("tile"),
-            "<- present" if tile == present else "",
-        ]
-        for tile in sorted(seconds, key=lambda tile: seconds[tile])
+        [*tile, took / seconds[present], tried[tile].temporary("tile"), "<- present" if tile == present else ""]
+        for tile, took in sorted(seconds.items(), key=lambda item: item[1])
     ]
-    print(table(COLUMNS, rows))
-    print('\n    "{}": Tile({}, {}),'.format(kind, *best(seconds)))
-    return 0
+    line = '    "{}": Tile({}, {}),'.format(kind, *best(seconds))
+    fields = {"device": kind, "seconds": {results[tile].name: took for tile, took in seconds.items()}}
+    return Report(fields, f"{table(COLUMNS, rows)}\n\n{line}\n")
 
 
 def best(seconds: Mapping[Pair, float]) -> Pair:
@@ -70,9 +58,17 @@ def best(seconds: Mapping[Pair, float]) -> Pair:
     return min((tile for tile, took in seconds.items() if took <= limit), key=lambda tile: (tile[0] * tile[1], tile))
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(cli.positive(part) for part in text.split(","))
-
+main = cli.command(
+    "search_tiles",
+    __doc__,
+    _report,
+    cli.option("--size", type=cli.numbers("2048x1024x32768"), default=(2048, 1024, 32_768), metavar="NxDxV"),
+    cli.option("--tokens", type=cli.positives, default=TOKENS, metavar="N,N", help="rows of a tile to try"),
+    cli.option("--vocab", type=cli.positives, default=VOCAB, metavar="V,V", help="columns of a tile to try"),
+    cli.option("--device", choices=("cpu", "gpu", "tpu"), default="cpu"),
+    DTYPE,
+    cli.rounds(5),
+)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -2,28 +2,24 @@
 
     python -m benchmarks.train_step --make-envs ENVS   once; Tunix and transformers, in environments of their own
     python -m benchmarks.train_step --envs ENVS --json PATH --markdown PATH
-    python -m benchmarks.train_step --contenders kljax --against CHECKOUT
 
 Both do GRPO with a KL of 0.04 to the base (low_var_kl) and AdamW, from the same weights. Before anything is timed,
 kljax does the first update of Tunix on Tunix's batch; the command fails if the effects differ. Peak memory is the
 growth of the resident set. A missed target does not fail the command. A profile of kljax's update follows.
-
-With `--against`, another checkout of this repository races too: targets say whether this one is more than 3 % slower.
 """
 
 import sys
-from collections.abc import Sequence
 
+from benchmarks.harness import cli
 from benchmarks.suites.model import profile, suite
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command."""
-    parser = suite.make_parser("train_step", __doc__, ("kljax", "tunix"))
-    parser.add_argument("--no-profile", action="store_true", help="leave out the profile of kljax's update")
-    options = parser.parse_args(arguments)
-    return suite.main(options, parser, "step", None if options.no_profile else profile.section)
-
+main = cli.command(
+    "train_step",
+    __doc__,
+    lambda options: suite.report(options, "step", None if options.no_profile else profile.section),
+    *suite.options_of(("kljax", "tunix")),
+    cli.option("--no-profile", action="store_true", help="leave out the profile of kljax's update"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Options, files and the exit status that the commands share."""
+"""The `main` that the commands share: options, files and the exit status."""
 
 import argparse
 import json
@@ -7,42 +7,79 @@ import pathlib
 import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from benchmarks.harness.report import Report
 
-def make_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of `python -m benchmarks.COMMAND`."""
-    return argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{command}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+Option = tuple[str, dict[str, Any]]
 
 
-def race_parser(command: str, description: str | None, env: str, *, rounds: int, quick: str) -> argparse.ArgumentParser:
-    """Returns the parser of a command that times contenders.
+class UsageError(ValueError):
+    """Options that do not fit each other or this machine."""
+
+
+def option(name: str, **settings: Any) -> Option:
+    """Returns an option with its settings, as `add_argument` takes them."""
+    return name, settings
+
+
+OUTPUTS = (
+    option("--json", type=pathlib.Path, metavar="PATH", help="write all measurements"),
+    option("--markdown", type=pathlib.Path, metavar="PATH", help="write the table, which is printed too"),
+)
+
+
+def command(
+    name: str, description: str | None, measure: Callable[[argparse.Namespace], Report], *options: Option
+) -> Callable[..., int]:
+    """Returns the function `main` of `python -m benchmarks.NAME`."""
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        """Measures, prints and writes; returns 1 if a contender failed, else 0."""
+        parser = argparse.ArgumentParser(
+            prog=f"python -m benchmarks.{name}",
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for flag, settings in (*options, *OUTPUTS):
+            parser.add_argument(flag, **settings)
+        chosen = parser.parse_args(arguments)
+        try:
+            report = measure(chosen)
+        except UsageError as error:
+            parser.error(str(error))
+        print(report.text, end="")
+        fields = json.dumps(report.fields, indent=1) + "\n"
+        for path, content in ((chosen.markdown, report.text), (chosen.json, fields)):
+            if path is not None and report.text:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(content)
+        for line in report.failures:
+            print(f"ERROR {line}", file=sys.stderr)
+        return 1 if report.failures else 0
+
+    return main
+
+
+def rounds(default: int) -> Option:
+    """Returns the option of a race within this process."""
+    return option("--rounds", type=positive, default=default, help=f"interleaved rounds; {default}")
+
+
+def race_options(env: str, *, rounds: int, quick: str) -> list[Option]:
+    """Returns the options of a command whose contenders have environments.
 
     Args:
-      env: option that names the directory of the contenders' environments.
-      rounds: the default; quick: describes the smoke test.
+      env: option that names their directory; rounds: the default; quick: describes the smoke test.
     """
-    parser = make_parser(command, description)
-    add = parser.add_argument
-    add(f"--{env}", type=pathlib.Path, metavar="DIR", help=f"made with --make-{env}")
-    add(f"--make-{env}", type=pathlib.Path, metavar="DIR", help="make it, and measure nothing")
-    add("--rounds", type=int, default=rounds, help="interleaved rounds; the fastest counts")
-    add("--contenders", type=names, metavar="NAMES", help="names separated by commas")
-    add("--quick", action="store_true", help=f"a smoke test: {quick}")
-    add("--threads", type=int, default=2, help="of each process on the CPU; 0 sets no limit")
-    add_outputs(parser)
-    return parser
-
-
-def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Adds the files that a command writes."""
-    parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="write all measurements")
-    parser.add_argument("--markdown", type=pathlib.Path, metavar="PATH", help="write the table, which is printed too")
+    return [
+        option(f"--{env}", type=pathlib.Path, metavar="DIR", help=f"made with --make-{env}"),
+        option(f"--make-{env}", type=pathlib.Path, metavar="DIR", help="make it, and measure nothing"),
+        option("--rounds", type=int, default=rounds, help="interleaved rounds; the fastest counts"),
+        option("--quick", action="store_true", help=f"a smoke test: {quick}"),
+        option("--threads", type=int, default=2, help="of each process on the CPU; 0 sets no limit"),
+    ]
 
 
 def limit_threads(count: int) -> None:
@@ -56,18 +93,6 @@ def limit_threads(count: int) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
     else:
         print(f"warning: --threads: {platform.system()} binds no process to cores: all are used", file=sys.stderr)
-
-
-def finish(options: argparse.Namespace, text: str, report: dict[str, Any], failures: Sequence[str]) -> int:
-    """Prints and writes the results; returns 1 if a contender failed, else 0."""
-    print(text, end="")
-    for path, content in ((options.markdown, text), (options.json, json.dumps(report, indent=1) + "\n")):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
-    for line in failures:
-        print(f"ERROR {line}", file=sys.stderr)
-    return 1 if failures else 0
 
 
 def numbers(example: str) -> Callable[[str], tuple[int, ...]]:
@@ -88,14 +113,26 @@ def positive(text: str) -> int:
     return numbers("8")(text)[0]
 
 
+def positives(text: str) -> tuple[int, ...]:
+    """Parses positive numbers that are separated by commas."""
+    return tuple(map(positive, text.split(",")))
+
+
 def increasing(text: str) -> tuple[int, ...]:
     """Parses positive numbers that are separated by commas, the smallest first."""
-    found = tuple(map(positive, names(text)))
-    if list(found) != sorted(set(found)):
+    parsed = positives(text)
+    if list(parsed) != sorted(set(parsed)):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected increasing numbers such as 256,512")
-    return found
+    return parsed
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Parses names that are separated by commas."""
-    return tuple(text.split(","))
+def some_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """Returns the type of an option that takes known names, separated by commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        if unknown := sorted(set(names) - set(known)):
+            raise argparse.ArgumentTypeError(f"got {unknown}, expected some of {sorted(known)}")
+        return names
+
+    return parse

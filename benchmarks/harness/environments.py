@@ -14,11 +14,7 @@ def interpreter(venv: pathlib.Path) -> pathlib.Path:
 
 
 def missing(directory: pathlib.Path | None, paths: Sequence[pathlib.Path], option: str) -> str | None:
-    """Explains why an environment cannot be used, or returns None if it can.
-
-    Args:
-      directory: given with `--OPTION`, or None; paths: that have to exist; option: its name, such as "envs".
-    """
+    """Explains which path of the directory given with `--OPTION` is missing, or returns None if none is."""
     if directory is None:
         return f"no --{option} was given; make it with --make-{option} DIR"
     absent = [path for path in paths if not path.exists()]
@@ -26,11 +22,7 @@ def missing(directory: pathlib.Path | None, paths: Sequence[pathlib.Path], optio
 
 
 def make(venv: pathlib.Path, *installs: Sequence[str], python: str = sys.executable) -> None:
-    """Makes an environment if there is none, and installs packages.
-
-    Args:
-      installs: arguments of `pip install`, one call each; python: base interpreter.
-    """
+    """Makes an environment if there is none, and calls `pip install` with each list of arguments."""
     if not interpreter(venv).exists():
         subprocess.run([python, "-m", "venv", str(venv.absolute())], check=True)
     pip = [str(interpreter(venv)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

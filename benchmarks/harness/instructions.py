@@ -6,49 +6,27 @@ The limit of XLA holds for the code that it generates. The matrix products of ja
 import os
 import pathlib
 import platform
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-
-
-class Instructions(NamedTuple):
-    """An instruction set.
-
-    Attributes:
-      title: for tables.
-      settings: environment variables that limit PyTorch's own kernels, oneDNN and MKL.
-    """
-
-    title: str
-    settings: Mapping[str, str]
-
-
-def _instructions(title: str, onednn: str, mkl: str) -> Instructions:
-    pytorch = {"ATEN_CPU_CAPABILITY": mkl.lower(), "ONEDNN_MAX_CPU_ISA": onednn, "MKL_ENABLE_INSTRUCTIONS": mkl}
-    return Instructions(title, pytorch)
-
+from collections.abc import Sequence
 
 FLAGS = {"SSE4_2": "sse4_2", "AVX": "avx", "AVX2": "avx2", "AVX512": "avx512f"}
 """By the name of XLA, the flag in /proc/cpuinfo of a processor that has the instruction set."""
-
-
-# By the lower-case name that XLA gives them.
-KNOWN: Mapping[str, Instructions] = {
-    "avx2": _instructions("AVX2", "AVX2", "AVX2"),
-    "avx512": _instructions("AVX-512", "AVX512_CORE", "AVX512"),
-}
+TITLES = {"avx2": "AVX2", "avx512": "AVX-512"}
+"""Of the instruction sets that all contenders can be limited to, by the lower-case name of XLA."""
 
 
 def title(name: str) -> str:
     """Returns the title of an instruction set, after a comma; nothing for all of the machine's."""
-    return f", {KNOWN[name].title}" if name else ""
+    return f", {TITLES[name]}" if name else ""
 
 
 def settings(name: str) -> dict[str, str]:
-    """Returns the environment variables of a limited process; none for all instructions of the machine."""
+    """Returns the environment variables of a limited process, for XLA and for PyTorch, oneDNN and MKL."""
     if not name:
         return {}
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa={name.upper()}".strip()
-    return {"XLA_FLAGS": flags, **KNOWN[name].settings}
+    onednn = {"avx512": "AVX512_CORE"}.get(name, name.upper())
+    pytorch = {"ATEN_CPU_CAPABILITY": name, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_ENABLE_INSTRUCTIONS": name.upper()}
+    return {"XLA_FLAGS": flags, **pytorch}
 
 
 def lacking(names: Sequence[str]) -> list[str]:

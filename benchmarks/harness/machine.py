@@ -24,7 +24,7 @@ def describe(device: jax.Device) -> dict[str, Any]:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not every system has these names
         memory = None
-    found = {
+    fields = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": models[0] if models else platform.processor() or platform.machine(),
         "cores": f"{os.cpu_count()} cores",
@@ -32,10 +32,10 @@ def describe(device: jax.Device) -> dict[str, Any]:
         "system": f"{platform.system()}, Python {platform.python_version()}",
     }
     if device.platform != "cpu":
-        found["device"] = device.device_kind
+        fields["device"] = device.device_kind
     if os.environ.get("XLA_FLAGS"):
-        found["flags"] = f"`XLA_FLAGS={os.environ['XLA_FLAGS']}`"
-    return found
+        fields["flags"] = f"`XLA_FLAGS={os.environ['XLA_FLAGS']}`"
+    return fields
 
 
 def load() -> float | None:
@@ -43,12 +43,13 @@ def load() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
-def release() -> str:
-    """Returns the version of kljax and the commit of this checkout if it is one, marked if files changed."""
-    version = kljax.__version__
+def versions() -> dict[str, str]:
+    """Returns the versions of kljax and JAX; kljax with the commit of this checkout if it is one."""
+    release = kljax.__version__
     command = ["git", "describe", "--always", "--dirty=, changed", "--exclude=*"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        release = f"{release} ({done.stdout.strip()})"
     except (OSError, subprocess.CalledProcessError):
-        return version
-    return f"{version} ({done.stdout.strip()})"
+        pass
+    return {"kljax": release, "jax": jax.__version__}

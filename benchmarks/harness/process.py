@@ -67,7 +67,6 @@ def start(
     module: str,
     *,
     python: pathlib.Path | None = None,
-    root: pathlib.Path = ROOT,
     settings: Mapping[str, str] = {},
     quiet: bool = False,
 ) -> Iterator[Remote]:
@@ -76,7 +75,6 @@ def start(
     Args:
       module: defines `load`.
       python: interpreter of its environment; None takes this one.
-      root: checkout of the repository whose code it runs.
       settings: environment variables.
       quiet: shows stderr only in errors.
     """
@@ -85,7 +83,7 @@ def start(
         process = stack.enter_context(
             subprocess.Popen(
                 [str(python or sys.executable), "-m", "benchmarks.harness.worker", module],
-                cwd=root,
+                cwd=ROOT,
                 env={**os.environ, **SETTINGS, **settings},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

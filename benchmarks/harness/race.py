@@ -90,6 +90,11 @@ def timed(program: Callable[[], Any]) -> dict[str, Seconds]:
     return clock.parts
 
 
+def merged(versions: Mapping[str, Versions]) -> Versions:
+    """Returns the versions of all processes."""
+    return {library: version for process in versions.values() for library, version in process.items()}
+
+
 def measurable(results: Mapping[Name, Result]) -> list[tuple[Name, Result]]:
     """Lists the results without a problem."""
     return [(name, result) for name, result in results.items() if result.problem is None]

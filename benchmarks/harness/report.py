@@ -1,5 +1,6 @@
-"""Tables and reports in Markdown: a report is a list of paragraphs."""
+"""Reports, and their tables in Markdown."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,15 @@ from benchmarks.harness.results import Check, Result
 MIB = 2**20
 # The title of a column and the format of its values; "MiB" is the format of bytes.
 Column = tuple[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The end of a command: fields for JSON, a text in Markdown, and a line for each contender that failed."""
+
+    fields: Mapping[str, Any]
+    text: str
+    failures: Sequence[str] = ()
 
 
 def table(columns: Iterable[Column], rows: Iterable[Sequence[Any]]) -> str:
@@ -46,8 +56,7 @@ def where(report: Mapping[str, Any]) -> str:
 
 def conditions(report: Mapping[str, Any], how: Sequence[str]) -> list[str]:
     """Says when and where something was measured, and how."""
-    before, after = report["load"]
-    load = f"load of the machine before and after {before} and {after}"
+    load = "load of the machine before and after {} and {}".format(*report["load"])
     return [where(report), f"{', '.join((*how, load))}."]
 
 

@@ -18,7 +18,7 @@ class Result:
       problem: why it was not measured, or None.
       failed: whether the problem is an error; a missing environment is none.
       seconds: of each round, by part of the run.
-      first: seconds of the first run in fresh processes, by part; it compiles.
+      first: empty; version 0.2 recorded the seconds of first runs here.
       temp_bytes: temporary memory that JAX's compiler assigned.
       peak_bytes: bytes that a run adds to the memory of its process at the peak, by part.
       differences: from the baseline, by the name of the compared value.
@@ -47,8 +47,6 @@ class Result:
                 return self.temp_bytes
             case "peak":
                 return self.peak_bytes.get(part)
-            case "compile":
-                return min((seconds[CLOCKS[clock]] for seconds in self.first.get(part, [])), default=None)
         return self.best(clock, part)
 
 
@@ -67,7 +65,7 @@ class Target:
 
     Attributes:
       measure: "time", of the wall clock; "speed", the inverse quotient of CPU seconds, at least the limit; "temporary"
-        and "peak" memory; "compile", CPU seconds of a first run.
+        and "peak" memory.
       large_limit: limit for a large vocabulary, where it differs.
     """
 

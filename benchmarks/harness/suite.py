@@ -1,4 +1,4 @@
-"""The suite of contenders that race at several sizes: a declaration that `run` measures, reports and writes."""
+"""The suite of contenders that race at several sizes: a declaration that `run` measures and reports."""
 
 import abc
 import argparse
@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import cli, machine
-from benchmarks.harness.report import Column, conditions, join, problems, table, targets
+from benchmarks.harness import machine
+from benchmarks.harness.report import Column, Report, conditions, join, problems, table, targets
 from benchmarks.harness.results import Check, Measured, failures
 
 # Title, columns and rows.
@@ -38,7 +38,7 @@ class Suite(abc.ABC):
         """Measures one size; returns the versions of the libraries too."""
 
     @abc.abstractmethod
-    def how(self, report: Mapping[str, Any]) -> list[str]:
+    def how(self, fields: Mapping[str, Any]) -> list[str]:
         """Returns the conditions of the measurement, as parts of a sentence."""
 
     @abc.abstractmethod
@@ -57,45 +57,40 @@ class Suite(abc.ABC):
         """Returns the paragraphs between the tables and the targets of a size."""
         return problems(measured.results.values(), self.titles)
 
+    def markdown(self, fields: Mapping[str, Any], sizes: Iterable[Measured]) -> str:
+        """Returns the conditions, and for each size its tables, notes and targets."""
+        parts = conditions(fields, self.how(fields))
+        for measured in sizes:
+            parts += self.heading(measured.size)
+            for title, columns, rows in self.tables(measured):
+                parts += [f"{title}:", table(columns, rows)]
+            parts += [*self.notes(measured), targets(self.checks(measured), self.other_clock)]
+        return join(parts)
 
-def markdown(suite: Suite, report: Mapping[str, Any], sizes: Iterable[Measured]) -> str:
-    """Returns the conditions, and for each size its tables, notes and targets."""
-    parts = conditions(report, suite.how(report))
-    for one in sizes:
-        parts += suite.heading(one.size)
-        for title, columns, rows in suite.tables(one):
-            parts += [f"{title}:", table(columns, rows)]
-        parts += [*suite.notes(one), targets(suite.checks(one), suite.other_clock)]
-    return join(parts)
-
-
-def run(
-    suite: Suite,
-    sizes: Sequence[Any],
-    options: argparse.Namespace,
-    settings: Mapping[str, Any],
-    section: Section | None = None,
-) -> int:
-    """Measures, prints and writes; returns 1 if a contender failed or differs from its baseline, else 0.
-
-    Args:
-      options: of the command line; settings: fields of the report; section: is measured last.
-    """
-    begun = {"machine": machine.describe(jax.devices(suite.device)[0]), "rounds": options.rounds, **settings}
-    report: dict[str, Any] = {**begun, "versions": {}, "load": [machine.load(), None]}
-    found = []
-    for size in sizes:
-        measured, versions = suite.measure(size, options)
-        found.append(measured)
-        report["versions"] |= versions
-    report["load"][1] = machine.load()
-    text = markdown(suite, report, found)
-    if section is not None:
-        fields, added = section(options)
-        report |= fields
-        text += f"\n{added}"
-    report["sizes"] = [
-        {**dataclasses.asdict(one), "targets": [check.as_json() for check in suite.checks(one)]} for one in found
-    ]
-    wrong = [f"{one.size} {line}" for one in found for line in failures(one.results, suite.tolerances)]
-    return cli.finish(options, text, report, wrong)
+    def run(
+        self,
+        sizes: Sequence[Any],
+        options: argparse.Namespace,
+        settings: Mapping[str, Any],
+        section: Section | None = None,
+    ) -> Report:
+        """Measures all sizes, and the section last; `settings` are fields of the report."""
+        begun = {"machine": machine.describe(jax.devices(self.device)[0]), "rounds": options.rounds, **settings}
+        fields: dict[str, Any] = {**begun, "versions": {}, "load": [machine.load(), None]}
+        sizes_measured = []
+        for size in sizes:
+            measured, versions = self.measure(size, options)
+            sizes_measured.append(measured)
+            fields["versions"] |= versions
+        fields["load"][1] = machine.load()
+        text = self.markdown(fields, sizes_measured)
+        if section is not None:
+            more, added = section(options)
+            fields |= more
+            text += f"\n{added}"
+        fields["sizes"] = [
+            {**dataclasses.asdict(measured), "targets": [check.as_json() for check in self.checks(measured)]}
+            for measured in sizes_measured
+        ]
+        wrong = [f"{one.size} {line}" for one in sizes_measured for line in failures(one.results, self.tolerances)]
+        return Report(fields, text, wrong)

@@ -7,13 +7,14 @@ import pytest
 
 from benchmarks import rollout
 from benchmarks.suites.model import limits
+from benchmarks.suites.model.long_tail import Tail
 from train.rollouts.sampler import windows
 
-LENGTHS = limits.Lengths(rows=4, group=2, prompt_length=4, median=3.0, longest=8, vocab=32, layers=1)
+TAIL = Tail(rows=4, group=2, prompt_length=4, median=3.0, sigma=0.5, max_new_tokens=8, vocab=32, layers=1)
 
 
 def test_a_larger_limit_needs_no_more_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "Lengths", lambda: LENGTHS)
+    monkeypatch.setattr(limits, "TAIL", TAIL)
     monkeypatch.setattr(windows, "FIRST_WINDOW", 4)
     files = tmp_path / "found.json", tmp_path / "found.md"
     command = [
@@ -31,7 +32,7 @@ def test_a_larger_limit_needs_no_more_cache(tmp_path, monkeypatch):
     assert rollout.main(command) == 0
     found = json.loads(files[0].read_text())
     longest = max(found["lengths"])
-    assert found["lengths"] == LENGTHS.tokens().tolist()
+    assert found["lengths"] == TAIL.lengths().tolist()
     # Keys and values of 2 heads of 64, in float32: 2 prompts of 4 columns, 4 rows with the columns of a window.
     column = 2 * 2 * 64 * 4
     reached = 4 if longest <= 4 else 8
@@ -45,19 +46,19 @@ def test_a_larger_limit_needs_no_more_cache(tmp_path, monkeypatch):
 
 def test_limits_that_draw_different_tokens_are_an_error(monkeypatch):
     class Wrong:
-        def __init__(self, limit: int) -> None:
-            self.limit = limit
+        def __init__(self, *_: object, max_new_tokens: int, **__: object) -> None:
+            self.limit = max_new_tokens
 
         def __call__(self, *arguments: object) -> "Wrong":
             return self
 
         @property
         def tokens(self) -> np.ndarray:
-            return np.full((LENGTHS.rows, LENGTHS.prompt_length + self.limit), self.limit)
+            return np.full((TAIL.rows, TAIL.prompt_length + self.limit), self.limit)
 
-    monkeypatch.setattr(limits.Problem, "sampler", lambda problem, limit, way: Wrong(limit))
+    monkeypatch.setattr(limits, "WindowedSampler", Wrong)
     with pytest.raises(RuntimeError, match="differ"):
-        limits.measure(LENGTHS, (8, 16), 0)
+        limits.measure(TAIL, (8, 16), 0)
 
 
 @pytest.mark.parametrize("text", ["512,256", "0,8", "8,8", "a"])

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import memory, overhead, quickstart
 from benchmarks.harness.results import Measured, Result
-from benchmarks.harness.suite import Suite, markdown
+from benchmarks.harness.suite import Suite
 from benchmarks.suites.aot import plans
 from benchmarks.suites.head.problem import Options, Size
 from benchmarks.suites.head.rates import Rates
@@ -34,7 +34,7 @@ def render(suite: Suite, found: dict, size: Callable[..., Any]) -> str:
         rates = fields.get("rates")
         sizes.append(Measured(size(**fields["size"]), results, None if rates is None else Rates(**rates)))
         assert [check.as_json() for check in suite.checks(sizes[-1])] == fields["targets"]
-    return markdown(suite, found, sizes)
+    return suite.markdown(found, sizes)
 
 
 def test_the_head() -> None:
@@ -57,11 +57,6 @@ def test_the_price_of_a_limit() -> None:
 def test_packed_rows() -> None:
     found, text = read("update-packed-cpu")
     assert packed.markdown(found) == text
-
-
-def test_two_checkouts() -> None:
-    found, text = read("train-step-linen-cpu")
-    assert render(ModelSuite("step"), found, Work) == text
 
 
 def test_the_memory_of_a_recipe() -> None:

@@ -9,11 +9,10 @@ import pytest
 
 from benchmarks import rollout, train_step
 from benchmarks.harness import environments, instructions, measure
-from benchmarks.harness.process import ROOT
 from benchmarks.harness.results import ALL, Measured, Result, failures
-from benchmarks.harness.suite import markdown
 from benchmarks.harness.worker import Worker
 from benchmarks.suites.model import kljax, long_tail, problem, profile, suite
+from train.models.sharding import make_mesh
 
 V = problem.QUICK.vocab
 
@@ -37,7 +36,7 @@ def test_weights_have_the_names_and_shapes_of_a_checkpoint_and_of_the_decoder(wo
     assert weights["model.layers.0.self_attn.q_norm.weight"].shape == (16,)
     assert weights["model.layers.1.mlp.down_proj.weight"].shape == (32, 48)
     params = kljax.params_of(problem.QUICK, weights)
-    expected = kljax.abstract_params(kljax.model_of(problem.QUICK), kljax.make_mesh(1, 1, 1))
+    expected = kljax.abstract_params(kljax.model_of(problem.QUICK), make_mesh(1, 1, 1))
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, expected)
     kernel = params["layers"]["mlp"]["down_proj"]["kernel"][1]
     np.testing.assert_array_equal(kernel, weights["model.layers.1.mlp.down_proj.weight"].T)
@@ -142,12 +141,12 @@ def test_the_table_says_what_was_found_and_what_is_missing():
         "versions": {"kljax": "0"},
         "load": [0.1, 0.2],
     }
-    text = markdown(suite.ModelSuite("step"), found, [measured()])
+    text = suite.ModelSuite("step").markdown(found, [measured()])
     assert "2026-01-01 00:00 UTC on a processor; kljax 0." in text
     assert "| Tunix | 1 | 44 | 1.00 | 2 | 22 | 2.00 | 4 | 1e-05 | 0.1% |" in text
     assert "| update: peak memory of kljax over Tunix | at most 0.25 | 0.25 |  | met |" in text
     missing = measured(Result("tunix", problem="no --envs was given"))
-    assert "Not measured: Tunix: no --envs was given." in markdown(suite.ModelSuite("step"), found, [missing])
+    assert "Not measured: Tunix: no --envs was given." in suite.ModelSuite("step").markdown(found, [missing])
 
 
 def test_what_computes_something_else_fails_the_command():
@@ -197,53 +196,6 @@ def test_processes_race_and_what_is_missing_says_so(tmp_path, monkeypatch):
     assert "| kljax | 1 | 20 |" in files[1].read_text()
 
 
-def test_another_checkout_races_and_has_targets(tmp_path, monkeypatch):
-    """Both checkouts run in processes; what is asked, and which numbers the verdicts are of."""
-    asked = []
-
-    class Remote:
-        def __init__(self, name):
-            self.name = name
-
-        def ask(self, **request):
-            asked.append((self.name, request["do"]))
-            match request["do"]:
-                case "score":
-                    np.save(request["path"], np.zeros((2, 2)))
-                case "learn":
-                    # As the process of kljax does: the batch is read, and is not in the file afterwards.
-                    with np.load(request["path"]) as file:
-                        assert file["tokens"].shape == (4, 11)
-                        np.savez(request["path"], score=file["score"], ours=np.ones((2, 2)))
-                case "run":
-                    rollout = [1.0, 1.0 if self.name == "kljax" else 0.9]
-                    return {"rollout": rollout, "update": [2.0, 2.0]}
-            return {"versions": {"kljax": self.name}, "peak": {"rollout": 3, "update": 4}}.get(request["do"])
-
-    monkeypatch.setattr(
-        suite, "process", lambda work, directory, options, name, *_: suite.contextlib.nullcontext(Remote(name))
-    )
-    path = tmp_path / "found.json"
-    arguments = ["--quick", "--threads", "0", "--contenders", "kljax", "--no-profile", "--json", str(path)]
-    assert train_step.main([*arguments, "--against", str(ROOT)]) == 0
-    found = json.loads(path.read_text())
-    assert found["versions"] == {"kljax": "kljax", "kljax (other)": "other"}
-    (size,) = found["sizes"]
-    assert size["results"]["other"]["differences"] == {"log-probs": 0, "update": 0}
-    verdicts = [(one["title"].partition(" of ")[0], one["value"], one["verdict"]) for one in size["targets"][3:]]
-    assert verdicts == [
-        ("rollout: speed", 0.9, "missed"),
-        ("rollout: peak memory", 1, "met"),
-        ("rollout: time", pytest.approx(1 / 0.9), "missed"),
-        ("update: speed", 1, "met"),
-        ("update: peak memory", 1, "met"),
-        ("update: time", 1, "met"),
-    ]
-    # A rollout needs no compiled update, and compiling is timed in processes that have compiled nothing.
-    assert asked.count(("other", "learn")) == 1
-    assert asked.count(("other", "run")) == 3 + 1 + 1
-
-
 def test_races_run_under_each_instruction_set(tmp_path, monkeypatch):
     started = []
 
@@ -270,20 +222,12 @@ def test_races_run_under_each_instruction_set(tmp_path, monkeypatch):
     assert "### V=160, AVX2" in text
     assert {one["XLA_FLAGS"] for one in started} == {"--a=b --xla_cpu_max_isa=AVX2"}
     assert {one["ATEN_CPU_CAPABILITY"] for one in started} == {"avx2"}
-    # Another checkout may not know the field.
-    assert "isa" not in started[0]["work"]
     monkeypatch.setattr(instructions, "lacking", lambda names: [])
     assert rollout.main(arguments) == 0
     assert [heading for heading in path.read_text().splitlines() if heading.startswith("###")] == [
         "### V=160, AVX2",
         "### V=160, AVX-512",
     ]
-
-
-def test_a_path_that_is_no_checkout_is_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        rollout.main(["--quick", "--against", str(tmp_path)])
-    assert "expected a checkout of this repository" in capsys.readouterr().err
 
 
 def test_the_long_tail_is_a_section_of_its_own():

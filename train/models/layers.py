@@ -51,8 +51,8 @@ class InitKey:
     def draw(self, index: int, count: int) -> jax.Array:
         """Derives the key of parameter `index` (from 0) of the `count` parameters of this module.
 
-        These are the keys of flax Linen, which hashed the path and a counter, so that a seed keeps its weights. Linen
-        traced the stacked layer twice, and its counter went on: hence the second `count`.
+        Hashes the path and a number. Numbers begin at 1, in the stack of layers after `count`: another numbering would
+        draw other weights from the seeds of the recorded runs.
         """
         number = index + 1 + (count if self.stacked else 0)
         hashed = hashlib.sha1("".join(self.path).encode() + bytes([number]), usedforsecurity=False).digest()

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness.process import Remote, start
-from benchmarks.harness.race import Contenders, MissingError, measurable, noted
+from benchmarks.harness.race import Contenders, MissingError, measurable, merged, noted
 from benchmarks.harness.results import Measured, Result, ratio
 from benchmarks.harness.worker import Worker
 from benchmarks.suites.head.forms import FORMS, GROUPS, Form, choose
@@ -60,9 +60,7 @@ class DeviceHead(HeadSuite):
                     peak = contenders.ask(name, "device_peak", name=name)
                     result.peak_bytes = {} if peak is None else {"run": peak}
             rates = self.race(contenders, size, options.rounds)
-        return Measured(size, contenders.results, rates), {
-            name: version for found in versions.values() for name, version in found.items()
-        }
+        return Measured(size, contenders.results, rates), merged(versions)
 
     def start_beside(self, directory: str, framework: str) -> contextlib.AbstractContextManager[Remote | Worker]:
         """Returns JAX's contender of this process, or starts a process for PyTorch's."""
@@ -122,11 +120,8 @@ class HeadContender:
 
     def _row(self, form: Form, measured: Measured, rate: float | None) -> dict[str, Any]:
         result, naive = measured.results[form.name], measured.results[form.baseline]
-        wrong = [
-            f"{name} differs by {difference:.0e}"
-            for name, difference in result.differences.items()
-            if not difference <= self.suite.tolerances[name]
-        ]
+        wrong = [f"{name} differs by {by:.0e}" for name, by in result.differences.items()
+                 if not by <= self.suite.tolerances[name]]  # fmt: skip
         seconds = result.best("wall")
         reached = ratio(form.matmuls * self.size.flops, seconds)
         return {
@@ -143,6 +138,4 @@ class HeadContender:
         }
 
 
-def load(tiny: bool) -> HeadContender:
-    """Returns the contender."""
-    return HeadContender(tiny)
+load = HeadContender

@@ -3,31 +3,25 @@
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import kljax
-from benchmarks.suites.model.kljax import Programs
+from benchmarks.harness import machine
+from benchmarks.harness.learner import Learner, bare_context
 from train.config.load import parse
 from train.config.plan import Layout
 from train.config.schema import Config
 from train.hardware.devices import find_device
 from train.models.config import PROJECTIONS, DecoderConfig
-from train.models.sharding import make_mesh
 from train.plan.shapes import planned_model
-from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.policy import init_params
-from train.rl.reference import Reference, drop_shared_base
 from train.rl.state import policy_of
-from train.rl.step import make_prepare, make_score, make_update
 from train.rollouts import rollout_programs
-from train.rollouts.context import RunContext
-from train.run.setup import first_state
 
 ROUNDS = 2
 LORA = {"rank": 32, "alpha": 64.0, "targets": list(PROJECTIONS)}
@@ -56,26 +50,28 @@ class TrainerContender:
 
     def versions(self) -> dict[str, str]:
         """Returns the versions of the libraries."""
-        return {"kljax": kljax.__version__, "jax": jax.__version__}
+        return machine.versions()
 
     def rows(self, of: str, seconds: float) -> list[dict[str, Any]]:
         """Samples a batch and updates on it, until the fastest of some rounds is known or the seconds are over."""
         until, (name, weights) = time.monotonic() + seconds, of.split()
         config, device = config_of(name, lora=weights == "lora"), jax.devices()[0]
-        context = context_of(config)
+        context = bare_context(config, *planned_model(config))
         base = init_params(context.model, purpose_key(0, "params"), context.mesh)
         with jax.set_mesh(context.mesh):
-            programs = programs_of(context, base)
+            learner = Learner.of(context, base)
             sampler = rollout_programs(context)[config.data.max_prompt_length]
-            prompts = draw_prompts(config, context.model.config.vocab_size)
+            # Ids of which none is padding.
+            shape = (config.rollout.prompts_per_step, config.data.max_prompt_length)
+            ids = np.random.default_rng(0).integers(0, context.model.config.vocab_size, shape, np.int32)
             row: dict[str, Any] = {"name": of}
             times: dict[str, list[float]] = {"sample": [], "update": []}
             for index in range(ROUNDS + 1):
-                samples, took = _timed(functools.partial(sample, context, sampler, programs, prompts, index))
+                samples, took = _timed(functools.partial(_sample, learner, sampler, jnp.asarray(ids), index))
                 times["sample"] += [took] if index else []
                 sampled = int(samples.completion_mask.sum())
                 row["sample_bytes"] = _peak(device)
-                _, took = _timed(functools.partial(programs.update, batch_of(config, samples)))
+                _, took = _timed(functools.partial(learner.update, _batch(config, samples)))
                 times["update"] += [took] if index else []
                 row["update_bytes"] = _peak(device)
                 if index and time.monotonic() + 1.5 * (times["sample"][-1] + took) > until:
@@ -89,60 +85,25 @@ class TrainerContender:
         return [row]
 
 
-def context_of(config: Config) -> RunContext:
-    """Builds the context of a run on one device without task and prompts."""
-    model, tokenizer = planned_model(config)
-    mesh, none = make_mesh(1, 1, 1), cast(Any, None)
-    return RunContext(
-        config, mesh, model, make_optimizer(config.optim), tokenizer, task=none, prompts=none, held_out=[]
-    )
-
-
-def programs_of(context: RunContext, params: Any) -> Programs:
-    """Makes state, reference and programs of a learner from the weights before RL."""
-    config, model, mesh = context.config, context.model, context.mesh
-    base = None if config.lora is None else params
-    state = first_state(config, model, mesh, params, context.optimizer)
-    # The update donates the weights that it trains, so that the reference has a copy of its own.
-    reference = Reference(model, kljax.Policy(jax.tree.map(jnp.copy, params) if base is None else params))
-    return Programs(
-        config=config,
-        reference=cast(Reference, drop_shared_base(reference, base)),
-        score=make_score(config, model, mesh),
-        prepare=make_prepare(config, mesh),
-        run=make_update(config, model, context.optimizer, state, mesh),
-        state=state,
-        base=base,
-    )
-
-
-def draw_prompts(config: Config, vocab: int) -> jax.Array:
-    """Draws `[prompts, length]` ids, none of them padding."""
-    shape = (config.rollout.prompts_per_step, config.data.max_prompt_length)
-    return jnp.asarray(np.random.default_rng(0).integers(0, vocab, shape, np.int32))
-
-
-def sample(context: RunContext, program: Any, programs: Programs, prompts: jax.Array, index: int) -> Any:
+def _sample(learner: Learner, program: Any, prompts: jax.Array, index: int) -> Any:
     """Completes the prompts as the trainer does."""
-    policy, layout = policy_of(programs.state.trainable, programs.base), context.layout
+    policy, layout = policy_of(learner.state.trainable, learner.frozen.base), learner.context.layout
+    mask, key = jnp.ones(prompts.shape, bool), purpose_key(0, "sample", index)
     with layout.active():
-        samples = program(
-            layout.weights(policy), prompts, jnp.ones(prompts.shape, bool), purpose_key(0, "sample", index)
-        )
-    if programs.base is None:
+        samples = program(layout.weights(policy), prompts, mask, key)
+    if learner.frozen.base is None:
         layout.release()
     return samples
 
 
-def batch_of(config: Config, samples: Any) -> Batch:
+def _batch(config: Config, samples: Any) -> Batch:
     """Returns the batch of samples, with rewards from their last tokens."""
-    rows = config.rows_per_batch()
     groups = np.repeat(np.arange(config.rollout.prompts_per_step, dtype=np.int32), config.rollout.samples_per_prompt)
     return Batch(
         tokens=samples.tokens,
         token_mask=samples.token_mask,
         completion_mask=samples.completion_mask,
-        rewards=(samples.tokens[:, -1] % 2).astype(jnp.float32).reshape(rows),
+        rewards=(samples.tokens[:, -1] % 2).astype(jnp.float32).reshape(config.rows_per_batch()),
         group_ids=jnp.asarray(groups),
         rollout_log_probs=samples.log_probs,
     )
@@ -185,6 +146,4 @@ def _peak(device: jax.Device) -> int | None:
     return None if not stats else stats.get("peak_bytes_in_use")
 
 
-def load() -> TrainerContender:
-    """Returns the contender."""
-    return TrainerContender()
+load = TrainerContender

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness.report import MIB, join, table, targets, text_columns
 from benchmarks.harness.results import Check, ratio
@@ -25,8 +25,7 @@ _SHARDED = ("naive", "tunix", "kljax", "naive_forward", "kljax_forward", "kljax_
 _GPU = ("naive", "tunix", "kljax", "naive_forward", "kljax_forward", "naive_kl", "kljax_kl")
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
+class Device(NamedTuple):
     """A kind of accelerator, which need not be here.
 
     Attributes:
@@ -143,22 +142,15 @@ def programs_of(device: str) -> list[Key]:
     return [(device, "one", program) for program in TITLES] + [(device, "sharded", program) for program in _SHARDED]
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A bound of a program's value, over that of another program if there is one.
-
-    Attributes:
-      platform: of the devices that it is for.
-      value: field of `Plan`.
-      limits: for all devices, or of each.
-    """
+class PlanTarget(NamedTuple):
+    """A bound of a field of `Plan`, for all devices of a platform or each, over another program's if there is one."""
 
     title: str
     platform: str
     value: str
     program: str
     limits: float | Mapping[str, float]
-    against: str | None = None
+    baseline: str | None = None
 
 
 MEMORY_MIB = {"v5e": 300, "v6e": 300, "v5p": 340}
@@ -166,39 +158,37 @@ FORWARD_MIB = {"v5e": 1, "v6e": 1, "v5p": 70}
 COLLECTIVES = 1 / 10
 TIME_OF_NAIVE = {"v5e": 0.95, "v6e": 0.95, "v5p": 1.1}
 TARGETS = (
-    Target("temporary memory over naive JAX", "cuda", "temp_bytes", "kljax", 1 / 50, "naive"),
-    Target("temporary memory", "tpu", "temp_bytes", "kljax", MEMORY_MIB),
-    Target("temporary memory, forward only", "tpu", "temp_bytes", "kljax_forward", FORWARD_MIB),
-    Target("estimated time over Tunix, chunks", "tpu", "seconds", "kljax", 0.65, "tunix"),
-    Target("estimated time over naive JAX", "tpu", "seconds", "kljax", TIME_OF_NAIVE, "naive"),
-    Target("estimated time with exact KL over without", "tpu", "seconds", "kljax_kl", 1.6, "kljax"),
-    Target("collectives over Tunix, chunks", "tpu", "collective_bytes", "kljax", COLLECTIVES, "tunix"),
+    PlanTarget("temporary memory over naive JAX", "cuda", "temp_bytes", "kljax", 1 / 50, "naive"),
+    PlanTarget("temporary memory", "tpu", "temp_bytes", "kljax", MEMORY_MIB),
+    PlanTarget("temporary memory, forward only", "tpu", "temp_bytes", "kljax_forward", FORWARD_MIB),
+    PlanTarget("estimated time over Tunix, chunks", "tpu", "seconds", "kljax", 0.65, "tunix"),
+    PlanTarget("estimated time over naive JAX", "tpu", "seconds", "kljax", TIME_OF_NAIVE, "naive"),
+    PlanTarget("estimated time with exact KL over without", "tpu", "seconds", "kljax_kl", 1.6, "kljax"),
+    PlanTarget("collectives over Tunix, chunks", "tpu", "collective_bytes", "kljax", COLLECTIVES, "tunix"),
 )
 
 
 def checks(plans: Mapping[Key, Plan]) -> list[Check]:
     """Compares the plans of each device and layout with their targets; a program that is not there has none."""
-    found = []
+    rows = []
     for device, layout, target in itertools.product(DEVICES, LAYOUTS, TARGETS):
         plan = plans.get((device, layout, target.program))
-        other = plans.get((device, layout, target.against or target.program))
+        other = plans.get((device, layout, target.baseline or target.program))
         if DEVICES[device].platform != target.platform or plan is None or other is None:
             continue
         if target.value == "collective_bytes" and not other.collective_bytes:
             continue
-        value = getattr(plan, target.value)
-        value = ratio(value, getattr(other, target.value) if target.against else MIB)
+        value = ratio(getattr(plan, target.value), getattr(other, target.value) if target.baseline else MIB)
         limit = target.limits[device] if isinstance(target.limits, Mapping) else target.limits
-        title, unit = f"{device}, {layout}: {target.title}", "" if target.against else "MiB"
-        found.append(Check(title, limit, value, unit=unit, missing="nothing to compare with", digits=3))
-    return found
+        title, unit = f"{device}, {layout}: {target.title}", "" if target.baseline else "MiB"
+        rows.append(Check(title, limit, value, unit=unit, missing="nothing to compare with", digits=3))
+    return rows
 
 
 def markdown(compiled: Compiled, versions: Mapping[str, str], problem: Problem, *, date: str, goals: bool) -> str:
     """Returns the conditions, and the tables of plans and targets, or of tiles if the orders have some.
 
-    Args:
-      date: of the run; goals: whether there is a table of targets.
+    `goals` says whether there is a table of targets.
     """
     head = (
         f"{date}, {', '.join(f'{name} {version}' for name, version in versions.items())}; "

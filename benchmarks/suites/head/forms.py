@@ -1,14 +1,16 @@
 """The forms of the head that are measured, and the requests that the contender of each framework answers."""
 
+import abc
 import dataclasses
 import gc
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness import measure
+from benchmarks.harness.cli import UsageError
 from benchmarks.harness.measure import Seconds
 from benchmarks.suites.head.problem import QUICK, Inputs, Options, make_inputs
 
@@ -84,7 +86,7 @@ def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]
     """Returns the forms of a device by name: all, or the named ones with their baselines.
 
     Raises:
-      ValueError: if a name is unknown on the device.
+      UsageError: if a name is unknown on the device.
     """
     # PyTorch runs on no TPU here.
     known = {
@@ -92,14 +94,13 @@ def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]
     }
     if names is None:
         return known
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        raise ValueError(f"got {unknown}, expected some of {sorted(known)} on this device")
+    if unknown := sorted(set(names) - set(known)):
+        raise UsageError(f"argument --contenders: got {unknown}, expected some of {sorted(known)} on this device")
     chosen = set(names) | {known[name].baseline for name in names}
     return {name: form for name, form in known.items() if name in chosen}
 
 
-class FormsContender:
+class FormsContender(abc.ABC):
     """Answers the requests about the forms of one framework, which a subclass computes on its device.
 
     Args:
@@ -109,24 +110,17 @@ class FormsContender:
     def __init__(self, inputs: Inputs, options: Options, releases: pathlib.Path | None = None) -> None:
         self.inputs, self.options, self.releases = inputs, options, releases
 
-    def versions(self) -> dict[str, str]:
-        """Returns the versions of the libraries."""
-        raise NotImplementedError
-
-    def redraw(self, tokens: int, width: int, vocab: int) -> None:
-        """Puts random arrays of a size, which the device draws, in place of the inputs."""
-        raise NotImplementedError
-
+    @abc.abstractmethod
     def outputs(self, name: str) -> Sequence[Any]:
         """Returns the finished loss and gradients of a form, or the values of a forward pass."""
-        raise NotImplementedError
 
     def arrays(self, outputs: Sequence[Any]) -> list[np.ndarray]:
         """Converts outputs to float32 arrays; the gradient of the head is `[D, V]`."""
-        raise NotImplementedError
+        return [np.asarray(output, np.float32) for output in outputs]
 
     def prepare(self, name: str) -> None:
         """Compiles a form, if that can be done apart from its first run."""
+        return
 
     def temporary(self, name: str) -> int | None:
         """Returns the temporary memory that the compiler assigned; None if unknown."""
@@ -157,10 +151,9 @@ class FormsContender:
     def compare(self, name: str, directory: str, baseline: str) -> dict[str, Any]:
         """Returns the loss, and the relative differences of loss and gradients from the saved ones of a baseline."""
         arrays = self.arrays(self.outputs(name))
-        paths = [pathlib.Path(directory, f"{baseline}.{index}.npy") for index in range(len(arrays))]
+        saved = (np.load(f"{directory}/{baseline}.{index}.npy", mmap_mode="r") for index in range(len(arrays)))
         loss, *gradients = (
-            measure.relative_distance(np.atleast_1d(array), np.atleast_1d(np.load(path, mmap_mode="r")))
-            for array, path in zip(arrays, paths, strict=True)
+            measure.relative_distance(*map(np.atleast_1d, pair)) for pair in zip(arrays, saved, strict=True)
         )
         return {"loss": float(arrays[0]), "differences": {"loss": loss, "gradients": max(gradients)}}
 
@@ -178,3 +171,13 @@ class FormsContender:
         with memory.part("run"):
             outputs = self.outputs(name)
         return memory.parts["run"] - sum(output.nbytes for output in outputs) if memory.parts else None
+
+
+def loader(contender: type[FormsContender]) -> Callable[..., FormsContender]:
+    """Returns the function `load` of a worker, which reads the arrays of a directory."""
+
+    def load(inputs: str, options: dict[str, Any], releases: str | None = None) -> FormsContender:
+        directory = None if releases is None else pathlib.Path(releases)
+        return contender(Inputs.load(pathlib.Path(inputs)), Options(**options), directory)
+
+    return load

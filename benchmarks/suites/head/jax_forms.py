@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from benchmarks.harness.machine import release
-from benchmarks.suites.head.forms import FormsContender
+from benchmarks.harness import machine
+from benchmarks.suites.head.forms import FormsContender, loader
 from benchmarks.suites.head.problem import CLIP, ENTROPY_COEF, KL_COEF, Inputs, Options
 from benchmarks.suites.head.rates import RATES, build_rate
 
@@ -159,14 +159,9 @@ def loss(stats: Stats, data: Constants) -> Array:
     return jnp.where(data.mask, per_token, 0).sum() / data.mask.sum()
 
 
-def gradient_of(stats: Callable[..., Stats], *, head: bool = True) -> Callable[..., tuple[Array, ...]]:
-    """Returns `(hidden, head, data) -> (loss, *gradients)`; a frozen head has no gradient."""
-    return gradient_of_loss(lambda hidden, head, data: loss(stats(hidden, head, data), data), head=head)
-
-
-def gradient_of_loss(objective: Callable[..., Array], *, head: bool = True) -> Callable[..., tuple[Array, ...]]:
-    """Returns the same from a function that computes the loss."""
-    differentiate = jax.value_and_grad(objective, argnums=(0, 1) if head else (0,))
+def gradient_of(objective: Callable[..., Array], kind: str) -> Callable[..., tuple[Array, ...]]:
+    """Returns `(hidden, head, data) -> (loss, *gradients)` of a loss; a frozen head has no gradient."""
+    differentiate = jax.value_and_grad(objective, argnums=(0,) if kind in FROZEN else (0, 1))
 
     def run(hidden: Array, head: Array, data: Constants) -> tuple[Array, ...]:
         value, gradients = differentiate(hidden, head, data)
@@ -193,18 +188,19 @@ FROZEN = ("frozen", "lora")
 def of_kind(stats: Callable[..., Stats], kind: str) -> Callable[..., tuple[Array, ...]]:
     """Returns the function of a kind of form: loss and gradients, or the values if it is "forward"."""
     chosen = functools.partial(stats, **OPTIONS_OF.get(kind, {}))
-    return forward_of(chosen) if kind == "forward" else gradient_of(chosen, head=kind not in FROZEN)
+    if kind == "forward":
+        return forward_of(chosen)
+    return gradient_of(lambda hidden, head, data: loss(chosen(hidden, head, data), data), kind)
 
 
 def build(name: str, tile: Sequence[int] | None) -> Callable[..., tuple[Array, ...]]:
     """Returns the function of a form."""
     contender, _, kind = name.partition("_")
     if contender == "tunix":
-        return gradient_of({"full": tunix_full, "chunk": tunix_chunk}[kind])
+        return of_kind({"full": tunix_full, "chunk": tunix_chunk}[kind], "")
     ours: dict[str, Any] = {"tile": None if tile is None else kljax.Tile(*tile), "masked": kind == "half"}
     if contender == "fused":
-        objective = functools.partial(fused, **(ours | OPTIONS_OF.get(kind, {})))
-        return gradient_of_loss(objective, head=kind not in FROZEN)
+        return gradient_of(functools.partial(fused, **(ours | OPTIONS_OF.get(kind, {}))), kind)
     known: dict[str, Callable[..., Stats]] = {"naive": naive, "tile": functools.partial(tiled, **ours)}
     return of_kind(known[contender], kind)
 
@@ -232,7 +228,7 @@ class JaxForms(FormsContender):
         self._half = Constants(*rest, put(inputs.mask), ref_hidden)
 
     def versions(self) -> dict[str, str]:
-        return {"jax": jax.__version__, "kljax": release()}
+        return machine.versions()
 
     def redraw(self, tokens: int, width: int, vocab: int) -> None:
         dtype = jnp.bfloat16 if self.options.dtype == "bf16" else jnp.float32
@@ -260,9 +256,6 @@ class JaxForms(FormsContender):
         plan = self._compiled[name][0].memory_analysis()
         return None if plan is None else int(plan.temp_size_in_bytes)
 
-    def arrays(self, outputs: Sequence[Any]) -> list[np.ndarray]:
-        return [np.asarray(output, np.float32) for output in outputs]
-
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def draw_arrays(tokens: int, width: int, vocab: int, dtype: Any) -> dict[str, Any]:
@@ -284,6 +277,4 @@ def draw_arrays(tokens: int, width: int, vocab: int, dtype: Any) -> dict[str, An
     }
 
 
-def load(inputs: str, options: dict[str, Any]) -> JaxForms:
-    """Loads the arrays of a directory."""
-    return JaxForms(Inputs.load(pathlib.Path(inputs)), Options(**options))
+load = loader(JaxForms)

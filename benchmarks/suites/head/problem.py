@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from benchmarks.harness import cli
+
+DTYPE = cli.option("--dtype", choices=("float32", "bf16"), default="float32", help="of hidden states and head")
 CLIP = 0.2
 ENTROPY_COEF = 0.01
 KL_COEF = 0.05

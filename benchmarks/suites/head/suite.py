@@ -138,8 +138,8 @@ class HeadSuite(Suite):
         ours = contenders.results["tile"].best("wall") if "tile" in contenders.results else None
         return rates_of(size, self.shared, jax.devices(self.device)[0].device_kind, seconds, ours)
 
-    def how(self, report: Mapping[str, Any]) -> list[str]:
-        rounds, threads = report["rounds"], self.shared.threads or "all"
+    def how(self, fields: Mapping[str, Any]) -> list[str]:
+        rounds, threads = fields["rounds"], self.shared.threads or "all"
         return [
             f"{self.shared.dtype} hidden states and head",
             *([f"{threads} threads"] if self.device == "cpu" else []),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.suites.head.forms import FormsContender
+from benchmarks.suites.head.forms import FormsContender, loader
 from benchmarks.suites.head.problem import CLIP, ENTROPY_COEF, Inputs, Options
 
 TRL_CHUNK = 32_768  # `_CHUNKED_LOGPROB_CHUNK_SIZE` of its trainers
@@ -209,7 +209,4 @@ class TorchForms(FormsContender):
         return ppo_loss(log_probs, entropies, self.old_log_probs, self.advantages)
 
 
-def load(inputs: str, options: dict[str, Any], releases: str | None = None) -> TorchForms:
-    """Loads the arrays of a directory, and the releases; without them, what is installed."""
-    directory = None if releases is None else pathlib.Path(releases)
-    return TorchForms(Inputs.load(pathlib.Path(inputs)), Options(**options), directory)
+load = loader(TorchForms)

@@ -1,8 +1,7 @@
 """kljax: the sampler and the compiled functions of an RL step, called as in the trainer."""
 
-import dataclasses
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from benchmarks.harness.machine import release
+from benchmarks.harness import machine
+from benchmarks.harness.learner import Learner, bare_context
 from benchmarks.harness.measure import Clock, Memory
 from benchmarks.suites.model import problem
 from benchmarks.suites.model.problem import ModelContender, Work
@@ -19,16 +19,9 @@ from train.config.plan import Layout
 from train.config.schema import Config
 from train.models import Decoder
 from train.models.rows import shard_rows
-from train.models.sharding import make_mesh
-from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
-from train.rl.objective import coefficients
 from train.rl.policy import abstract_params, token_stats
-from train.rl.reference import Reference
-from train.rl.state import TrainState
-from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.rollouts.sampler import Samples, Sampling, sample
-from train.run.setup import first_state
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.names import LeafMapping, layout, leaf_mappings
 
@@ -78,18 +71,19 @@ def config_of(work: Work) -> Config:
 
 
 class KljaxContender(ModelContender):
-    """The sampler, and the programs of an RL step, which are made at their first use."""
+    """The sampler, and a learner, which is made at its first use."""
 
-    def __init__(self, work: dict[str, Any], directory: str) -> None:
+    def __init__(self, work: dict[str, Any], directory: str, threads: int = 0) -> None:
         super().__init__(work, directory)
-        self.config, self.model = config_of(self.work), model_of(self.work)
-        self.mesh = make_mesh(1, 1, 1)
+        self.model = model_of(self.work)
+        self.context = bare_context(config_of(self.work), self.model)
+        self.mesh = self.context.mesh
         shardings = jax.tree.map(lambda x: x.sharding, abstract_params(self.model, self.mesh))
         params = params_of(self.work, problem.load_weights(pathlib.Path(directory)))
         self.reference = kljax.Policy(jax.tree.map(jax.device_put, params, shardings))
         self._draws, self._key = 0, jax.random.key(0)
         self._sample, self._score = jax.jit(self._complete), jax.jit(self._log_probs)
-        self._train: Programs | None = None
+        self._learner: Learner | None = None
 
     def log_probs(self, policy: kljax.Policy | None = None) -> np.ndarray:
         tokens = jnp.asarray(problem.make_sequences(self.work))
@@ -99,41 +93,32 @@ class KljaxContender(ModelContender):
         return self._tokens(self._draw(self.reference))
 
     def step(self, parts: Clock | Memory) -> None:
-        if self._train is None:
-            self._train = self.programs()
+        self._learner = learner = self._learner or self.new_learner()
         with parts.part("rollout"):
-            samples = jax.block_until_ready(self._draw(kljax.Policy(self._train.state.trainable["params"])))
+            samples = jax.block_until_ready(self._draw(kljax.Policy(learner.state.trainable["params"])))
             tokens = self._tokens(samples)
         with parts.part("update"):
-            self._train.update(self.batch(samples.tokens, samples.log_probs, problem.rewards(tokens)))
+            learner.update(self.batch(samples.tokens, samples.log_probs, problem.rewards(tokens)))
 
     def learn(self, path: str) -> None:
         """Does the update of another contender's file, and adds the log-probs of the sequences after it as "ours"."""
         with np.load(path) as file:
             tokens, advantages, score = file["tokens"], file["advantages"], file["score"]
-        self._train = programs = self.programs()
-        programs.update(self.batch(tokens, np.zeros(tokens.shape, np.float32), advantages), advantages)
-        np.savez(path, score=score, ours=self.log_probs(kljax.Policy(programs.state.trainable["params"])))
+        self._learner = learner = self.new_learner()
+        learner.update(self.batch(tokens, np.zeros(tokens.shape, np.float32), advantages), advantages)
+        np.savez(path, score=score, ours=self.log_probs(kljax.Policy(learner.state.trainable["params"])))
 
     def versions(self) -> dict[str, str]:
-        return {"kljax": release(), "jax": jax.__version__}
+        return machine.versions()
 
     def _log_probs(self, policy: kljax.Policy, tokens: jax.Array) -> jax.Array:
         mask, first = jnp.ones(tokens.shape, bool), self.work.prompt_length
         return token_stats(self.model, policy, tokens, mask, temperature=1.0, layout=Layout(first))[0].log_prob
 
     def _complete(self, policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array) -> Samples:
-        return sample(
-            self.model,
-            policy,
-            prompts,
-            mask,
-            key=key,
-            max_new_tokens=self.work.completion_length,
-            sampling=Sampling(),
-            eos_ids=(self.work.end,),
-            group=self.work.samples,
-        )
+        lengths: dict[str, Any] = {"max_new_tokens": self.work.completion_length, "group": self.work.samples}
+        ends = (self.work.end,)
+        return sample(self.model, policy, prompts, mask, key=key, sampling=Sampling(), eos_ids=ends, **lengths)
 
     def _draw(self, policy: kljax.Policy) -> Samples:
         prompts = jnp.asarray(problem.make_prompts(self.work))
@@ -143,19 +128,9 @@ class KljaxContender(ModelContender):
     def _tokens(self, samples: Samples) -> np.ndarray:
         return np.asarray(samples.tokens)[:, self.work.prompt_length :]
 
-    def programs(self) -> "Programs":
-        """Makes the programs of a new learner."""
-        optimizer = make_optimizer(self.config.optim)
-        base = jax.tree.map(jnp.copy, self.reference.params)
-        state = first_state(self.config, self.model, self.mesh, base, optimizer)
-        return Programs(
-            config=self.config,
-            reference=Reference(self.model, self.reference),
-            score=make_score(self.config, self.model, self.mesh),
-            prepare=make_prepare(self.config, self.mesh),
-            run=make_update(self.config, self.model, optimizer, state, self.mesh),
-            state=state,
-        )
+    def new_learner(self) -> Learner:
+        """Makes a learner of the weights of the directory."""
+        return Learner.of(self.context, self.reference.params)
 
     def batch(self, tokens: Any, log_probs: Any, rewards: np.ndarray) -> Batch:
         """Returns the batch of a rollout."""
@@ -167,30 +142,5 @@ class KljaxContender(ModelContender):
         return Batch(*arrays)
 
 
-@dataclasses.dataclass
-class Programs:
-    """The compiled functions of an RL step, the state that they update, and the frozen base under an adapter."""
-
-    config: Config
-    reference: Reference
-    score: Callable[..., Batch]
-    prepare: Callable[..., Any]
-    run: Callable[..., Any]
-    state: TrainState
-    base: Any = None
-
-    def update(self, batch: Batch, advantages: np.ndarray | None = None) -> None:
-        """Scores, prepares and updates; given `[rows]` advantages replace the computed ones."""
-        batch = self.score(self.state.trainable, self.base, self.reference, batch)
-        batch, _, _ = self.prepare(batch, self.state.controllers)
-        if advantages is not None:
-            tokens = jnp.where(batch.completion_mask, advantages[:, None], 0)
-            batch = dataclasses.replace(batch, advantages=tokens)
-        for rows in update_rows(self.config, jax.random.key(0)):
-            self.state, metrics = self.run(self.state, self.base, batch, rows, coefficients(self.config))
-        jax.block_until_ready((self.state, metrics))
-
-
-def load(work: dict[str, Any], directory: str, threads: int) -> KljaxContender:
-    """Loads the weights of a directory; JAX takes the cores that the process is bound to."""
-    return KljaxContender(work, directory)
+# JAX takes the cores that the process is bound to.
+load = KljaxContender

@@ -9,26 +9,29 @@ queue alone. Lengths are forced (`limits`), so that they have a long tail whatev
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 import kljax
 from benchmarks.harness import cli
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import join, table
+from benchmarks.harness.report import Report, join, table
 from benchmarks.harness.results import Check, ratio
 from benchmarks.suites.model.kljax import model_of
 from benchmarks.suites.model.problem import Work
+from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.rl.policy import init_params
 from train.rollouts.sampler import Samples, Sampling, sample
 
 TARGET = 1.5
-UNITS = ("tokens_per_second", "tokens_per_cpu_second")
+UNITS = {"tokens_per_second": "wall", "tokens_per_cpu_second": "cpu"}
+TITLES = {"continuous": "continuous batching", "static": "static batches"}
 # The measured values of a row, with their formats.
 COLUMNS = (
     ("tokens_per_second", ("tokens/s", ",.0f")),
@@ -36,7 +39,6 @@ COLUMNS = (
     ("steps", ("decode steps", ",.0f")),
     ("occupancy", ("busy slots", ".0%")),
 )
-Programs = dict[str, Callable[[], list[Samples]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,28 +57,23 @@ class Tail:
 
     def lengths(self) -> np.ndarray:
         """Returns `[rows]` int32, the tokens of each completion."""
-        return draw_lengths(self.rows, self.median, self.sigma, self.max_new_tokens)
+        drawn = self.median * np.exp(self.sigma * np.random.default_rng(0).normal(size=self.rows))
+        return np.clip(np.rint(drawn), 1, self.max_new_tokens).astype(np.int32)
 
     def prompts(self) -> np.ndarray:
         """Draws `[rows / group, prompt_length]` int32 ids."""
-        return draw_prompts(self.rows // self.group, self.prompt_length, self.vocab)
+        shape = (self.rows // self.group, self.prompt_length)
+        return np.random.default_rng(1).integers(0, self.vocab, shape, np.int32)
+
+    def model(self) -> tuple[Decoder, Mesh, Any]:
+        """Returns the decoder, a mesh of one device and the weights."""
+        model, mesh = model_of(Work(vocab=self.vocab, layers=self.layers)), make_mesh(1, 1, 1)
+        return model, mesh, init_params(model, jax.random.key(0), mesh)
 
 
-def draw_lengths(rows: int, median: float, sigma: float, longest: int) -> np.ndarray:
-    """Returns `[rows]` int32, lognormal numbers of tokens of this median and spread, from 1 to `longest`."""
-    drawn = median * np.exp(sigma * np.random.default_rng(0).normal(size=rows))
-    return np.clip(np.rint(drawn), 1, longest).astype(np.int32)
-
-
-def draw_prompts(prompts: int, length: int, vocab: int) -> np.ndarray:
-    """Returns `[prompts, length]` int32 ids below `vocab`."""
-    return np.random.default_rng(1).integers(0, vocab, (prompts, length), np.int32)
-
-
-def programs_of(tail: Tail) -> Programs:
+def programs_of(tail: Tail) -> dict[str, Callable[[], list[Samples]]]:
     """Returns the contenders: "continuous" is one call for all rows, "static" one for each batch of `slots` rows."""
-    model, mesh = model_of(Work(vocab=tail.vocab, layers=tail.layers)), make_mesh()
-    policy = kljax.Policy(init_params(model, jax.random.key(0), mesh))
+    model, _, params = tail.model()
     lengths, prompts = tail.lengths(), tail.prompts()
     ids = np.repeat(np.arange(len(prompts), dtype=np.int32), tail.group)
     key = jax.random.key(2)
@@ -90,7 +87,7 @@ def programs_of(tail: Tail) -> Programs:
     def complete(rows: slice) -> Samples:
         first, last = ids[rows][0], ids[rows][-1] + 1
         named = {"prompt_ids": ids[rows] - first, "row_ids": np.arange(tail.rows)[rows], "limits": lengths[rows]}
-        return draw(policy, jnp.asarray(prompts[first:last]), **named)
+        return draw(kljax.Policy(params), jnp.asarray(prompts[first:last]), **named)
 
     batches = [slice(begin, begin + tail.slots) for begin in range(0, tail.rows, tail.slots)]
     return {
@@ -112,28 +109,23 @@ def measure(tail: Tail, rounds: int) -> dict[str, Any]:
         raise RuntimeError("long tail: the tokens of continuous and static batching differ")
     results = race_programs(programs, rounds)
     drawn = int(tail.lengths().sum())
-    found: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, float]] = {}
     for name, parts in done.items():
         steps = sum(int(part.steps) for part in parts)
-        found[name] = {
-            "tokens_per_second": ratio(drawn, results[name].best("wall")) or 0.0,
-            "tokens_per_cpu_second": ratio(drawn, results[name].best("cpu")) or 0.0,
-            "steps": steps,
-            "occupancy": drawn / ((steps + len(parts)) * tail.slots),
-        }
-    gains = {unit: found["continuous"][unit] / found["static"][unit] for unit in UNITS}
-    return {**found, "gain": gains, "target": TARGET}
+        rows[name] = {unit: ratio(drawn, results[name].best(clock)) or 0.0 for unit, clock in UNITS.items()}
+        rows[name] |= {"steps": steps, "occupancy": drawn / ((steps + len(parts)) * tail.slots)}
+    gains = {unit: rows["continuous"][unit] / rows["static"][unit] for unit in UNITS}
+    return {**rows, "gain": gains, "target": TARGET}
 
 
-def markdown(results: Mapping[str, Any]) -> str:
+def markdown(fields: Mapping[str, Any]) -> str:
     """Returns the comparison as Markdown."""
-    titles = {"continuous": "continuous batching", "static": "static batches"}
-    rows = [[title, *(results[name][key] for key, _ in COLUMNS)] for name, title in titles.items()]
-    wall, cpu = (results["gain"][unit] for unit in UNITS)
-    verdict = Check("gain", results["target"], cpu, at_least=True).verdict
+    rows = [[title, *(fields[name][key] for key, _ in COLUMNS)] for name, title in TITLES.items()]
+    wall, cpu = (fields["gain"][unit] for unit in UNITS)
+    verdict = Check("gain", fields["target"], cpu, at_least=True).verdict
     text = (
         f"Continuous batching is faster by {cpu:.2f} in CPU seconds and by {wall:.2f} in wall-clock seconds; the "
-        f"target is {results['target']:g} in CPU seconds: {verdict}."
+        f"target is {fields['target']:g} in CPU seconds: {verdict}."
     )
     columns = [("kljax, 8 slots", ""), *(column for _, column in COLUMNS)]
     return join(["### A long tail of lengths", table(columns, rows), text])
@@ -141,19 +133,16 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 def section(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Compares continuous batching with batches that wait, after another measurement."""
-    found = measure(Tail(), options.rounds)
-    return {"long_tail": found}, markdown(found)
+    fields = measure(Tail(), options.rounds)
+    return {"long_tail": fields}, markdown(fields)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command."""
-    parser = cli.make_parser("suites.model.long_tail", __doc__)
-    parser.add_argument("--rounds", type=cli.positive, default=5)
-    cli.add_outputs(parser)
-    options = parser.parse_args(arguments)
-    found = measure(Tail(), options.rounds)
-    return cli.finish(options, markdown(found), found, [])
+def _report(options: argparse.Namespace) -> Report:
+    fields = measure(Tail(), options.rounds)
+    return Report(fields, markdown(fields))
 
+
+main = cli.command("suites.model.long_tail", __doc__, _report, cli.rounds(5))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,31 +7,24 @@ gradient norm. A third update, on padded rows whose completions all have the lon
 packed rows should cost the share of its tokens that the long tail has.
 """
 
+import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import cli
+from benchmarks.harness.learner import Learner, bare_context
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import join, table
+from benchmarks.harness.report import Report, join, table, targets
 from benchmarks.harness.results import Check, ratio
-from benchmarks.suites.model.kljax import model_of
 from benchmarks.suites.model.long_tail import Tail
-from benchmarks.suites.model.problem import Work
 from train.config.load import parse
 from train.config.schema import Config
-from train.models.sharding import make_mesh
-from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
-from train.rl.objective import coefficients
-from train.rl.packing import StepPacking, make_packer
-from train.rl.policy import init_params
-from train.rl.step import make_update
-from train.run.setup import first_state
+from train.rl.packing import StepPacking
 
 TAIL = Tail(rows=32, group=8, prompt_length=64, max_new_tokens=512, median=100.0, sigma=1.2)
 TITLES = {"padded": "padded rows", "packed": "packed rows", "full": "padded rows, all of the longest length"}
@@ -48,6 +41,11 @@ def config_of(tail: Tail, packing: bool) -> Config:
         "optim": {"packing": packing, "learning_rate": 1e-4},
     }
     return parse(raw)[0]
+
+
+def lengths_of(tail: Tail, name: str) -> np.ndarray:
+    """Returns the tokens of the completions of an update."""
+    return np.full(tail.rows, tail.max_new_tokens) if name == "full" else tail.lengths()
 
 
 def batch_of(tail: Tail, lengths: np.ndarray) -> Batch:
@@ -68,31 +66,21 @@ def batch_of(tail: Tail, lengths: np.ndarray) -> Batch:
     )
 
 
-def real_tokens(tail: Tail, lengths: np.ndarray) -> int:
-    """Counts the tokens of a batch, each prompt once."""
-    return int(tail.prompts().size + lengths.sum())
-
-
 def programs_of(tail: Tail) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
     """Returns the updates by name, each of which returns its gradient norm; and the share of slots with a token."""
-    model, mesh = model_of(Work(vocab=tail.vocab, layers=tail.layers)), make_mesh()
-    params, rows, shares = init_params(model, jax.random.key(0), mesh), np.arange(tail.rows), dict[str, float]()
+    (model, _, params), rows, shares = tail.model(), np.arange(tail.rows), dict[str, float]()
 
     def update_of(name: str) -> Callable[[], Any]:
-        config = config_of(tail, name == "packed")
-        optimizer, packer = make_optimizer(config.optim), make_packer(config, model, mesh)
-        state = first_state(config, model, mesh, jax.tree.map(jnp.copy, params), optimizer)
-        lengths = np.full(tail.rows, tail.max_new_tokens) if name == "full" else tail.lengths()
-        update, batch = make_update(config, model, optimizer, state, mesh), batch_of(tail, lengths)
-        slots = tail.prompts().size + tail.rows * tail.max_new_tokens
-        shares[name] = real_tokens(tail, lengths) / slots
+        learner = Learner.of(bare_context(config_of(tail, name == "packed"), model), params)
+        lengths, pack = lengths_of(tail, name), learner.programs.pack
+        batch, prompts = batch_of(tail, lengths), tail.prompts().size
+        shares[name] = (prompts + lengths.sum()) / (prompts + tail.rows * tail.max_new_tokens)
 
         def run() -> Any:
-            nonlocal state
-            places = StepPacking.off([rows]) if packer is None else packer(batch, [rows])
-            shares.update({name: places.metrics["packed_share"]} if places.metrics else {})
-            ((order, packed),) = places.updates
-            state, metrics = update(state, None, batch, order, coefficients(config), packed=packed)
+            packing = StepPacking.off([rows]) if pack is None else pack(batch, [rows])
+            shares.update({name: packing.metrics["packed_share"]} if packing.metrics else {})
+            ((order, packed),) = packing.updates
+            state, metrics = learner.update_on(batch, order, packed)
             return state, metrics["grad_norm"].value()
 
         return run
@@ -111,56 +99,47 @@ def measure(tail: Tail, rounds: int) -> dict[str, Any]:
     if not np.isclose(norms["packed"], norms["padded"], rtol=1e-5):
         raise RuntimeError(f"packed: the gradient has norm {norms['packed']}, that of padded rows {norms['padded']}")
     results = race_programs(programs, rounds)
-    tokens = {name: real_tokens(tail, tail.lengths()) for name in TITLES}
-    tokens["full"] = real_tokens(tail, np.full(tail.rows, tail.max_new_tokens))
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         name: {
-            "cpu": results[name].best("cpu"),
-            "wall": results[name].best("wall"),
-            "tokens": tokens[name],
+            **{clock: results[name].best(clock) for clock in ("cpu", "wall")},
+            "tokens": int(tail.prompts().size + lengths_of(tail, name).sum()),
             "share": shares[name],
         }
         for name in TITLES
     }
-    share = tokens["packed"] / tokens["full"]
+    share = fields["packed"]["tokens"] / fields["full"]["tokens"]
 
     def compared(clock: str) -> dict[str, float | None]:
-        padded, packed, full = (found[name][clock] for name in TITLES)
-        whole = ratio(packed, full)
-        return {"padded": ratio(packed, padded), "share": None if whole is None else whole / share}
+        padded, packed, full = (fields[name][clock] for name in TITLES)
+        of_full = ratio(packed, full)
+        return {"padded": ratio(packed, padded), "share": None if of_full is None else of_full / share}
 
-    return {**found, "real_share": share, "ratios": {clock: compared(clock) for clock in ("cpu", "wall")}}
+    return {**fields, "real_share": share, "ratios": {clock: compared(clock) for clock in ("cpu", "wall")}}
 
 
-def checks(report: Mapping[str, Any]) -> list[Check]:
+def checks(fields: Mapping[str, Any]) -> list[Check]:
     """Compares the ratios of CPU seconds with their limits."""
     titles = {
-        "padded": "packed rows over padded rows",
-        "share": f"packed rows over {report['real_share']:.0%}, the share of tokens, of rows of the longest length",
+        "padded": "CPU seconds of packed rows over padded rows",
+        "share": f"CPU seconds of packed rows over {fields['real_share']:.0%}, the share of tokens, of rows of the longest length",
     }
-    cpu, wall = (report["ratios"][clock] for clock in ("cpu", "wall"))
+    cpu, wall = (fields["ratios"][clock] for clock in ("cpu", "wall"))
     return [Check(titles[name], limit, cpu[name], other=wall[name]) for name, limit in LIMITS.items()]
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(fields: Mapping[str, Any]) -> str:
     """Returns the comparison as Markdown."""
-    rows = [
-        [title, *(report[name][key] for key in ("cpu", "wall", "tokens", "share"))] for name, title in TITLES.items()
-    ]
-    verdicts = [[one.title, one.value, one.other, f"at most {one.limit:g}", one.verdict] for one in checks(report)]
-    columns = (("in CPU seconds", ""), ("measured", ".2f"), ("wall clock", ".2f"), ("target", ""), ("", ""))
-    return join(["### Packed and padded rows", table(COLUMNS, rows), table(columns, verdicts)])
+    keys = ("cpu", "wall", "tokens", "share")
+    rows = [[title, *(fields[name][key] for key in keys)] for name, title in TITLES.items()]
+    return join(["### Packed and padded rows", table(COLUMNS, rows), targets(checks(fields), "by the wall clock")])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command."""
-    parser = cli.make_parser("suites.model.packed", __doc__)
-    parser.add_argument("--rounds", type=cli.positive, default=5)
-    cli.add_outputs(parser)
-    options = parser.parse_args(arguments)
-    report = measure(TAIL, options.rounds)
-    return cli.finish(options, markdown(report), report, [])
+def _report(options: argparse.Namespace) -> Report:
+    fields = measure(TAIL, options.rounds)
+    return Report(fields, markdown(fields))
 
+
+main = cli.command("suites.model.packed", __doc__, _report, cli.rounds(5))
 
 if __name__ == "__main__":
     sys.exit(main())

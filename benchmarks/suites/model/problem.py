@@ -113,7 +113,7 @@ def load_weights(directory: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 class ModelContender:
-    """Answers the requests about one model; a subclass computes them.
+    """Answers the requests about one model: "versions" and those below, most of which a subclass computes.
 
     Args:
       work: fields of `Work`; directory: of the weights.
@@ -121,10 +121,6 @@ class ModelContender:
 
     def __init__(self, work: dict[str, Any], directory: str) -> None:
         self.work = Work(**work)
-
-    def versions(self) -> dict[str, str]:
-        """Returns the versions of the libraries."""
-        raise NotImplementedError
 
     def log_probs(self) -> np.ndarray:
         """Returns the `[rows, completion]` log-probs of the sequences that all contenders score."""
@@ -136,10 +132,6 @@ class ModelContender:
 
     def step(self, parts: Clock | Memory) -> None:
         """Does one RL step, with the parts "rollout" and "update"."""
-        raise NotImplementedError
-
-    def learn(self, path: str) -> None:
-        """Does the first update of a new learner, see `suite.compare_updates`."""
         raise NotImplementedError
 
     def score(self, path: str) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,14 +21,12 @@ import numpy as np
 import kljax
 from benchmarks.harness import cli
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import join, table
+from benchmarks.harness.report import Report, join, table
 from benchmarks.suites.model import problem
-from benchmarks.suites.model.kljax import KljaxContender, load, save_weights
+from benchmarks.suites.model.kljax import KljaxContender, save_weights
 from benchmarks.suites.model.problem import Work
-from benchmarks.suites.model.suite import works_of
+from benchmarks.suites.model.suite import VOCAB, works_of
 from train.config.plan import Layout
-from train.rl.algorithms import make_optimizer
-from train.rl.objective import coefficients
 from train.rl.policy import hidden_states
 from train.rl.step import update_rows
 
@@ -38,40 +36,27 @@ COLUMNS = (("part", ""), ("CPU s", ".3f"), ("share", ".0%"), ("matmuls alone", "
 
 def programs(contender: KljaxContender) -> dict[str, Callable[[], Any]]:
     """Returns the timed programs by name."""
-    trainer, work = contender.programs(), contender.work
+    learner, work = contender.new_learner(), contender.work
     tokens = problem.make_sequences(work)
-    batch = contender.batch(
-        tokens, np.zeros(tokens.shape, np.float32), problem.rewards(tokens[:, work.prompt_length :])
-    )
-
-    def score() -> Any:
-        return trainer.score(trainer.state.trainable, None, trainer.reference, batch)
-
-    ready = trainer.prepare(score(), trainer.state.controllers)[0]
-    (rows,) = update_rows(trainer.config, jax.random.key(0))
-
-    def update() -> Any:
-        trainer.state, metrics = trainer.run(trainer.state, None, ready, rows, coefficients(trainer.config))
-        return trainer.state, metrics
+    rewards = problem.rewards(tokens[:, work.prompt_length :])
+    batch = contender.batch(tokens, np.zeros(tokens.shape, np.float32), rewards)
+    ready = learner.programs.prepare(learner.score(batch), learner.state.controllers)[0]
+    (rows,) = update_rows(learner.context.config, jax.random.key(0))
+    layout = Layout(work.prompt_length, work.samples)
 
     def hidden(params: Any) -> jax.Array:
-        policy = kljax.Policy(params)
-        return hidden_states(
-            contender.model, policy, batch.tokens, batch.token_mask, layout=Layout(work.prompt_length, work.samples)
-        )
+        return hidden_states(contender.model, kljax.Policy(params), batch.tokens, batch.token_mask, layout=layout)
 
-    params = contender.reference.params
+    params, optimizer = contender.reference.params, learner.context.optimizer
     forward = jax.jit(hidden)
     backward = jax.jit(lambda params, weight: jax.vjp(hidden, params)[1](weight)[0])
     weight = jnp.ones((work.rows, work.length, work.width)).at[:, : work.prompt_length - 1].set(0)
-    optimizer = make_optimizer(trainer.config.optim)
     moments, step = optimizer.init(params), jax.jit(optimizer.update)
-    square = jnp.ones((SQUARE, SQUARE))
-    multiply = jax.jit(jnp.matmul)
+    square, multiply = jnp.ones((SQUARE, SQUARE)), jax.jit(jnp.matmul)
     return {
-        "score": score,
+        "score": lambda: learner.score(batch),
         "layers": lambda: forward(params),
-        "update": update,
+        "update": lambda: learner.update_on(ready, rows),
         "layers, gradient": lambda: backward(params, weight),
         "AdamW": lambda: step(params, moments, params),
         "product": lambda: multiply(square, square),
@@ -90,8 +75,7 @@ def operations(work: Work) -> tuple[float, float]:
 
 def rows(work: Work, seconds: Mapping[str, float]) -> list[tuple[str, float, float | None, float]]:
     """Returns the parts of an update, which add up to it: CPU seconds, share, and seconds of the matmuls alone."""
-    layers, head = operations(work)
-    rate = rate_of(seconds)
+    (layers, head), rate = operations(work), rate_of(seconds)
     gradients, update = seconds["layers, gradient"], seconds["update"]
     parts = {
         "reference: layers": (seconds["layers"], layers),
@@ -102,8 +86,8 @@ def rows(work: Work, seconds: Mapping[str, float]) -> list[tuple[str, float, flo
         "AdamW": (seconds["AdamW"], 0),
     }
     total, flops = (sum(column) for column in zip(*parts.values(), strict=True))
-    found = [(name, spent, spent / total, count / rate) for name, (spent, count) in parts.items()]
-    return [*found, ("all", total, None, flops / rate)]
+    table_rows = [(name, spent, spent / total, count / rate) for name, (spent, count) in parts.items()]
+    return [*table_rows, ("all", total, None, flops / rate)]
 
 
 def rate_of(seconds: Mapping[str, float]) -> float:
@@ -117,7 +101,7 @@ def markdown(works: Iterable[Work], rounds: int) -> str:
     for work in works:
         with tempfile.TemporaryDirectory() as directory:
             save_weights(work, pathlib.Path(directory))
-            results = race_programs(programs(load(dataclasses.asdict(work), directory, 0)), rounds)
+            results = race_programs(programs(KljaxContender(dataclasses.asdict(work), directory)), rounds)
         seconds = {name: result.best("cpu") or float("nan") for name, result in results.items()}
         rate = rate_of(seconds) / 1e9
         title = f"CPU seconds of kljax's update at V={work.vocab:,} (matmuls at {rate:.0f} GFLOP per CPU second):"
@@ -131,16 +115,14 @@ def section(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return {"profile": text.splitlines()}, text
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command."""
-    parser = cli.make_parser("suites.model.profile", __doc__)
-    parser.add_argument("--vocab", type=cli.positive, action="append", help="repeatable; 4096 and 32768")
-    parser.add_argument("--rounds", type=cli.positive, default=10)
-    parser.add_argument("--quick", action="store_true", help="a tiny model, as a smoke test")
-    options = parser.parse_args(arguments)
-    print(section(options)[1], end="")
-    return 0
-
+main = cli.command(
+    "suites.model.profile",
+    __doc__,
+    lambda options: Report(*section(options)),
+    VOCAB,
+    cli.rounds(10),
+    cli.option("--quick", action="store_true", help="a tiny model, as a smoke test"),
+)
 
 if __name__ == "__main__":
     sys.exit(main())

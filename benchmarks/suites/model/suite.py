@@ -15,27 +15,25 @@ import numpy as np
 
 from benchmarks.harness import cli, environments, instructions
 from benchmarks.harness.measure import relative_distance
-from benchmarks.harness.process import ROOT, Remote, start
-from benchmarks.harness.race import Contenders, MissingError, log, measurable, noted, race
+from benchmarks.harness.process import Remote, start
+from benchmarks.harness.race import Contenders, MissingError, log, measurable, merged, noted, race
+from benchmarks.harness.report import Report
 from benchmarks.harness.results import ALL, Check, Measured, Result, Target, check, ratio
-from benchmarks.harness.suite import Section, Suite, Table, run
+from benchmarks.harness.suite import Section, Suite, Table
 from benchmarks.suites.model.kljax import save_weights
-from benchmarks.suites.model.problem import QUICK, Work, make_sequences
+from benchmarks.suites.model.problem import QUICK, Work
 
 VOCABS = (4096, 32_768)
-# The contender of `--against`: kljax, as another checkout of this repository has it.
-OTHER = "other"
+VOCAB = cli.option("--vocab", action="append", type=cli.positive, metavar="V",
+                   help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}")  # fmt: skip
 TITLES = {
     "kljax": "kljax",
-    OTHER: "kljax of the other checkout",
     "tunix": "Tunix",
     "transformers": "transformers `generate`",
 }
 # Log-probs in nats: float32 rounding through the layers leaves 1e-5. Effect of one update, relative: the first step of
 # AdamW is the sign of a gradient, also of a gradient that is rounding.
 TOLERANCES = {"log-probs": 1e-3, "update": 0.05}
-# Fresh processes of each checkout that compile.
-STARTS = 3
 # glibc's malloc keeps freed buffers, so that a second run seems to need no memory. These settings return them at once,
 # which costs time: they apply where no clock runs.
 RETURN_AT_ONCE: Mapping[str, str] = MappingProxyType(
@@ -59,9 +57,7 @@ TARGETS = {
         Target("speed", "kljax", "tunix", 2.5),
     ),
 }
-MEASURES = {"speed": "speed", "peak": "peak memory", "compile": "time of the first run"}
-# Against another checkout, a change may cost 3 %.
-AGAINST = {"speed": 0.97, "peak": 1.03, "compile": 1.03}
+MEASURES = {"speed": "speed", "peak": "peak memory"}
 COLUMNS = (
     ("contender", ""),
     *(("wall s", ".3g"), ("tokens/s", ",.0f"), ("kljax is faster by", ".2f")),
@@ -89,43 +85,33 @@ class ModelSuite(Suite):
         self.parts = ("rollout",) if part == "rollout" else ("rollout", "update")
 
     def measure(self, size: Work, options: argparse.Namespace) -> tuple[Measured, dict[str, str]]:
-        names = ["kljax", *([OTHER] if options.against else ()), *(n for n in options.contenders if n != "kljax")]
-        with contextlib.ExitStack() as stack:
-            directory = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        names = ["kljax", *(name for name in options.contenders if name != "kljax")]
+        with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+            directory = pathlib.Path(scratch)
             save_weights(size, directory)
             start = functools.partial(process, size, directory, options)
             contenders = Contenders({name: name for name in names}, start)
             versions = contenders.begin(stack)
-            if OTHER in versions:
-                versions[OTHER] = {f"{name} (other)": version for name, version in versions[OTHER].items()}
             compare_log_probs(contenders, directory)
             if self.part == "step":
-                compare_updates(contenders, size, directory)
+                compare_updates(contenders, directory)
             race(contenders.results, options.rounds, lambda name: contenders.ask(name, "run", part=self.part))
-            starts = 0 if not options.against else 1 if options.quick else STARTS
-            self.measure_fresh(contenders.results, start, starts)
-        return Measured(size, contenders.results), {
-            key: one for found in versions.values() for key, one in found.items()
-        }
+            self.measure_memory(contenders.results, start)
+        return Measured(size, contenders.results), merged(versions)
 
-    def measure_fresh(self, results: Mapping[str, Result], start: Callable[..., Process], starts: int) -> None:
-        """Measures in fresh processes: the first run, which compiles, against another checkout; then peak memory."""
-        for name in (["kljax", OTHER, OTHER, "kljax"] * starts)[: 2 * starts]:
-            log(f"{name}: times the first run")
-            with noted(results[name]), start(name) as remote:
-                for key, (wall, cpu) in remote.ask(do="run", part=self.part).items():
-                    results[name].first.setdefault(key, []).append((wall, cpu))
+    def measure_memory(self, results: Mapping[str, Result], start: Callable[..., Process]) -> None:
+        """Measures peak memory in fresh processes."""
         for name, result in measurable(results):
             log(f"{name}: measures memory")
             with noted(result), start(name, RETURN_AT_ONCE) as remote:
                 remote.ask(do="run", part=self.part)
                 result.peak_bytes = remote.ask(do="peak", part=self.part)
 
-    def how(self, report: Mapping[str, Any]) -> list[str]:
+    def how(self, fields: Mapping[str, Any]) -> list[str]:
         return [
-            f"{report['threads'] or 'all'} threads of each process",
-            f"the fastest of {report['rounds']} interleaved rounds",
-            *(f"without {instructions.KNOWN[name].title}, which it lacks" for name in report.get("lacking", ())),
+            f"{fields['threads'] or 'all'} threads of each process",
+            f"the fastest of {fields['rounds']} interleaved rounds",
+            *(f"without {instructions.TITLES[name]}, which it lacks" for name in fields.get("lacking", ())),
         ]
 
     def heading(self, size: Work) -> list[str]:
@@ -156,13 +142,7 @@ class ModelSuite(Suite):
 
     def checks(self, measured: Measured) -> list[Check]:
         isa = instructions.title(measured.size.isa)
-        found = [check(target, title(target) + isa, measured.results) for target in TARGETS[self.part]]
-        if OTHER in measured.results:
-            for part in self.parts:
-                for measure, limit in AGAINST.items():
-                    target = Target(measure, "kljax", OTHER, limit, part=part)
-                    found.append(check(target, title(target) + isa, measured.results, digits=3))
-        return found
+        return [check(target, title(target) + isa, measured.results) for target in TARGETS[self.part]]
 
 
 def title(target: Target) -> str:
@@ -171,49 +151,38 @@ def title(target: Target) -> str:
     return f"{PARTS[target.part].lower()}: {MEASURES[target.measure]} of kljax over {TITLES[target.against]}{unit}"
 
 
-def make_parser(command: str, description: str | None, contenders: Sequence[str]) -> argparse.ArgumentParser:
-    """Returns the parser of a command."""
-    parser = cli.race_parser(command, description, "envs", rounds=10, quick="a tiny model, two rounds")
-    parser.add_argument("--vocab", action="append", type=cli.positive, metavar="V",
-                       help=f"vocabulary, repeatable; {' and '.join(map(str, VOCABS))}")  # fmt: skip
-    parser.add_argument("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs")
-    parser.add_argument("--against", type=pathlib.Path, metavar="CHECKOUT",
-                       help="another checkout of this repository, to race against")  # fmt: skip
-    parser.add_argument("--isa", type=cli.names, default=(), metavar="NAMES",
-                       help=f"race under each of these instruction sets: {','.join(instructions.KNOWN)}")  # fmt: skip
-    parser.set_defaults(contenders=tuple(contenders))
-    return parser
-
-
 def works_of(options: argparse.Namespace) -> list[Work]:
     """Lists the models of a command line."""
     return [QUICK] if options.quick else [Work(vocab=vocab) for vocab in options.vocab or VOCABS]
 
 
-def main(options: argparse.Namespace, parser: argparse.ArgumentParser, part: str, section: Section | None) -> int:
-    """Runs the command of a part; returns 1 if a contender failed or differs from kljax."""
+def options_of(contenders: Sequence[str]) -> list[cli.Option]:
+    """Returns the options of a command."""
+    isa = f"race under each of these instruction sets: {','.join(instructions.TITLES)}"
+    return [
+        *cli.race_options("envs", rounds=10, quick="a tiny model, two rounds"),
+        cli.option("--contenders", type=cli.some_of(TITLES), default=contenders, metavar="NAMES",
+                   help=f"out of {','.join(contenders)}"),
+        VOCAB,
+        cli.option("--python312", metavar="PATH", help="for Tunix's environment, with --make-envs"),
+        cli.option("--isa", type=cli.some_of(instructions.TITLES), default=(), metavar="NAMES", help=isa),
+    ]  # fmt: skip
+
+
+def report(options: argparse.Namespace, part: str, section: Section | None) -> Report:
+    """Races the contenders of a part, or makes their environments."""
     if options.make_envs is not None:
         make_envs(options.make_envs, options.python312)
-        print(f"made; now: {parser.prog} --envs {options.make_envs}")
-        return 0
-    known = sorted(set(TITLES) - {OTHER})
-    unknown = sorted(set(options.contenders) - set(known))
-    if unknown:
-        parser.error(f"argument --contenders: got {unknown}, expected some of {known}")
-    strange = [name for name in options.isa if name not in instructions.KNOWN]
-    if strange:
-        parser.error(f"argument --isa: got {strange}, expected some of {list(instructions.KNOWN)}")
+        return Report({}, f"made; now give --envs {options.make_envs}\n")
     if options.rounds < 1:
-        parser.error(f"argument --rounds: got {options.rounds}, expected 1 or more")
-    if options.against is not None and not (options.against / "benchmarks" / "train_step.py").exists():
-        parser.error(f"argument --against: got {options.against}, expected a checkout of this repository")
+        raise cli.UsageError(f"argument --rounds: got {options.rounds}, expected 1 or more")
     options.rounds = min(options.rounds, 2) if options.quick else options.rounds
     cli.limit_threads(options.threads)
     jax.config.update("jax_platforms", "cpu")
     lacking = instructions.lacking(options.isa)
     limits = [name for name in options.isa if name not in lacking] or [""]
     works = [dataclasses.replace(work, isa=isa) for work in works_of(options) for isa in limits]
-    return run(ModelSuite(part), works, options, {"threads": options.threads, "lacking": lacking}, section)
+    return ModelSuite(part).run(works, options, {"threads": options.threads, "lacking": lacking}, section)
 
 
 def interpreter(directory: pathlib.Path, name: str) -> pathlib.Path:
@@ -243,18 +212,15 @@ def process(
     Raises:
       MissingError: if the environment of the contender was not made.
     """
-    module, python, root = name, None, ROOT
-    if name == OTHER:
-        module, root = "kljax", options.against.absolute()
-    elif name != "kljax":
+    python = None
+    if name != "kljax":
         python = interpreter(options.envs or pathlib.Path(), name)
         missing = environments.missing(options.envs, [python], "envs")
         if missing is not None:
             raise MissingError(missing)
     settings = {"JAX_PLATFORMS": "cpu", **instructions.settings(work.isa), **settings}
-    fields = {key: value for key, value in dataclasses.asdict(work).items() if key != "isa"}
-    with start(f"benchmarks.suites.model.{module}", python=python, root=root, settings=settings) as remote:
-        remote.ask(do="load", work=fields, directory=str(directory), threads=options.threads)
+    with start(f"benchmarks.suites.model.{name}", python=python, settings=settings) as remote:
+        remote.ask(do="load", work=dataclasses.asdict(work), directory=str(directory), threads=options.threads)
         yield remote
 
 
@@ -269,7 +235,7 @@ def compare_log_probs(contenders: Contenders, directory: pathlib.Path) -> None:
                 result.differences["log-probs"] = float(np.max(np.abs(theirs - ours)))
 
 
-def compare_updates(contenders: Contenders, work: Work, directory: pathlib.Path) -> None:
+def compare_updates(contenders: Contenders, directory: pathlib.Path) -> None:
     """Compares the first update of other learners with that of kljax on the same batch, by its effect on log-probs."""
     for name, result in measurable(contenders.results):
         if name == "kljax":
@@ -277,21 +243,8 @@ def compare_updates(contenders: Contenders, work: Work, directory: pathlib.Path)
         path = directory / f"{name}.npz"
         with noted(result):
             log(f"{name}: compares one update")
-            if name == OTHER:
-                learn_fixed_batch(contenders, work, path)
-            else:
-                contenders.ask(name, "learn", path=str(path))
+            contenders.ask(name, "learn", path=str(path))
             contenders.ask("kljax", "learn", path=str(path))
             before = np.load(directory / "kljax.npy")
             with np.load(path) as file:
                 result.differences["update"] = relative_distance(file["score"] - before, file["ours"] - before)
-
-
-def learn_fixed_batch(contenders: Contenders, work: Work, path: pathlib.Path) -> None:
-    """Does the first update of another checkout on a batch that is the same in every checkout."""
-    tokens, advantages = make_sequences(work), np.resize(np.array([1, -1], np.float32), work.rows)
-    np.savez(path, tokens=tokens, advantages=advantages, score=np.zeros(()))
-    contenders.ask(OTHER, "learn", path=str(path))
-    with np.load(path) as file:
-        score = file["ours"]
-    np.savez(path, tokens=tokens, advantages=advantages, score=score)

@@ -114,7 +114,7 @@ class Feed:
 class TunixContender(ModelContender):
     """The sampler, and the learner, which is made at its first use."""
 
-    def __init__(self, work: dict[str, Any], directory: str) -> None:
+    def __init__(self, work: dict[str, Any], directory: str, threads: int = 0) -> None:
         super().__init__(work, directory)
         self.weights = problem.load_weights(pathlib.Path(directory))
         self.tokenizer = Tokenizer(self.work)
@@ -127,15 +127,10 @@ class TunixContender(ModelContender):
     def log_probs(self) -> np.ndarray:
         sequences, first = problem.make_sequences(self.work), self.work.prompt_length
         graph, state = nnx.split(self.model)
-        found = common.compute_per_token_logps(
-            graph,
-            state,
-            prompt_tokens=jnp.asarray(sequences[:, :first]),
-            completion_tokens=jnp.asarray(sequences[:, first:]),
-            pad_id=self.tokenizer.pad_id(),
-            eos_id=self.tokenizer.eos_id(),
-        )
-        return np.asarray(found)
+        prompts, completions = jnp.asarray(sequences[:, :first]), jnp.asarray(sequences[:, first:])
+        ids = {"pad_id": self.tokenizer.pad_id(), "eos_id": self.tokenizer.eos_id()}
+        tokens = {"prompt_tokens": prompts, "completion_tokens": completions}
+        return np.asarray(common.compute_per_token_logps(graph, state, **tokens, **ids))
 
     def rollout(self) -> np.ndarray:
         work = self.work
@@ -143,17 +138,11 @@ class TunixContender(ModelContender):
             cache = tunix_sampler.CacheConfig(work.length, work.layers, work.kv_heads, work.head_dim)
             self.sampler = tunix_sampler.Sampler(self.model, self.tokenizer, cache)
         self._draws += 1
-        found = self.sampler(
-            [text for text in self._prompts() for _ in range(work.samples)],
-            max_generation_steps=work.completion_length,
-            max_prompt_length=work.prompt_length,
-            return_logprobs=True,
-            temperature=1.0,
-            top_p=1.0,
-            seed=self._draws,
-            eos_tokens=[work.end],
-        )
-        return np.stack([np.asarray(row) for row in found.tokens])
+        prompts = [text for text in self._prompts() for _ in range(work.samples)]
+        lengths = {"max_generation_steps": work.completion_length, "max_prompt_length": work.prompt_length}
+        sampling = {"temperature": 1.0, "top_p": 1.0, "seed": self._draws, "eos_tokens": [work.end]}
+        drawn = self.sampler(prompts, return_logprobs=True, **lengths, **sampling)
+        return np.stack([np.asarray(row) for row in drawn.tokens])
 
     def step(self, parts: Clock | Memory) -> None:
         if self._train is None:
@@ -235,6 +224,5 @@ class TunixContender(ModelContender):
         return problem.rewards(np.array([self.tokenizer.encode(text) for text in completions])).tolist()
 
 
-def load(work: dict[str, Any], directory: str, threads: int) -> TunixContender:
-    """Loads the weights of a directory; JAX takes the cores that the process is bound to."""
-    return TunixContender(work, directory)
+# JAX takes the cores that the process is bound to.
+load = TunixContender

@@ -3,19 +3,12 @@
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-import kljax
+from benchmarks.harness.learner import Learner
 from train.config.load import parse
 from train.config.schema import Config
 from train.rl.keys import purpose_key
 from train.rl.policy import init_params
-from train.rl.reference import FrozenWeights, Reference
-from train.rl.state import TrainState
-from train.rollouts.context import RunContext
-from train.run.loop import Programs
-from train.run.setup import first_state, make_context
+from train.run.setup import make_context
 
 QUICK = {"width": 16, "completion_length": 4}
 """A smoke test: steps of milliseconds."""
@@ -52,25 +45,7 @@ def config_of(work: Work, **rollout: Any) -> Config:
     return parse(raw)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Learner:
-    """A context with its programs, the frozen weights and the first state."""
-
-    context: RunContext
-    programs: Programs
-    frozen: FrozenWeights
-    state: TrainState
-
-    @classmethod
-    def of(cls, config: Config) -> "Learner":
-        """Draws the weights; the programs compile at their first use."""
-        context = make_context(config)
-        params = init_params(context.model, purpose_key(config.seed, "params"), context.mesh)
-        reference = Reference(context.model, kljax.Policy(jax.tree.map(jnp.copy, params)))
-        state = first_state(config, context.model, context.mesh, params, context.optimizer)
-        return cls(context, Programs.of(context, state), FrozenWeights(None, reference), state)
-
-    def with_config(self, config: Config) -> "Learner":
-        """Returns a learner with another source: a state of its own, and the same programs."""
-        context = dataclasses.replace(self.context, config=config)
-        return dataclasses.replace(self, context=context, state=jax.tree.map(jnp.copy, self.state))
+def learner_of(config: Config) -> Learner:
+    """Draws the weights; the programs compile at their first use."""
+    context = make_context(config)
+    return Learner.of(context, init_params(context.model, purpose_key(config.seed, "params"), context.mesh))

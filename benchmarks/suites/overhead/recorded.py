@@ -11,7 +11,7 @@ import jax
 
 from benchmarks.harness.measure import Seconds
 from benchmarks.harness.race import log
-from benchmarks.suites.overhead.problem import Learner, Work, config_of
+from benchmarks.suites.overhead.problem import Work, config_of, learner_of
 from train.rollouts import open_source
 from train.run.loop import Programs, rl_step
 
@@ -39,7 +39,7 @@ class Steps:
     def __init__(self, work: Work, path: pathlib.Path, updates: int, kept: str) -> None:
         source = {"type": "file", "path": str(path), "max_reference_mib": KEPT[kept]}
         config = config_of(work, source=source)
-        learner = Learner.of(config.model_copy(update={"optim": config.optim.model_copy(update={"epochs": updates})}))
+        learner = learner_of(config.model_copy(update={"optim": config.optim.model_copy(update={"epochs": updates})}))
         self.learner, self._state, self._step = learner, learner.state, 0
         self._source = open_source(learner.context)
         self._programs = Programs.of(learner.context, learner.state, self._source)

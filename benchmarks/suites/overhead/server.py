@@ -1,6 +1,7 @@
 """Steps with a server whose answer takes as long as an update: it waits for the trainer, or works one step ahead."""
 
 import contextlib
+import dataclasses
 import json
 import statistics
 import threading
@@ -9,9 +10,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import jax
+import jax.numpy as jnp
 
+from benchmarks.harness.learner import Learner
 from benchmarks.harness.race import log
-from benchmarks.suites.overhead.problem import Learner, Work, config_of
+from benchmarks.suites.overhead.problem import Work, config_of, learner_of
+from train.config.schema import Config
 from train.rollouts import open_source
 from train.run.loop import rl_step
 
@@ -77,10 +81,10 @@ def serving(answers: Answers) -> Iterator[str]:
 class Steps:
     """One contender: a source, and the state of its own run."""
 
-    def __init__(self, learner: Learner, stack: contextlib.ExitStack) -> None:
-        self._learner, self._state = learner, learner.state
-        self._source = stack.enter_context(contextlib.closing(open_source(learner.context)))
-        self._step = 0
+    def __init__(self, learner: Learner, config: Config, stack: contextlib.ExitStack) -> None:
+        self._learner, self._state, self._step = learner, jax.tree.map(jnp.copy, learner.state), 0
+        self._context = dataclasses.replace(learner.context, config=config)
+        self._source = stack.enter_context(contextlib.closing(open_source(self._context)))
 
     def block(self) -> dict[str, float]:
         """Runs some steps; returns the mean seconds of a step, of waiting for its answer, and of the rest."""
@@ -90,7 +94,7 @@ class Steps:
     def _timed_step(self) -> dict[str, float]:
         learner, began = self._learner, time.perf_counter()
         self._state, _, parts = rl_step(
-            learner.context, learner.programs, self._source, learner.frozen, self._state, step=self._step
+            self._context, learner.programs, self._source, learner.frozen, self._state, step=self._step
         )
         self._step += 1
         step = time.perf_counter() - began
@@ -103,18 +107,18 @@ def measure(work: Work, rounds: int) -> list[dict[str, dict[str, float]]]:
     Returns:
       The seconds of each round, by contender and part.
     """
-    answers, found = Answers(), list[dict[str, dict[str, float]]]()
+    answers, results = Answers(), list[dict[str, dict[str, float]]]()
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(serving(answers))
         source = {"type": "openai", "url": url, "model": "m", "sync": "none"}
         configs = {name: config_of(work, source=source, ahead=ahead) for ahead, name in enumerate(CONTENDERS)}
-        learner = Learner.of(configs[CONTENDERS[0]])
+        learner = learner_of(configs[CONTENDERS[0]])
         stack.enter_context(jax.set_mesh(learner.context.mesh))
-        contenders = {name: Steps(learner.with_config(config), stack) for name, config in configs.items()}
+        contenders = {name: Steps(learner, config, stack) for name, config in configs.items()}
         # The first round compiles.
         for number in range(rounds + 1):
             seconds = {name: contender.block() for name, contender in contenders.items()}
             answers.seconds = seconds[CONTENDERS[0]]["update"]
-            found += [seconds] if number else []
+            results += [seconds] if number else []
             log(f"round {number} of {rounds}")
-    return found
+    return results

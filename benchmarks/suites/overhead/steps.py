@@ -12,7 +12,7 @@ import jax
 
 from benchmarks.harness.measure import Seconds
 from benchmarks.harness.race import log
-from benchmarks.suites.overhead.problem import Learner, Work, config_of
+from benchmarks.suites.overhead.problem import Work, config_of, learner_of
 from train.config.schema import Checkpoint
 from train.data.tasks import Example
 from train.rl.state import TrainState
@@ -115,7 +115,7 @@ class Clocks:
 def measure(work: Work, rounds: int) -> tuple[list[dict[str, list[Step]]], int]:
     """Runs the loop; returns the seconds of the steps of each round by kind, and the bytes of a state."""
     config = config_of(work).model_copy(update={"checkpoint": Checkpoint(every=len(CYCLE))})
-    learner, interrupt = Learner.of(config), Interrupt()
+    learner, interrupt = learner_of(config), Interrupt()
     clocks = Clocks(rounds, interrupt)
 
     def score(example: Example, text: str, finished: bool) -> dict[str, float]:

@@ -136,7 +136,7 @@ def test_names_and_shapes_are_those_of_llama_and_qwen(variant):
 
 
 def test_a_seed_keeps_its_weights():
-    """Drawn with flax Linen: recorded results and shipped seeds depend on them."""
+    """Recorded results and shipped seeds depend on them."""
     biased = dataclasses.replace(CONFIG, layers=3, qkv_bias=True, qk_norm=True, lora=LoraConfig(2, 1.0, ("q_proj",)))
     draw = jax.jit(Decoder(biased).init)
     (params, _), (_, adapter) = draw(other_seeds.example_key(3)), draw(other_seeds.example_key(4))

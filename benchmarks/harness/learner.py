@@ -1,0 +1,70 @@
+"""A run of the trainer without task, prompts and files: the same programs, called by hand."""
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kljax
+from train.config.schema import Config
+from train.data.tokenizers import Tokenizer
+from train.models import Decoder
+from train.models.sharding import make_mesh
+from train.plan.shapes import TokenIds
+from train.rl.algorithms import make_optimizer
+from train.rl.batch import Batch
+from train.rl.objective import coefficients
+from train.rl.reference import FrozenWeights, Reference, drop_shared_base
+from train.rl.state import TrainState
+from train.rl.step import update_rows
+from train.rollouts.context import RunContext
+from train.run.loop import Programs
+from train.run.setup import first_state
+
+
+def bare_context(config: Config, model: Decoder, tokenizer: Tokenizer | None = None) -> RunContext:
+    """Builds the context of a run on one device without task and prompts."""
+    tokenizer, none = tokenizer or TokenIds(model.config.vocab_size, (0,)), cast(Any, None)
+    return RunContext(config, make_mesh(1, 1, 1), model, make_optimizer(config.optim), tokenizer, none, none, [])
+
+
+@dataclasses.dataclass
+class Learner:
+    """A context with its programs, the frozen weights and the state, which updates replace."""
+
+    context: RunContext
+    programs: Programs
+    frozen: FrozenWeights
+    state: TrainState
+
+    @classmethod
+    def of(cls, context: RunContext, params: Any) -> "Learner":
+        """Starts at the weights before RL, which are those of the reference too."""
+        config, model = context.config, context.model
+        # An update donates the weights that it trains.
+        first, base = (jax.tree.map(jnp.copy, params), None) if config.lora is None else (params, params)
+        state = first_state(config, model, context.mesh, first, context.optimizer)
+        frozen = FrozenWeights(base, drop_shared_base(Reference(model, kljax.Policy(params)), base))
+        return cls(context, Programs.of(context, state), frozen, state)
+
+    def score(self, batch: Batch) -> Batch:
+        """Adds the log-probs of the reference."""
+        scored: Batch = self.programs.score(self.state.trainable, self.frozen.base, self.frozen.reference, batch)
+        return scored
+
+    def update(self, batch: Batch, advantages: np.ndarray | None = None) -> None:
+        """Scores, prepares and updates; given `[rows]` advantages replace the computed ones."""
+        batch, _, _ = self.programs.prepare(self.score(batch), self.state.controllers)
+        if advantages is not None:
+            tokens = jnp.where(batch.completion_mask, advantages[:, None], 0)
+            batch = dataclasses.replace(batch, advantages=tokens)
+        for rows in update_rows(self.context.config, jax.random.key(0)):
+            jax.block_until_ready(self.update_on(batch, rows))
+
+    def update_on(self, batch: Batch, rows: Any, packed: Any = None) -> Any:
+        """Updates on rows of a prepared batch; returns state and metrics."""
+        coefs = coefficients(self.context.config)
+        self.state, metrics = self.programs.update(self.state, self.frozen.base, batch, rows, coefs, packed=packed)
+        return self.state, metrics
