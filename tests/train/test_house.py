@@ -68,13 +68,11 @@ def test_no_import_circle(module: str) -> None:
             waiting += imported(name, deferred=True)
 
 
-def test_the_compute_core_is_small() -> None:
+def test_compute_core_needs_config_distributed_and_models_alone() -> None:
     core = [name for name in MODULES if folder_of(name) == "rl"]
     assert core
     for module in core:
-        loaded = reached(module) - {"train"}
-        assert len(loaded) <= 35, f"{module} loads {len(loaded)} modules of the trainer: {sorted(loaded)}"
-        assert {folder_of(name) for name in loaded} <= {"config", "distributed", "models", "rl"}
+        assert {folder_of(name) for name in reached(module) - {"train"}} <= {"config", "distributed", "models", "rl"}
 
 
 def test_a_config_loads_without_jax() -> None:

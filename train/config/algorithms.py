@@ -6,34 +6,58 @@ defaults and meanings, come from the signature and the docstring of its function
 
 from collections.abc import Iterator, Mapping
 from types import NoneType
-from typing import Annotated, Any, Literal, Union, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args
 
 from pydantic import BeforeValidator, Field, create_model
 
 from train.config.signatures import REQUIRED, Parameter, Signature, read_signature
 from train.config.types import RANGES, RANGES_OF, Arguments, FunctionName, Section, Table
 
-LOSSES: Mapping[str, str] = {
-    "ppo": "kljax:ppo_clip_loss",
-    "cispo": "kljax:cispo_loss",
-    "gspo": "kljax:gspo_loss",
-    "sapo": "kljax:sapo_loss",
-    "gmpo": "kljax:gmpo_loss",
-    "vespo": "kljax:vespo_loss",
-    "dppo": "kljax:dppo_loss",
-    "sppo": "kljax:sppo_loss",
-    "dro": "kljax:dro_loss",
-    "rec": "kljax:rec_loss",
-    "topr": "kljax:topr_loss",
-    "opmd": "kljax:opmd_loss",
-    "gpg": "kljax:gpg_loss",
-    "reinforce": "kljax:reinforce_loss",
-    "importance_sampling": "kljax:importance_sampling_loss",
-    "clip_cov": "kljax:clip_cov_loss",
-    "kl_cov": "kljax:kl_cov_loss",
-    "cross_entropy": "kljax:cross_entropy_loss",
+Scope = Literal["token", "row", "update"]
+"""The other tokens that the loss of a token may depend on: none, those of its row, all of the update."""
+
+
+class PolicyLoss(NamedTuple):
+    """A policy loss that a config chooses by name.
+
+    Attributes:
+      function: `module:function`.
+      scope: the tokens that the loss of a token depends on; "level": its own alone at level "token", else its row.
+    """
+
+    function: str
+    scope: Scope | Literal["level"]
+
+    def scope_at(self, level: str | None) -> Scope:
+        """Returns the scope at a level of the ratio; None for a loss without levels."""
+        if self.scope == "level":
+            return "token" if level == "token" else "row"
+        return self.scope
+
+
+LOSSES: Mapping[str, PolicyLoss] = {
+    "ppo": PolicyLoss("kljax:ppo_clip_loss", "level"),
+    "cispo": PolicyLoss("kljax:cispo_loss", "level"),
+    "gspo": PolicyLoss("kljax:gspo_loss", "row"),
+    "sapo": PolicyLoss("kljax:sapo_loss", "level"),
+    "gmpo": PolicyLoss("kljax:gmpo_loss", "row"),
+    "vespo": PolicyLoss("kljax:vespo_loss", "row"),
+    "dppo": PolicyLoss("kljax:dppo_loss", "token"),
+    "sppo": PolicyLoss("kljax:sppo_loss", "token"),
+    "dro": PolicyLoss("kljax:dro_loss", "token"),
+    "rec": PolicyLoss("kljax:rec_loss", "row"),
+    "topr": PolicyLoss("kljax:topr_loss", "token"),
+    "opmd": PolicyLoss("kljax:opmd_loss", "token"),
+    "gpg": PolicyLoss("kljax:gpg_loss", "token"),
+    "reinforce": PolicyLoss("kljax:reinforce_loss", "token"),
+    "importance_sampling": PolicyLoss("kljax:importance_sampling_loss", "token"),
+    "clip_cov": PolicyLoss("kljax:clip_cov_loss", "update"),
+    "kl_cov": PolicyLoss("kljax:kl_cov_loss", "update"),
+    "cross_entropy": PolicyLoss("kljax:cross_entropy_loss", "token"),
 }
 """Policy losses; `none` and functions of the user come in addition."""
+LOSS_FUNCTIONS: Mapping[str, str] = {name: loss.function for name, loss in LOSSES.items()}
+"""Their functions."""
 ADVANTAGES: Mapping[str, str] = {
     "grpo": "kljax:grpo_advantages",
     "rloo": "kljax:rloo_advantages",

@@ -7,7 +7,7 @@ from train.config.algorithms import (
     ADVANTAGES,
     CONTROLLERS,
     KL_SCHEDULES,
-    LOSSES,
+    LOSS_FUNCTIONS,
     NOT_ESTIMATORS,
     NOT_POLICY_LOSSES,
     OPTIMIZERS,
@@ -19,7 +19,7 @@ from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS
 from train.config.signatures import read_signature
 
 FAMILIES: Mapping[str, Mapping[str, str]] = {
-    "loss": LOSSES,
+    "loss": LOSS_FUNCTIONS,
     "advantage": ADVANTAGES,
     "correction": CORRECTIONS,
     "kl.loss.controller": CONTROLLERS,

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from train.config.algorithms import ADVANTAGES, LOSSES, Algorithm, UserFunction, make_union, make_variant
+from train.config.algorithms import ADVANTAGES, LOSS_FUNCTIONS, Algorithm, UserFunction, make_union, make_variant
 from train.config.types import (
     Aggregation,
     Count,
@@ -74,7 +74,7 @@ class UserAdvantage(UserFunction, Advantage):
 
 
 LOSS_VARIANTS: list[type[Any]] = [
-    *(make_variant(Loss, name, target) for name, target in LOSSES.items()),
+    *(make_variant(Loss, name, target) for name, target in LOSS_FUNCTIONS.items()),
     NoLoss,
     UserLoss,
 ]

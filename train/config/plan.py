@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from train.config.algorithms import ADVANTAGES, CORRECTIONS, LOSSES, Algorithm, UserFunction
+from train.config.algorithms import ADVANTAGES, CORRECTIONS, LOSS_FUNCTIONS, LOSSES, Algorithm, Scope, UserFunction
 from train.config.kl import DEFAULT_CONTROLLER, AdvantageKL, LossKL, RewardKL
 from train.config.loss import NoLoss
 from train.config.schema import Config
@@ -79,8 +79,7 @@ class Plan:
       sum_squared_probs: whether the sums of the squared probabilities are read.
       entropies: whether the loss differentiates entropies.
       key: whether the loss draws random numbers.
-      whole_update: whether the loss compares all tokens of an update, which then cannot be split.
-      treats_tokens_alone: whether the loss of a token depends on that token only, and can be fused with the LM head.
+      scope: the tokens that the loss of a token depends on; None for a function of the user, of which nothing is known.
     """
 
     loss: Signature | None
@@ -101,8 +100,7 @@ class Plan:
     sum_squared_probs: bool
     entropies: bool
     key: bool
-    whole_update: bool
-    treats_tokens_alone: bool
+    scope: Scope | None
 
     @staticmethod
     def of(config: Config) -> "Plan":
@@ -124,12 +122,22 @@ class Plan:
         return self.old_log_probs or self.exact_reward or self.value_head or self.sum_squared_probs
 
     @property
+    def treats_tokens_alone(self) -> bool:
+        """Whether the loss can be fused with the LM head."""
+        return self.scope == "token"
+
+    @property
+    def whole_update(self) -> bool:
+        """Whether the loss compares all tokens of an update, which then cannot be split."""
+        return self.scope == "update"
+
+    @property
     def rows_move(self) -> bool:
         """Whether the rows of an update may change their micro-batch, as the loss of a token does not depend on it.
 
         A loss of the user may compare the rows of a micro-batch; one with a key draws numbers for them in their order.
         """
-        return self.loss is None or (self.loss.target.startswith("kljax:") and not self.key)
+        return self.scope is not None and not self.key
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -190,7 +198,7 @@ def arrays_of(signature: Signature, available: Container[str]) -> dict[str, str]
 
 def loss_signature(config: Config) -> Signature | None:
     """Returns the signature of the policy loss, or None for `none`."""
-    return None if isinstance(config.loss, NoLoss) else _signature(config.loss, LOSSES)
+    return None if isinstance(config.loss, NoLoss) else _signature(config.loss, LOSS_FUNCTIONS)
 
 
 def advantage_signature(config: Config) -> Signature:
@@ -259,8 +267,7 @@ def _plan(config: Config) -> Plan:
         sum_squared_probs="sum_squared_probs" in fields,
         entropies=config.loss.entropy_coef > 0 or "entropies" in read,
         key="key" in read,
-        whole_update=loss is not None and "axis_name" in loss,
-        treats_tokens_alone=loss is None or _treats_tokens_alone(config.loss, loss),
+        scope=_scope(config.loss, loss),
     )
 
 
@@ -274,8 +281,10 @@ def _rows_return_alike(config: Config) -> bool:
     return recorded and not follows_policy(config) and not config.optim.packing
 
 
-def _treats_tokens_alone(section: Algorithm, loss: Signature) -> bool:
-    """Whether a loss of the library treats tokens alone: those with a statistic of a sequence take `segment_ids`."""
-    of_sequence = "segment_ids" in loss and section.options().get("level") != "token"
-    of_batch = any(name in loss for name in ("axis_name", "key", "rewards", "group_ids"))
-    return loss.target.startswith("kljax:") and not of_sequence and not of_batch
+def _scope(section: Algorithm, loss: Signature | None) -> Scope | None:
+    if loss is None:
+        return "token"
+    if isinstance(section, UserFunction):
+        # A function with the name of an axis sums over the devices of an update.
+        return "update" if "axis_name" in loss else None
+    return LOSSES[section.type].scope_at(section.options().get("level"))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from train.config.algorithms import ADVANTAGES, CORRECTIONS, LOSSES
+from train.config.algorithms import ADVANTAGES, CORRECTIONS, LOSS_FUNCTIONS
 from train.config.kl import AdvantageKL, LossKL, RewardKL
 from train.config.types import Section
 
@@ -132,7 +132,7 @@ def _loss_fields(section: Fields, system: str, name: str) -> Fields:
     sampler = denominator.startswith(RECORDED)
     if not (sampler or denominator.startswith("old")):
         raise ValueError(f"its ratio is to {denominator}, where loss.type compares with the old policy")
-    fields = _without_options(_function_fields(call, LOSSES), section, entry)
+    fields = _without_options(_function_fields(call, LOSS_FUNCTIONS), section, entry)
     return fields | {"old_log_probs": "sampler"} if sampler else fields
 
 

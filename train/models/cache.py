@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from train.models.attention import AttentionMask, AttentionOptions, SharedPromptMask, attend, attend_shared
+from train.models.attention import AttentionMask, AttentionOptions, attend
+from train.models.packing import SharedPromptMask, attend_shared
 from train.models.sharding import constrain, split_by_hand
 
 STACK_AXES = ("layers", "rows", "kv_heads", None, None)

@@ -16,22 +16,24 @@ from flax import nnx
 from train.models.attention import (
     AttentionMask,
     AttentionOptions,
-    PackedRows,
-    SharedPromptMask,
     cache_mask,
     causal_mask,
+    token_positions,
+)
+from train.models.cache import GroupCache, KeyValues, LayerCache, SlotCache, StackedLayer
+from train.models.config import DecoderConfig
+from train.models.layers import Embed, InitKey, Linear, RMSNorm, in_pieces, nth_layer, scanned_layers
+from train.models.packing import (
+    PackedRows,
+    SharedPromptMask,
     pack,
     pack_rows,
     packed_mask,
     packed_positions,
     shared_prompt_mask,
-    token_positions,
     unpack,
     unpack_states,
 )
-from train.models.cache import GroupCache, KeyValues, LayerCache, SlotCache, StackedLayer
-from train.models.config import DecoderConfig
-from train.models.layers import Embed, InitKey, Linear, RMSNorm, in_pieces, nth_layer, scanned_layers
 from train.models.rope import RopeTables, apply_rope, rope_tables
 from train.models.sharding import split_tokens, whole_sequences
 
@@ -215,27 +217,19 @@ class Transformer(nnx.Module):
                 param_dtype=config.param_dtype,
             )
 
-    def __call__(
-        self,
-        tokens: jax.Array,
-        token_mask: jax.Array,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-    ) -> jax.Array:
+    def __call__(self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Computes the hidden states of whole sequences.
 
         Args:
           tokens: [B, T] int32.
           token_mask: [B, T] bool, True at real tokens. Padding may be anywhere: it is never attended to, and its
             values reach nothing.
-          positions: [B, T] int32; None counts the real tokens of the row, or of the segment.
-          segment_ids: [B, T] int32, each at least 0: sequences of one row, each a run of equal numbers, do not attend
-            to each other. None: a row is one sequence.
+          positions: [B, T] int32; None counts the real tokens of the row.
 
         Returns:
           [B, T, D], finite but meaningless at padding.
         """
-        return self._sequences(tokens, token_mask, positions, segment_ids)[0]
+        return self._sequences(tokens, token_mask, positions)[0]
 
     def grouped(self, tokens: jax.Array, token_mask: jax.Array, *, prompt: int, group: int) -> jax.Array:
         """Computes the hidden states of completions of shared prompts; each prompt goes through the layers once.
@@ -278,7 +272,7 @@ class Transformer(nnx.Module):
         self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None
     ) -> tuple[jax.Array, KeyValues]:
         """Computes hidden states as `__call__` does, and the keys and values [layers, B, T, K, H] for `decode`."""
-        hidden, new = self._sequences(tokens, token_mask, positions, None, keep=True)
+        hidden, new = self._sequences(tokens, token_mask, positions, keep=True)
         assert isinstance(new, KeyValues)
         return hidden, new
 
@@ -334,13 +328,12 @@ class Transformer(nnx.Module):
         tokens: jax.Array,
         token_mask: jax.Array,
         positions: jax.Array | None,
-        segment_ids: jax.Array | None,
         *,
         keep: bool = False,
     ) -> tuple[jax.Array, KeyValues | Cache | None]:
-        mask = self._for_kernels(causal_mask(token_mask, segment_ids, self.config.window))
+        mask = self._for_kernels(causal_mask(token_mask, self.config.window))
         if positions is None:
-            positions = token_positions(token_mask, segment_ids)
+            positions = token_positions(token_mask)
         return self._run(tokens, token_mask, positions, mask, keep=keep)
 
     def _for_kernels(self, mask: AttentionMask) -> AttentionMask:

@@ -19,7 +19,7 @@ from train.config.loss import Loss
 from train.config.plan import Layout, Plan
 from train.config.schema import Config
 from train.models import Decoder
-from train.models.attention import PackedRows
+from train.models.packing import PackedRows
 from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import correct, loss_mask

@@ -20,8 +20,8 @@ from train.config.plan import Layout, Plan
 from train.config.schema import Config
 from train.distributed import to_host
 from train.models import Decoder
-from train.models.attention import PackedRows
 from train.models.kernels import device_kind
+from train.models.packing import PackedRows
 from train.models.sharding import replicated
 from train.rl.batch import Batch
 

@@ -14,9 +14,9 @@ import kljax
 from kljax.trees import named_leaves
 from train.config.plan import ROWS, Layout
 from train.models import Decoder, Transformer, ValueHead
-from train.models.attention import PackedRows
 from train.models.kernels import device_kind
 from train.models.layers import in_pieces, narrow_logits
+from train.models.packing import PackedRows
 from train.models.sharding import axis_size, constrain, divides, mesh_is_set, param_shardings, partition_spec
 
 Tree = Any
@@ -128,7 +128,6 @@ def hidden_states(
     token_mask: jax.Array,
     *,
     layout: Layout = ROWS,
-    segment_ids: jax.Array | None = None,
     packed: PackedRows | None = None,
 ) -> jax.Array:
     """Computes hidden states [B, T, D]; finite but meaningless at padding.
@@ -139,19 +138,13 @@ def hidden_states(
       tokens: [B, T] int32.
       token_mask: [B, T] bool, True at real tokens.
       layout: rows that share a prompt; the prompt goes through the layers once.
-      segment_ids: [B, T] int32, sequences packed into one row; only with a group of 1.
       packed: the places of the rows in packed rows, through which the layers run. Hidden states are then 0 but where a
         token of a completion follows.
-
-    Raises:
-      ValueError: for segments in rows that share a prompt.
     """
     if packed is not None:
         return bind(model, policy).packed(tokens, token_mask, packed, prompt=layout.prompt_length)
     if layout.group == 1:
-        return bind(model, policy)(tokens, token_mask, segment_ids=segment_ids)
-    if segment_ids is not None:
-        raise ValueError(f"segment_ids: got some and layout.group = {layout.group}, expected one of them")
+        return bind(model, policy)(tokens, token_mask)
     return bind(model, policy).grouped(tokens, token_mask, prompt=layout.prompt_length, group=layout.group)
 
 
@@ -261,7 +254,6 @@ def token_stats(
     reference: kljax.ReferenceStates | None = None,
     tile: kljax.Tile | None = None,
     layout: Layout = ROWS,
-    segment_ids: jax.Array | None = None,
     hidden: jax.Array | None = None,
     kept_ids: jax.Array | None = None,
     packed: PackedRows | None = None,
@@ -284,7 +276,6 @@ def token_stats(
         KL; a head of None is the policy's, treated as a constant.
       tile: tile size of the chunked LM head; None takes the library's for this kind of device.
       layout: prompt length and groups of the rows; columns before `prompt_length` are not scored.
-      segment_ids: [B, T] int32, sequences packed into one row. The first token of a segment has no prediction: mask it.
       hidden: the policy's hidden states [B, T, D], if they exist already.
       kept_ids: [B, T, K] int32, the tokens that the sampler kept, padded with -1; log-probs are renormalised over them,
         entropies and the exact KL are not. None: over the whole vocabulary.
@@ -305,7 +296,7 @@ def token_stats(
     else:
         score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids[:, layout.prompt_length :])
     if hidden is None:
-        hidden = hidden_states(model, policy, tokens, token_mask, layout=layout, segment_ids=segment_ids, packed=packed)
+        hidden = hidden_states(model, policy, tokens, token_mask, layout=layout, packed=packed)
     inputs = _head_inputs(hidden, tokens, token_mask if mask is None else mask, layout, reference)
     head = _lm_head(model, policy.params, tile, tokens.shape[1] - layout.prompt_length)
     stats = score(head=head, temperature=temperature, entropy=entropy, **inputs)

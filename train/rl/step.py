@@ -17,7 +17,7 @@ import kljax
 from train.config.plan import Layout, Plan
 from train.config.schema import Config
 from train.models import Decoder
-from train.models.attention import PackedRows
+from train.models.packing import PackedRows
 from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, row_count, take_rows

@@ -61,7 +61,7 @@ class AttentionContender:
             jax.random.normal(key, (shape.rows, shape.tokens, heads, shape.head_dim), jnp.bfloat16)
             for key, heads in zip(keys, sizes, strict=True)
         ]
-        mask = causal_mask(jnp.ones((shape.rows, shape.tokens), bool), None, shape.window)
+        mask = causal_mask(jnp.ones((shape.rows, shape.tokens), bool), shape.window)
         kernel = choose_kernel(arrays[0], arrays[1], None)
         masks = {"XLA": dataclasses.replace(mask, segments=None)} | ({kernel: mask} if kernel else {})
         programs = {name: _compiled(one, shape.window is not None, arrays) for name, one in masks.items()}

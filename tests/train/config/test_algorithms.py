@@ -11,6 +11,7 @@ from train.config import algorithms
 from train.config.algorithms import (
     ADVANTAGES,
     CORRECTIONS,
+    LOSS_FUNCTIONS,
     LOSSES,
     NOT_CORRECTIONS,
     NOT_ESTIMATORS,
@@ -30,7 +31,7 @@ from train.config.yaml_text import parse_yaml
 @pytest.mark.parametrize(
     ("module", "table", "others"),
     [
-        ("losses", LOSSES, NOT_POLICY_LOSSES),
+        ("losses", LOSS_FUNCTIONS, NOT_POLICY_LOSSES),
         ("advantages", ADVANTAGES, NOT_ESTIMATORS),
         ("ratios", CORRECTIONS, NOT_CORRECTIONS),
     ],
@@ -45,7 +46,7 @@ def test_every_function_of_the_library_is_in_the_table_or_left_out_for_a_reason(
 
 def test_what_the_systems_call_a_policy_loss_is_a_policy_loss() -> None:
     for kind, table, others in (
-        ("policy_loss", LOSSES, NOT_POLICY_LOSSES),
+        ("policy_loss", LOSS_FUNCTIONS, NOT_POLICY_LOSSES),
         ("advantage", ADVANTAGES, {**NOT_ESTIMATORS, "masked_whiten": "advantage.whiten"}),
         ("correction", CORRECTIONS, {**NOT_CORRECTIONS, **NOT_ESTIMATORS}),
     ):
@@ -55,7 +56,14 @@ def test_what_the_systems_call_a_policy_loss_is_a_policy_loss() -> None:
 
 
 def test_every_number_of_a_table_has_its_range_and_every_range_is_used() -> None:
-    tables = (LOSSES, ADVANTAGES, CORRECTIONS, algorithms.CONTROLLERS, algorithms.KL_SCHEDULES, algorithms.OPTIMIZERS)
+    tables = (
+        LOSS_FUNCTIONS,
+        ADVANTAGES,
+        CORRECTIONS,
+        algorithms.CONTROLLERS,
+        algorithms.KL_SCHEDULES,
+        algorithms.OPTIMIZERS,
+    )
     names, pairs = set(), set()
     for table in tables:
         for target in table.values():
@@ -70,7 +78,9 @@ def test_every_number_of_a_table_has_its_range_and_every_range_is_used() -> None
 def test_a_loss_has_the_defaults_of_its_function(name: str) -> None:
     required = ["loss.coef=0.5"] if name == "dro" else []
     config, _ = build(f"loss={name}", *required)
-    expected = {p.name: p.default for p in read_signature(LOSSES[name]).parameters if p.keyword and p.type is not None}
+    expected = {
+        p.name: p.default for p in read_signature(LOSSES[name].function).parameters if p.keyword and p.type is not None
+    }
     assert config.loss.options() == {**expected, **({"coef": 0.5} if required else {})}
     assert parse(parse_yaml(dump_yaml(config))[0])[0] == config
     assert hash(config) == hash(build(f"loss={{type: {name}}}", *required)[0])

@@ -11,10 +11,12 @@ import optax.schedules
 import pytest
 
 import kljax
-from train.config.algorithms import ADVANTAGES, CONTROLLERS, KL_SCHEDULES, LOSSES, OPTIMIZERS
+from train.config.algorithms import ADVANTAGES, CONTROLLERS, KL_SCHEDULES, LOSS_FUNCTIONS, OPTIMIZERS
 from train.config.signatures import REQUIRED, load_function, read_signature
 
-TARGETS = [target for table in (LOSSES, ADVANTAGES, CONTROLLERS, KL_SCHEDULES, OPTIMIZERS) for target in table.values()]
+TARGETS = [
+    target for table in (LOSS_FUNCTIONS, ADVANTAGES, CONTROLLERS, KL_SCHEDULES, OPTIMIZERS) for target in table.values()
+]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -10,14 +10,19 @@ import numpy as np
 import pytest
 
 from train.models import Decoder, DecoderConfig, attention, kernels
-from train.models.attention import AttentionOptions, attend, causal_mask
+from train.models.attention import AttentionMask, AttentionOptions, attend, causal_mask
 from train.models.kernels import choose_kernel, splash_attention
 from train.models.sharding import make_mesh
 
 ROWS, LENGTH, HEADS, KV_HEADS, WIDTH, WINDOW = 2, 40, 4, 2, 16, 5
 MASK = np.stack([np.arange(LENGTH) >= 7, np.arange(LENGTH) < 33])
-SEGMENTS = jnp.stack([jnp.zeros(LENGTH, jnp.int32), jnp.arange(LENGTH) // 12])
-ATTENTION_MASK = causal_mask(MASK, SEGMENTS, WINDOW)
+# As in packed rows: sequences of a row do not attend to each other.
+SEGMENTS = np.stack([np.zeros(LENGTH, np.int32), np.arange(LENGTH, dtype=np.int32) // 12])
+SAME = (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])[:, None]
+CAUSAL = causal_mask(MASK, WINDOW)
+ATTENTION_MASK = AttentionMask(
+    CAUSAL.full & SAME, CAUSAL.sliding & SAME, jnp.where(MASK, SEGMENTS + 1, 0), CAUSAL.window
+)
 
 
 def inputs(dtype=jnp.float32, length=LENGTH):
@@ -30,9 +35,8 @@ def reference(query, key, value, *, sliding, scale, softcap):
     """Float64, a query at a time."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     output = np.zeros_like(query)
-    ids, real = np.asarray(SEGMENTS), np.asarray(MASK)
     for row, at, head in np.ndindex(ROWS, LENGTH, HEADS):
-        seen = [s for s in range(at + 1) if real[row, s] and real[row, at] and ids[row, s] == ids[row, at]]
+        seen = [s for s in range(at + 1) if MASK[row, s] and MASK[row, at] and SEGMENTS[row, s] == SEGMENTS[row, at]]
         seen = seen[-WINDOW:] if sliding else seen
         if seen:
             scores = scale * key[row, seen, head // (HEADS // KV_HEADS)] @ query[row, at, head]

@@ -72,7 +72,7 @@ def test_rope_is_the_half_rotation_of_llama_checkpoints():
 def test_grouped_queries_equal_repeated_keys_and_values():
     shape = (2, 5)
     query, (key, value) = drawn(*shape, 6, 4), drawn(2, *shape, 2, 4, seed=1)
-    attention_mask = causal_mask(jnp.array([[True] * 5, [False, False, True, True, True]]), None, None)
+    attention_mask = causal_mask(jnp.array([[True] * 5, [False, False, True, True, True]]), None)
     found = jax.jit(attend)(query, key, value, attention_mask)
     mask = np.asarray(attention_mask.full)
     wide_key, wide_value = (np.repeat(np.asarray(x, np.float64), 3, axis=2) for x in (key, value))
@@ -82,7 +82,7 @@ def test_grouped_queries_equal_repeated_keys_and_values():
 
 
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
-    mask = causal_mask(jnp.array([[False] * 3, [False, True, True]]), None, None)
+    mask = causal_mask(jnp.array([[False] * 3, [False, True, True]]), None)
 
     @jax.jit
     def output_and_gradients(*qkv: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:

@@ -20,7 +20,8 @@ from tests.train.models.test_shared import (
     poisoned,
 )
 from train.models import Decoder, attention, kernels
-from train.models.attention import AttentionOptions, PackedRows, attend, packed_mask
+from train.models.attention import AttentionOptions, attend
+from train.models.packing import PackedRows, packed_mask
 
 LENGTHS = np.asarray(MASK)[:, PROMPT:].sum(1)
 SLOTS = 20

@@ -9,22 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kljax
 from tests.train.models.test_rows import CONFIG, PAD, jit, weights
-from train.config.plan import Layout
 from train.models import Decoder, attention, kernels
-from train.models.attention import (
-    AttentionOptions,
-    attend,
-    attend_shared,
-    causal_mask,
-    pack,
-    shared_prompt_mask,
-    unpack,
-)
+from train.models.attention import AttentionOptions, attend, causal_mask
 from train.models.kernels import choose_kernel, splash_attention
+from train.models.packing import attend_shared, pack, shared_prompt_mask, unpack
 from train.models.sharding import make_mesh
-from train.rl.policy import hidden_states
 
 PROMPTS, GROUP, PROMPT, ROOM = 2, 3, 7, 5
 HEADS, KV_HEADS, WIDTH, WINDOW = 4, 2, 16, 3
@@ -137,7 +127,7 @@ def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(slid
 
 
 def test_every_query_sees_what_it_sees_in_a_whole_row():
-    whole, last = (causal_mask(MASK, None, WINDOW, first=first) for first in (0, PROMPT))
+    whole, last = (causal_mask(MASK, WINDOW, first=first) for first in (0, PROMPT))
     assert last.sliding is not None
     np.testing.assert_array_equal(last.full, whole.full[:, :, PROMPT:])
     np.testing.assert_array_equal(last.sliding, whole.sliding[:, :, PROMPT:])
@@ -165,16 +155,10 @@ def test_both_parts_can_be_lowered_on_a_mesh(kind, platform, call, monkeypatch):
     assert len(re.findall(call, text)) == 6
 
 
-def test_rows_that_share_a_prompt_are_not_packed_too():
-    layout, segments = Layout(PROMPT, GROUP), jnp.zeros(TOKENS.shape, jnp.int32)
-    with pytest.raises(ValueError, match=f"segment_ids: got some and layout.group = {GROUP}"):
-        hidden_states(Decoder(CONFIG), kljax.Policy(None), TOKENS, MASK, layout=layout, segment_ids=segments)
-
-
 @pytest.mark.thorough
 def test_attention_without_a_shared_prompt_is_untouched():
     """The sum over groups of the gradient of a prompt's keys is what separate rows add up to."""
-    whole = causal_mask(MASK, None, None)
+    whole = causal_mask(MASK, None)
     query, key, value = heads(PROMPTS, PROMPT + GROUP * ROOM)
 
     def separate(key, value):

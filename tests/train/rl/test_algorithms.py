@@ -52,7 +52,7 @@ def assert_same(ours: Callable[[], Any], expected: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_policy_loss_gets_the_arrays_that_it_names(name: str) -> None:
     config, batch = tiny.config_of(f"loss={name}", *REQUIRED.get(name, [])), batch_of()
-    function = getattr(kljax, LOSSES[name].rpartition(":")[2])
+    function = getattr(kljax, LOSSES[name].function.rpartition(":")[2])
     arrays = {
         "gpg": (LOG_PROBS, batch.advantages, batch.completion_mask),
         "reinforce": (LOG_PROBS, batch.advantages, batch.completion_mask),

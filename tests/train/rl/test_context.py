@@ -101,7 +101,7 @@ def test_splash_attention_of_split_queries_is_that_of_whole_ones(window, monkeyp
     keys = jax.random.split(jax.random.key(0), 4)
     query, key, value, slope = (jax.random.normal(k, (2, 256, n, 8)) for k, n in zip(keys, (4, 2, 2, 4), strict=True))
     real = jnp.arange(256) >= jnp.array([[0], [37]])
-    mask, options = causal_mask(real, None, window), AttentionOptions(window is not None)
+    mask, options = causal_mask(real, window), AttentionOptions(window is not None)
 
     def results(query, key, value):
         if window is None:

@@ -1,6 +1,7 @@
 """Losses that treat tokens alone are fused with the LM head, and change no number of an update."""
 
 import dataclasses
+import functools
 from typing import Any, get_args
 
 import jax
@@ -12,18 +13,19 @@ import kljax
 from tests import tiny
 from tests.train.rl.test_objective import EVERYTHING, batch_of, loss_of
 from train.config import plan
-from train.config.algorithms import LOSSES
-from train.config.plan import Plan
+from train.config.algorithms import LOSSES, Scope
+from train.config.plan import LOSS_ARRAYS, Plan, arrays_of
+from train.config.schema import Config
 from train.rl import objective
 from train.rl.policy import stored_head
 
 # Chunks and tiles that divide nothing.
 TILE = "log_probs={tile: {tokens: 8, vocab: 100}, token_chunk: 5}"
-ALONE = (
-    *("ppo", "cispo", "sapo", "dppo", "sppo", "dro", "topr", "opmd", "gpg", "reinforce"),
-    *("importance_sampling", "cross_entropy", "none"),
-)
 OPTIONS = {"dro": "loss={type: dro, coef: 0.1}", "none": "loss.type=none"}
+WIDEST = {
+    "rec": "loss={type: rec, weight: gspo_importance_sampling}",
+    "clip_cov": "loss={type: clip_cov, fraction: 0.5, lower: -100, upper: 100}",
+}
 LEVELS = get_args(kljax.typing.SurrogateLevel)
 
 
@@ -31,17 +33,39 @@ def loss_option(name: str) -> str:
     return OPTIONS.get(name, f"loss.type={name}")
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "none"])
-def test_losses_that_treat_tokens_alone_are_known(name: str) -> None:
-    config = tiny.config_of(loss_option(name), "kl.loss.coef=0.1")
-    assert Plan.of(config).treats_tokens_alone == (name in ALONE)
+def traced_scope(config: Config) -> Scope:
+    """Moves the inputs of one token, and returns whose losses move with them."""
+    signature = Plan.of(config).loss
+    assert signature is not None
+    function = functools.partial(getattr(kljax, signature.target.rpartition(":")[2]), **config.loss.options())
+    rng, shape, token = np.random.default_rng(0), (3, 5), (1, 2)
+    shared = {"mask": np.ones(shape, bool), "key": jax.random.key(0)}
+    names = arrays_of(signature, LOSS_ARRAYS)
+    drawn = [name for name in names if name not in shared]
+    moves = np.zeros(shape, bool)
+    for _ in range(30):
+        arrays = {name: rng.normal(size=shape).astype(np.float32) for name in drawn}
+        moved = {name: array.copy() for name, array in arrays.items()}
+        for array in moved.values():
+            array[token] += 3 * rng.normal()
+        before, after = (
+            function(**x, **{name: value for name, value in shared.items() if name in names}) for x in (arrays, moved)
+        )
+        moves |= np.asarray(before != after)
+    others = moves.copy()
+    others[token] = False
+    assert moves[token]
+    return "token" if not others.any() else "row" if not np.delete(others, token[0], axis=0).any() else "update"
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["ppo", "cispo", "sapo"])
-def test_a_ratio_of_a_sequence_is_not_of_a_token(name: str, level: str) -> None:
-    config = tiny.config_of(loss_option(name), f"loss.level={level}")
-    assert Plan.of(config).treats_tokens_alone == (level == "token")
+LEVELS_OF = {name: LEVELS if loss.scope == "level" else (None,) for name, loss in LOSSES.items()}
+
+
+@pytest.mark.parametrize(("name", "level"), [(name, level) for name, levels in LEVELS_OF.items() for level in levels])
+def test_scope_of_a_loss_is_that_of_its_function(name: str, level: str | None) -> None:
+    """With the options that give a loss its widest scope."""
+    config = tiny.config_of(WIDEST.get(name, loss_option(name)), *([f"loss.level={level}"] if level else []))
+    assert Plan.of(config).scope == traced_scope(config)
 
 
 def test_a_function_of_the_user_sees_whole_rows() -> None:
@@ -85,7 +109,7 @@ def test_a_fused_loss_is_the_unfused_one(case: str, monkeypatch: pytest.MonkeyPa
     if case == "exact":
         options["ref_head"] = kljax.Head(jnp.asarray(objective_head()))
     (loss, metrics), gradient = loss_of(config, batch, **options)
-    unfused = dataclasses.replace(Plan.of(config), treats_tokens_alone=False)
+    unfused = dataclasses.replace(Plan.of(config), scope="row")
     assert Plan.of(config).treats_tokens_alone
     monkeypatch.setattr(plan, "_plan", lambda config: unfused)
     (wanted, others), expected = loss_of(config, batch, **options)

@@ -14,7 +14,7 @@ import kljax
 from tests import rounding, tiny
 from train.config.plan import Plan
 from train.config.types import AGGREGATIONS
-from train.models.attention import PackedRows
+from train.models.packing import PackedRows
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key

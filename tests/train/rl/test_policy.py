@@ -139,22 +139,6 @@ def test_the_exact_kl_is_that_of_whole_distributions(tie):
     assert stats_of(model, policy, TOKENS, MASK, reference=itself, **options)[0].kl.max() < 1e-12
 
 
-def test_sequences_packed_into_one_row_have_the_statistics_of_separate_rows():
-    policy, lengths = policy_of(MODEL), (4, 2)
-    rows = np.zeros((2, 4), np.int32)
-    for row, length in enumerate(lengths):
-        rows[row, :length] = TOKENS[row, :length]
-    apart, _ = stats_of(MODEL, policy, rows, np.arange(4) < np.array(lengths)[:, None], temperature=1.0)
-    packed = np.concatenate([rows[0, :4], rows[1, :2]])[None]
-    segments, starts = np.array([[0] * 4 + [1] * 2]), np.array([[1, 0, 0, 0, 1, 0]], bool)
-    mask = np.ones((1, 6), bool)
-    stats, _ = stats_of(MODEL, policy, packed, mask, mask=mask & ~starts, temperature=1.0, segment_ids=segments)
-    np.testing.assert_allclose(stats.log_prob[0, :4], apart.log_prob[0], atol=1e-6)
-    np.testing.assert_allclose(stats.log_prob[0, 4:], apart.log_prob[1, :2], atol=1e-6)
-    together, _ = stats_of(MODEL, policy, packed, mask, mask=mask & ~starts, temperature=1.0)
-    assert np.abs(together.log_prob[0, 5] - stats.log_prob[0, 5]) > 1e-3, "without segments they attend to each other"
-
-
 def products(jaxpr: jax.extend.core.Jaxpr, columns: int) -> int:
     """The matrix products of a program with an axis of this size."""
     found = 0

@@ -1,0 +1,215 @@
+"""Rows that share prompts, and rows without padding. Shapes as in `attention`.
+
+Completions that share a prompt go through the layers as packed rows, `[prompt | completion | ... | completion]`, with
+the prompt once; completions do not attend to each other. B rows of P + C tokens with G completions per prompt become
+R = B / G packed rows of L = P + G C tokens.
+
+`PackedRows` are others: the sequences of several padded rows in one row of W slots, without their padding. B padded
+rows and R packed rows are split over the devices in S parts, and a sequence stays in its part: every number of a row,
+token or slot counts within the part.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from train.models.attention import AttentionMask, AttentionOptions, attend, causal_mask, token_positions
+from train.models.sharding import axis_size, constrain
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SharedPromptMask:
+    """The attention masks of packed rows.
+
+    Attributes:
+      prompt: R rows of P queries and P keys.
+      completion: B rows of C queries and P + C keys.
+    """
+
+    prompt: AttentionMask
+    completion: AttentionMask
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """The places of padded rows in packed rows. A packed row has runs `[prompt | completion | ... | completion]`.
+
+    Attributes:
+      tokens: [R, W] int32, the padded token in each slot, `row * T + column`; -1: no token.
+      prompts: [B] int32, the padded row from which the prompt of each completion was taken; itself if it shares none.
+      starts: [B, 2] int32, the slots `packed row * W + column` of the last token of the prompt and of the first of the
+        completion; any slot for an empty completion.
+      shared: whether completions share prompts. Splash attention cannot express that.
+    """
+
+    tokens: jax.Array
+    prompts: jax.Array
+    starts: jax.Array
+    shared: bool = dataclasses.field(default=True, metadata={"static": True})
+
+
+def shared_prompt_mask(token_mask: jax.Array, prompt: int, group: int, window: int | None) -> SharedPromptMask:
+    """Builds the masks of packed rows.
+
+    Args:
+      token_mask: [B, P + C] bool of the rows before packing, True at real tokens.
+      prompt: P.
+      group: G.
+      window: tokens that a sliding layer attends to; None: the model has no such layer.
+    """
+    return SharedPromptMask(
+        causal_mask(token_mask[::group, :prompt], window),
+        causal_mask(token_mask, window, first=prompt),
+    )
+
+
+def pack(x: jax.Array, prompt: int, group: int) -> jax.Array:
+    """Packs [B, P + C, ...] to [R, L, ...], with the prompt of the first row of each group."""
+    rows = x.reshape(-1, group, *x.shape[1:])
+    completions = rows[:, :, prompt:].reshape(len(rows), -1, *x.shape[2:])
+    return jnp.concatenate([rows[:, 0, :prompt], completions], axis=1)
+
+
+def unpack(x: jax.Array, prompt: int, group: int) -> jax.Array:
+    """Unpacks [R, L, ...] to [B, P + C, ...]; every row of a group gets the values of its prompt."""
+    return jnp.concatenate([_repeat_rows(x[:, :prompt], group), _completions(x, prompt, group)], axis=1)
+
+
+def attend_shared(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: SharedPromptMask, options: AttentionOptions
+) -> jax.Array:
+    """Computes `attend` of packed rows: [R, L, N, H] from queries [R, L, N, H], keys and values [R, L, K, H]."""
+    rows, prompt, group = len(query), mask.prompt.full.shape[-1], len(mask.completion.full) // len(query)
+    first = attend(query[:, :prompt], key[:, :prompt], value[:, :prompt], mask.prompt, options)
+    queries, keys, values = _completions(query, prompt, group), unpack(key, prompt, group), unpack(value, prompt, group)
+    later = attend(queries, keys, values, mask.completion, options)
+    return jnp.concatenate([first, later.reshape(rows, -1, *later.shape[2:])], axis=1)
+
+
+def pack_rows(x: jax.Array, packed: PackedRows) -> jax.Array:
+    """Packs values of tokens, [B, T] to [R, W]; 0 or False in slots without a token."""
+    parts = axis_size("rows")
+    slots = packed.tokens.reshape(parts, -1)
+    values = _take(x.reshape(parts, -1), slots)
+    return constrain(jnp.where(slots >= 0, values, 0).astype(x.dtype).reshape(packed.tokens.shape), "rows", None)
+
+
+def packed_positions(token_mask: jax.Array, packed: PackedRows) -> jax.Array:
+    """Computes the positions [R, W] of tokens in their sequences, prompts included."""
+    return pack_rows(token_positions(token_mask), packed)
+
+
+def packed_mask(token_mask: jax.Array, packed: PackedRows, prompt: int, window: int | None) -> AttentionMask:
+    """Builds the attention mask of packed rows.
+
+    A token attends to the tokens up to itself of its own completion and of its prompt.
+
+    Args:
+      token_mask: [B, T] bool of the padded rows, True at real tokens.
+      packed: the packed rows.
+      prompt: P.
+      window: tokens that a sliding layer attends to; None: the model has no such layer.
+    """
+    length, width = token_mask.shape[-1], packed.tokens.shape[-1]
+    rows, real = packed.tokens // length, pack_rows(token_mask, packed)
+    in_prompt = packed.tokens % length < prompt
+    parts = axis_size("rows")
+    prompts = _take(packed.prompts.reshape(parts, -1), rows.reshape(parts, -1)).reshape(rows.shape)
+    columns = jnp.arange(width)
+    full = (columns <= columns[:, None]) & real[:, :, None] & real[:, None, :]
+    full &= prompts[:, :, None] == prompts[:, None, :]
+    full &= in_prompt[:, None, :] | (rows[:, :, None] == rows[:, None, :])
+    sliding = None
+    if window is not None:
+        positions = packed_positions(token_mask, packed)
+        sliding = (full & (positions[:, :, None] - positions[:, None, :] < window))[:, None]
+    segments = jnp.where(real, prompts + 1, 0)
+    return AttentionMask(full[:, None], sliding, segments, window, by_segments=not packed.shared)
+
+
+def unpack_states(states: jax.Array, token_mask: jax.Array, packed: PackedRows, prompt: int) -> jax.Array:
+    """Unpacks hidden states, [R, W, D] to [B, T, D], for the tokens that predict one of a completion; 0 elsewhere.
+
+    Args:
+      states: [R, W, D].
+      token_mask: [B, T] bool, True at real tokens.
+      packed: the packed rows.
+      prompt: P.
+    """
+    parts, length, width = axis_size("rows"), token_mask.shape[1], states.shape[-1]
+    real = token_mask[:, prompt:].reshape(parts, -1, length - prompt)
+    columns = jnp.arange(length - prompt)
+    starts = packed.starts.reshape(parts, -1, 2)
+    slots = jnp.where(columns == 0, starts[..., :1], starts[..., 1:] + columns - 1)
+    # The token that the state in each slot predicts, among those of the completions.
+    following = packed.tokens % length + 1 - prompt
+    predicted = jnp.where(
+        (packed.tokens >= 0) & (following >= 0) & (following < length - prompt),
+        packed.tokens // length * (length - prompt) + following,
+        -1,
+    )
+    before = _unpack(
+        states.reshape(parts, -1, width), real, slots, predicted.reshape(parts, -1), packed.prompts.reshape(parts, -1)
+    )
+    before = before.reshape(len(token_mask), -1, width)
+    return constrain(jnp.pad(before, ((0, 0), (prompt - 1, 1), (0, 0))), "rows", None, None)
+
+
+@jax.custom_vjp
+def _unpack(
+    states: jax.Array, real: jax.Array, slots: jax.Array, predicted: jax.Array, prompts: jax.Array
+) -> jax.Array:
+    """Gathers the hidden states before the tokens of completions, [S, R W, D] to [S, B, C, D].
+
+    The gradient is a gather too: a scatter takes its indices one after another on a CPU, and adds in no fixed order on
+    a GPU.
+
+    Args:
+      states: [S, R W, D].
+      real: [S, B, C] bool, True at real tokens.
+      slots: [S, B, C] int32, the slot of the state before each token.
+      predicted: [S, R W] int32, the token `row * C + column` that each state predicts; for that of a prompt the first
+        of the row it was taken from; -1: none.
+      prompts: [S, B] int32, that row.
+    """
+    taken = _take(states, slots.reshape(len(slots), -1)).reshape(*slots.shape, -1)
+    return jnp.where(real[..., None], taken, 0)
+
+
+def _unpack_forward(
+    states: jax.Array, real: jax.Array, slots: jax.Array, predicted: jax.Array, prompts: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _unpack(states, real, slots, predicted, prompts), (real, predicted, prompts)
+
+
+def _unpack_backward(kept: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    real, predicted, prompts = kept
+    parts, rows, columns = real.shape
+    cotangent = jnp.where(real[..., None], cotangent, 0)
+    # The last state of a prompt predicts the first token of each of its completions.
+    wide = cotangent[:, :, 0].astype(jnp.promote_types(cotangent.dtype, jnp.float32))
+    summed = jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, rows))(wide, prompts).astype(cotangent.dtype)
+    is_first = (jnp.arange(columns) == 0)[:, None]
+    per_token = jnp.where(is_first, summed[:, :, None], cotangent).reshape(parts, rows * columns, -1)
+    return jnp.where(predicted[..., None] >= 0, _take(per_token, predicted), 0), None, None, None, None
+
+
+_unpack.defvjp(_unpack_forward, _unpack_backward)
+
+
+def _completions(x: jax.Array, prompt: int, group: int) -> jax.Array:
+    """Splits the completions off packed rows: [R, L, ...] to [B, C, ...]."""
+    return x[:, prompt:].reshape(len(x) * group, -1, *x.shape[2:])
+
+
+def _repeat_rows(x: jax.Array, group: int) -> jax.Array:
+    """Repeats rows, [R, ...] to [B, ...]; the gradient is a sum over an axis of its own, not a scatter."""
+    return jnp.broadcast_to(x[:, None], (len(x), group, *x.shape[1:])).reshape(-1, *x.shape[1:])
+
+
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Takes entries of each part, [S, N, ...] and [S, M] to [S, M, ...]; an index below 0 takes the first."""
+    return jax.vmap(lambda x, index: x.at[jnp.maximum(index, 0)].get(mode="promise_in_bounds"))(x, index)
