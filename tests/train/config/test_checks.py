@@ -1,7 +1,5 @@
 """What must hold between fields, and what follows from them."""
 
-from typing import get_args
-
 import pytest
 import yaml
 
@@ -280,17 +278,6 @@ def test_derived_facts():
     plan, default = Plan.of(config), Plan.of(build()[0])
     assert (plan.value_head, plan.rollout_log_probs) == (True, True)
     assert (default.value_head, default.rollout_log_probs) == (False, False)
-
-
-def test_names_are_the_library_s():
-    from kljax import aggregation, kl
-    from train.config import types
-
-    assert set(types.ESTIMATORS) == set(kl.ESTIMATORS)
-    assert get_args(types.EstimatorOrExact) == (*types.ESTIMATORS, "exact")
-    assert set(types.KL_GRADIENTS) == set(kl.GRADIENTS)
-    assert set(types.AGGREGATIONS) == set(aggregation.MODES)
-    assert set(types.EMPTY_ROWS) == set(aggregation.EMPTY_ROWS)
 
 
 OPENAI = "rollout.source={type: openai, url: 'http://host:1', model: m}"

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from kljax import aggregation, kl
 from train.__main__ import main
 from train.config.errors import ConfigError
 from train.config.explain import ESTIMATORS, GRADIENTS, REDUCTIONS, explain
 from train.config.load import dump_yaml, load, parse
 from train.config.presets import DIRECTORY, leaves, preset_names, read_preset
-from train.config.types import AGGREGATIONS, KL_GRADIENTS
-from train.config.types import ESTIMATORS as ESTIMATOR_NAMES
 from train.config.yaml_text import parse_yaml
 
 DOCS = Path(__file__).parents[3] / "docs" / "presets.md"
@@ -111,9 +110,9 @@ def test_every_preset_is_explained(name, tmp_path):
 
 
 def test_every_name_has_an_explanation():
-    assert set(REDUCTIONS) == set(AGGREGATIONS)
-    assert set(ESTIMATORS) == {*ESTIMATOR_NAMES, "exact"}
-    assert set(GRADIENTS) == set(KL_GRADIENTS)
+    assert set(REDUCTIONS) == set(aggregation.MODES)
+    assert set(ESTIMATORS) == {*kl.ESTIMATORS, "exact"}
+    assert set(GRADIENTS) == set(kl.GRADIENTS)
 
 
 def test_the_page_lists_every_preset():
