@@ -212,9 +212,11 @@ CASES = {
     "negative shape": damaged_folder(with_header(negative_shape), "safetensors"),
     "bytes that no tensor covers": damaged_folder(lengthened, "not a complete safetensors file"),
     "weights cut off": damaged_folder(cut, "cut off"),
-    "header nested too deeply": damaged_folder(with_header_text('{"a":' + DEEP), "nested too deeply"),
-    "header with a number of 6,000 digits": damaged_folder(with_header_text('{"a":' + LONG + "}"), "cannot be read"),
-    "header that is a list": damaged_folder(with_header_text("[]"), "cannot be read"),
+    "header nested too deeply": damaged_folder(with_header_text('{"a":' + DEEP), "not a complete safetensors file"),
+    "header with a number of 6,000 digits": damaged_folder(
+        with_header_text('{"a":' + LONG + "}"), "not a complete safetensors"
+    ),
+    "header that is a list": damaged_folder(with_header_text("[]"), "not a complete safetensors file"),
     "NaN in a norm": loaded(with_value("model.norm.weight", np.nan), "model.norm.weight"),
     "infinity in a matrix": loaded(
         with_value("model.layers.1.mlp.up_proj.weight", -np.inf, ml_dtypes.bfloat16), "layers.1.mlp.up_proj"

@@ -15,7 +15,7 @@ from train.config.errors import ConfigError
 from train.config.fields import known_fields
 from train.config.messages import Location, dotted, field_problems, show, unknown_field
 from train.config.model import expand_preset
-from train.config.plan import Plan
+from train.config.plan import Plan, divides_by_length
 from train.config.presets import leaves, preset_fields, with_preset
 from train.config.schema import Config
 from train.config.systems import with_meanings
@@ -79,7 +79,7 @@ def parse(raw: Mapping[str, Any]) -> tuple[Config, tuple[str, ...]]:
     wrong = [*misnamed, *(problem.text for problem in cross_field_problems(config))]
     if wrong:
         raise ConfigError("config", wrong)
-    config, switched = _with_rollout_log_probs(config)
+    config, switched = _with_rollout_log_probs(_with_max_length(config))
     return config, (*notes, *switched, *cross_field_warnings(config))
 
 
@@ -200,6 +200,14 @@ def _drop(raw: Any, location: Location) -> None:
         raw = raw.get(key) if isinstance(raw, dict) else None
     if isinstance(raw, dict):
         raw.pop(location[-1], None)
+
+
+def _with_max_length(config: Config) -> Config:
+    """Fills in the default of `loss.max_length`, so that the config of a run has the number."""
+    if config.loss.max_length is not None or not divides_by_length(config):
+        return config
+    loss = config.loss.model_copy(update={"max_length": config.data.max_completion_length})
+    return config.model_copy(update={"loss": loss})
 
 
 def _with_rollout_log_probs(config: Config) -> tuple[Config, tuple[str, ...]]:

@@ -23,7 +23,7 @@ class Loss(Algorithm):
     aggregation: Aggregation = "token_mean"
     """Reduction of the per-token losses."""
     max_length: Count | None = None
-    """seq_mean_token_sum_norm: the constant length that divides each sum."""
+    """seq_mean_token_sum_norm: the constant length that divides each sum; null: data.max_completion_length."""
     empty_rows: EmptyRows = "drop"
     """Whether a row without tokens counts in a mean over sequences."""
     old_log_probs: OldLogProbs = "trainer"

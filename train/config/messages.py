@@ -23,16 +23,6 @@ class _Short(reprlib.Repr):
 
 _SHORT = _Short()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
-RENAMED = {
-    "loss.policy": "loss.type",
-    "advantage.estimator": "advantage.type",
-    "optim.b1": "optim.optimizer.b1",
-    "optim.b2": "optim.optimizer.b2",
-    "optim.eps": "optim.optimizer.eps",
-    "optim.weight_decay": "optim.optimizer.weight_decay",
-    "optim.decay_steps": "optim.schedule={type: linear, decay_steps: ...}",
-}
-"""Fields of earlier versions, and the text that replaces each."""
 _WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
@@ -52,8 +42,6 @@ def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> s
 def unknown_field(path: str) -> str:
     """The line for a path that the schema does not have."""
     known = known_fields()
-    if path in RENAMED:
-        return f"{path}: renamed; set {RENAMED[path]} instead"
     parent = path.rpartition(".")[0]
     while parent and parent not in known:
         parent = parent.rpartition(".")[0]

@@ -221,6 +221,11 @@ def follows_policy(config: Config) -> bool:
     return section.source == "ema" or getattr(section, "refresh_every", None) is not None
 
 
+def divides_by_length(config: Config) -> bool:
+    """Whether the reduction of the loss or of its KL divides by `loss.max_length`."""
+    return "seq_mean_token_sum_norm" in (config.loss.aggregation, config.kl.loss.aggregation)
+
+
 def is_on(term: RewardKL | LossKL | AdvantageKL) -> bool:
     """Whether a term of the KL is part of the objective: its coefficient is above 0, or can come there."""
     return term.coef > 0 or term.controller.type in FROM_ZERO

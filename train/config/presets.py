@@ -6,11 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from train.config.fields import known_fields
 from train.config.messages import did_you_mean, show
-from train.config.schema import Config
 from train.config.yaml_text import parse_yaml
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "configs" / "presets"
@@ -54,7 +51,7 @@ def with_preset(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]:
     now = dict(leaves(whole))
     replaced = [f"{path} {show(now.get(path))}" for path, value in leaves(below) if now.get(path) != value]
     notes = [f"preset: {name} has other values of fields that are set; used: {', '.join(replaced)}"] if replaced else []
-    return _with_references(whole, below), notes, []
+    return whole, notes, []
 
 
 def preset_fields(raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -103,37 +100,3 @@ def _common(path: str) -> bool:
     known, parent = known_fields().get(path), known_fields()[path.rpartition(".")[0]]
     tag = known_fields()[f"{parent.path}.{parent.tag}"]
     return known is not None and set(known.variants) >= set(tag.variants)
-
-
-def _with_references(raw: Fields, below: Fields) -> Fields:
-    """Fills in the fields for which the preset names another field, such as `data.max_completion_length`."""
-    named = {path: value for path, value in leaves(below) if isinstance(value, str) and value in known_fields()}
-    named = {path: value for path, value in named.items() if _get(raw, path) == value}
-    if not named:
-        return raw
-    result = copy.deepcopy(raw)
-    for path in named:
-        _set(result, path, 1)
-    try:
-        config: Any = Config.model_validate({"steps": 1, **result})
-    except ValidationError:
-        return result
-    for path, source in named.items():
-        value = config
-        for part in source.split("."):
-            value = getattr(value, part)
-        _set(result, path, value)
-    return result
-
-
-def _get(raw: Any, path: str) -> Any:
-    for part in path.split("."):
-        raw = raw.get(part) if isinstance(raw, dict) else None
-    return raw
-
-
-def _set(raw: Fields, path: str, value: Any) -> None:
-    *sections, last = path.split(".")
-    for part in sections:
-        raw = raw[part]
-    raw[last] = value

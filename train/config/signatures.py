@@ -115,6 +115,12 @@ def read_signature(target: str) -> Signature:
     return Signature(target, doc.partition("\n")[0].strip(), parameters, _kind(node.returns))
 
 
+def read_choices(module: str, name: str) -> Any:
+    """Reads the `Literal` that a module assigns to a name; raises LookupError if there is none."""
+    source, node = _find(_module(module), name)
+    return _resolve(node, source)
+
+
 def load_function(target: str) -> Callable[..., Any]:
     """Imports `module:function` or `path/to/file.py:function`.
 

@@ -3,30 +3,29 @@
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-Estimator = Literal["none", "k1", "abs", "k2", "k3", "low_var_kl"]
+from train.config.signatures import read_choices
+
+if TYPE_CHECKING:
+    from kljax.typing import Direction, EmptyRows, Estimator, KLGradient
+    from kljax.typing import Reduction as Aggregation
+else:
+    # Read from the source, because importing the library imports JAX.
+    Aggregation, Direction, EmptyRows, Estimator, KLGradient = (
+        read_choices("kljax._typing", name)
+        for name in ("Reduction", "Direction", "EmptyRows", "Estimator", "KLGradient")
+    )
 EstimatorOrExact = Literal[Estimator, "exact"]
 RolloutEstimator = Literal["k1", "abs", "k2", "k3"]
-KLGradient = Literal["value", "k2", "weighted_k2", "none"]
-Aggregation = Literal[
-    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm", "prompt_mean"
-]
-EmptyRows = Literal["drop", "count"]
 RejectedTokens = Literal["drop", "count"]
 OldLogProbs = Literal["trainer", "sampler"]
-Direction = Literal["reverse", "forward"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Operations = Literal["+", "+-"]
 TaskName = Literal["arithmetic", "gsm8k", "math", "countdown", "jsonl"]
 Judge = Literal["math_verify", "strict"]
-
-ESTIMATORS: tuple[str, ...] = get_args(Estimator)
-KL_GRADIENTS: tuple[str, ...] = get_args(KLGradient)
-AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
-EMPTY_ROWS: tuple[str, ...] = get_args(EmptyRows)
 
 
 def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import grain
 import numpy as np
 
 from train.config.errors import UserError
+from train.data.padding import pad_rows
 from train.data.tasks.task import Example
 from train.data.tokenizers import Tokenizer
 
@@ -38,20 +39,6 @@ def _solution_ids(example: Example, tokenizer: Tokenizer) -> Sequence[int] | np.
     return tokenizer.solution_ids(example) if example.solution_ids is None else example.solution_ids
 
 
-def _pad(
-    rows: Sequence[Sequence[int] | np.ndarray], length: int, pad_id: int, *, left: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.full((len(rows), length), pad_id, np.int32)
-    mask = np.zeros((len(rows), length), bool)
-    for index, row in enumerate(rows):
-        if len(row) > length:
-            raise ValueError(f"row {index} has {len(row)} tokens, expected at most {length}")
-        where = slice(length - len(row), length) if left else slice(0, len(row))
-        tokens[index, where] = row
-        mask[index, where] = True
-    return tokens, mask
-
-
 def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Encodes the prompt of each example, left-padded.
 
@@ -61,21 +48,20 @@ def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: in
     Raises:
       ValueError: a prompt is longer than `length`; filter the examples with `keep_prompts` first.
     """
-    return _pad([_prompt_ids(example, tokenizer) for example in examples], length, tokenizer.pad_id, left=True)
+    prompts = [_prompt_ids(example, tokenizer) for example in examples]
+    rows = pad_rows(prompts, [()] * len(prompts), None, lengths=(length, 0), pad_id=tokenizer.pad_id)
+    return rows["tokens"], rows["token_mask"]
 
 
 def encode_solutions(
     examples: Sequence[Example], tokenizer: Tokenizer, *, prompt_length: int, completion_length: int
 ) -> SupervisedBatch:
     """Encodes prompt, solution and EOS of each example in the layout of a sampled batch."""
-    prompts, prompt_mask = encode_prompts(examples, tokenizer, prompt_length)
-    rows = [_solution_ids(example, tokenizer) for example in examples]
-    solutions, solution_mask = _pad(rows, completion_length, tokenizer.pad_id, left=False)
-    return SupervisedBatch(
-        tokens=np.concatenate([prompts, solutions], axis=1),
-        token_mask=np.concatenate([prompt_mask, solution_mask], axis=1),
-        completion_mask=np.concatenate([np.zeros_like(prompt_mask), solution_mask], axis=1),
-    )
+    prompts = [_prompt_ids(example, tokenizer) for example in examples]
+    solutions = [_solution_ids(example, tokenizer) for example in examples]
+    lengths = (prompt_length, completion_length)
+    rows = pad_rows(prompts, solutions, None, lengths=lengths, pad_id=tokenizer.pad_id)
+    return SupervisedBatch(rows["tokens"], rows["token_mask"], rows["completion_mask"])
 
 
 def decode_completions(tokens: np.ndarray, completion_mask: np.ndarray, tokenizer: Tokenizer) -> list[str]:

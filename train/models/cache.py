@@ -13,11 +13,18 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from train.models.attention import AttentionMask, AttentionOptions, attend
+from train.models.config import DecoderConfig
 from train.models.packing import SharedPromptMask, attend_shared
 from train.models.sharding import constrain, split_by_hand
 
 STACK_AXES = ("layers", "rows", "kv_heads", None, None)
 """Logical axes of the keys and of the values of a stack."""
+
+
+def cache_bytes(config: DecoderConfig, tokens: int) -> int:
+    """Counts the bytes of the keys and values of a number of tokens, on all devices together."""
+    numbers = 2 * config.layers * tokens * config.kv_heads * config.head_dim
+    return numbers * jnp.dtype(config.dtype).itemsize
 
 
 class LayerCache(Protocol):

@@ -14,6 +14,7 @@ from kljax.log_probs._head import default_tile
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Config
+from train.models.cache import cache_bytes
 from train.models.sharding import batch_sharding, replicated
 from train.plan.abstract import abstract_reference, abstract_state, with_sharding
 from train.plan.shapes import planned_model
@@ -190,15 +191,10 @@ class AbstractRun:
 
     def _sampler_cache(self, prompts: int, samples: int) -> int:
         """Counts the bytes on a device of the keys and values of slots and of prompts."""
-        config, count = self.context.config, prompts * samples
+        config, layout, count = self.context.config, self.context.layout, prompts * samples
         slots, length = min(config.rollout.slots or count, count), config.data.max_prompt_length
-        return self._cache_bytes(slots, length + config.data.max_completion_length) + self._cache_bytes(prompts, length)
-
-    def _cache_bytes(self, rows: int, columns: int) -> int:
-        """Counts the bytes on a device of keys and values."""
-        model, mesh = self.context.layout.model.config, self.context.layout.mesh
-        numbers = 2 * model.layers * rows * columns * model.kv_heads * model.head_dim
-        return numbers * jnp.dtype(model.dtype).itemsize // mesh.size
+        tokens = slots * (length + config.data.max_completion_length) + prompts * length
+        return cache_bytes(layout.model.config, tokens) // layout.mesh.size
 
     def _rollout_batch(self) -> Batch:
         config, mesh = self.context.config, self.context.mesh

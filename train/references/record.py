@@ -65,13 +65,10 @@ def read_entries(path: Path) -> list[Entry]:
     Raises:
       UserError: the record is damaged.
     """
+    if not path.is_file():
+        return []
     hint = "restore it from a copy, or delete it if the weights of the reference are certain"
-    record = read_record(path, hint) if path.is_file() else []
-    entries: Any = record.get("references") if isinstance(record, dict) else record
-    try:
-        return [Entry(**entry) for entry in entries]
-    except TypeError as error:
-        raise UserError(f"{path} is damaged: expected a list of references; {hint}") from error
+    return [Entry(**entry) for entry in read_record(path, hint)["references"]]
 
 
 def saved_entries(path: Path) -> list[dict[str, Any]]:

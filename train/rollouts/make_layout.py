@@ -14,6 +14,7 @@ from train.config.schema import Config
 from train.distributed import exchange_json
 from train.hardware.devices import find_device
 from train.models import Decoder
+from train.models.cache import cache_bytes
 from train.models.sharding import replicated, reshape_mesh
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rl.state import abstract_optimizer_state
@@ -111,11 +112,10 @@ def _resident_bytes(config: Config, model: Decoder, mesh: Mesh, optimizer: optax
 
 def _cache_bytes(config: Config, model: Decoder, *, data: int, tensor: int) -> int:
     """Estimates the bytes on a device of the KV cache and of the logits of a decode step."""
-    shape, section = model.config, config.rollout
+    section = config.rollout
     slots = max(section.slots or config.rows_per_batch(), config.eval.batch_size)
     prompts = max(section.prompts_per_step, config.eval.batch_size)
     columns = config.data.max_prompt_length + config.data.max_completion_length
     tokens = slots * columns + prompts * config.data.max_prompt_length
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * (2 if shape.dtype == "bfloat16" else 4)
-    logits = LOGITS * slots * shape.vocab_size * 4
-    return (tokens * token + logits) // (data * tensor)
+    logits = LOGITS * slots * model.config.vocab_size * 4
+    return (cache_bytes(model.config, tokens) + logits) // (data * tensor)

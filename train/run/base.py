@@ -121,10 +121,7 @@ def saved_base(root: Path) -> SavedBase | None:
     directory = RunDirectory(root)
     if directory.base_record.is_file():
         record = read_record(directory.base_record, RECORD_HINT)
-        try:
-            return SavedBase(Path(record["folder"]), digest=str(record["digest"]))
-        except (TypeError, KeyError) as error:
-            raise UserError(f"{directory.base_record} is damaged: expected folder and digest; {RECORD_HINT}") from error
+        return SavedBase(Path(record["folder"]), digest=record["digest"])
     base = directory.base
     return SavedBase(base) if base.is_dir() else None
 

@@ -33,8 +33,8 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     write_text_atomic(path, json.dumps(sealed, indent=2) + "\n")
 
 
-def read_record(path: Path, hint: str) -> Any:
-    """Reads a JSON object that `write_record` wrote, or older JSON without a digest, with a warning.
+def read_record(path: Path, hint: str) -> dict[str, Any]:
+    """Reads a JSON object that `write_record` wrote.
 
     Raises:
       UserError: it cannot be read or was changed, with `hint` for the next step.
@@ -45,17 +45,14 @@ def read_record(path: Path, hint: str) -> Any:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: it is not JSON; {hint}") from error
-    if not isinstance(record, dict) or SEAL not in record:
-        _warn_without_digest(path)
-        return record
-    if record.pop(SEAL) != json_digest(record):
+    if not isinstance(record, dict) or record.pop(SEAL, None) != json_digest(record):
         raise UserError(f"{path} is damaged: it differs from what was written; {hint}")
     return record
 
 
 @functools.cache
 def _warn_without_digest(path: Path) -> None:
-    """Warns once of a file that was written before files had digests."""
+    """Warns once of a text whose first line the user deleted, to change it on purpose."""
     warn(f"{path} has no digest, so damage to it would not be noticed")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from kljax.trees import first_five, named_leaves
@@ -22,6 +21,7 @@ from train.models.config import PROJECTIONS
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
 from train.weights.files import new_directory, write_text_atomic
+from train.weights.huggingface.safetensors import open_tensors
 from train.weights.peft_config import CONFIG_FILE, read_config, targeted
 from train.weights.tensor_digests import check_tensors, write_tensor_digests
 
@@ -256,11 +256,8 @@ def _open_weights(path: str | Path) -> Iterator[Any]:
         others = sorted(p.name for p in Path(path).glob("adapter_model*"))
         hint = f"; {others[0]} is not supported; save the adapter as safetensors with PEFT" if others else ""
         raise FileNotFoundError(f"adapter {path} has no {WEIGHTS_FILE}{hint}")
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            yield opened
-    except SafetensorError as error:
-        raise ValueError(f"{file}: not a complete safetensors file: {error}") from None
+    with open_tensors(file) as opened:
+        yield opened
 
 
 def _list_tensors(path: str | Path, file: Any) -> list[StoredTensor]:

@@ -109,10 +109,6 @@ def test_fields_common_to_a_family_are_in_every_variant() -> None:
 @pytest.mark.parametrize(
     ("override", "start"),
     [
-        ("loss.policy=ppo", "loss.policy: renamed; set loss.type instead"),
-        ("advantage.estimator=grpo", "advantage.estimator: renamed; set advantage.type instead"),
-        ("optim.b2=0.9", "optim.b2: renamed; set optim.optimizer.b2 instead"),
-        ("optim.decay_steps=9", "optim.decay_steps: renamed; set optim.schedule={type: linear, decay_steps: ...} inst"),
         ("loss=sapoo", "loss.type: got 'sapoo', expected one of ppo, cispo,"),
         ("loss=dro", "loss.coef: missing, expected a number > 0"),
         (
@@ -139,11 +135,6 @@ def test_a_mistake_is_named_by_the_variant_that_was_chosen(override: str, start:
             parse(raw)
         found = list(caught.value.problems)
     assert found[0].startswith(start)
-
-
-def test_old_names_in_a_file_are_told_too() -> None:
-    with pytest.raises(ConfigError, match=r"loss\.policy: renamed; set loss\.type instead"):
-        parse({"steps": 1, "loss": {"policy": "gspo"}})
 
 
 def test_a_name_alone_can_be_followed_by_its_fields() -> None:

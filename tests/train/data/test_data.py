@@ -46,7 +46,7 @@ def test_solutions_are_right_padded_and_trained_up_to_eos():
 def test_a_text_of_the_exact_length_fits_and_one_more_token_does_not():
     example = Example("1+2=", "", "")
     assert encode_prompts([example], TOKENIZER, 5)[1].all()
-    with pytest.raises(ValueError, match="row 0 has 5 tokens, expected at most 4"):
+    with pytest.raises(ValueError, match=r"row 0: got 5 \+ 0 tokens, expected at most 4 \+ 0"):
         encode_prompts([example], TOKENIZER, 4)
 
 

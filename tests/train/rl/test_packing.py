@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import kljax
+from kljax.aggregation import MODES
 from tests import rounding, tiny
 from train.config.plan import Plan
-from train.config.types import AGGREGATIONS
 from train.models.packing import PackedRows
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
@@ -192,7 +192,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", MODES)
 @pytest.mark.parametrize(
     ("options", "shares"),
     [*(pytest.param(*case, id=name) for name, *case in CASES),

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import kljax
+from kljax.aggregation import MODES
+from kljax.kl import ESTIMATORS, GRADIENTS
 from tests import tiny
 from train.config.algorithms import ADVANTAGES, CONTROLLERS, KL_SCHEDULES, LOSSES, OPTIMIZERS
 from train.config.errors import ConfigError
@@ -20,7 +22,6 @@ from train.config.loss import ADVANTAGE_VARIANTS, LOSS_VARIANTS
 from train.config.optim import OPTIMIZER_VARIANTS, SCHEDULE_VARIANTS
 from train.config.plan import Layout, Plan
 from train.config.schema import Checkpoint, Config
-from train.config.types import AGGREGATIONS, ESTIMATORS, KL_GRADIENTS
 from train.references import with_abstract_reference
 from train.rl.packing import make_packer
 from train.rl.reference import FrozenWeights, Reference
@@ -107,7 +108,7 @@ def draw_config(seed: int, loss: str, advantage: str, optimizer: str, controller
 
 
 def draw_raw(draw: Draw, loss: str, advantage: str, optimizer: str, controller: str) -> dict[str, Any]:
-    section = draw.variant("loss", loss) | {"aggregation": draw.one_of(AGGREGATIONS)}
+    section = draw.variant("loss", loss) | {"aggregation": draw.one_of(MODES)}
     if section["aggregation"] == "seq_mean_token_sum_norm":
         section["max_length"] = tiny.ROOM
     if draw.often(0.3):
@@ -121,7 +122,7 @@ def draw_raw(draw: Draw, loss: str, advantage: str, optimizer: str, controller: 
             kl[name] = {"coef": 0.1}
     if "loss" in kl and draw.often(0.7):
         kl["loss"] |= {"estimator": draw.one_of([*ESTIMATORS, "exact"]), "value_clip": draw.one_of([None, 2.0])}
-        kl["loss"] |= {} if kl["loss"]["estimator"] == "exact" else {"gradient": draw.one_of(KL_GRADIENTS)}
+        kl["loss"] |= {} if kl["loss"]["estimator"] == "exact" else {"gradient": draw.one_of(GRADIENTS)}
         kl["loss"] |= {"importance_corrected": True} if draw.often(0.3) else {}
     # Scored in two parts all the same, so that configs share the program that scores.
     updates, parts = (2, 1) if loss in ("clip_cov", "kl_cov") else draw.one_of([(2, 1), (1, 2)])

@@ -1,8 +1,11 @@
 """A write that fails, or is killed, leaves what was there as it was."""
 
+import json
+
 import pytest
 
-from train.weights.files import new_directory, write_text_atomic
+from train.config.errors import UserError
+from train.weights.files import new_directory, read_record, write_record, write_text_atomic
 
 
 def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path):
@@ -36,3 +39,12 @@ def test_a_new_directory_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(FileExistsError, match=f"{path} is there already"), new_directory(path):
         pass
     assert [p.name for p in path.parent.iterdir()] == ["made"]
+
+
+def test_a_record_without_digest_is_damaged(tmp_path):
+    write_record(tmp_path / "sealed.json", {"folder": "/models"})
+    assert read_record(tmp_path / "sealed.json", "restore it") == {"folder": "/models"}
+    for content in ({"folder": "/models"}, ["/models"]):
+        (tmp_path / "bare.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match=r"bare\.json is damaged: it differs .* restore it"):
+            read_record(tmp_path / "bare.json", "restore it")

@@ -70,13 +70,6 @@ def _own_reduction(config: Config) -> Iterator[Problem]:
             "kl.loss.empty_rows",
             "kl.loss.aggregation",
         )
-    if term.aggregation == "seq_mean_token_sum_norm" and config.loss.max_length is None:
-        yield problem(
-            "got seq_mean_token_sum_norm, which divides by loss.max_length, and that is null; set loss.aggregation to "
-            "the same, or another one here",
-            "kl.loss.aggregation",
-            "loss.max_length",
-        )
 
 
 def _controller(config: Config) -> Iterator[Problem]:

@@ -5,7 +5,15 @@ from collections.abc import Iterator, Mapping
 from train.config.algorithms import SET_BY_TRAINER, Algorithm, UserFunction
 from train.config.checks.problem import Problem, problem
 from train.config.messages import did_you_mean
-from train.config.plan import ADVANTAGE_ARRAYS, CORRECTION_ARRAYS, LOSS_ARRAYS, Plan, advantage_signature, array_name
+from train.config.plan import (
+    ADVANTAGE_ARRAYS,
+    CORRECTION_ARRAYS,
+    LOSS_ARRAYS,
+    Plan,
+    advantage_signature,
+    array_name,
+    divides_by_length,
+)
 from train.config.schema import Config
 from train.config.signatures import read_signature
 from train.config.types import Table
@@ -72,15 +80,7 @@ def _value_head(config: Config) -> Iterator[Problem]:
 
 def _reduction(config: Config) -> Iterator[Problem]:
     loss = config.loss
-    constant = loss.aggregation == "seq_mean_token_sum_norm"
-    if constant and loss.max_length is None:
-        yield problem(
-            "got null, but loss.aggregation seq_mean_token_sum_norm divides by it; expected an integer >= 1, such as "
-            f"data.max_completion_length ({config.data.max_completion_length})",
-            "loss.max_length",
-            "loss.aggregation",
-        )
-    if not constant and loss.max_length is not None:
+    if loss.max_length is not None and not divides_by_length(config):
         yield problem(
             f"got {loss.max_length}, but loss.aggregation {loss.aggregation} does not use it; set it to null",
             "loss.max_length",

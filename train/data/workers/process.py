@@ -4,15 +4,15 @@ import contextlib
 import json
 import os
 import queue
-import selectors
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[3]
 START_SECONDS = 120.0
@@ -34,15 +34,17 @@ class WorkerProcess:
     def __init__(self, module: str, *arguments: str, output: bool = False, environment: Mapping[str, str]) -> None:
         """Starts the process; with `output`, what it prints is shown on standard error."""
         path = os.pathsep.join([str(ROOT), *(folder or os.getcwd() for folder in sys.path)])
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"train.data.workers.{module}", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if output else subprocess.DEVNULL,
-            env={**os.environ, **environment, "PYTHONPATH": path},
-        )
-        self._unread = b""
-        self.close = weakref.finalize(self, _end, self._process)
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", f"train.data.workers.{module}", *arguments, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2 if output else subprocess.DEVNULL,
+                stderr=2 if output else subprocess.DEVNULL,
+                env={**os.environ, **environment, "PYTHONPATH": path},
+            )
+        self.close = weakref.finalize(self, _end, self._process, self._pipe)
 
     def ask(self, question: Any, *, seconds: float, cpu_seconds: float = 0) -> Any:
         """Returns the answer to a question; both are JSON values.
@@ -56,32 +58,16 @@ class WorkerProcess:
           NoAnswer: the process did not answer in time, or ended; it is closed.
         """
         request = {"question": question, "seconds": seconds, "cpu_seconds": cpu_seconds}
-        pipe = self._process.stdin
-        assert pipe is not None
         try:
-            pipe.write(json.dumps(request).encode() + b"\n")
-            pipe.flush()
-        except OSError:
+            self._pipe.send_bytes(json.dumps(request).encode())
+            if self._pipe.poll(seconds):
+                return json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
             self._stop(cpu_seconds)
-        return json.loads(self._line(seconds, cpu_seconds))
+        self.close()
+        raise NoAnswer(f"no answer within {seconds:g} s")
 
-    def _line(self, seconds: float, cpu_seconds: float) -> bytes:
-        pipe, until = self._process.stdout, time.monotonic() + seconds
-        assert pipe is not None
-        with selectors.DefaultSelector() as answers:
-            answers.register(pipe, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                if not answers.select(max(0.0, until - time.monotonic())):
-                    self.close()
-                    raise NoAnswer(f"no answer within {seconds:g} s")
-                more = os.read(pipe.fileno(), 65536)
-                if not more:
-                    self._stop(cpu_seconds)
-                self._unread += more
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
-
-    def _stop(self, cpu_seconds: float) -> None:
+    def _stop(self, cpu_seconds: float) -> NoReturn:
         """Closes a process that has ended, and raises with its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
@@ -94,13 +80,10 @@ class WorkerProcess:
         raise NoAnswer(f"its process ended with exit code {code}")
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen, pipe: Connection) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):
-            if pipe is not None:
-                pipe.close()
+    pipe.close()
 
 
 class WorkerPool:

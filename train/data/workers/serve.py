@@ -7,7 +7,8 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 # A child that its parent could not kill ends by itself this long after its limit.
@@ -15,7 +16,7 @@ ORPHAN_SECONDS = 60.0
 
 
 def serve(answer: Callable[[Any], Any], *, memory: int | None = None) -> None:
-    """Answers questions until the input ends: a line of JSON per question and per answer.
+    """Answers questions of JSON until the parent closes the pipe, whose descriptor is the last argument of the command.
 
     Signals of a terminal or a scheduler go to all processes of a job. They are ignored, because the parent decides when
     its children end.
@@ -26,18 +27,23 @@ def serve(answer: Callable[[Any], Any], *, memory: int | None = None) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output of libraries must not mix with the answers
+    pipe: Connection = Connection(int(sys.argv[-1]))
+    os.set_inheritable(pipe.fileno(), False)
     if memory is not None:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_AS, (memory, resource.getrlimit(resource.RLIMIT_AS)[1]))
     with open(os.devnull, "w") as nowhere:
-        for line in sys.stdin:
-            request = json.loads(line)
+        for request in _requests(pipe):
             faulthandler.dump_traceback_later(request["seconds"] + ORPHAN_SECONDS, exit=True, file=nowhere)
             # SIGPROF ends the process, also in the middle of a function of C.
             signal.setitimer(signal.ITIMER_PROF, request["cpu_seconds"])
             reply = answer(request["question"])
             signal.setitimer(signal.ITIMER_PROF, 0)
             faulthandler.cancel_dump_traceback_later()
-            print(json.dumps(reply), file=answers, flush=True)
+            pipe.send_bytes(json.dumps(reply).encode())
+
+
+def _requests(pipe: Connection) -> Iterator[Any]:
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        while True:
+            yield json.loads(pipe.recv_bytes())

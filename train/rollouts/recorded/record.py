@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from train.config.types import fits_float32
-from train.data.prompts import encode_prompts
 from train.data.tasks import Example
 from train.rollouts.context import RunContext
 from train.rollouts.source import MAX_LOG_PROB
@@ -54,7 +53,7 @@ def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedComplet
     if prompt_ids is None:
         if "prompt" not in record:
             raise ValueError("missing both prompt_ids and prompt, expected one of them")
-        prompt_ids = _encoded_prompt(example, context)
+        prompt_ids = context.tokenizer.prompt_ids(example)
     if not prompt_ids:
         raise ValueError("prompt_ids: got an empty list, expected at least one id")
     completion_ids, finished = _completion(record, context)
@@ -70,13 +69,6 @@ def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedComplet
         rewards=_rewards(record),
         example=example,
     )
-
-
-def _encoded_prompt(example: Example, context: RunContext) -> list[int]:
-    """Encodes the prompt as a run would, at any length."""
-    ids = context.tokenizer.prompt_ids(example)
-    tokens, mask = encode_prompts([example], context.tokenizer, len(ids))
-    return tokens[mask].tolist()
 
 
 def _completion(record: Mapping[str, Any], context: RunContext) -> tuple[list[int], bool]:

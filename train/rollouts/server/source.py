@@ -13,11 +13,11 @@ import numpy as np
 import kljax
 from train.config.errors import UserError
 from train.config.rollout import OpenAISource
+from train.data.padding import pad_rows
 from train.data.prompts import decode_completions, encode_prompts
 from train.distributed import any_of, gather_rows, held_rows, own_rows, process, row_owners, run_together
 from train.models.sharding import batch_sharding
 from train.rollouts.context import RunContext
-from train.rollouts.padding import pad_rows
 from train.rollouts.server.answers import Answer, read_answers, read_models
 from train.rollouts.server.client import MOST_BYTES, Client, wait_for
 from train.rollouts.server.key import read_key

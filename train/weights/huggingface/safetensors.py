@@ -1,28 +1,26 @@
 """The safetensors format: reading of headers and of rows of a tensor, and writing of a file tensor by tensor.
 
-The safetensors library checks the header of a file, but it reads complete tensors. This module reads a few rows at a
-time, so that the host needs a fraction of the largest tensor.
+Reading and writing a few rows or one tensor at a time, the host needs a fraction of the largest tensor or of the file.
 """
 
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
-
-from train.config.json_text import parse_json
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
-SIZES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 # Bits of each dtype as an integer: all but the sign, and those of the exponent, all set in NaN and infinity alone.
 BITS: Mapping[str, tuple[np.dtype, int, int]] = {
     "F32": (np.dtype(np.uint32), 0x7FFFFFFF, 0x7F800000),
@@ -31,8 +29,6 @@ BITS: Mapping[str, tuple[np.dtype, int, int]] = {
 }
 CHUNK_BYTES = 4 * 2**20
 ALIGNMENT = 8
-# Maximum header size of the format; a larger number means another kind of file.
-MAX_HEADER = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +37,12 @@ class Tensor:
 
     Attributes:
       dtype: name in the format, such as "F32" or "BF16".
-      start: its first byte in the file.
     """
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
-    start: int
 
     @property
     def row_bytes(self) -> int:
@@ -59,15 +53,11 @@ class Tensor:
         """Reads rows `start` to `start + count` into new memory.
 
         Raises:
-          ValueError: the file is too short; it has changed since its header was read.
+          ValueError: the file is damaged; it has changed since its header was read.
         """
-        dtype = DTYPES[self.dtype]
-        with self.file.open("rb") as file:
-            file.seek(self.start + start * self.row_bytes)
-            block = np.fromfile(file, np.uint8, count * self.row_bytes)
-        if block.size != count * self.row_bytes:
-            raise ValueError(f"{self.file}: {self.name} is cut off")
-        return block.view(dtype).reshape(count, *self.shape[1:])
+        # Opened for each piece: pages that stay mapped would count as memory of the process.
+        with open_tensors(self.file) as file:
+            return file.get_slice(self.name)[start : start + count]
 
     def check_finite(self, rows: np.ndarray) -> None:
         """Raises ValueError if rows of this tensor have a NaN or an infinity."""
@@ -90,47 +80,21 @@ class Tensor:
         return [(start, min(size, rows - start)) for start in range(0, rows, size)]
 
 
-def read_header(path: Path) -> dict[str, Tensor]:
-    """Reads the header of a file: its tensors by name.
-
-    Raises:
-      ValueError: the file is no safetensors file, is cut off, or tensors overlap or do not cover all of its data.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER):
-            raise ValueError(f"{path}: no safetensors file, or a file that is cut off ({size} bytes)")
-        try:
-            header = parse_json(file.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            tensors = {name: _tensor(path, name, entry, 8 + length) for name, entry in entries.items()}
-            ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{path}: the header of this safetensors file cannot be read ({error})") from None
-    beyond = sorted(name for name, end in ends.items() if end > size)
-    if beyond:
-        raise ValueError(f"{path}: cut off: {beyond[0]} ends at byte {ends[beyond[0]]}, the file at {size}")
-    check_format(path)
-    return tensors
-
-
-def check_format(path: Path) -> None:
-    """Raises ValueError unless the safetensors library accepts the header: tensors that cover the data, one by one."""
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Opens a file and reads its header; raises ValueError unless its tensors cover its data, one by one."""
     try:
-        with safe_open(path, framework="numpy"):
-            pass
+        with safe_open(path, framework="numpy") as file:
+            yield file
     except SafetensorError as error:
-        raise ValueError(f"{path}: not a complete safetensors file: {error}") from None
+        raise ValueError(f"{path}: not a complete safetensors file; it is damaged or cut off ({error})") from None
 
 
-def _tensor(path: Path, name: str, entry: Mapping, first: int) -> Tensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    width = DTYPES[entry["dtype"]].itemsize if entry["dtype"] in DTYPES else SIZES.get(entry["dtype"], 1)
-    if end - begin != math.prod(shape) * width and entry["dtype"] in DTYPES:
-        raise ValueError(f"{name}: {end - begin} bytes for {entry['dtype']}{list(shape)}")
-    return Tensor(path, name, entry["dtype"], shape, first + begin)
+def read_header(path: Path) -> dict[str, Tensor]:
+    """Reads the header of a file: its tensors by name; raises ValueError as `open_tensors`."""
+    with open_tensors(path) as file:
+        slices = {name: file.get_slice(name) for name in sorted(file.keys())}
+        return {name: Tensor(path, name, x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
 
 
 def dtype_name(dtype: np.dtype) -> str:

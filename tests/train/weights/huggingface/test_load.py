@@ -159,17 +159,10 @@ def test_folders_without_safetensors_say_what_there_is(tmp_path):
 def test_damaged_files_are_named(tmp_path):
     path = tmp_path / "model.safetensors"
     whole = (GOLDENS / "qwen2" / "model.safetensors").read_bytes()
-    for damaged, said in (
-        (whole[:-1], "cut off"),
-        (whole[:5], "no safetensors"),
-        (b"PK\x03\x04" * 9, "no safetensors"),
-    ):
+    for damaged in (whole[:-1], whole[:5], b"", b"PK\x03\x04" * 9, whole[:8] + b"?" + whole[9:]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=r"model\.safetensors: not a complete safetensors file; it is damaged or"):
             check_folder(tmp_path, QWEN2)
-    path.write_bytes(whole[:8] + b"?" + whole[9:])
-    with pytest.raises(ValueError, match="cannot be read"):
-        check_folder(tmp_path, QWEN2)
 
 
 MEASURE = """

@@ -17,8 +17,8 @@ class PaddedRows(TypedDict):
 
 
 def pad_rows(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    completions: Sequence[Sequence[int] | np.ndarray],
     log_probs: Sequence[Sequence[float]] | None,
     kept_ids: Sequence[Sequence[Sequence[int]]] | None = None,
     *,
@@ -60,7 +60,8 @@ def pad_rows(
                 f"{prompt_length} + {max_new_tokens}"
             )
         end = prompt_length + len(completion)
-        tokens[row, prompt_length - len(prompt) : end] = [*prompt, *completion]
+        tokens[row, prompt_length - len(prompt) : prompt_length] = prompt
+        tokens[row, prompt_length:end] = completion
         token_mask[row, prompt_length - len(prompt) : end] = True
         completion_mask[row, prompt_length:end] = True
         if log_probs is not None:
