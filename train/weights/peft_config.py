@@ -3,9 +3,11 @@
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from train.config.json_text import parse_json
 from train.data.workers.process import NoAnswer, NotStarted, WorkerPool
@@ -80,53 +82,42 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{file}: cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{file}: got {type(raw).__name__}, expected a mapping of fields")
-    problems = [*_missing(raw), *_refused(raw)]
+    wrong = _wrong_types(raw)
+    typed = {name: value for name, value in raw.items() if name not in wrong}
+    bad = {name: f"expected {expected}" for name, expected in wrong.items()} | dict(_bad_patterns(typed))
+    problems = [f"{name}: got {_shown(raw.get(name))}, {reason}" for name, reason in bad.items()]
+    problems += _refused(raw)
     if problems:
         raise ValueError(f"{file}: {'; '.join(problems)}")
     return raw
 
 
-def _missing(raw: Mapping[str, Any]) -> list[str]:
-    problems = []
-    if str(raw.get("peft_type")).upper() != "LORA":
-        problems.append(f"peft_type: got {raw.get('peft_type')!r}, expected 'LORA'")
-    for name, is_right, expected in TYPES:
-        value = raw.get(name)
-        if not is_right(value):
-            problems.append(f"{name}: got {_shown(value)}, expected {expected}")
-    return problems + [f"{name}: got {_shown(raw[name])}, {reason}" for name, reason in _bad_patterns(raw)]
+class _Types(BaseModel):
+    """The types of the fields that are read, each with a text for errors."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    peft_type: Annotated[str, Field(pattern="^(?i:lora)$"), "'LORA'"]
+    r: Annotated[int, Field(ge=1, le=MAX_RANK), f"a positive number, whole and at most {MAX_RANK:,}"]
+    lora_alpha: Annotated[float, Field(gt=0, le=MAX_ALPHA), f"a positive number of at most {MAX_ALPHA:g}"]
+    target_modules: Annotated[str | list[str], Field(min_length=1), "module names or a regular expression"]
+    exclude_modules: Annotated[str | list[str] | None, "module names or a regular expression"] = None
+    layers_pattern: Annotated[str | list[str] | None, "a text or a list of texts"] = None
+    layers_to_transform: Annotated[int | list[int] | None, "an integer or a list of integers"] = None
 
 
-def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANK
-
-
-def _is_alpha(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= MAX_ALPHA
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-
-
-def _are_layers(value: Any) -> bool:
-    layers = value if isinstance(value, list) else [value]
-    return all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+def _wrong_types(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Lists the fields of a wrong type, with the type that is expected."""
+    try:
+        _Types.model_validate(raw)
+    except ValidationError as error:
+        fields = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors())
+        return {name: _Types.model_fields[name].metadata[-1] for name in fields}
+    return {}
 
 
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-TYPES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("r", _is_rank, f"a positive number, whole and at most {MAX_RANK:,}"),
-    ("lora_alpha", _is_alpha, f"a positive number of at most {MAX_ALPHA:g}"),
-    ("target_modules", lambda value: bool(value) and _are_names(value), "module names or a regular expression"),
-    ("exclude_modules", lambda value: value is None or _are_names(value), "module names or a regular expression"),
-    ("layers_pattern", lambda value: value is None or _are_names(value), "a text or a list of texts"),
-    ("layers_to_transform", lambda value: value is None or _are_layers(value), "an integer or a list of integers"),
-)
 
 
 def _expressions(raw: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -137,7 +128,7 @@ def _expressions(raw: Mapping[str, Any]) -> dict[str, list[str]]:
         if isinstance(value, str) and value.lower() != "all-linear":
             found[name] = [value]
     names = raw.get("layers_pattern")
-    if names and raw.get("layers_to_transform") is not None and _are_names(names):
+    if names and raw.get("layers_to_transform") is not None:
         found["layers_pattern"] = [layer_expression(name) for name in ([names] if isinstance(names, str) else names)]
     return found
 

@@ -71,10 +71,10 @@ serve(answer, memory=1 << 30)
 
 @pytest.mark.parametrize("limit", ["refused", pytest.param("set", marks=ON_LINUX)])
 def test_a_worker_answers_where_no_memory_limit_can_be_set(limit):
-    pipe, theirs = multiprocessing.Pipe()
-    with theirs:
-        command = [sys.executable, "-c", SERVE, limit, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    pipe, child_end = multiprocessing.Pipe()
+    with child_end:
+        command = [sys.executable, "-c", SERVE, limit, str(child_end.fileno())]
+        process = subprocess.Popen(command, pass_fds=[child_end.fileno()])
     answers = []
     with pipe:
         for size in (8, 2 << 30):

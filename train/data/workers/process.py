@@ -34,11 +34,11 @@ class WorkerProcess:
     def __init__(self, module: str, *arguments: str, output: bool = False, environment: Mapping[str, str]) -> None:
         """Starts the process; with `output`, what it prints is shown on standard error."""
         path = os.pathsep.join([str(ROOT), *(folder or os.getcwd() for folder in sys.path)])
-        self._pipe, theirs = Pipe()
-        with theirs:
+        self._pipe, child_end = Pipe()
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", f"train.data.workers.{module}", *arguments, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-m", f"train.data.workers.{module}", *arguments, str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2 if output else subprocess.DEVNULL,
                 stderr=2 if output else subprocess.DEVNULL,
