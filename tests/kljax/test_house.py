@@ -33,7 +33,7 @@ LAYERS = [
     {"systems", "reference", "audit", "parity", "__main__"},
 ]
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
-# Public under a name of their own, as `kljax.systems.kl`; everything else is flat in the package.
+# Public under a name of their own, as `kljax.systems.get`; everything else is flat in the package.
 NAMESPACES = ("systems", "audit")
 ALLOWED_AT_IMPORT = {"jax", "numpy", "kljax"} | set(sys.stdlib_module_names)
 
