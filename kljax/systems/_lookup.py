@@ -26,9 +26,6 @@ def entries(*, system: str | None = None, kind: str | None = None, name: str | N
     Returns:
       A tuple of `Entry`, ordered by kind and then by system.
 
-    Gradient:
-      None; it is a table.
-
     Raises:
       ValueError: for an unknown system or kind.
 
