@@ -22,7 +22,7 @@ from kljax.systems._table import SYSTEMS
 from train.config import help as train_help
 from train.config.messages import show
 
-NAMESPACES = ("systems", "audit")
+NAMESPACES = ("systems", "audit", "checkpoint")
 
 
 def fill(text: str) -> str:

@@ -5,6 +5,7 @@ the value of token `t` itself: its log-prob given the tokens before it. Position
 """
 
 from kljax import audit as audit
+from kljax import checkpoint as checkpoint
 from kljax import systems as systems
 from kljax import typing as typing
 from kljax.advantages import (

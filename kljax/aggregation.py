@@ -164,9 +164,6 @@ def token_weights(
     Returns:
       `[..., B, T]`, float32 (float64 under x64); masked positions hold 0. Nothing unmasked gives all zeros.
 
-    Gradient:
-      None; weights are data.
-
     Raises:
       ValueError: for an unknown mode or rule, an argument the mode needs and lacks, or one it has no use for; for
         segment ids of another shape, of T or more, or of several runs.

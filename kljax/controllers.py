@@ -66,9 +66,6 @@ def fixed_kl(coef: float) -> Controller:
     Returns:
       A `Controller` whose `update` returns the state it was given.
 
-    Gradient:
-      None; coefficients are data.
-
     Raises:
       ValueError: if `coef` is negative.
 
@@ -93,9 +90,6 @@ def adaptive_kl(coef: float, *, target: float, horizon: float) -> Controller:
     Returns:
       A `Controller`; its coefficient never falls below 0. A KL of infinity counts as the largest error, and a KL that
       is NaN leaves the coefficient as it is: one bad batch must not end the run with a NaN coefficient in its state.
-
-    Gradient:
-      None; coefficients are data.
 
     Raises:
       ValueError: if `coef` is negative, or `target` or `horizon` is not positive.
@@ -152,9 +146,6 @@ def pi_kl(
       A `Controller`. Its updates are the steps of the sum, whatever their number of samples; one of no samples changes
       nothing, and neither does a KL that is NaN. A KL of infinity counts as `max_error`.
 
-    Gradient:
-      None; coefficients are data.
-
     Raises:
       ValueError: if `coef`, a gain or `min_coef` is negative, `target` or `max_error` is not positive, or the bounds
         leave no room for `coef`.
@@ -207,9 +198,6 @@ def scheduled_kl(schedule: Callable[[Array], ArrayLike]) -> Controller:
 
     Returns:
       A `Controller`; its coefficient never falls below 0.
-
-    Gradient:
-      None; coefficients are data.
 
     Raises:
       Nothing.

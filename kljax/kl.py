@@ -197,7 +197,7 @@ def estimate_kl(
 
     Args:
       log_probs: `[..., T]` log pi of the sampled tokens under the policy being trained, in nats.
-      ref_log_probs: same shape, log-probs of the reference; data, whose producer stops its gradient.
+      ref_log_probs: same shape, log-probs of the reference; a constant, whose producer stops its gradient.
       mask: same shape, boolean; None keeps every position.
       estimator: "none", "k1", "abs", "k2", "k3" or "low_var_kl" (k3 with the clips 20 and 10 unless given).
       gradient: "value" differentiates the estimate; "k2" keeps the value and takes the gradient of `w_const * x^2 / 2`,

@@ -188,7 +188,7 @@ def masked_whiten(
       Same shape, float32 or float64; masked positions hold 0. With `shift_mean`, a constant becomes 0.
 
     Gradient:
-      To `values` through mean and variance alike; usually applied to data.
+      To `values` through mean and variance alike.
 
     Raises:
       ValueError: if the shapes differ, or `ddof` is negative.
@@ -223,9 +223,6 @@ def completion_mask(
     Returns:
       `[..., T]` booleans.
 
-    Gradient:
-      None; masks are data.
-
     Raises:
       ValueError: if the shapes of the two lengths differ.
 
@@ -254,9 +251,6 @@ def last_token_mask(
 
     Returns:
       `[..., T]` booleans with at most one position set per row, or per segment.
-
-    Gradient:
-      None; masks are data.
 
     Raises:
       ValueError: for segment ids of another shape, of T or more, or of several runs.

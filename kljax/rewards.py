@@ -39,7 +39,7 @@ def place_rewards(
       `[..., T]`, float32 or float64; masked positions hold 0, and so does a row without a single token.
 
     Gradient:
-      1 to the score at the token it lands on; rewards are usually data.
+      1 to the score at the token it lands on.
 
     Raises:
       ValueError: if `scores` has neither the shape of the mask nor that shape without its last axis.
@@ -67,7 +67,7 @@ def subtract_kl(
     Args:
       rewards: `[...]`, one reward per row, which lands on the row's last unmasked token; or `[..., T]` token rewards.
         With `segment_ids` `[..., T]`, the reward of each token's sequence.
-      kl: `[..., T]`, the KL at each token, in nats; data, whose producer stops its gradient.
+      kl: `[..., T]`, the KL at each token, in nats; a constant, whose producer stops its gradient.
       mask: same shape, boolean.
       coef: weight of the KL, in reward per nat; a number or a traced scalar. 0 leaves the rewards untouched, even
         where the KL is infinite.
@@ -136,7 +136,7 @@ def kl_shaped_rewards(
       `(rewards, kl)`, both `[..., T]`, float32 or float64; masked positions hold 0. `kl` is as estimated, in nats.
 
     Gradient:
-      The KL is data: nothing flows to `log_probs` or `ref_log_probs`. 1 to the scores.
+      The KL is treated as a constant: nothing flows to `log_probs` or `ref_log_probs`. 1 to the scores.
 
     Raises:
       ValueError: for an unknown estimator, differing shapes, a negative `coef`, or a `value_clip` that is not positive.
@@ -185,7 +185,7 @@ def distillation_rewards(
       `[..., T]`, float32 or float64; masked positions hold 0.
 
     Gradient:
-      None: the log-probs are detached.
+      The log-probs are detached: nothing flows to them.
 
     Raises:
       ValueError: for an unknown estimator, differing shapes, a negative `coef`, or a bound that is not positive.

@@ -60,9 +60,6 @@ def opmd_advantages(
     Returns:
       `[B]`, float32 or float64, in the unit of the rewards; padding rows hold 0. Equal rewards get exactly 0.
 
-    Gradient:
-      Advantages are data.
-
     Raises:
       ValueError: as `grpo_advantages`; for an unknown baseline, or a `tau` that is not positive.
 
@@ -115,9 +112,6 @@ def asymre_advantages(
     Returns:
       `[B]`, float32 or float64, in the unit of the rewards; padding rows hold 0. Equal rewards get `-shift`.
 
-    Gradient:
-      Advantages are data.
-
     Raises:
       ValueError: as `grpo_advantages`.
 
@@ -154,9 +148,6 @@ def remax_advantages(
 
     Returns:
       `(advantages, returns)`, both `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0.
-
-    Gradient:
-      Plain arithmetic; rewards and baselines are data.
 
     Raises:
       ValueError: for differing shapes.
@@ -204,9 +195,6 @@ def rae_advantages(
 
     Returns:
       `(advantages, baselines)`: `[B]`, where padding rows hold 0, and `[G]`; float32 or float64.
-
-    Gradient:
-      Plain arithmetic; rewards and baselines are data.
 
     Raises:
       ValueError: for differing shapes, a negative `decay`, or a group id without a baseline. Under jit such an id

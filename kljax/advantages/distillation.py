@@ -133,7 +133,7 @@ def jsd_advantages(
       `[..., T]`, float32 or float64; masked positions hold 0.
 
     Gradient:
-      None: the log-probs are detached.
+      The log-probs are detached: nothing flows to them.
 
     Raises:
       ValueError: for differing shapes, or a `beta` outside of [0, 1].
@@ -188,7 +188,7 @@ def iw_opd_advantages(
       `[..., T]`, float32 or float64, in nats; masked positions hold 0.
 
     Gradient:
-      None: the log-probs are detached.
+      The log-probs are detached: nothing flows to them.
 
     Raises:
       ValueError: for differing shapes, or a negative `gamma`.

@@ -49,9 +49,6 @@ def clip_b_mask(
     Returns:
       `[..., T]` booleans, True on tokens to train on; False where the mask is.
 
-    Gradient:
-      None; booleans.
-
     Raises:
       ValueError: for differing shapes, or a negative `mu`.
 
@@ -104,9 +101,6 @@ def clip_v_mask(
 
     Returns:
       `[..., T]` booleans, True on tokens to train on; False where the mask is.
-
-    Gradient:
-      None; booleans.
 
     Raises:
       ValueError: for differing shapes, or a negative `mu` or `max_fraction`.

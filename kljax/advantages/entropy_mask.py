@@ -41,9 +41,6 @@ def high_entropy_mask(
     Returns:
       `[..., T]` booleans, True on tokens to train on; False where the mask is.
 
-    Gradient:
-      None; booleans.
-
     Raises:
       ValueError: for differing shapes, or a `fraction` outside of [0, 1].
 

@@ -1,7 +1,7 @@
 """Advantages of whole rows, `[B]`, from the rewards of the other rows sampled from the same prompt.
 
 Rows of a group need not be adjacent. A padding row is one whose `valid` is False or whose group id is negative: it
-enters no statistic, its reward may be NaN, and its advantage is 0. Rewards are data; nothing here stops a gradient.
+enters no statistic, its reward may be NaN, and its advantage is 0. Rewards are constants: no gradient is stopped here.
 """
 
 from typing import get_args
@@ -70,9 +70,6 @@ def grpo_advantages(
     Returns:
       `[B]`, float32 or float64; padding rows hold 0. A group of equal rewards gets exactly 0.
 
-    Gradient:
-      Advantages are data; rewards under `valid` get gradient 0.
-
     Raises:
       ValueError: for an unknown option, differing shapes, or a group id of `num_groups` or more. Under jit such an
         id cannot be seen and makes the row's advantage NaN.
@@ -133,9 +130,6 @@ def reinforce_plus_plus_baseline_advantages(
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
 
-    Gradient:
-      Advantages are data.
-
     Raises:
       ValueError: as `grpo_advantages`.
 
@@ -180,9 +174,6 @@ def rloo_advantages(
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
-
-    Gradient:
-      Advantages are data.
 
     Raises:
       ValueError: as `grpo_advantages`.
@@ -232,9 +223,6 @@ def opo_advantages(
       `[B]`, float32 or float64; padding rows hold 0, and so does every row of a group without a single token.
       With `segment_ids` `[B, T]`: each unmasked token has the advantage of its sequence, and masked positions hold 0.
 
-    Gradient:
-      Advantages are data.
-
     Raises:
       ValueError: as `grpo_advantages`, and if `mask` is not `[B, T]`.
 
@@ -282,7 +270,7 @@ def broadcast_to_tokens(
       `[..., T]`, float32 or float64; masked positions hold 0.
 
     Gradient:
-      To `advantages`, summed over the unmasked tokens of the row; usually data.
+      To `advantages`, summed over the unmasked tokens of the row.
 
     Raises:
       ValueError: if `advantages` does not have the shape of the mask without its last axis.

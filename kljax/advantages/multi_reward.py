@@ -68,9 +68,6 @@ def gdpo_advantages(
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
 
-    Gradient:
-      Advantages are data.
-
     Raises:
       ValueError: as `grpo_advantages`; for rewards that are not `[B, K]`, or `weights` that are not `[K]`.
 

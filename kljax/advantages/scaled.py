@@ -51,9 +51,6 @@ def maxrl_advantages(
     Returns:
       `[B]`, float32 or float64, without a unit; padding rows hold 0.
 
-    Gradient:
-      Advantages are data.
-
     Raises:
       ValueError: as `grpo_advantages`.
 
@@ -101,9 +98,6 @@ def gpg_advantages(
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
 
-    Gradient:
-      Advantages are data.
-
     Raises:
       ValueError: as `grpo_advantages`.
 
@@ -150,9 +144,6 @@ def pass_at_k_advantages(
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0, and so does a row alone in its group.
-
-    Gradient:
-      Advantages are data.
 
     Raises:
       ValueError: as `grpo_advantages`.

@@ -45,9 +45,6 @@ def groups_with_spread(
     Returns:
       `[G]` booleans; False for a group of equal rewards, of a single row, or of none.
 
-    Gradient:
-      None; booleans.
-
     Raises:
       ValueError: for differing shapes, a negative `threshold`, or a group id of `num_groups` or more.
 

@@ -48,9 +48,6 @@ def broadcast_to_steps(
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
 
-    Gradient:
-      Advantages are data.
-
     Raises:
       ValueError: for differing shapes, or an id of `num_groups` or more. Under jit such an id cannot be seen and makes
         the row's advantage NaN.

@@ -55,9 +55,6 @@ def reinforce_plus_plus_returns(
       `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0. REINFORCE++ whitens them
       next, with `masked_whiten`.
 
-    Gradient:
-      Plain arithmetic, linear in the rewards; rewards and returns are data.
-
     Raises:
       ValueError: for an unknown rule, differing shapes, or a `gamma` that is negative or no scalar.
 
@@ -131,7 +128,7 @@ def gae(
       `gamma` or `lam` is 0, reaches nothing.
 
     Gradient:
-      Plain arithmetic, linear in rewards and values. Both results are data for a loss: compute them outside the
+      Linear in rewards and values. A loss takes both results as constants: compute them outside the
       function that is differentiated, or stop their gradient.
 
     Raises:

@@ -54,7 +54,7 @@ def otb_advantages(
 
     Args:
       token_rewards: `[B, T]`, rewards per token; masked ones are ignored.
-      old_log_probs: same shape, log-probs of the policy that is about to be trained, in nats; data.
+      old_log_probs: same shape, log-probs of the policy that is about to be trained, in nats; a constant.
       sum_squared_probs: same shape, `sum_v pi(v)^2` over the vocabulary: `jnp.exp(2 * vocab_log_probs).sum(-1)`.
       mask: same shape, boolean.
       group_ids: `[B]` integers below `num_groups`, the prompt of each row; negative marks a padding row.
@@ -77,9 +77,6 @@ def otb_advantages(
     Returns:
       `(advantages, returns)`, both `[B, T]`, float32 or float64, in the unit of the rewards; masked positions and
       padding rows hold 0.
-
-    Gradient:
-      Plain arithmetic; everything here is data.
 
     Raises:
       ValueError: for an unknown option, differing shapes, a negative `eps`, or a group id of `num_groups` or more.

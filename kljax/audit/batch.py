@@ -78,9 +78,6 @@ def audit_batch(
     Returns:
       An `Audit`, on the host. `Audit.yardstick` names the yardstick.
 
-    Gradient:
-      None; an audit is a report.
-
     Raises:
       ValueError: if shapes differ, nothing is unmasked, an unmasked number is not finite, a log-prob is above 0 by more
         than rounding (1e-3), or an option is out of range.

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kljax import _orbax
 from kljax._checks import check_at_least, check_choice
 from kljax._typing import Array, ArrayLike
 from kljax.audit.logits import Block, Options, host_mask, measure
 from kljax.audit.report import Audit
+from kljax.checkpoint import read_metadata, restore
 from kljax.log_probs import kl_from_hidden
 
 __all__ = ["Checkpoints", "audit_checkpoints"]
@@ -69,9 +69,6 @@ def audit_checkpoints(
 
     Returns:
       An `Audit`, on the host.
-
-    Gradient:
-      None; an audit is a report.
 
     Raises:
       FileNotFoundError: if there is no checkpoint at a path.
@@ -147,10 +144,14 @@ class Checkpoints:
         return [self._restore(path) for path in paths]
 
     def _restore(self, path: Path) -> Any:
-        metadata, abstract = _orbax.read_metadata(path), self.abstract
+        metadata, abstract = read_metadata(path), self.abstract
         if abstract is None:
-            abstract = _orbax.sharded_on_first_device(metadata.subtree(self.item))
-        return _orbax.restore(metadata, abstract, self.item)
+            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            abstract = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype, sharding=device),
+                metadata.subtree(self.item),
+            )
+        return restore(metadata, abstract, item=self.item)
 
 
 def _head(head: Head, params: Any, layout: str) -> Array:

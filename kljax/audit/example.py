@@ -45,9 +45,6 @@ def example_logits(
     Returns:
       `(logits, ref_logits, sampling_logits)`, each `[N, T, V]` float32; the last is None without staleness.
 
-    Gradient:
-      None; logits are treated as constants.
-
     Raises:
       ValueError: for a size below 1 or a negative KL.
 

@@ -77,7 +77,8 @@ def audit_logits(
 
     Off-policy, each is measured uncorrected, times the importance ratio, and times that ratio capped at `max_ratio`.
     The audit computes in float64 with 64-bit JAX, and else in float32, whose rounding shows as relative biases near
-    1e-6. Only a few positions are on the device at a time, so arrays may be `np.memmap`.
+    1e-6. Only a few positions are on the device at a time, so arrays may be `np.memmap`; the loop over them on the host
+    does not work under `jit` or `vmap`.
 
     Metrics of a value: mean, bias, relative_bias (bias / KL), variance of one estimate, snr (`|mean| / sd`), rmse.
     Metrics of a gradient, positions taken as one long vector: bias_norm (root mean square per unit), relative_bias
@@ -100,9 +101,6 @@ def audit_logits(
 
     Returns:
       An `Audit`, on the host.
-
-    Gradient:
-      None; an audit is a report. It loops on the host and does not work under `jit` or `vmap`.
 
     Raises:
       ValueError: if shapes differ, nothing is unmasked, logits are NaN, the KL is infinite, or an option is out

@@ -59,9 +59,6 @@ def clipped_tokens(
     Returns:
       `[..., T]` booleans, False at masked positions.
 
-    Gradient:
-      None; masks are data.
-
     Raises:
       ValueError: for differing shapes, a negative clip, or an unknown name.
 
@@ -108,9 +105,6 @@ def clip_fraction(
     Returns:
       `WeightedSum` of zeros and ones per token.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: for differing shapes, a negative clip, or an unknown name.
 
@@ -153,9 +147,6 @@ def dual_clip_fraction(
     Returns:
       `WeightedSum` of zeros and ones per token.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: for differing shapes, `dual_clip <= 1`, or an unknown level.
 
@@ -197,9 +188,6 @@ def ratio_fraction(
     Returns:
       `WeightedSum` of zeros and ones per token, or per row that has one. A NaN ratio is outside.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: for an unknown level, differing shapes, no bound at all, a negative bound, or `lower > upper`.
 
@@ -233,9 +221,6 @@ def value_clip_fraction(
 
     Returns:
       `WeightedSum` of zeros and ones per token. The gradient of `value_loss` is 0 at the tokens counted.
-
-    Gradient:
-      None; metrics are data.
 
     Raises:
       ValueError: for differing shapes, or a `clip` that is not positive.

@@ -53,9 +53,6 @@ def ppo_kl(
     Returns:
       `WeightedSum`, in nats; k1 can be negative on a sample.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: for an unknown name, differing shapes, or a clip that is not positive.
 
@@ -90,9 +87,6 @@ def reference_kl(
 
     Returns:
       `WeightedSum`, in nats.
-
-    Gradient:
-      None; metrics are data.
 
     Raises:
       ValueError: for an unknown name or differing shapes.
@@ -133,9 +127,6 @@ def rollout_kl(
     Returns:
       `WeightedSum`, in nats.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: for an unknown name or differing shapes.
 
@@ -169,9 +160,6 @@ def log_prob_abs_diff(
 
     Returns:
       `WeightedSum`, in nats.
-
-    Gradient:
-      None; metrics are data.
 
     Raises:
       ValueError: for an unknown mode or differing shapes.
@@ -208,9 +196,6 @@ def log_prob_squared_diff(
 
     Returns:
       `WeightedSum`, in squared nats.
-
-    Gradient:
-      None; metrics are data.
 
     Raises:
       ValueError: for an unknown mode or differing shapes.
@@ -252,9 +237,6 @@ def chi_squared(
       `WeightedSum` of `r^2 - 1` per token, or per row that has one. Its value estimates `E[r^2] - 1` and is at least
       -1; below 0 only because the mean of the ratios in the sample is not 1.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: for an unknown level, differing shapes, or a clip that is not positive.
 
@@ -295,9 +277,6 @@ def kl_by_position(
 
     Returns:
       `WeightedSum` with `[K]` arrays, in nats.
-
-    Gradient:
-      None; metrics are data.
 
     Raises:
       ValueError: for an unknown estimator, differing shapes, or a number that is not positive.

@@ -51,9 +51,6 @@ def mean_metric(
     Returns:
       `WeightedSum`; its weight is the number of tokens, or of rows that have one.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: for an unknown mode or differing shapes.
 
@@ -101,9 +98,6 @@ def masked_fraction(
     Returns:
       `WeightedSum` of zeros and ones.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: for an unknown mode or differing shapes.
 
@@ -140,9 +134,6 @@ def mean_by_position(
 
     Returns:
       `WeightedSum` with `[K]` arrays; a range without a token has weight 0.
-
-    Gradient:
-      None; metrics are data.
 
     Raises:
       ValueError: if the shapes differ, or a number is not positive.

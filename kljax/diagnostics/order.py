@@ -107,9 +107,6 @@ def log_prob_diff_extremes(
     Returns:
       `Extremes` over the unmasked tokens, or over the rows that have one, in nats.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: for an unknown level or differing shapes.
 
@@ -152,9 +149,6 @@ def ratio_quantiles(
     Returns:
       `[Q]`, float32 or float64: the quantiles over the unmasked tokens, or over the rows that have one. 1 if there is
       none, NaN if one of them is.
-
-    Gradient:
-      None; metrics are data.
 
     Raises:
       ValueError: for an unknown level, differing shapes, or a quantile that is not between 0 and 1.

@@ -34,9 +34,6 @@ def perplexity(
     Returns:
       `WeightedSum` per row that has a token.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: if the shapes differ.
 
@@ -64,9 +61,6 @@ def log_perplexity(
 
     Returns:
       `WeightedSum` per row that has a token, in nats.
-
-    Gradient:
-      None; metrics are data.
 
     Raises:
       ValueError: if the shapes differ.
@@ -103,9 +97,6 @@ def log_perplexity_diff(
       `WeightedSum` per row that has a token, in nats. Its extremes over rows are the negative ones of
       `log_prob_diff_extremes(..., level="geometric")`.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: if the shapes differ.
 
@@ -139,9 +130,6 @@ def perplexity_ratio(
 
     Returns:
       `WeightedSum` per row that has a token; 1 where the two agree.
-
-    Gradient:
-      None; metrics are data.
 
     Raises:
       ValueError: if the shapes differ.

@@ -37,9 +37,6 @@ def probability_diff(
       `[..., T]`, float32 or float64; masked positions hold 0. The relative accuracy is that of the log-probs where `p`
       and `q` are close to each other.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: if the shapes differ.
 

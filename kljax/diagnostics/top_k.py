@@ -29,9 +29,6 @@ def top_k_overlap(
     Returns:
       `[..., T]`, float32 or float64, between 0 and 1; masked positions hold 0. `mean_metric` takes its mean.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: for shapes that do not fit.
       TypeError: if the indices are not integers.

@@ -33,9 +33,6 @@ def effective_sample_size(
       A scalar between 0 and 1, float32 or float64: 1 for equal weights, `1 / n` if one weight dominates, 0 if there
       is no weight. It is also `mean(w)^2 / mean(w^2)`, with both means as `mean_metric` for parts of a batch.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: if the shapes differ.
 
@@ -75,9 +72,6 @@ def explained_variance(
       A scalar of at most 1, float32 or float64: 1 is perfect, 0 no better than a constant, and 0 if the
       returns do not vary.
 
-    Gradient:
-      None; metrics are data.
-
     Raises:
       ValueError: if the shapes differ.
 
@@ -112,9 +106,6 @@ def probability_correlation(
 
     Returns:
       A scalar between -1 and 1, float32 or float64; 0 if either policy gives every token the same probability.
-
-    Gradient:
-      None; metrics are data.
 
     Raises:
       ValueError: if the shapes differ.

@@ -2,7 +2,7 @@
 
 The covariance of a token is `c_t = (A_t - mean A) (log pi_t - mean log pi)`, with means over all unmasked tokens.
 Tokens are chosen by their rank in the whole batch: give these losses the whole optimizer batch, or accept that the
-choice is made within each micro-batch. Every choice is data, and arrays keep their shapes under jit.
+choice is made within each micro-batch. Every choice is treated as a constant, and arrays keep their shapes under jit.
 """
 
 import jax
@@ -50,8 +50,8 @@ def clip_cov_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; data.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean; `n` is the number of unmasked tokens.
       key: a PRNG key that decides among the candidates.
       fraction: how many tokens are dropped, as a fraction of `n`, at least 0; one token at the least. A Python number
@@ -113,8 +113,8 @@ def kl_cov_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; data.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean; `n` is the number of unmasked tokens.
       fraction: how many tokens pay, as a fraction of `n`, at least 0; one token at the least. verl 2e-4, SkyRL 0.2. A
         Python number is multiplied as Python does it, a traced one in its own type, as in `clip_cov_loss`.

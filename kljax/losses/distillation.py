@@ -1,7 +1,7 @@
 """Distillation: the distance to a teacher, from sampled tokens, over the whole vocabulary, or over its largest part.
 
 Full vocabularies are log-probs `[..., T, V]`, each row of which sums to 1 (`jax.nn.log_softmax`); a temperature divides
-the logits first. The teacher is data, whose producer stops its gradient.
+the logits first. The teacher is a constant, whose producer stops its gradient.
 """
 
 import jax
@@ -42,7 +42,7 @@ def distillation_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      teacher_log_probs: same shape, log-probs that the teacher gives the same tokens; data.
+      teacher_log_probs: same shape, log-probs that the teacher gives the same tokens; a constant.
       mask: same shape, boolean.
       estimator: the value, as in `estimate_kl`; "k1" with the gradient "k2" is TRL's sampled-token distillation.
       gradient: "k2" (default): the gradient of KL(pi || teacher) whatever the value; "value": that of the estimator, as
@@ -103,7 +103,7 @@ def generalized_jsd(
     Args:
       vocab_log_probs: `[..., T, V]` log-probs of the policy over the vocabulary, in nats; each row sums to 1. `-inf` is
         a token without probability.
-      teacher_vocab_log_probs: same shape, log-probs of the teacher; data.
+      teacher_vocab_log_probs: same shape, log-probs of the teacher; a constant.
       mask: `[..., T]`, boolean.
       beta: weight of the teacher in the mixture, between 0 and 1.
 
@@ -246,7 +246,7 @@ def top_k_forward_kl(
 
     Args:
       top_log_probs: `[..., T, K]` log-probs of the policy for the tokens, in nats.
-      teacher_top_log_probs: same shape, log-probs of the teacher for the same tokens; data.
+      teacher_top_log_probs: same shape, log-probs of the teacher for the same tokens; a constant.
       mask: `[..., T]`, boolean.
       min_log_prob: lower bound of both log-probs, in nats; None has none. verl's `log_prob_min_clamp`.
 

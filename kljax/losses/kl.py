@@ -30,7 +30,7 @@ def reference_kl_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      ref_log_probs: same shape, log-probs of the reference; data.
+      ref_log_probs: same shape, log-probs of the reference; a constant.
       mask: same shape, boolean.
       estimator: the value, as in `estimate_kl`.
       gradient: "k2" (default): the gradient of KL(pi || ref) whatever the value; "weighted_k2": the same, with the
@@ -96,7 +96,7 @@ def rollout_kl_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      rollout_log_probs: same shape, recorded log-probs of the sampler; data.
+      rollout_log_probs: same shape, recorded log-probs of the sampler; a constant.
       mask: same shape, boolean.
       estimator: the value, as in `estimate_kl`; prime-rl's squared log-ratio is twice "k2".
       gradient: "value" (default): that of the estimator; "k2": `x` whatever the value; "none": a constant.

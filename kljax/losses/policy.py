@@ -1,6 +1,6 @@
 """Policy losses per token, to be minimised; `[..., T]`, masked positions exactly 0.
 
-`d = log_probs - old_log_probs` and `r = exp(d)` at a sampled token; `A` is its advantage, which is data and whose
+`d = log_probs - old_log_probs` and `r = exp(d)` at a sampled token; `A` is its advantage, which is a constant and whose
 producer stopped its gradient, as with the old log-probs.
 """
 
@@ -49,8 +49,8 @@ def ppo_clip_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; data.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
       clip_low: how far below 1 the ratio may fall and still be rewarded, at least 0.
       clip_high: how far above 1 it may rise; larger than `clip_low` in DAPO ("clip-higher").
@@ -117,8 +117,8 @@ def gspo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; data.
-      advantages: same shape; data, usually equal over a row (`broadcast_to_tokens`).
+      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
+      advantages: same shape; a constant, usually equal over a row (`broadcast_to_tokens`).
       mask: same shape, boolean; `n` is the number of unmasked tokens of the row.
       clip_low: how far below 1 the ratio may fall; of the order of 1e-4, since `s` is a mean over the row.
       clip_high: how far above 1 it may rise.
@@ -190,8 +190,8 @@ def cispo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens, or of the start of the update; data.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      old_log_probs: same shape, log-probs of the policy that drew the tokens or started the update; a constant.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
       clip_low: the lower bound of the weight is `1 - clip_low`; 1 is none.
       clip_high: the upper bound of the weight is `1 + clip_high`, at least 0.

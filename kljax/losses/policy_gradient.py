@@ -45,7 +45,7 @@ def reinforce_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
 
     Returns:
@@ -80,7 +80,7 @@ def gpg_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
 
     Returns:
@@ -116,8 +116,8 @@ def importance_sampling_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens; data.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
       log_ratio_clip: bound of `d`, in nats; None does not clip. Trinity-RFT uses 20.
       max_ratio: the cap of `r`, above 0; None does not cap.
@@ -162,8 +162,8 @@ def topr_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens; data.
-      advantages: same shape; data. The paper's are rewards, with or without a baseline.
+      old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant.
+      advantages: same shape; a constant. The paper's are rewards, with or without a baseline.
       mask: same shape, boolean.
       threshold: the largest advantage whose token is weighted.
 
@@ -203,7 +203,7 @@ def opmd_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
       tau: strength of the regularisation towards the current policy, at least 0: it makes the step shorter.
 

@@ -40,11 +40,11 @@ def dpo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained on the preferred sequences, in nats.
-      ref_log_probs: same shape, those of the reference; data.
+      ref_log_probs: same shape, those of the reference; a constant.
       mask: same shape, boolean.
       rejected_log_probs: `[..., T]` log-probs of the policy on the rejected sequences, a row for each preferred one;
         they may have another length.
-      rejected_ref_log_probs: same shape, those of the reference; data.
+      rejected_ref_log_probs: same shape, those of the reference; a constant.
       rejected_mask: same shape, boolean.
       coef: strength of the KL penalty, above 0; the papers' beta.
       label_smoothing: the probability `s` that a label is wrong, at least 0 and below 1/2.

@@ -47,8 +47,8 @@ def dro_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that it is held near; data.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      old_log_probs: same shape, log-probs of the policy that it is held near; a constant.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
       coef: weight of the square, above 0, in the unit of the advantages.
 
@@ -111,8 +111,8 @@ def rec_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens; data.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
       clip_mode: one of the five names above.
       weight: one of the four names above.

@@ -63,8 +63,8 @@ def sapo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; data.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
       tau_positive: steepness of the gate for positive advantages, above 0.
       tau_negative: the same for the others; a little larger in the paper.
@@ -132,8 +132,8 @@ def gmpo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; data.
-      advantages: same shape; data, equal over a row (`broadcast_to_tokens`).
+      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
+      advantages: same shape; a constant, equal over a row (`broadcast_to_tokens`).
       mask: same shape, boolean.
       clip_low: how far `d` may fall below 0, in nats, at least 0.
       clip_high: how far it may rise above 0, in nats, at least 0.
@@ -191,15 +191,15 @@ def vespo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; data.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
       k_positive: the power `k` where `A >= 0`, above 0.
       lambda_positive: the rate `lambda` where `A >= 0`, above 0.
       k_negative: the power where `A < 0`.
       lambda_negative: the rate where `A < 0`.
       weights: same shape, importance weights of the old policy against the sampler, of which the product over the row
-        multiplies `w`; data. A weight of the row as a whole goes to one of its tokens, 1 to the others.
+        multiplies `w`; a constant. A weight of the row as a whole goes to one of its tokens, 1 to the others.
       log_ratio_clip: bound of each `d`, in nats; None does not clip. TRL uses 20.
       segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
         takes each row as one sequence.

@@ -60,9 +60,6 @@ def dppo_mask(
     Returns:
       `[..., T]` booleans, a subset of `mask`.
 
-    Gradient:
-      None; masks are data.
-
     Raises:
       ValueError: for an unknown divergence, differing shapes, advantages that are not per token, or a negative bound.
 
@@ -110,8 +107,8 @@ def dppo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy that drew the tokens; data. verl gives the old policy's.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant. verl gives the old policy's.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
       divergence: "tv" or "kl", as in `dppo_mask`.
       clip_low: as in `dppo_mask`.
@@ -174,8 +171,8 @@ def sppo_loss(
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
-      old_log_probs: same shape, log-probs of the policy at the start of the update; data.
-      advantages: same shape; data. Advantages per row go through `broadcast_to_tokens` first.
+      old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
+      advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
       mask: same shape, boolean.
       clip: how far the ratio may be from 1, as a factor less 1, above 0; both sides whatever the sign of `A`.
 

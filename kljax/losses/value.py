@@ -29,8 +29,8 @@ def value_loss(
 
     Args:
       values: `[..., T]` values `V` being trained, of the state before each token, in the unit of the rewards.
-      old_values: same shape, the values at the start of the update; data. May be None without `clip`.
-      returns: same shape, the targets `R` (from `gae`); data.
+      old_values: same shape, the values at the start of the update; a constant. May be None without `clip`.
+      returns: same shape, the targets `R` (from `gae`); a constant.
       mask: same shape, boolean.
       clip: how far `c` the value may move from the old one, positive; None leaves the plain squared error.
 

@@ -13,7 +13,7 @@ from kljax.parity.dump import Dump, DumpError
 from kljax.parity.fields import FIELDS
 from kljax.systems import Call, Entry
 from kljax.systems._call import parameters, steps
-from kljax.systems._lookup import find, require_call
+from kljax.systems._lookup import get_entry, require_call
 from kljax.systems._table import SYSTEMS
 
 Arguments = tuple[tuple[str, Any], ...]
@@ -301,7 +301,7 @@ def _entry(system: str | None, section: str, kind: str, name: str) -> Entry:
     if system is None:
         raise DumpError(f"header.{section}.name: names need a system; set header.system, or pass --system")
     try:
-        return find(kind, system, name)
+        return get_entry(f"{system}/{name}", kind)
     except ValueError as error:
         raise DumpError(f"header.{section}.name: {error}") from error
 

@@ -1,7 +1,7 @@
 """How far two policies are apart at one token, seen as a coin: this token (`exp(log_probs)`), or any other one.
 
-Both divergences are data, without a gradient. They keep their relative accuracy in float32 where the two probabilities
-are close to each other, to 0 or to 1, where the formulas as printed cancel to nothing.
+Both divergences are constants, without a gradient. They keep their relative accuracy in float32 where the two
+probabilities are close to each other, to 0 or to 1, where the formulas as printed cancel to nothing.
 """
 
 import math

@@ -51,7 +51,7 @@ def correct_rollout(
     over what is left (verl).
 
     Args:
-      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; data.
+      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; a constant.
       rollout_log_probs: same shape, log-probs recorded by the sampler.
       mask: same shape, boolean.
       steps: functions as above, applied from the first to the last; none leaves the weights 1.
@@ -60,7 +60,7 @@ def correct_rollout(
       `RolloutCorrection` with the weights and the tokens kept. Weights of 0 (IcePop's) do not reject.
 
     Gradient:
-      None; the weights are constants.
+      The weights are detached: nothing flows to the log-probs.
 
     Raises:
       ValueError: if the shapes differ, or a step returns another one.

@@ -65,9 +65,6 @@ def kl_rejection_mask(
     Returns:
       `[..., T]` booleans, a subset of `mask`. A value that is NaN is rejected.
 
-    Gradient:
-      None; masks are data.
-
     Raises:
       ValueError: for an unknown name, differing shapes, no bound at all, `lower > upper`, or a clip not above 0.
 
@@ -130,9 +127,6 @@ def divergence_mask(
     Returns:
       `[..., T]` booleans, a subset of `mask`. A divergence that is NaN is rejected.
 
-    Gradient:
-      None; masks are data.
-
     Raises:
       ValueError: for an unknown name, differing shapes, or a negative bound.
 
@@ -185,9 +179,6 @@ def off_policy_sequence_mask(
 
     Returns:
       `[..., T]` booleans, a subset of `mask`. A row whose mean is NaN is off-policy.
-
-    Gradient:
-      None; masks are data.
 
     Raises:
       ValueError: for differing shapes or a clip that is not positive.

@@ -51,9 +51,6 @@ def rejection_mask(
     Returns:
       `[..., T]` booleans, a subset of `mask`. A ratio that is NaN is rejected.
 
-    Gradient:
-      None; masks are data.
-
     Raises:
       ValueError: for an unknown level, differing shapes, no bound at all, a negative bound, or `lower > upper`.
 
@@ -92,9 +89,6 @@ def veto_mask(
 
     Returns:
       `[..., T]` booleans: the mask, with every position of a vetoed row False. A token whose ratio is NaN vetoes.
-
-    Gradient:
-      None; masks are data.
 
     Raises:
       ValueError: if the shapes differ, a bound is negative, there is none, or they are in the wrong order.

@@ -53,7 +53,7 @@ def importance_weights(
     not known has the ratio 1 if it is given the one in `log_probs`.
 
     Args:
-      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; data.
+      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; a constant.
       sampling_log_probs: same shape, log-probs of the policy that drew the tokens (usually the rollout engine).
       mask: same shape, boolean.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
@@ -72,7 +72,7 @@ def importance_weights(
       `normalize`, finite even where a ratio alone would overflow. A NaN ratio is masked by "mask", else stays NaN.
 
     Gradient:
-      Plain mathematics: that of `r` within the bounds, 0 beyond them. Weights of recorded policies are data.
+      Plain mathematics: that of `r` within the bounds, 0 beyond them. Weights of recorded policies are constants.
 
     Raises:
       ValueError: for an unknown name, differing shapes, `lower` with "truncate", no bound for the other modes, a
@@ -126,7 +126,7 @@ def truncated_importance_weights(
     The mode "truncate" of `importance_weights`, with the cap that is common.
 
     Args:
-      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; data.
+      log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; a constant.
       sampling_log_probs: same shape, log-probs of the policy that drew the tokens (usually the rollout engine).
       mask: same shape, boolean.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
@@ -138,7 +138,7 @@ def truncated_importance_weights(
       `[..., T]`, float32 or float64; masked positions hold 0. Sequence levels repeat one weight over the row.
 
     Gradient:
-      Plain mathematics: that of `r` below the cap, 0 above it. Weights of recorded policies are data.
+      Plain mathematics: that of `r` below the cap, 0 above it. Weights of recorded policies are constants.
 
     Raises:
       ValueError: for an unknown level, differing shapes, or a cap that is not positive.

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kljax import _orbax
 from kljax._typing import Array
+from kljax.checkpoint import check_fits, read_metadata, restore
 
 __all__ = [
     "Policy",
@@ -89,9 +89,6 @@ def adapter_reference(
     Returns:
       A policy with the restored adapter, sharded as `abstract_adapter` says.
 
-    Gradient:
-      None; a reference is treated as a constant.
-
     Raises:
       FileNotFoundError: if there is no checkpoint at `path`.
       ValueError: if structure or shapes differ from `abstract_adapter`.
@@ -121,9 +118,6 @@ def checkpoint_reference(path: str | pathlib.Path, abstract_params: Tree, *, ite
 
     Returns:
       A policy with the restored weights, sharded as `abstract_params` says.
-
-    Gradient:
-      None; a reference is treated as a constant.
 
     Raises:
       FileNotFoundError: if there is no checkpoint at `path`.
@@ -155,9 +149,6 @@ def restore_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None =
     Returns:
       A pytree of arrays, each created directly in its sharding.
 
-    Gradient:
-      None; restored arrays are treated as constants.
-
     Raises:
       FileNotFoundError: if there is no checkpoint at `path`.
       ValueError: if the structure, a shape or a dtype differs, naming the first leaves that do; if an array cannot be
@@ -175,7 +166,7 @@ def restore_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None =
       >>> print(kljax.restore_tree(path, abstract, item="policy")["w"])
       [1. 1.]
     """
-    return _orbax.restore(_orbax.read_metadata(path), abstract, item)
+    return restore(read_metadata(path), abstract, item=item)
 
 
 def check_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None = None) -> None:
@@ -188,9 +179,6 @@ def check_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None = N
 
     Returns:
       Nothing.
-
-    Gradient:
-      None.
 
     Raises:
       FileNotFoundError: if there is no checkpoint at `path`.
@@ -207,7 +195,7 @@ def check_tree(path: str | pathlib.Path, abstract: Tree, *, item: str | None = N
       ...     print(str(error).split(" at ")[0])
       no checkpoint
     """
-    _orbax.check_fits(_orbax.read_metadata(path), abstract, item)
+    check_fits(read_metadata(path), abstract, item=item)
 
 
 def fingerprint(tree: Tree) -> Array:
@@ -221,9 +209,6 @@ def fingerprint(tree: Tree) -> Array:
 
     Returns:
       `[leaves]` unsigned 32-bit integers, in the order of `jax.tree.leaves`.
-
-    Gradient:
-      None; integers.
 
     Raises:
       Nothing.

@@ -34,9 +34,6 @@ def ema_reference(reference: Tree, params: Tree, *, decay: Scalar) -> Tree:
     Returns:
       A pytree like `reference`. Leaves that are not of a floating type are those of `params`.
 
-    Gradient:
-      Not meant to be differentiated; a reference is treated as a constant.
-
     Raises:
       ValueError: if structure or shapes differ, or `decay` is not between 0 and 1.
 
@@ -76,9 +73,6 @@ def refreshed_reference(reference: Tree, params: Tree, step: ArrayLike, *, every
 
     Returns:
       A pytree like `reference`.
-
-    Gradient:
-      Not meant to be differentiated; a reference is treated as a constant.
 
     Raises:
       ValueError: if structure or shapes differ, or `every` is not positive.

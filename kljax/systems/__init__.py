@@ -14,21 +14,7 @@ searches the names, the options and the functions of the systems.
 
 from kljax.systems._call import Call
 from kljax.systems._entry import Entry, Golden, System
-from kljax.systems._lookup import advantage, controller, correction, entries, get, kl, policy_loss, reduction
+from kljax.systems._lookup import arguments, entries, get
 from kljax.systems._search import find
 
-__all__ = [
-    "Call",
-    "Entry",
-    "Golden",
-    "System",
-    "advantage",
-    "controller",
-    "correction",
-    "entries",
-    "find",
-    "get",
-    "kl",
-    "policy_loss",
-    "reduction",
-]
+__all__ = ["Call", "Entry", "Golden", "System", "arguments", "entries", "find", "get"]

@@ -22,9 +22,6 @@ def find(text: str) -> tuple[Entry, ...]:
       A tuple of `Entry`: those with exactly this name first, then those with this function, then those that contain
       the text; empty if there are none.
 
-    Gradient:
-      None; it is a table.
-
     Raises:
       TypeError: for a text that is not a string.
 

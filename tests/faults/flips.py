@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kljax.trees import named_leaves
+from kljax.checkpoint import named_leaves
 from tests import tiny
 from tests.faults import runs
 from tests.faults.case import Fault

@@ -19,6 +19,7 @@ DIALECT = {
     r"\bstaying\b": "constant",
     r"\bthe room\b": "max new tokens",
     r"\bis used up\b": "is donated",
+    r"; data\b|\b(is|are) data\b": "a constant",
 }
 # Names of functions, types and arguments that do not say the type of thing.
 NAMES = {

@@ -76,7 +76,7 @@ class Options:
 
     def estimator(self, name: str) -> str:
         """This library's estimator for the KL that an option names."""
-        return kljax.systems.kl(self.entry.system, self[name])["estimator"]
+        return kljax.systems.arguments(f"{self.entry.system}/{self[name]}", kind="kl")["estimator"]
 
     def common(self, *names: str) -> Any:
         """The default that several options share."""

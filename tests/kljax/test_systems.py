@@ -155,19 +155,19 @@ def test_every_recorded_function_is_used_by_a_row() -> None:
 def test_arguments_of_an_estimator(entry: Entry) -> None:
     if entry.call is None or entry.call.function != "estimate_kl" or entry.call.scale != 1:
         with pytest.raises(ValueError, match=rf"{entry.system}/"):
-            kljax.systems.kl(entry.system, entry.name)
+            kljax.systems.arguments(entry.key, kind="kl")
         return
     lp, ref = jnp.array([[-1.0, -2.0]]), jnp.array([[-2.0, -1.5]])
-    arguments = kljax.systems.kl(entry.system, entry.name)
+    arguments = kljax.systems.arguments(entry.key, kind="kl")
     sampling = {"sampling_log_probs": lp} if "sampling_log_probs" in entry.sources else {}
     assert kljax.estimate_kl(lp, ref, jnp.array([[1, 1]]), **arguments, **sampling).shape == (1, 2)
     arguments.clear()
-    assert kljax.systems.kl(entry.system, entry.name), "the table can be changed through what a lookup returns"
+    assert kljax.systems.arguments(entry.key, kind="kl"), "the table can be changed through what a lookup returns"
 
 
 @pytest.mark.parametrize("entry", kljax.systems.entries(kind="reduction"), ids=key_of)
 def test_arguments_of_a_reduction(entry: Entry) -> None:
-    arguments, mask = kljax.systems.reduction(entry.system, entry.name), jnp.array([[True, False], [True, True]])
+    arguments, mask = kljax.systems.arguments(entry.key, kind="reduction"), jnp.array([[True, False], [True, True]])
     given = {"max_length": 2.0, "group_ids": jnp.array([0, 1]), "num_groups": 2}
     sizes = {name: value for name, value in given.items() if name in entry.sources}
     weights = kljax.token_weights(mask, **arguments, **sizes)
@@ -175,10 +175,10 @@ def test_arguments_of_a_reduction(entry: Entry) -> None:
 
 
 def test_calls_of_the_other_kinds() -> None:
-    assert kljax.systems.advantage("trl", "scale_rewards=none").arguments == {"scale": "none"}
-    assert kljax.systems.policy_loss("trinity", "gspo").function == "gspo_loss"
-    assert kljax.systems.correction("slime", "icepop").arguments["mode"] == "mask"
-    assert kljax.systems.controller("skyrl", "fixed").function == "fixed_kl"
+    assert kljax.systems.get("trl/scale_rewards=none").arguments == {"scale": "none"}
+    assert kljax.systems.get("trinity/gspo").function == "gspo_loss"
+    assert kljax.systems.get("slime/icepop").arguments["mode"] == "mask"
+    assert kljax.systems.get("skyrl/fixed").function == "fixed_kl"
 
 
 def test_rows_are_chosen_by_any_field() -> None:
@@ -193,13 +193,13 @@ def test_rows_are_chosen_by_any_field() -> None:
 
 def test_errors_name_what_is_there() -> None:
     with pytest.raises(ValueError, match=r"system: got 'Verl', expected one of .*verl.* did you mean 'verl'\?"):
-        kljax.systems.kl("Verl", "k3")
+        kljax.systems.arguments("Verl/k3", kind="kl")
     with pytest.raises(ValueError, match=r"verl kl: got 'low_var', expected one of .* did you mean 'low_var_kl"):
-        kljax.systems.kl("verl", "low_var")
+        kljax.systems.arguments("verl/low_var", kind="kl")
     with pytest.raises(ValueError, match="kind: got 'estimator'"):
         kljax.systems.entries(kind="estimator")
     with pytest.raises(ValueError, match=r"verl/full has no call here: verl raises NotImplementedError"):
-        kljax.systems.kl("verl", "full")
+        kljax.systems.arguments("verl/full")
 
 
 def test_one_lookup_for_all_kinds_runs_on_arrays_by_name() -> None:

@@ -36,7 +36,7 @@ def with_meanings(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]
     for path, section, field, meaning in _named(result):
         name = section.pop(field)
         try:
-            fields = meaning(*name.split("/", 1))
+            fields = meaning(name)
         except ValueError as error:
             problems.append(f"{path}.{field}: got {name!r}; {error}")
             if path.startswith("correction["):
@@ -53,7 +53,7 @@ def with_meanings(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]
     return result, notes, problems
 
 
-def _named(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str, str], Fields]]]:
+def _named(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str], Fields]]]:
     """Yields each section that holds such a name: path, section, field, and the function that looks the name up."""
     for family, lookup in (("loss", _loss_fields), ("advantage", _advantage_fields)):
         if _is_name(raw.get(family)):
@@ -71,7 +71,7 @@ def _named(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str, str],
     yield from _named_corrections(raw)
 
 
-def _named_corrections(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str, str], Fields]]]:
+def _named_corrections(raw: Fields) -> Iterator[tuple[str, Fields, str, Callable[[str], Fields]]]:
     """Yields each entry of the list of corrections that holds a name."""
     listed = raw.get("correction")
     if isinstance(listed, str | dict):
@@ -109,12 +109,20 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _kl_fields(model: type[Section], system: str, name: str) -> Fields:
+def _call_and_entry(name: str, kind: str) -> tuple[Any, Any]:
+    """Looks a name up: the call of the library, and the entry of the table."""
+    from kljax import systems
+
+    call = systems.get(name, kind=kind)
+    return call, next(entry for entry in systems.entries(kind=kind) if entry.key == name)
+
+
+def _kl_fields(model: type[Section], name: str) -> Fields:
     """Returns the fields of a KL section that a name implies, and the library's defaults for the rest."""
     from kljax import systems
 
-    fields = {"gradient": "value", **systems.kl(system, name)}
-    (entry,) = systems.entries(system=system, kind="kl", name=name)
+    fields = {"gradient": "value", **systems.arguments(name, kind="kl")}
+    _, entry = _call_and_entry(name, "kl")
     fields["importance_corrected"] = "sampling_log_probs" in entry.sources
     if model is not LossKL:
         fields = {key: value for key, value in fields.items() if key not in ONLY_IN_THE_LOSS}
@@ -122,12 +130,9 @@ def _kl_fields(model: type[Section], system: str, name: str) -> Fields:
     return fields
 
 
-def _loss_fields(section: Fields, system: str, name: str) -> Fields:
+def _loss_fields(section: Fields, name: str) -> Fields:
     """Returns the fields of the loss that a name implies; an option of the system may be set beside the name."""
-    from kljax import systems
-
-    call = systems.policy_loss(system, name)
-    (entry,) = systems.entries(system=system, kind="policy_loss", name=name)
+    call, entry = _call_and_entry(name, "policy_loss")
     denominator = entry.sources.get("old_log_probs", "old")
     sampler = denominator.startswith(RECORDED)
     if not (sampler or denominator.startswith("old")):
@@ -136,22 +141,16 @@ def _loss_fields(section: Fields, system: str, name: str) -> Fields:
     return fields | {"old_log_probs": "sampler"} if sampler else fields
 
 
-def _correction_fields(section: Fields, system: str, name: str) -> Fields:
+def _correction_fields(section: Fields, name: str) -> Fields:
     """Returns the fields of one correction that a name implies; options of the system as for the loss."""
-    from kljax import systems
-
-    call = systems.correction(system, name)
-    (entry,) = systems.entries(system=system, kind="correction", name=name)
+    call, entry = _call_and_entry(name, "correction")
     mask = dataclasses.replace(call, times=()) if _times_ratios(call) else call
     return _without_options(_function_fields(mask, CORRECTIONS), section, entry)
 
 
-def _advantage_fields(section: Fields, system: str, name: str) -> Fields:
+def _advantage_fields(section: Fields, name: str) -> Fields:
     """Returns the fields of the advantage estimator that a name implies; options of the system as for the loss."""
-    from kljax import systems
-
-    call = systems.advantage(system, name)
-    (entry,) = systems.entries(system=system, kind="advantage", name=name)
+    call, entry = _call_and_entry(name, "advantage")
     return {"whiten": False, **_without_options(_function_fields(call, ADVANTAGES), section, entry)}
 
 
@@ -175,10 +174,10 @@ def _function_fields(call: Any, table: Mapping[str, str]) -> Fields:
     return fields | {"whiten": True} if whitens else fields
 
 
-def _reduction_fields(system: str, name: str) -> Fields:
+def _reduction_fields(name: str) -> Fields:
     from kljax import systems
 
-    fields = {"empty_rows": "drop", **systems.reduction(system, name)}
+    fields = {"empty_rows": "drop", **systems.arguments(name, kind="reduction")}
     fields["aggregation"] = fields.pop("mode")
     _check_known(fields, {"aggregation", "empty_rows"})
     return fields

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import kljax
-from kljax.trees import named_leaves
+from kljax.checkpoint import named_leaves
 from train.config.plan import ROWS, Layout
 from train.models import Decoder, Transformer, ValueHead
 from train.models.kernels import device_kind

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kljax.trees import named_leaves
+from kljax.checkpoint import named_leaves
 from train.config.errors import GuardError, warn
 from train.config.schema import Config
 from train.data.tokenizers import Tokenizer

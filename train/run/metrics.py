@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat
 
 from tensorboardX import SummaryWriter
 
-from kljax.digests import text_hash
+from kljax.checkpoint import text_hash
 from train.config.errors import UserError, warn
 from train.distributed import is_leader, run_together
 from train.weights.files import write_text_atomic

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from kljax.digests import text_hash
+from kljax.checkpoint import text_hash
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Config

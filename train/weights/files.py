@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kljax.digests import json_digest, text_hash
+from kljax.checkpoint import json_digest, text_hash
 from train.config.errors import UserError, warn
 
 SEAL = "digest_of_record"

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from kljax import _orbax
-from kljax.digests import array_digest, seal, tree_digests
-from kljax.trees import first_five, named_leaves, shape_and_dtype
+from kljax import checkpoint
+from kljax.checkpoint import first_five, named_leaves, read_metadata, seal, shape_and_dtype, tree_digests
 from train.config.errors import UserError
 from train.config.schema import Checkpoint
 from train.distributed import on_leader, run_together
@@ -22,7 +22,7 @@ from train.rl.state import TrainState
 from train.weights.saved_array import SavedArray
 
 Tree = Any
-SavedTree = tuple[_orbax.CheckpointMetadata, Tree]
+SavedTree = tuple[checkpoint.CheckpointMetadata, Tree]
 ITEM = "state"
 REFERENCE = "reference"
 BATCH = "batch"
@@ -67,7 +67,7 @@ def save_base(path: Path, params: Tree, content: Mapping[str, Any] | None = None
 
 def carried_with(path: Path) -> dict[str, Any]:
     """Reads the values that lie beside the arrays of an orbax directory; empty if it has none."""
-    return _orbax.read_metadata(path).content or {}
+    return read_metadata(path).content or {}
 
 
 def _read_together(label: str, read: Callable[[], Mapping[str, SavedTree]], item: str | None = None) -> dict[str, Tree]:
@@ -87,7 +87,7 @@ def _read_together(label: str, read: Callable[[], Mapping[str, SavedTree]], item
         if metadata.content is None:
             text = "%s has no digests, so damage to its arrays would not be noticed"
             logging.getLogger(__name__).warning(text, metadata.path)
-        _orbax.check_restored(metadata, tree, item)
+        checkpoint.check_restored(metadata, tree, item=item)
     return {name: tree for name, (_, tree) in trees.items()}
 
 
@@ -185,19 +185,22 @@ class Checkpoints:
 
     def _read(self, step: int, expected: dict[str, Tree]) -> dict[str, SavedTree]:
         """Reads the metadata and the arrays of a step: its state, and its reference if that fits."""
-        saved = {ITEM: _orbax.read_metadata(self._directory / str(step) / ITEM)}
+        saved = {ITEM: read_metadata(self._directory / str(step) / ITEM)}
         self._check_fits(step, saved[ITEM], expected[ITEM])
         if REFERENCE in expected and (reference := self._fitting_reference(step, expected[REFERENCE])) is not None:
             saved[REFERENCE] = reference
-        return {name: (metadata, _orbax.read(metadata, abstract(expected[name]))) for name, metadata in saved.items()}
+        return {
+            name: (metadata, checkpoint.restore(metadata, abstract(expected[name]), verify=False))
+            for name, metadata in saved.items()
+        }
 
-    def _fitting_reference(self, step: int, like: Tree) -> _orbax.CheckpointMetadata | None:
+    def _fitting_reference(self, step: int, like: Tree) -> checkpoint.CheckpointMetadata | None:
         """Reads the metadata of the reference of a step; None if the step has none, or one of another layout."""
         directory = self._directory / str(step) / REFERENCE
-        metadata = _orbax.read_metadata(directory) if directory.is_dir() else None
+        metadata = read_metadata(directory) if directory.is_dir() else None
         return None if metadata is None or _layout(metadata.tree) != _layout(like) else metadata
 
-    def _check_fits(self, step: int, metadata: _orbax.CheckpointMetadata, like: Tree) -> None:
+    def _check_fits(self, step: int, metadata: checkpoint.CheckpointMetadata, like: Tree) -> None:
         saved, expected = _layout(metadata.tree), _layout(like)
         differing = (name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name))
         # Weights first: their optimizer moments differ in the same way.
@@ -223,7 +226,7 @@ class Checkpoints:
             "checkpoint %s is damaged and was skipped (moved to %s): %s",
             self._directory / str(step),
             target,
-            _orbax.first_line(error),
+            checkpoint.first_line(error),
         )
         self._manager = ocp.CheckpointManager(self._directory, options=self._options)
 
@@ -240,8 +243,8 @@ def restore_base(path: Path, abstract_params: Tree, field: str, *, item: str | N
     """Restores base weights from a `save_base` directory or a checkpoint; raises `UserError` naming `field`."""
 
     def read() -> dict[str, SavedTree]:
-        metadata = _orbax.read_metadata(path)
-        return {ITEM: (metadata, _orbax.read(metadata, abstract_params, item))}
+        metadata = read_metadata(path)
+        return {ITEM: (metadata, checkpoint.restore(metadata, abstract_params, item=item, verify=False))}
 
     try:
         return _read_together(field, read, item)[ITEM]
@@ -256,34 +259,11 @@ def orbax_arrays(path: Path, item: str | None) -> dict[str, SavedArray]:
       FileNotFoundError: there is no readable checkpoint.
       ValueError: it is damaged; reading an array raises this too.
     """
-    metadata = _orbax.read_metadata(path)
-    directory, digests = metadata.path, None if metadata.content is None else metadata.content["arrays"]
+    metadata = read_metadata(path)
     prefix = "" if item is None else f"{item}."
 
     def lazy_array(name: str, leaf: Any) -> SavedArray:
-        shape, dtype = tuple(leaf.shape), np.dtype(leaf.dtype)
-
-        def read() -> np.ndarray:
-            array = _read_leaf(directory, name, jax.ShapeDtypeStruct(shape, dtype))
-            if digests is not None and digests[name] != array_digest(array):
-                raise ValueError(f"checkpoint {directory} is damaged: {name} differs from its digest")
-            return array
-
-        return SavedArray(shape, dtype, read)
+        return SavedArray(tuple(leaf.shape), np.dtype(leaf.dtype), partial(checkpoint.read_array, metadata, name))
 
     leaves = {name: leaf for name, leaf in named_leaves(metadata.tree).items() if name.startswith(prefix)}
     return {name.removeprefix(prefix): lazy_array(name, leaf) for name, leaf in leaves.items()}
-
-
-def _read_leaf(directory: Path, name: str, abstract_leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-    item: Any = abstract_leaf
-    restore_args: Any = ocp.RestoreArgs(restore_type=np.ndarray)
-    for key in reversed(name.split(".")):
-        item, restore_args = {key: item}, {key: restore_args}
-    with _orbax.reader() as checkpointer:
-        arguments = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
-        try:
-            (leaf,) = jax.tree.leaves(checkpointer.restore(directory, args=arguments))
-        except Exception as error:
-            raise ValueError(f"checkpoint {directory} is damaged: {_orbax.first_line(error)}") from error
-    return np.asarray(leaf)

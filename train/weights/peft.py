@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save
 
-from kljax.trees import first_five, named_leaves
+from kljax.checkpoint import first_five, named_leaves
 from train.distributed import is_leader, on_leader, to_host
 from train.models import Decoder, LoraConfig
 from train.models.config import PROJECTIONS
@@ -271,7 +271,7 @@ def _list_tensors(path: str | Path, file: Any) -> list[StoredTensor]:
             leaf, shape = f"layers.{match[3]}.{match[5]}", tuple(file.get_slice(key).get_shape())
             stored.append(StoredTensor(key, match[1], int(match[2]), leaf, shape))
     if unknown or not stored:
-        listed = first_five(unknown, ", ") or "nothing"
+        listed = first_five(unknown, separator=", ") or "nothing"
         allowed = "layers.N.{self_attn,mlp}.PROJECTION.lora_{A,B}.weight, PROJECTION one of " + ", ".join(PROJECTIONS)
         raise ValueError(f"adapter {path}: got tensors {listed}; expected {allowed}")
     return stored

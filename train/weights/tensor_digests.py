@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kljax.trees import first_five
+from kljax.checkpoint import first_five
 from train.weights.files import read_record, write_record
 
 FILE_NAME = "digests.json"
@@ -46,8 +46,9 @@ def check_tensors(folder: str | Path) -> None:
         got = _cached_digests(path.resolve(), status.st_size, status.st_mtime_ns)
         differing = [tensor for tensor in expected.keys() | got.keys() if expected.get(tensor) != got.get(tensor)]
         if differing:
+            names = first_five(sorted(differing), separator=", ")
             raise ValueError(
-                f"{path} is damaged: got other bytes than were exported in {first_five(sorted(differing), ', ')}; "
+                f"{path} is damaged: got other bytes than were exported in {names}; "
                 f"restore it from a copy, or delete {FILE_NAME} if the weights were changed on purpose"
             )
 

@@ -12,7 +12,7 @@ CLIP_OPTIONS = {"clip_low": "epsilon", "clip_high": "epsilon_high, else epsilon"
 ALL_RATIOS = "through all ratios of the sequence, within the bound"
 
 reduction = partial(Entry, "art", "reduction", option="loss_fn(reduction=...)", gradient="the token weights")
-advantage = partial(Entry, "art", "advantage", option="TrainConfig.scale_rewards", gradient="data")
+advantage = partial(Entry, "art", "advantage", option="TrainConfig.scale_rewards", gradient="constant")
 policy_loss = partial(Entry, "art", "policy_loss", option="TrainConfig.importance_sampling_level",
     divisors="number of tokens + 1e-6, weighted by `weights`", defaults="level token")
 
@@ -102,7 +102,7 @@ ENTRIES = (
         call("importance_weights", level="token", mode="truncate"),
         "weights: old / original, at most the bound", option="TrainConfig.truncated_importance_sampling",
         sources={"log_probs": "old log-probs", "sampling_log_probs": "original log-probs", "upper": "the option"},
-        gradient="data", defaults="None: off",
+        gradient="constant", defaults="None: off",
         note="without original log-probs it takes new / old, which CISPO has in already: counted twice",
         goldens=recorded("loss_fn", truncated_importance_sampling=1.2)),
     # KL coefficients over time, and references that follow the policy.

@@ -37,9 +37,9 @@ PROBABILITY_CLAMP = "probabilities to [1e-6, 1 - 1e-6]"
 
 kl = partial(Entry, "openrlhf", "kl", defaults="k1; init_coef 0.01, in the reward unless --algo.kl.use_loss")
 reduction = partial(Entry, "openrlhf", "reduction", option="--actor.loss_agg_mode", gradient="the token weights")
-advantage = partial(Entry, "openrlhf", "advantage", option="--algo.advantage.estimator", gradient="data")
+advantage = partial(Entry, "openrlhf", "advantage", option="--algo.advantage.estimator", gradient="constant")
 policy_loss = partial(Entry, "openrlhf", "policy_loss", option="--actor.policy_loss_type")
-correction = partial(Entry, "openrlhf", "correction", gradient="data", defaults="off")
+correction = partial(Entry, "openrlhf", "correction", gradient="constant", defaults="off")
 controller = partial(Entry, "openrlhf", "controller")
 placement = partial(Entry, "openrlhf", "placement")
 

@@ -14,7 +14,7 @@ NOT_RECORDED = "prime-rl's orchestrator is not on PyPI; tested by formula"
 DRIFT = Call("rollout_kl_loss", {"estimator": "k2"}, scale=0.002)
 
 kl = partial(Entry, "prime-rl", "kl")
-advantage = partial(Entry, "prime-rl", "advantage", option="orchestrator.algo.type", gradient="data")
+advantage = partial(Entry, "prime-rl", "advantage", option="orchestrator.algo.type", gradient="constant")
 policy_loss = partial(Entry, "prime-rl", "policy_loss",
     divisors="a sum over tokens, over those of the component in the step")
 

@@ -29,11 +29,11 @@ kl = partial(Entry, "skyrl", "kl", option="trainer.algorithm.kl_estimator_type",
 reduction = partial(Entry, "skyrl", "reduction", option="trainer.algorithm.loss_reduction",
     gradient="the advantages are multiplied by the weights before the loss, which is then a sum",
     defaults="token_mean")
-advantage = partial(Entry, "skyrl", "advantage", option="trainer.algorithm.advantage_estimator", gradient="data",
+advantage = partial(Entry, "skyrl", "advantage", option="trainer.algorithm.advantage_estimator", gradient="constant",
     defaults="grpo")
 policy_loss = partial(Entry, "skyrl", "policy_loss", option="trainer.algorithm.policy_loss_type",
     divisors="a sum: the reduction is in the advantages")
-correction = partial(Entry, "skyrl", "correction", gradient="data")
+correction = partial(Entry, "skyrl", "correction", gradient="constant")
 controller = partial(Entry, "skyrl", "controller", option="trainer.algorithm.kl_ctrl.type")
 placement = partial(Entry, "skyrl", "placement", gradient="that of the estimator")
 

@@ -38,9 +38,9 @@ BEFORE_WHITENING = "the advantages before --normalize-advantages, the name norma
 
 kl = partial(Entry, "slime", "kl", defaults="k1; kl_coef 0 and kl_loss_coef 0, and not both above 0")
 reduction = partial(Entry, "slime", "reduction", gradient="the token weights")
-advantage = partial(Entry, "slime", "advantage", option="--advantage-estimator", gradient="data")
+advantage = partial(Entry, "slime", "advantage", option="--advantage-estimator", gradient="constant")
 policy_loss = partial(Entry, "slime", "policy_loss", divisors="sum_of_sample_mean, or calculate_per_token_loss")
-correction = partial(Entry, "slime", "correction", gradient="data")
+correction = partial(Entry, "slime", "correction", gradient="constant")
 controller = partial(Entry, "slime", "controller")
 placement = partial(Entry, "slime", "placement")
 
@@ -259,7 +259,7 @@ ENTRIES = (
     Entry("slime", "distillation", "use_opd", call("distillation_advantages", coef=1.0),
         "A - opd_kl_coef * (log student - log teacher), on top of any estimator", option="--use-opd",
         sources={"teacher_log_probs": "teacher log-probs", "log_probs": "log-probs, or rollout log-probs",
-            "coef": "--opd-kl-coef"}, gradient="data", defaults="off; 1.0", note="neither centred nor masked there",
+            "coef": "--opd-kl-coef"}, gradient="constant", defaults="off; 1.0", note="neither centred nor masked there",
         reason="slime is not on PyPI and its recorded cases hold no distillation; tested by formula"),
     # Metrics and masked statistics.
     Entry("slime", "statistic", "train_rollout_logprob_abs_diff",

@@ -31,13 +31,13 @@ kl = partial(Entry, "trinity", "kl", option="algorithm.kl_loss_fn, algorithm.kl_
 reduction = partial(Entry, "trinity", "reduction", option="algorithm.loss_agg_mode", gradient="the token weights",
     defaults="token-mean; it overrides the mode of the policy loss's own arguments (GSPO asks for "
     "seq-mean-token-mean)")
-advantage = partial(Entry, "trinity", "advantage", option="algorithm.advantage_fn", gradient="data")
+advantage = partial(Entry, "trinity", "advantage", option="algorithm.advantage_fn", gradient="constant")
 policy_loss = partial(Entry, "trinity", "policy_loss", option="algorithm.policy_loss_fn",
     divisors="algorithm.loss_agg_mode")
-correction = partial(Entry, "trinity", "correction", gradient="data")
+correction = partial(Entry, "trinity", "correction", gradient="constant")
 controller = partial(Entry, "trinity", "controller")
 placement = partial(Entry, "trinity", "placement")
-distillation = partial(Entry, "trinity", "distillation", option="algorithm.advantage_fn", gradient="data")
+distillation = partial(Entry, "trinity", "distillation", option="algorithm.advantage_fn", gradient="constant")
 
 ENTRIES = (
     # KL estimators. x = log pi - log ref.

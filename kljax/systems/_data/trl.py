@@ -31,11 +31,11 @@ SDPO_OPTION = "SDPOConfig.distillation_mode, SDFTConfig.distillation_mode"
 kl = partial(Entry, "trl", "kl")
 reduction = partial(Entry, "trl", "reduction", option="GRPOConfig.loss_type",
     gradient="the token weights; the KL term has the same")
-advantage = partial(Entry, "trl", "advantage", gradient="data")
+advantage = partial(Entry, "trl", "advantage", gradient="constant")
 policy_loss = partial(Entry, "trl", "policy_loss", option="GRPOConfig.loss_type",
     divisors="the reduction of the same name")
 correction = partial(Entry, "trl", "correction", option="GRPOConfig.vllm_importance_sampling_mode",
-    gradient="data")
+    gradient="constant")
 controller = partial(Entry, "trl", "controller")
 placement = partial(Entry, "trl", "placement")
 distillation = partial(Entry, "trl", "distillation",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from kljax.trees import named_leaves
+from kljax.checkpoint import named_leaves
 from tests import tiny
 from train.config.schema import Config
 from train.data.tasks import Example

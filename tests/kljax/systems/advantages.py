@@ -173,7 +173,7 @@ def trl_rloo(entry: Entry, case: Case) -> None:
         arrays = {"log_probs": case.given("old_log_probs"), "ref_log_probs": case.given("ref_log_probs")}
         arrays |= {"mask": case.given("mask"), "scores": rewards}
         if entry.kind == "kl":
-            per_token = kljax.estimate_kl(*list(arrays.values())[:3], **kljax.systems.kl("trl", entry.name))
+            per_token = kljax.estimate_kl(*list(arrays.values())[:3], **kljax.systems.arguments(entry.key))
             rewards = rewards - beta * per_token.sum(-1)
         else:
             shaped, _ = run(call_of(part("placement", entry, case)), arrays, coef=beta)

@@ -112,7 +112,7 @@ def of_sampled_tokens(entry: Entry, case: Case) -> None:
             return run(call_of(entry), {**arrays, "log_probs": lp}, **clip)
         rewards = run(call_of(entry), arrays, **clip)
         now: dict[str, Any] = {"log_probs": lp, "old_log_probs": case.given("old_log_probs"), "mask": arrays["mask"]}
-        return run(kljax.systems.policy_loss("verl", "vanilla"), {**now, "advantages": rewards})
+        return run(kljax.systems.get("verl/vanilla"), {**now, "advantages": rewards})
 
     compare.assert_loss(case, loss, compare.VERL["token-mean"])
 

@@ -20,7 +20,7 @@ from tests.kljax.systems.exercises import exercise
     ("slime", "compute_approx_kl"),
 )
 def kl(entry: Entry, case: Case) -> None:
-    arguments = kljax.systems.kl(entry.system, entry.name)
+    arguments = kljax.systems.arguments(entry.key, kind=entry.kind)
     if "sampling_log_probs" in entry.sources and case.params.get("old", "old_log_probs" in case.inputs):
         arguments["sampling_log_probs"] = case.given("old_log_probs")
     else:
@@ -41,7 +41,7 @@ EPSILONS = {
 
 def reduction(entry: Entry, case: Case) -> Reduction:
     """The entry's reduction, with the epsilon of the system and the numbers of a batch that is spread over devices."""
-    arguments, params = kljax.systems.reduction(entry.system, entry.name), case.params
+    arguments, params = kljax.systems.arguments(entry.key, kind="reduction"), case.params
     mode, scale = arguments["mode"], params.get("dp_size", 1) * _accumulation(entry, case)
     if mode == "seq_mean_token_sum_norm":
         arguments["max_length"] = _length(entry, case)

@@ -49,7 +49,7 @@ def kl_in_the_reward(entry: Entry, case: Case) -> None:
     mask, params, placement = case.given("mask"), case.params, part("placement", entry, case)
     state = controlled(entry, case).init() if part("controller", entry, case) else None
     name = params.get("estimator", params.get("kl_penalty", params.get("kl_estimator_type")))
-    estimator = kljax.systems.kl(case.system, name)["estimator"]
+    estimator = kljax.systems.arguments(f"{case.system}/{name}", kind="kl")["estimator"]
     coef = params.get("kl_coef", params.get("kl_loss_coef")) if state is None else state.coef
     arrays = {"scores": case.given(next(n for n in SCORES if n in case.inputs)), "mask": mask}
     arrays |= {"log_probs": case.given("old_log_probs"), "ref_log_probs": case.given("ref_log_probs")}
@@ -81,7 +81,7 @@ def openrlhf_reward(entry: Entry, case: Case) -> None:
 def trinity_kl_loss(entry: Entry, case: Case) -> None:
     mask, ref, params = case.given("mask"), case.given("ref_log_probs"), case.params
     rows = kljax.systems.entries(system="trinity", kind="reduction", name=params["loss_agg_mode"])
-    reduced, estimator = reduction(rows[0], case), kljax.systems.kl("trinity", params["estimator"])
+    reduced, estimator = reduction(rows[0], case), kljax.systems.arguments(f"trinity/{params['estimator']}")
 
     def loss(lp: jax.Array) -> jax.Array:
         arrays = {"log_probs": lp, "ref_log_probs": ref, "mask": mask}
@@ -93,7 +93,7 @@ def trinity_kl_loss(entry: Entry, case: Case) -> None:
 @exercise(("skyrl", "rollout_kl_loss"))
 def skyrl_rollout_kl(entry: Entry, case: Case) -> None:
     name, mask, rollout = case.params["rollout_kl_estimator_type"], case.given("mask"), case.given("rollout_log_probs")
-    meaning = kljax.systems.kl("skyrl", name)
+    meaning = kljax.systems.arguments(f"skyrl/{name}")
 
     def loss(lp: jax.Array) -> jax.Array:
         if name == "k3":  # the clamped one, as the entry's note says

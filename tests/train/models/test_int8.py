@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import kljax
-from kljax.trees import named_leaves
+from kljax.checkpoint import named_leaves
 from tests import tiny
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.config import PROJECTIONS

@@ -16,8 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import kljax
-from kljax import _orbax
-from kljax.digests import array_digest
+from kljax.checkpoint import array_digest, read_metadata
 from tests import tiny
 from train.config.errors import UserError
 from train.config.schema import Checkpoint
@@ -272,10 +271,10 @@ def test_every_item_carries_the_digests_of_its_arrays(tmp_path):
     checkpoints.wait()
     assert checkpoints.carried(1)["note"] == [1, 2]
     checkpoints.close()
-    record = _orbax.read_metadata(tmp_path / "checkpoints" / "1" / "state").content
+    record = read_metadata(tmp_path / "checkpoints" / "1" / "state").content
     assert record["arrays"]["trainable.params.w"] == array_digest(state.trainable["params"]["w"])
     assert len(record["arrays"]) == len(jax.tree.leaves(state)) - 1
-    moving = _orbax.read_metadata(tmp_path / "checkpoints" / "1" / "reference").content
+    moving = read_metadata(tmp_path / "checkpoints" / "1" / "reference").content
     assert moving == {"arrays": {"w": array_digest(np.arange(3, dtype=np.float32))}}
 
 

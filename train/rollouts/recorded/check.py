@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kljax.digests import text_hash
+from kljax.checkpoint import text_hash
 
 FIELD = "kljax_check"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kljax.trees import first_five
+from kljax.checkpoint import first_five
 from train.config.json_text import parse_json
 from train.models.decoder import Decoder
 from train.weights.huggingface.config import decoder_config
@@ -195,4 +195,4 @@ def _summary(names: list[str]) -> str:
     for name in names:
         layers.setdefault(LAYER.sub(".*.", name, count=1), []).append(name)
     lines = [same[0] if len(same) == 1 else f"{same[0]} (and in {len(same) - 1} more)" for same in layers.values()]
-    return first_five(lines, ", ")
+    return first_five(lines, separator=", ")

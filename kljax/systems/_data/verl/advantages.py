@@ -16,7 +16,7 @@ WHITENED = "(v - mean) / sqrt(var + 1e-8) over the unmasked tokens of the batch,
 ALONE_KEEPS_REWARD = "a row alone in its group keeps its reward"
 WHITEN = call("masked_whiten")
 
-advantage = partial(Entry, "verl", "advantage", option="algorithm.adv_estimator", gradient="data")
+advantage = partial(Entry, "verl", "advantage", option="algorithm.adv_estimator", gradient="constant")
 
 ENTRIES = (
     # Advantages. r is the reward of a row, mean and std are of its group.

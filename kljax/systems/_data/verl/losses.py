@@ -11,7 +11,7 @@ CLIP_OPTIONS = {"clip_low": "actor.clip_ratio_low", "clip_high": "actor.clip_rat
 TEACHER = {"teacher_log_probs": "teacher_logprobs", "value_clip": "loss_max_clamp"}
 LOSS_CLAMP = {"value_clip": "loss_max_clamp"}
 ESTIMATE_CLAMP = "the estimate to [-loss_max_clamp, loss_max_clamp], where it is set"
-POLICY_GRADIENT = "data; the policy gradient of -estimate, towards the teacher for k1"
+POLICY_GRADIENT = "constant; the policy gradient of -estimate, towards the teacher for k1"
 NO_CLAMP = "no loss_max_clamp in the trainer's YAML; 10 in DistillationLossConfig"
 POLICY_GRADIENT_DEFAULTS = (
     "use_policy_gradient false and no loss_max_clamp in the trainer's YAML; true and 10 in DistillationLossConfig"

@@ -37,7 +37,7 @@ EMPTY_ROW_IS_1 = "n_i + 1e-8, then all rows: one without a token counts as 1"
 EMPTY_ROW_IS_0 = "n_i + 1e-8, then all rows: one without a token counts as 0"
 WHITEN = call("masked_whiten")
 
-correction = partial(Entry, "verl", "correction", option="rollout_correction.rollout_rs", gradient="data")
+correction = partial(Entry, "verl", "correction", option="rollout_correction.rollout_rs", gradient="constant")
 statistic = partial(Entry, "verl", "statistic", option="a metric of rollout_correction", gradient="none")
 
 ENTRIES = (

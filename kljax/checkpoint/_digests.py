@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kljax.trees import first_five, named_leaves, shape_and_dtype
+from kljax.checkpoint._trees import first_five, named_leaves, shape_and_dtype
 
 Tree = Any
 CONTENT, SEAL = "kljax", "digest"
@@ -32,6 +32,14 @@ def array_digest(array: Any) -> str:
 
     Returns:
       Text such as `float32[8, 4] 0123456789abcdef`.
+
+    Raises:
+      Nothing.
+
+    Example:
+      >>> import numpy as np, kljax
+      >>> kljax.checkpoint.array_digest(np.ones((8, 4), np.float32))
+      'float32[8, 4] 44871d14b56c8c4f'
     """
     sums = _host_sums(np.asarray(array)) if _is_on_host(array) else jax.device_get(_device_sums(array))
     return _digest_of(array, sums)
@@ -50,6 +58,14 @@ def tree_digests(tree: Tree) -> dict[str, str]:
 
     Returns:
       The `array_digest` of each array.
+
+    Raises:
+      Nothing.
+
+    Example:
+      >>> import numpy as np, kljax
+      >>> kljax.checkpoint.tree_digests({"a": {"w": np.ones(2, np.float32)}})
+      {'a.w': 'float32[2] 75ca910a4217e0df'}
     """
     leaves = named_leaves(tree)
     # The processes that hold an array compute its sums in one program, as they have to start programs in one order.
@@ -67,11 +83,6 @@ def tree_digests(tree: Tree) -> dict[str, str]:
 
 def check_digests(label: str, tree: Tree, digests: Mapping[str, str]) -> None:
     """Compares the arrays of a tree with their digests; further digests are ignored.
-
-    Args:
-      label: how the message begins, such as `checkpoint PATH`.
-      tree: pytree of arrays as they were read back.
-      digests: `tree_digests` of the arrays as they were saved.
 
     Raises:
       ValueError: with `label`, naming the first arrays that differ or have no digest.
@@ -93,6 +104,16 @@ def text_hash(text: str | bytes) -> hashlib.blake2b:
 
     Returns:
       The hash; its `hexdigest` has 32 digits.
+
+    Raises:
+      Nothing.
+
+    Example:
+      >>> import kljax
+      >>> digest = kljax.checkpoint.text_hash("one ")
+      >>> digest.update(b"text")
+      >>> digest.hexdigest() == kljax.checkpoint.text_hash("one text").hexdigest()
+      True
     """
     return hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=16)
 
@@ -105,6 +126,14 @@ def json_digest(content: Mapping[str, Any]) -> str:
 
     Returns:
       32 hexadecimal digits.
+
+    Raises:
+      TypeError: for values that JSON lacks.
+
+    Example:
+      >>> import kljax
+      >>> kljax.checkpoint.json_digest({"a": 1, "b": 2}) == kljax.checkpoint.json_digest({"b": 2, "a": 1})
+      True
     """
     return text_hash(json.dumps(content, sort_keys=True)).hexdigest()
 
@@ -117,6 +146,14 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
       An object of JSON for `open_sealed`.
+
+    Raises:
+      TypeError: for values that JSON lacks.
+
+    Example:
+      >>> import kljax
+      >>> sorted(kljax.checkpoint.seal({"step": 3}))
+      ['digest', 'kljax']
     """
     return {CONTENT: content, SEAL: json_digest(content)}
 
@@ -133,6 +170,16 @@ def open_sealed(label: str, sealed: Any) -> dict[str, Any]:
 
     Raises:
       ValueError: with `label`, if the values or their digest changed.
+
+    Example:
+      >>> import kljax
+      >>> sealed = kljax.checkpoint.seal({"step": 3})
+      >>> kljax.checkpoint.open_sealed("the record", sealed)
+      {'step': 3}
+      >>> sealed["kljax"]["step"] = 4
+      >>> kljax.checkpoint.open_sealed("the record", sealed)
+      Traceback (most recent call last):
+      ValueError: the record is damaged: it differs from what was saved
     """
     content = sealed.get(CONTENT) if isinstance(sealed, dict) else None
     if not isinstance(content, dict) or sealed.get(SEAL) != json_digest(content):

@@ -18,6 +18,14 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
 
     Returns:
       Name to leaf, in the order of the tree.
+
+    Raises:
+      Nothing.
+
+    Example:
+      >>> import kljax
+      >>> kljax.checkpoint.named_leaves({"layers": {"bias": 0.5, "scale": None}})
+      {'layers.bias': 0.5}
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -31,11 +39,19 @@ def shape_and_dtype(leaf: Any) -> str:
 
     Returns:
       The text.
+
+    Raises:
+      Nothing.
+
+    Example:
+      >>> import numpy as np, kljax
+      >>> kljax.checkpoint.shape_and_dtype(np.zeros((8, 4), np.float32))
+      'float32[8, 4]'
     """
     return f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"
 
 
-def first_five(problems: Sequence[str], separator: str = "; ") -> str:
+def first_five(problems: Sequence[str], *, separator: str = "; ") -> str:
     """Joins the first five problems, and counts the others.
 
     Args:
@@ -45,8 +61,12 @@ def first_five(problems: Sequence[str], separator: str = "; ") -> str:
     Returns:
       One line; an empty text without a problem.
 
+    Raises:
+      Nothing.
+
     Example:
-      >>> first_five("abcdefg", ", ")
+      >>> import kljax
+      >>> kljax.checkpoint.first_five("abcdefg", separator=", ")
       'a, b, c, d, e, and 2 more'
     """
     others = f"{separator}and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""

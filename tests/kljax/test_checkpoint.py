@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kljax import digests
+from kljax.checkpoint import _digests as digests
 
 ARRAYS = {
     "matrix": np.arange(35, dtype=np.float32).reshape(5, 7),
