@@ -27,6 +27,10 @@ FLOAT32 = {
     ("slime", "ppo_kl_shaped_gae"): "allocates the padded rewards and values of its GAE in float32",
 }
 
+# Outputs that are what a function is called for; the others are metrics.
+RESULTS = {"value", "grad", "advantages", "returns", "raw_kl", "weights", "kept", "coefs"}
+RESULTS |= {"token_rewards", "token_level_rewards"}
+
 # Ids of the cases that some test asked for; the coverage test compares them with the index.
 CLAIMED: set[str] = set()
 
@@ -77,9 +81,13 @@ class Case:
         params = json.dumps({name: value for name, value in self.params.items() if name != "batch"}, sort_keys=True)
         return self.system, self.function, params, self.inputs, self.outputs, self.gradient_of, self.file
 
-    def assert_outputs(self, **actual: jax.Array) -> None:
-        """Asserts that these are all outputs but the value and its gradient, and that each matches."""
-        assert set(actual) == set(self.outputs) - {"value", "grad"}
+    def metrics(self) -> set[str]:
+        """The outputs that a function returns beside its results."""
+        return set(self.outputs) - RESULTS
+
+    def assert_metrics(self, actual: Mapping[str, jax.Array]) -> None:
+        """Asserts that these are all metrics, and that each matches."""
+        assert set(actual) == self.metrics()
         for name, array in actual.items():
             self.assert_matches(jnp.asarray(array, jnp.float64), self.result(name))
 
@@ -104,16 +112,18 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class TracedCase(Case):
-    """A case inside `jax.jit`: its arrays are traced, and its comparisons are collected for later."""
+    """A case inside `jax.jit`: its arrays are traced, its comparisons are collected for later, and results it read."""
 
     traced: dict[str, dict[str, Any]]
     comparisons: list[tuple[Any, Any]]
+    read: set[str]
 
     def given(self, name: str) -> jax.Array:
         assert name in self.inputs, f"{self.id} did not read {name}"
         return self.traced["inputs"][name]
 
     def result(self, name: str) -> Any:
+        self.read.add(name)
         return self.traced["outputs"][name]
 
     def assert_matches(self, actual: Any, expected: Any) -> None:
@@ -136,7 +146,7 @@ def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[l
         found = []
         for (cases, exercise), of_case in zip(exercises, arrays, strict=True):
             fields = {field.name: getattr(cases[0], field.name) for field in dataclasses.fields(Case)}
-            traced = TracedCase(**fields, traced=of_case, comparisons=[])
+            traced = TracedCase(**fields, traced=of_case, comparisons=[], read=set())
             try:
                 exercise(traced)
             except Exception as error:
