@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.goldens.plan import REACHES_BOUND, RELEASE_DEFAULTS
-
 DIRECTORY = pathlib.Path(__file__).parent
 SHARED, GENERATED = "torch_goldens", "generated"
 
@@ -31,7 +29,7 @@ FLOAT32 = {
 RESULTS = {"value", "grad", "advantages", "returns", "raw_kl", "weights", "kept", "coefs"}
 RESULTS |= {"token_rewards", "token_level_rewards"}
 
-# Ids of the cases that some test asked for; the coverage test compares them with the index.
+# Ids of the cases of bounds and defaults that some test asked for.
 CLAIMED: set[str] = set()
 
 
@@ -184,18 +182,9 @@ def all_cases() -> tuple[Case, ...]:
     )
 
 
-def parametrize(*functions: tuple[str, str], file: str = SHARED, notes: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Parametrizes a test over a file's cases of the given (system, function) pairs and claims them as covered.
-
-    Cases of bounds and of defaults are chosen only where `notes` names theirs, and then they alone.
-    """
-    chosen = [
-        case
-        for case in all_cases()
-        if case.file == file
-        and (case.system, case.function) in functions
-        and (case.note in notes if notes else case.note not in (REACHES_BOUND, RELEASE_DEFAULTS))
-    ]
+def parametrize(*functions: tuple[str, str], note: str) -> pytest.MarkDecorator:
+    """Parametrizes a test over the generated cases of the (system, function) pairs with a note, and claims them."""
+    chosen = [case for case in all_cases() if case.note == note and (case.system, case.function) in functions]
     missing = set(functions) - {(case.system, case.function) for case in chosen}
     assert not missing, f"no recorded case of {missing}"
     CLAIMED.update(case.id for case in chosen)

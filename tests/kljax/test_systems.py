@@ -25,12 +25,10 @@ from kljax.systems._table import SYSTEMS
 from kljax.systems._text import WIDTH
 from tests.goldens import cases
 from tests.goldens.plan import REACHES_BOUND, RELEASE_DEFAULTS
-from tests.kljax.systems import advantages, corrections, distillation, estimators, losses, others
-from tests.kljax.systems.exercises import EXERCISES, cases_of
+from tests.kljax.systems import EXERCISES, advantages, cases_of
 from tests.kljax.systems.metrics import METRICS
 from tests.kljax.systems.unnamed import UNNAMED
 
-MODULES = (advantages, corrections, distillation, estimators, losses, others)  # they fill EXERCISES
 ROOT = pathlib.Path(__file__).parents[2]
 ENTRIES = kljax.systems.entries()
 CHECKED = [(entry, golden) for entry in ENTRIES if entry.call for golden in entry.goldens]
