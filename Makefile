@@ -41,8 +41,8 @@ endef
 # The meaning of every estimator, reduction, ratio and policy loss, the recorded PyTorch results of them, the rules of the
 # source, and the smallest run.
 QUICK := $(addprefix tests/kljax/,test_kl.py test_masking.py test_aggregation.py test_rewards.py test_house.py ratios \
-  losses/test_policy.py losses/test_kl.py test_goldens_kl.py test_goldens_reductions.py test_goldens_losses.py \
-  test_goldens_rewards.py) tests/integration/test_smoke_run.py
+  losses/test_policy.py losses/test_kl.py test_systems.py::test_entry_on_the_recorded_results) \
+  tests/integration/test_smoke_run.py
 # Left out of the smallest run: these start it again.
 RUN_AGAIN := $(addprefix tests/integration/test_smoke_run.py::,\
   test_the_same_seed_gives_the_same_run_in_a_directory_of_its_own \

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.goldens.plan import REACHES_BOUND, RELEASE_DEFAULTS
-
 DIRECTORY = pathlib.Path(__file__).parent
 SHARED, GENERATED = "torch_goldens", "generated"
 
@@ -27,7 +25,11 @@ FLOAT32 = {
     ("slime", "ppo_kl_shaped_gae"): "allocates the padded rewards and values of its GAE in float32",
 }
 
-# Ids of the cases that some test asked for; the coverage test compares them with the index.
+# Outputs that are what a function is called for; the others are metrics.
+RESULTS = {"value", "grad", "advantages", "returns", "raw_kl", "weights", "kept", "coefs"}
+RESULTS |= {"token_rewards", "token_level_rewards"}
+
+# Ids of the cases of bounds and defaults that some test asked for.
 CLAIMED: set[str] = set()
 
 
@@ -77,9 +79,13 @@ class Case:
         params = json.dumps({name: value for name, value in self.params.items() if name != "batch"}, sort_keys=True)
         return self.system, self.function, params, self.inputs, self.outputs, self.gradient_of, self.file
 
-    def assert_outputs(self, **actual: jax.Array) -> None:
-        """Asserts that these are all outputs but the value and its gradient, and that each matches."""
-        assert set(actual) == set(self.outputs) - {"value", "grad"}
+    def metrics(self) -> set[str]:
+        """The outputs that a function returns beside its results."""
+        return set(self.outputs) - RESULTS
+
+    def assert_metrics(self, actual: Mapping[str, jax.Array]) -> None:
+        """Asserts that these are all metrics, and that each matches."""
+        assert set(actual) == self.metrics()
         for name, array in actual.items():
             self.assert_matches(jnp.asarray(array, jnp.float64), self.result(name))
 
@@ -104,16 +110,18 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class TracedCase(Case):
-    """A case inside `jax.jit`: its arrays are traced, and its comparisons are collected for later."""
+    """A case inside `jax.jit`: its arrays are traced, its comparisons are collected for later, and results it read."""
 
     traced: dict[str, dict[str, Any]]
     comparisons: list[tuple[Any, Any]]
+    read: set[str]
 
     def given(self, name: str) -> jax.Array:
         assert name in self.inputs, f"{self.id} did not read {name}"
         return self.traced["inputs"][name]
 
     def result(self, name: str) -> Any:
+        self.read.add(name)
         return self.traced["outputs"][name]
 
     def assert_matches(self, actual: Any, expected: Any) -> None:
@@ -136,7 +144,7 @@ def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[l
         found = []
         for (cases, exercise), of_case in zip(exercises, arrays, strict=True):
             fields = {field.name: getattr(cases[0], field.name) for field in dataclasses.fields(Case)}
-            traced = TracedCase(**fields, traced=of_case, comparisons=[])
+            traced = TracedCase(**fields, traced=of_case, comparisons=[], read=set())
             try:
                 exercise(traced)
             except Exception as error:
@@ -174,18 +182,9 @@ def all_cases() -> tuple[Case, ...]:
     )
 
 
-def parametrize(*functions: tuple[str, str], file: str = SHARED, notes: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Parametrizes a test over a file's cases of the given (system, function) pairs and claims them as covered.
-
-    Cases of bounds and of defaults are chosen only where `notes` names theirs, and then they alone.
-    """
-    chosen = [
-        case
-        for case in all_cases()
-        if case.file == file
-        and (case.system, case.function) in functions
-        and (case.note in notes if notes else case.note not in (REACHES_BOUND, RELEASE_DEFAULTS))
-    ]
+def parametrize(*functions: tuple[str, str], note: str) -> pytest.MarkDecorator:
+    """Parametrizes a test over the generated cases of the (system, function) pairs with a note, and claims them."""
+    chosen = [case for case in all_cases() if case.note == note and (case.system, case.function) in functions]
     missing = set(functions) - {(case.system, case.function) for case in chosen}
     assert not missing, f"no recorded case of {missing}"
     CLAIMED.update(case.id for case in chosen)

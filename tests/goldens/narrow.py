@@ -1,6 +1,6 @@
 """The recorded PyTorch results in float32 or bfloat16 on any device, within bounds that float64 gives.
 
-A test of recorded cases is run on the inputs rounded to the narrow dtype, and its results are compared with PyTorch's.
+The calls of the table are run on the inputs rounded to the narrow dtype, and their results are compared with PyTorch's.
 The bound of each number is the sum of two parts, both from float64 on the CPU:
 
 - what rounding the inputs changes: the exact result of the rounded inputs, less the recorded one;
@@ -10,7 +10,7 @@ The bound of each number is the sum of two parts, both from float64 on the CPU:
 
 import contextlib
 import dataclasses
-import importlib
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +20,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.goldens.cases import Case
+import kljax
+from tests.goldens.cases import SHARED, Case, all_cases
+from tests.kljax.systems import EXERCISES, matches
+from tests.kljax.systems.metrics import METRICS
 
-FAMILIES = ("kl", "losses", "advantages", "reductions", "rewards", "corrections", "diagnostics")
+# The kind of entry that runs a case, in this order where several name it.
+KINDS = {
+    "losses": "policy_loss",
+    "advantages": "advantage",
+    "rewards": "placement",
+    "kl": "kl",
+    "reductions": "reduction",
+    "corrections": "correction",
+    "diagnostics": "statistic",
+}
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 # The library computes in float32 whatever the dtype of its inputs.
 UNIT, ULPS = 2.0**-24, 64
@@ -113,14 +125,23 @@ def _arithmetic(answer: np.ndarray, moved: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def cases_of(family: str) -> list[tuple[Exercise, Case]]:
-    """Lists the tests of a family with their cases, from the marks that parametrize them over cases alone."""
-    module = importlib.import_module(f"tests.kljax.test_goldens_{family}")
-    found = []
-    for test in vars(module).values():
-        marks = getattr(test, "pytestmark", [])
-        if [mark.args[0] for mark in marks if mark.name == "parametrize"] == ["case"]:
-            found += [(test, parameters.values[0]) for mark in marks if mark.args for parameters in mark.args[1]]
+    """Lists the shared cases of a family with an entry of the table that runs them, and with their metrics."""
+    entries = [(name, entry) for name, kind in KINDS.items() for entry in kljax.systems.entries(kind=kind)]
+    calls = [(name, entry, golden) for name, entry in entries if entry.call for golden in entry.goldens]
+    found: list[tuple[Exercise, Case]] = []
+    for case in (case for case in all_cases() if case.file == SHARED):
+        of = (call for call in calls if call[1].system == case.system and matches(call[2], case))
+        name, entry, _ = next(of)
+        if name == family:
+            metrics = METRICS.get((case.system, case.function))
+            found.append((functools.partial(_run, entry, metrics), case))
     return found
+
+
+def _run(entry: kljax.systems.Entry, metrics: Callable[[Case], dict[str, jax.Array]] | None, case: Case) -> None:
+    EXERCISES[case.system, case.function](entry, case)
+    if metrics is not None:
+        case.assert_metrics(metrics(case))
 
 
 class GoldensContender:

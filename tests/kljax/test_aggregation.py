@@ -51,6 +51,16 @@ def test_a_mean_of_ones_is_one(mode: str) -> None:
     chex.assert_trees_all_close(kljax.aggregate(jnp.ones(mask.shape), mask, **arguments), jnp.ones(()), rtol=1e-14)
 
 
+@pytest.mark.parametrize("empty_rows", EMPTY_ROWS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_without_tokens_is_zero(mode: str, empty_rows: str) -> None:
+    # verl 0.9.1 gives NaN for an all-masked batch in every mode but token-sum, OpenRLHF's masked_mean too.
+    values, mask = jnp.full((2, 12), jnp.nan), jnp.zeros((2, 12), bool)
+    arguments = {"mode": mode, "empty_rows": empty_rows, **needed(mode, np.array([0, 1]))}
+    value, grad = jax.value_and_grad(lambda v: kljax.aggregate(v, mask, **arguments))(values)
+    chex.assert_trees_all_equal((value, grad), (jnp.zeros(()), jnp.zeros((2, 12))))
+
+
 def test_systems_numbers() -> None:
     # values 1, rows [1, 1, 0] and [0, 0, 0]: Trinity counts the empty row (1, 0.5), verl drops it (2, 1).
     mask, ones = jnp.array([[1, 1, 0], [0, 0, 0]]), jnp.ones((2, 3))

@@ -11,10 +11,8 @@ import pytest
 import kljax
 from kljax.systems import Call, Entry
 from tests.goldens import cases, compare
-from tests.goldens.cases import GENERATED
 from tests.goldens.plan import REACHES_BOUND, RELEASE_DEFAULTS
-from tests.kljax.systems import corrections, distillation, losses
-from tests.kljax.systems.exercises import EXERCISES, matches
+from tests.kljax.systems import EXERCISES, matches
 
 LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo")
 ROW_MEAN, TOKEN_MEAN = compare.VERL["seq-mean-token-mean"], compare.VERL["token-mean"]
@@ -29,8 +27,7 @@ def arrays_of(case: cases.Case) -> dict[str, jax.Array]:
 
 @cases.parametrize(
     *(("verl", f"compute_policy_loss_{name}") for name in (*LOSSES, "geo_mean", "cispo")),
-    file=GENERATED,
-    notes=(RELEASE_DEFAULTS,),
+    note=RELEASE_DEFAULTS,
 )
 def test_defaults_of_the_release(case: cases.Case) -> None:
     # Nothing is overridden: every number of the call is the table's.
@@ -55,8 +52,7 @@ TRINITY |= {"OPMDPolicy": "opmd", "sPPOPolicy": "sppo", "GSPO": "gspo"}
 
 @cases.parametrize(
     *(("trinity", f"{name}LossFn") for name in TRINITY),
-    file=GENERATED,
-    notes=(RELEASE_DEFAULTS,),
+    note=RELEASE_DEFAULTS,
 )
 def test_default_args_of_trinity(case: cases.Case) -> None:
     names = ("log_probs", "old_log_probs", "advantages", "mask")
@@ -67,9 +63,7 @@ def test_default_args_of_trinity(case: cases.Case) -> None:
     compare.assert_loss(case, lambda lp: loss({**arrays, "log_probs": lp}), reduction)
 
 
-@cases.parametrize(
-    *(("verl", f"compute_policy_loss_{name}") for name in LOSSES), file=GENERATED, notes=(REACHES_BOUND,)
-)
+@cases.parametrize(*(("verl", f"compute_policy_loss_{name}") for name in LOSSES), note=REACHES_BOUND)
 def test_clamps_of_the_policy_losses(case: cases.Case) -> None:
     name, arrays = case.params["name"], arrays_of(case)
     far = case.params.get("clip_ratio_c")
@@ -90,7 +84,7 @@ def test_clamps_of_the_policy_losses(case: cases.Case) -> None:
         case.assert_matches(compare.mean(kl, mask), case.result("metric_ppo_kl"))
 
 
-@cases.parametrize(("verl", "compute_rollout_correction_weights"), file=GENERATED, notes=(REACHES_BOUND,))
+@cases.parametrize(("verl", "compute_rollout_correction_weights"), note=REACHES_BOUND)
 def test_clamps_of_the_importance_weights(case: cases.Case) -> None:
     arrays = {"sampling_log_probs": case.given("rollout_log_probs")}
     arrays |= {name: case.given(name) for name in ("log_probs", "mask")}
@@ -100,7 +94,7 @@ def test_clamps_of_the_importance_weights(case: cases.Case) -> None:
     assert result.max() == pytest.approx(jnp.exp(20.0))
 
 
-@cases.parametrize(("verl", "compute_offpolicy_metrics"), file=GENERATED, notes=(REACHES_BOUND,))
+@cases.parametrize(("verl", "compute_offpolicy_metrics"), note=REACHES_BOUND)
 def test_clamps_of_the_chi_squared_metrics(case: cases.Case) -> None:
     arrays = {"sampling_log_probs": case.given("rollout_log_probs")}
     arrays |= {name: case.given(name) for name in ("log_probs", "mask")}
@@ -124,7 +118,6 @@ BOUNDED = (
     ("trl", "apply_importance_sampling_clipping"),
 )
 CLAMPS = ("log_ratio_clip", "max_log_ratio", "min_mass")
-MODULES = (corrections, distillation, losses)  # they fill EXERCISES
 
 
 def other_clamps(call: Call) -> Iterator[tuple[Call, Call]]:
@@ -151,7 +144,7 @@ def fails(exercise: Callable[[Entry, cases.Case], None], entry: Entry, case: cas
     return False
 
 
-@cases.parametrize(*BOUNDED, file=GENERATED, notes=(REACHES_BOUND,))
+@cases.parametrize(*BOUNDED, note=REACHES_BOUND)
 def test_clamps_of_the_rows(case: cases.Case) -> None:
     exercise = EXERCISES[case.system, case.function]
     rows = [
@@ -166,6 +159,10 @@ def test_clamps_of_the_rows(case: cases.Case) -> None:
     # The case tells each clamp from a smaller or from a larger one.
     for entry, pair in clamped:
         assert any(fails(exercise, dataclasses.replace(entry, call=call), case) for call in pair), entry.key
+
+
+def test_every_case_of_a_bound_or_a_default_is_compared() -> None:
+    assert {case.id for case in cases.all_cases() if case.note in (REACHES_BOUND, RELEASE_DEFAULTS)} == cases.CLAIMED
 
 
 def test_the_cap_of_gspo_ends_its_gradient() -> None:

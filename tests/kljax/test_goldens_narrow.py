@@ -14,7 +14,7 @@ KL = narrow.cases_of("kl")
 @pytest.mark.accelerator
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", narrow.DTYPES)
-@pytest.mark.parametrize("family", narrow.FAMILIES)
+@pytest.mark.parametrize("family", narrow.KINDS)
 def test_every_recorded_result(family: str, dtype: str) -> None:
     (row,) = narrow.load().rows(f"{family} {dtype}", seconds=np.inf)
     assert row["compared"] == row["cases"] > 0

@@ -134,6 +134,26 @@ def test_overflow_under_a_clip_has_gradient_zero_not_nan(clips: dict[str, float]
         chex.assert_trees_all_equal(grad, jnp.zeros_like(lp))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("key", ["openrlhf/k3", "slime/low_var_kl", "verl/low_var_kl"])
+def test_overflow_under_the_value_clip_of_a_system(key: str, dtype: jnp.dtype) -> None:
+    # At x = -100 (and -1000 in float64) slime and OpenRLHF give the value 10 and the gradient NaN (inf * 0); verl,
+    # which also clips the log-ratio, gives 0. Here the clipped value has gradient 0 for every system's arguments.
+    x, arguments = jnp.array([-1000.0, -100.0], dtype), kljax.systems.kl(*key.split("/"))
+    value, grad = jax.value_and_grad(lambda x: kljax.estimate_kl(x, jnp.zeros_like(x), **arguments).sum())(x)
+    chex.assert_trees_all_equal((value, grad), (jnp.asarray(20, dtype), jnp.zeros_like(x)))
+
+
+@pytest.mark.parametrize("distance", [-100.0, -800.0])
+def test_corrected_k3_of_a_vanishing_ratio_is_finite(distance: float) -> None:
+    # exp(lp - old) = 0 and exp(-x) = inf: Trinity's corrected_k3 is 0 * inf = NaN in value and gradient. Its arguments
+    # have no clip of the log-ratio; with one, both are finite.
+    lp, zero = jnp.array([distance]), jnp.array([0.0])
+    arguments = {"estimator": "k3", "max_ratio": 2.0, "sampling_log_probs": zero, "log_ratio_clip": 20.0}
+    value, grad = jax.value_and_grad(lambda lp: kljax.estimate_kl(lp, zero, **arguments).sum())(lp)
+    chex.assert_trees_all_close((value, grad[0]), (jnp.zeros(()), jnp.zeros(())), rtol=0, atol=1e-30)
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize(
     ("given_dtype", "ref_dtype", "result"),

@@ -77,6 +77,12 @@ def test_too_few_values_give_zero_and_a_zero_gradient(count: int) -> None:
     chex.assert_trees_all_equal(kljax.masked_mean(values, mask), jnp.asarray(7.0 if count else 0.0))
 
 
+def test_whitening_a_constant_gives_zero() -> None:
+    # slime's single pass E[v^2] - E[v]^2 turns slightly negative for equal values: rsqrt of it is NaN.
+    values, mask = jnp.full((3, 5), 0.1, jnp.float32), jnp.ones((3, 5), bool)
+    chex.assert_trees_all_close(kljax.masked_whiten(values, mask), jnp.zeros((3, 5), jnp.float32), atol=1e-3, rtol=0)
+
+
 def test_a_mean_of_a_constant_is_that_constant() -> None:
     # An epsilon in the divisor would make it 0.1 / (1 + 1e-8 / 3), which float64 tells apart.
     chex.assert_trees_all_close(kljax.masked_mean(jnp.full(3, 0.1), jnp.ones(3, bool)), jnp.asarray(0.1), rtol=1e-15)

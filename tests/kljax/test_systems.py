@@ -7,7 +7,7 @@ import pathlib
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import chex
@@ -24,17 +24,27 @@ from kljax.systems._entry import KINDS
 from kljax.systems._table import SYSTEMS
 from kljax.systems._text import WIDTH
 from tests.goldens import cases
-from tests.kljax.systems import advantages, corrections, distillation, estimators, losses, others
-from tests.kljax.systems.exercises import EXERCISES, cases_of
+from tests.goldens.plan import REACHES_BOUND, RELEASE_DEFAULTS
+from tests.kljax.systems import EXERCISES, advantages, cases_of
+from tests.kljax.systems.metrics import METRICS
+from tests.kljax.systems.unnamed import UNNAMED
 
-MODULES = (advantages, corrections, distillation, estimators, losses, others)  # they fill EXERCISES
 ROOT = pathlib.Path(__file__).parents[2]
 ENTRIES = kljax.systems.entries()
 CHECKED = [(entry, golden) for entry in ENTRIES if entry.call for golden in entry.goldens]
 TOGETHER = 8
 """Entries whose recorded results are computed by one program."""
 # They decide by the numbers of a case how to go on.
-READS_VALUES = (advantages.openrlhf, others.verl_whiten)
+READS_VALUES = (advantages.openrlhf,)
+# Rows of these functions compare a part of the results each, by their kind; all of them are compared.
+PARTS = {("trinity", "ClipBAdvantageFn"), ("trinity", "ClipVAdvantageFn")}
+# Rows of these compare a part, or name a part of the cases; `METRICS` compares all results of all cases.
+WHOLE_IN_METRICS = {
+    ("skyrl", "compute_off_policy_correction"),
+    ("skyrl", "apply_reward_kl_penalty"),
+    ("verl", "compute_offpolicy_metrics"),
+    ("verl", "compute_rollout_rejection_mask"),
+}
 # What a name may say about an argument in `given` that is not one of the function: a factor, or what a schedule needs.
 BESIDE = {"scale", "step"}
 
@@ -51,17 +61,31 @@ def settings_of(entry: Entry, golden: Golden) -> tuple[Settings, ...]:
     return tuple({case.settings(): None for case in cases_of(entry, golden)})
 
 
+def part_of(entry: Entry, settings: Settings) -> str:
+    """The part of the results that an entry compares: "" for all, else the kind of the entry."""
+    return entry.kind if entry.kind == "statistic" or settings[:2] in PARTS else ""
+
+
 @functools.cache
 def needed() -> dict[tuple[str, str], tuple[Settings, ...]]:
     """For each entry the settings that no other one has run, at least one: so that all entries and settings are run."""
-    run: set[Settings] = set()
+    run: set[tuple[str, Settings]] = set()
     found = {}
     # What few settings record comes first, as it leaves no choice.
     for entry, golden in sorted(CHECKED, key=lambda pair: len(settings_of(*pair))):
         settings = settings_of(entry, golden)
-        found[key_of(entry), repr(golden)] = tuple(s for s in settings if s not in run) or settings[:1]
-        run.update(settings)
+        new = tuple(s for s in settings if (part_of(entry, s), s) not in run)
+        found[key_of(entry), repr(golden)] = new or settings[:1]
+        run.update((part_of(entry, s), s) for s in settings)
     return found
+
+
+def run_whole(exercise: Callable[[Entry, cases.Case], None], entry: Entry, case: cases.Case) -> None:
+    """Runs an exercise, which has to compare all results of a case, unless others compare what it leaves out."""
+    exercise(entry, case)
+    if isinstance(case, cases.TracedCase) and not part_of(entry, case.settings()):
+        left = set(case.outputs) & cases.RESULTS - case.read
+        assert not left or (case.system, case.function) in WHOLE_IN_METRICS, f"{case.id}: {left}"
 
 
 def compare(recorded: Iterable[tuple[Entry, Golden, Settings]]) -> dict[tuple[str, str], list[cases.Comparison]]:
@@ -70,8 +94,8 @@ def compare(recorded: Iterable[tuple[Entry, Golden, Settings]]) -> dict[tuple[st
     names, exercises = [], []
     for entry, golden, settings in recorded:
         alike = [case for case in cases_of(entry, golden) if case.settings() == settings]
-        exercise = functools.partial(EXERCISES[settings[:2]], entry)
-        if exercise.func in READS_VALUES:
+        exercise = functools.partial(run_whole, EXERCISES[settings[:2]], entry)
+        if EXERCISES[settings[:2]] in READS_VALUES:
             for case in alike:
                 exercise(case)
         else:
@@ -112,9 +136,42 @@ def test_entry_on_the_recorded_results_that_another_has_run(entry: Entry, golden
     check(compare((entry, golden, settings) for settings in rest), entry, golden)
 
 
-def test_every_recorded_setting_is_run() -> None:
-    recorded = {settings for pair in CHECKED for settings in settings_of(*pair)}
-    assert {settings for chosen in needed().values() for settings in chosen} == recorded
+def of_functions(pairs: Iterable[tuple[Any, cases.Case]]) -> list[Any]:
+    """What compares recorded cases, with all cases of a function, as parameters of a test."""
+    found: dict[tuple[str, str], list[tuple[Any, cases.Case]]] = defaultdict(list)
+    for function, case in pairs:
+        found[case.system, case.function].append((function, case))
+    return [pytest.param(of_function, id="-".join(name)) for name, of_function in found.items()]
+
+
+IN_BOUNDS = (REACHES_BOUND, RELEASE_DEFAULTS)
+WITH_METRICS = [(METRICS.get((c.system, c.function)), c) for c in cases.all_cases() if c.note not in IN_BOUNDS]
+
+
+@pytest.mark.parametrize("compared", of_functions(pair for pair in WITH_METRICS if pair[0]))
+def test_metrics_beside_the_recorded_results(compared: list[tuple[Callable[..., Any], cases.Case]]) -> None:
+    for metrics, case in compared:
+        case.assert_metrics(metrics(case))
+
+
+@pytest.mark.parametrize("compared", of_functions(UNNAMED))
+def test_recorded_cases_without_a_call(compared: list[tuple[Callable[..., Any], cases.Case]]) -> None:
+    for compare_case, case in compared:
+        compare_case(case)
+
+
+def test_every_recorded_case_is_compared() -> None:
+    # Those of bounds and defaults in `test_generated_goldens_bounds`.
+    named = {settings: None for chosen in needed().values() for settings in chosen}
+    others = {case.id for _, case in UNNAMED}
+    others |= {case.id for _, case in WITH_METRICS if (case.system, case.function) in WHOLE_IN_METRICS}
+    left = {case.id for _, case in WITH_METRICS if case.settings() not in named} - others
+    assert not left, left
+    assert not {case.id for metrics, case in WITH_METRICS if case.metrics() and not metrics}
+    assert {file: sum(case.file == file for case in cases.all_cases()) for file in (cases.SHARED, cases.GENERATED)} == {
+        cases.SHARED: 581,
+        cases.GENERATED: 720,
+    }
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=key_of)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kljax
-from tests.masks import MASK, check_masked, draw
+from tests.masks import MASK, draw
 
 LP, OLD, ADV = draw(0.7, 0.7, 2.0)
 D = LP - OLD
@@ -125,19 +125,6 @@ def test_cispo_value_and_gradient() -> None:
     np.testing.assert_allclose(loss(LP), np.where(MASK, -ADV * weight * LP, 0), 1e-12, 1e-14)
     grad = jax.grad(lambda lp: loss(lp).sum())(jnp.asarray(LP))
     np.testing.assert_allclose(grad, np.where(MASK, -ADV * weight, 0), 1e-12, 1e-14)
-
-
-@pytest.mark.parametrize(
-    ("function", "options"),
-    [
-        (kljax.ppo_clip_loss, {"dual_clip": 1.5, "log_ratio_clip": 2.0}),
-        (kljax.gspo_loss, {"gradient": "token", "max_log_ratio": 1.0}),
-        (kljax.gspo_loss, {"gradient": "sequence"}),
-        (kljax.cispo_loss, {}),
-    ],
-)
-def test_masked_inputs_reach_nothing(function, options) -> None:
-    check_masked(lambda lp, old, adv: function(lp, old, adv, MASK, **options), [LP, OLD, ADV])
 
 
 def test_bounds_may_be_traced_and_of_another_float_type() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kljax
-from tests.masks import MASK, check_masked, draw
+from tests.masks import MASK, draw
 
 LP, REF, BAD, BAD_REF = draw(0.7, 0.7, 0.7, 0.7)
 # Rejected sequences have other tokens, and here one position more.
@@ -36,14 +36,6 @@ def test_value_and_gradient(smoothing: float) -> None:
     slope = -0.5 * ((1 - smoothing) * (1 - wins) - smoothing * wins)[:, None]
     np.testing.assert_allclose(grad, np.where(MASK, slope, 0), 1e-11, 1e-14)
     np.testing.assert_allclose(bad_grad, np.where(BAD_MASK, -slope, 0), 1e-11, 1e-14)
-
-
-def test_masks_of_either_sequence() -> None:
-    def like(array: jax.Array, *others: np.ndarray) -> list[jax.Array]:
-        return [jnp.asarray(other).astype(array.dtype) for other in others]
-
-    check_masked(lambda lp, ref: dpo(lp, ref, *like(lp, BAD, BAD_REF)), [LP, REF])
-    check_masked(lambda bad, bad_ref: dpo(*like(bad, LP, REF), bad, bad_ref), [BAD, BAD_REF], BAD_MASK)
 
 
 @pytest.mark.parametrize("drift", [-200.0, 200.0])

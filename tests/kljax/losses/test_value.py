@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kljax
-from tests.masks import MASK, check_masked, draw
+from tests.masks import MASK, draw
 
 VALUES, OLD, RETURNS = draw(1.0, 1.0, 1.0)
 
@@ -33,11 +33,6 @@ def test_the_gradient_is_whole_on_the_bound_and_shared_at_a_tie() -> None:
     values, old, returns = jnp.array([0.5, -0.5, 2.0]), jnp.zeros(3), jnp.array([4.0, -4.0, 1.25])
     grad = jax.grad(lambda v: kljax.value_loss(v, old, returns, jnp.ones(3, bool), clip=0.5).sum())(values)
     np.testing.assert_array_equal(grad, [-3.5, 3.5, 0.375])
-
-
-def test_masked_inputs_reach_nothing() -> None:
-    check_masked(lambda v, old, returns: kljax.value_loss(v, old, returns, MASK, clip=0.5), [VALUES, OLD, RETURNS])
-    check_masked(lambda v, returns: kljax.value_loss(v, None, returns, MASK), [VALUES, RETURNS])
 
 
 def test_errors_name_the_argument() -> None:

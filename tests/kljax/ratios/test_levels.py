@@ -5,7 +5,7 @@ import pytest
 
 import kljax
 from tests.kljax.ratios.level_ratios import LP, OLD, D
-from tests.masks import MASK, check_masked
+from tests.masks import MASK
 
 
 def test_log_ratios_and_token_ratios() -> None:
@@ -19,14 +19,6 @@ def test_sequence_ratios_are_products_and_geometric_ratios_their_roots() -> None
     root = product ** (1 / np.maximum(MASK.sum(-1), 1))
     np.testing.assert_allclose(kljax.geometric_ratios(LP, OLD, MASK), root, 1e-13)
     assert product[0] == 1  # a row without a token
-
-
-@pytest.mark.parametrize(
-    "function", [kljax.log_ratios, kljax.token_ratios, kljax.sequence_ratios, kljax.geometric_ratios]
-)
-def test_ratios_do_not_see_what_is_masked(function) -> None:
-    check_masked(lambda lp, old: function(lp, old, MASK), [LP, OLD])
-    check_masked(lambda lp, old: function(lp, old, MASK, log_ratio_clip=0.3), [LP, OLD])
 
 
 def test_clip_of_the_log_ratio_has_the_gradient_of_pytorch() -> None:

@@ -85,4 +85,7 @@ def reduce_values(entry: Entry, case: Case) -> None:
 def scale_advantages(entry: Entry, case: Case) -> None:
     mask, advantages = case.given("mask"), case.given("advantages")
     weights = kljax.token_weights(mask, **reduction(entry, case).arguments)
+    # SkyRL leaves masked positions as they are scaled and drops them in the loss; here their weight is exactly 0.
     case.assert_matches(advantages * weights, jnp.where(mask, case.result("value"), 0))
+    if "grad" in case.outputs:
+        case.assert_matches(case.given("cotangent") * weights, jnp.where(mask, case.result("grad"), 0))

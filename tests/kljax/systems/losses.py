@@ -164,7 +164,9 @@ def _adjusted(case: Case, now: dict[str, Any]) -> dict[str, Any]:
             more = options(entry, case)
             if entry.name == "kl_penalty_coef":
                 n = mask.sum().astype(jnp.float64)
-                more["mean_kl"] = kljax.masked_mean(lp - now["ref_log_probs"], mask) * n / (n + 1e-6)
+                # What is written out here is not rounded to the type of narrow inputs.
+                kl = lp.astype(jnp.float64) - now["ref_log_probs"].astype(jnp.float64)
+                more["mean_kl"] = kljax.masked_mean(kl, mask) * n / (n + 1e-6)
             shifted = run(call_of(entry), arrays, **more)
             arrays["advantages"] = shifted[0] if isinstance(shifted, tuple) else shifted
     return {**arrays, "log_probs": now["log_probs"]}

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -122,13 +121,11 @@ def verl_statistic(entry: Entry, case: Case) -> None:
 
 @exercise(("verl", "masked_whiten"))
 def verl_whiten(entry: Entry, case: Case) -> None:
-    # The epsilon in verl's mean and variance moves the result by less than 1e-7, and is undone exactly beside it.
+    # verl also whitens the masked positions, which moves the gradient of the unmasked ones; here they are exactly 0.
     values, mask, shift = case.given("advantages"), case.given("mask"), case.params["shift_mean"]
-    expected = jnp.where(mask, case.result("value"), 0)
-    case.assert_matches(jnp.where(mask, epsilon.whiten(values, mask, shift_mean=shift), 0), expected)
-    chex.assert_trees_all_close(
-        run(call_of(entry), {"values": values, "mask": mask}, shift_mean=shift), expected, atol=1e-7
-    )
+    case.assert_value_and_grad(lambda v: epsilon.whiten(v, mask, shift_mean=shift), "advantages")
+    whitened = run(call_of(entry), {"values": values, "mask": mask}, shift_mean=shift, eps=epsilon.EPS)
+    case.assert_matches(whitened, jnp.where(mask, case.result("value"), 0))
 
 
 @exercise(("verl", "compute_offpolicy_metrics"))
