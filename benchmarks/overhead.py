@@ -15,9 +15,9 @@ a run has ended, so they are in no step. A missed target does not fail the comma
 """
 
 import argparse
-import statistics
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from statistics import mean, median
 from typing import Any
 
 import jax
@@ -52,9 +52,9 @@ def ratios(fields: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
     means = _means(fields)
     return {
         kind: (
-            _median(one[kind][0] / one["plain"][0] for one in means),
-            _median(one[kind][1] / one["plain"][1] for one in means),
-            1 + _median(one[kind][2] / (one[kind][0] - one[kind][2]) for one in means),
+            median(one[kind][0] / one["plain"][0] for one in means),
+            median(one[kind][1] / one["plain"][1] for one in means),
+            1 + median(one[kind][2] / (one[kind][0] - one[kind][2]) for one in means),
         )
         for kind in TITLES
     }
@@ -65,7 +65,7 @@ def server_ratio(fields: Mapping[str, Any], name: str) -> float:
 
     Both are parts of the steps of the round that wait for each other.
     """
-    return _median(
+    return median(
         one[name]["step"] / max(one["ahead: 0"]["answer"], one["ahead: 0"]["update"]) for one in fields["server"]
     )
 
@@ -90,13 +90,13 @@ def markdown(fields: Mapping[str, Any]) -> str:
     means, of_kind, rounds = _means(fields), ratios(fields), fields["server"]
     rows = []
     for kind, title in TITLES.items():
-        wall, cpu, writing = (_median(one[kind][clock] for one in means) for clock in range(3))
+        wall, cpu, writing = (median(one[kind][clock] for one in means) for clock in range(3))
         rows.append([title, wall, of_kind[kind][0], cpu, of_kind[kind][1], writing])
     served: list[list[Any]] = [
-        [f"the {part} alone", _median(one["ahead: 0"][part] for one in rounds), None] for part in ("answer", "update")
+        [f"the {part} alone", median(one["ahead: 0"][part] for one in rounds), None] for part in ("answer", "update")
     ]
     for name in server.CONTENDERS:
-        seconds = _median(one[name]["step"] for one in rounds)
+        seconds = median(one[name]["step"] for one in rounds)
         served.append([f"a step with `{name}`", seconds, server_ratio(fields, name)])
     how = [*_how(fields), f"a state of {fields['bytes'] / 1e6:.1f} MB"]
     how.append(f"medians of {fields['rounds']} interleaved rounds")
@@ -112,8 +112,8 @@ def recorded_markdown(fields: Mapping[str, Any]) -> str:
         for name in (once, every):
             rows.append([name])
             for clock in range(2):
-                rows[-1].append(_median(one[name][clock] for one in rounds))
-                rows[-1].append(_median(one[name][clock] / one[every][clock] for one in rounds))
+                rows[-1].append(median(one[name][clock] for one in rounds))
+                rows[-1].append(median(one[name][clock] / one[every][clock] for one in rounds))
     how = [*_how(fields), f"medians of {fields['rounds']} interleaved rounds after the first epoch"]
     return join([*conditions(fields, how), table(RECORDED_COLUMNS, rows)])
 
@@ -126,13 +126,8 @@ def _how(fields: Mapping[str, Any]) -> list[str]:
 def _means(fields: Mapping[str, Any]) -> list[dict[str, tuple[float, ...]]]:
     """Returns the mean seconds of each kind of step for each round: wall, CPU, and in writing."""
     return [
-        {kind: tuple(map(statistics.mean, zip(*values, strict=True))) for kind, values in one.items()}
-        for one in fields["steps"]
+        {kind: tuple(map(mean, zip(*values, strict=True))) for kind, values in one.items()} for one in fields["steps"]
     ]
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
 
 
 def _report(options: argparse.Namespace) -> Report:

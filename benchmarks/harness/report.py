@@ -28,11 +28,6 @@ def table(columns: Iterable[Column], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def text_columns(titles: str) -> list[Column]:
-    """Returns columns of text from their titles, which bars separate."""
-    return [(title, "") for title in titles.split("|")]
-
-
 def _cell(value: Any, form: str) -> str:
     if value is None or isinstance(value, str):
         return value or ""
@@ -76,7 +71,8 @@ def targets(checks: Iterable[Check], other: str = "") -> str:
         bound = f"{'at least' if check.at_least else 'at most'} {_value(check, check.limit)}"
         values = [_value(check, value) for value in ((check.value, check.other) if other else (check.value,))]
         rows.append([check.title, bound, *values, check.verdict])
-    return table(text_columns(f"target|bound|measured{other and '|'}{other}|verdict"), rows)
+    titles = ("target", "bound", "measured", *([other] if other else []), "verdict")
+    return table([(title, "") for title in titles], rows)
 
 
 def _value(check: Check, value: float | None) -> str | None:

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.harness.report import MIB, join, table, targets, text_columns
+from benchmarks.harness.report import MIB, join, table, targets
 from benchmarks.harness.results import Check, ratio
 
 LAYOUTS = {"one": "one device", "sharded": "16 devices, fsdp=4 x tensor=4"}
@@ -20,7 +20,7 @@ TITLES = {
     "naive_kl": "naive JAX, with exact KL",
     "kljax_kl": "kljax, with exact KL",
 }
-COLUMNS = (*text_columns("|temporary MiB"), ("estimated ms", ".1f"), ("collectives MiB", ""), ("executions", "d"))
+COLUMNS = (("", ""), ("temporary MiB", ""), ("estimated ms", ".1f"), ("collectives MiB", ""), ("executions", "d"))
 _SHARDED = ("naive", "tunix", "kljax", "naive_forward", "kljax_forward", "kljax_kl")
 _GPU = ("naive", "tunix", "kljax", "naive_forward", "kljax_forward", "naive_kl", "kljax_kl")
 
@@ -220,7 +220,7 @@ def tiles_table(compiled: Compiled) -> str:
     for order, plan in compiled:
         tile = "default" if order.tile is None else "{}x{}".format(*order.tile)
         rows.append([order.device, order.layout, tile, _memory(plan), _milliseconds(plan)])
-    return table([*text_columns("device|layout|tile"), *COLUMNS[1:3]], rows)
+    return table([("device", ""), ("layout", ""), ("tile", ""), *COLUMNS[1:3]], rows)
 
 
 def _row(title: str, plan: Plan) -> list[Any]:

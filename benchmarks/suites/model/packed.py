@@ -119,12 +119,10 @@ def measure(tail: Tail, rounds: int) -> dict[str, Any]:
 
 def checks(fields: Mapping[str, Any]) -> list[Check]:
     """Compares the ratios of CPU seconds with their limits."""
+    share = f"{fields['real_share']:.0%}, the share of tokens, of rows of the longest length"
     titles = {
         "padded": "CPU seconds of packed rows over padded rows",
-        "share": (
-            f"CPU seconds of packed rows over {fields['real_share']:.0%}, the share of tokens, of rows of the longest "
-            "length"
-        ),
+        "share": f"CPU seconds of packed rows over {share}",
     }
     cpu, wall = (fields["ratios"][clock] for clock in ("cpu", "wall"))
     return [Check(titles[name], limit, cpu[name], other=wall[name]) for name, limit in LIMITS.items()]
