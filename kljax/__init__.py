@@ -4,9 +4,10 @@ Arrays are positional, everything else is keyword-only. Unless said otherwise th
 the value of token `t` itself: its log-prob given the tokens before it. Position 0 is never trained.
 """
 
-from kljax import audit as audit
+import importlib
+from typing import TYPE_CHECKING
+
 from kljax import checkpoint as checkpoint
-from kljax import systems as systems
 from kljax import typing as typing
 from kljax.advantages import (
     asymre_advantages,
@@ -160,6 +161,21 @@ from kljax.rewards import (
     place_rewards,
     subtract_kl,
 )
+
+if TYPE_CHECKING:
+    from kljax import audit as audit
+    from kljax import systems as systems
+else:
+
+    def __getattr__(name):
+        """Loads `audit` and `systems` at their first use, as the table and the report are large."""
+        if name in ("audit", "systems"):
+            return importlib.import_module(f"kljax.{name}")
+        raise AttributeError(f"module 'kljax' has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), "audit", "systems"})
+
 
 __version__ = "0.2.0"
 

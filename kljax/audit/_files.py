@@ -55,10 +55,7 @@ def read_batch(option: str, path: str, *, needed: Sequence[str], others: Sequenc
     """Reads arrays of numbers by name from an `.npz` file; those of `others` only if they are there.
 
     Args:
-      option: name of the option in messages.
       path: an `.npz` file.
-      needed: arrays that must be there.
-      others: arrays that may be there.
 
     Raises:
       UserError: there is no such file, it is no archive, or an array is missing, damaged, too large or no numbers.

@@ -171,10 +171,7 @@ def summarize(
     """Computes each metric of each column with its bootstrap interval.
 
     Args:
-      key: random key of the resampling.
       replicates: bootstrap replicates; 0 leaves the intervals NaN.
-      confidence: share of the replicates inside an interval.
-      sums: `[units, results]`.
       metrics: `value_metrics` or `gradient_metrics`.
 
     Returns:
@@ -235,11 +232,7 @@ def bootstrap(key: Array, sums: Sums, metrics: Callable[[Sums], Sums], *, replic
     """Computes percentile intervals `[2, results]` of each metric over resampled units.
 
     Args:
-      key: random key of the resampling.
-      sums: `[units, results]`.
       metrics: `value_metrics` or `gradient_metrics`.
-      replicates: number of resamplings, at least 1.
-      confidence: share of the replicates inside an interval.
     """
     units = len(sums["count"])
     replicated: dict[str, list[Any]] = {}

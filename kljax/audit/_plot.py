@@ -22,11 +22,7 @@ def draw(results: Sequence[Result], title: str, path: pathlib.Path) -> pathlib.P
 
     Args:
       results: of an audit; sampled ones are left out.
-      title: of the figure.
       path: of the file, which is overwritten; its directory exists.
-
-    Returns:
-      The path.
 
     Raises:
       ImportError: if matplotlib is not installed.

@@ -35,11 +35,7 @@ It writes audit.txt, audit.json and, if matplotlib is installed, audit.png.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command.
-
-    Args:
-      parser: the parser of the command, which gains the options, a description and an epilog.
-    """
+    """Adds the options of the command."""
     parser.description = "Bias, variance and signal-to-noise of each KL estimator against the exact KL."
     parser.epilog = EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -90,9 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the audit in float64, prints its table and writes the report.
-
-    Args:
-      args: the parsed options of `add_arguments`.
 
     Returns:
       The exit code: 0, or 2 for a mistake of the user, with the error on stderr.

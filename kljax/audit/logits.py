@@ -195,11 +195,6 @@ def measure(blocks: Iterable[Block], mask: np.ndarray, options: Options, source:
     Args:
       blocks: the rows in order; together the blocks have the rows of the mask.
       mask: `[B, T]` booleans.
-      options: how to audit.
-      source: name of the data, for the report.
-
-    Returns:
-      An `Audit`, on the host.
 
     Raises:
       ValueError: if no position is unmasked.

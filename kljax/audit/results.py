@@ -15,7 +15,6 @@ def select(results: Iterable["Result"], **labels: str) -> list["Result"]:
     """Selects the results whose attributes equal the labels, in the order measured.
 
     Args:
-      results: of an audit.
       labels: attributes of `Result` with their values; none selects every result.
 
     Returns:

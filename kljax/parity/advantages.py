@@ -14,7 +14,6 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
 
     Args:
       replay: the recorded arrays, among them `rewards` and `group_ids`.
-      recipe: settings of the advantages and of the stages before them.
 
     Returns:
       A `Prediction`, `[B, T]`, or `[B]` if the advantages are recorded per row. It is compared at tokens in the
@@ -46,10 +45,6 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
 
 def token_advantages(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Returns the advantages of tokens, recorded or recomputed, with a KL in the advantage, and their bounds.
-
-    Args:
-      replay: the recorded arrays.
-      recipe: settings of the advantages and of the stages before them.
 
     Returns:
       `[B, T]` advantages and `[B, T]` bounds; a bound is 0 where the advantage is recorded and no KL is added.

@@ -53,9 +53,6 @@ class Cause:
 
         Args:
           recipe: the settings; a stage that is None stays None.
-
-        Returns:
-          Another recipe.
         """
         for stage, settings in ((self.stage, self.settings), *self.also):
             if stage == "rounding":
@@ -71,9 +68,6 @@ class Cause:
 
     def conflicts(self, other: "Cause") -> bool:
         """Tells whether both change the same setting, so that only one of them can hold.
-
-        Args:
-          other: the cause to be applied together with this one.
 
         Returns:
           True if they share a stage and a setting, or an argument of a call.
@@ -93,10 +87,7 @@ def make(stage: str, name: str, text: str, **settings: Any) -> Cause:
     """Makes a cause from keyword settings.
 
     Args:
-      stage: the stage of the recipe that the cause changes.
       name: a short name, unique with the stage.
-      text: one sentence for the report.
-      settings: settings of the stage.
 
     Returns:
       A `Cause` of one stage, which may be tried together with others.

@@ -20,11 +20,7 @@ compared, 2 for a mistake in the arguments or the file. docs/parity.md has the s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command.
-
-    Args:
-      parser: the parser of the command, which gains the options, a description and an epilog.
-    """
+    """Adds the options of the command."""
     parser.description = "Replays a recorded batch stage by stage and names the cause of each difference."
     parser.epilog = EXIT_CODES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -39,9 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compares a dump and prints the report, as text or JSON; with `--html`, writes a page too.
-
-    Args:
-      args: the parsed options of `add_arguments`.
 
     Returns:
       The exit code: 0 if every compared field agrees, 1 if one differs or nothing was compared, 2 for a mistake of the
@@ -67,9 +60,6 @@ def compare(path: str | pathlib.Path, *, system: str | None = None, seconds: flo
       path: of an `.npz` or safetensors file.
       system: the system whose names the header uses; None takes that of the header.
       seconds: time limit of the search for pairs of causes.
-
-    Returns:
-      The `Report`.
 
     Raises:
       DumpError: as `open_dump` and `make_plan`.

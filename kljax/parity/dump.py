@@ -85,9 +85,6 @@ class Dump:
     def stored(self, name: str) -> Stored:
         """Returns the place of an array in the file, without reading it.
 
-        Args:
-          name: a field of the schema, or `metric/NAME`.
-
         Returns:
           Its place, with shape and dtype.
 
@@ -100,9 +97,6 @@ class Dump:
 
     def read(self, name: str) -> np.ndarray:
         """Reads a whole array.
-
-        Args:
-          name: a field of the schema, or `metric/NAME`.
 
         Returns:
           NumPy array of the recorded shape: float64, int64 for a field of whole numbers, booleans for the mask. Masked
@@ -171,9 +165,6 @@ def open_dump(path: str | pathlib.Path) -> Dump:
 
     Args:
       path: of the file; its first bytes tell the format.
-
-    Returns:
-      The `Dump`.
 
     Raises:
       DumpError: naming the field that is not as the schema has it, or the file if it cannot be read.

@@ -25,9 +25,7 @@ def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
     """Computes the policy loss per token at other log-probs; differentiable in them.
 
     Args:
-      replay: the recorded arrays.
       policy: `[B, T]` log-probs of the policy in nats.
-      recipe: settings of the loss and of the stages before it.
 
     Returns:
       `[B, T]` losses before the reduction.
@@ -45,10 +43,6 @@ def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
 def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the policy loss of each token, without the KL term.
 
-    Args:
-      replay: the recorded arrays.
-      recipe: settings of the loss and of the stages before it.
-
     Returns:
       A `Prediction`, `[B, T]`, with the correction's weights. It is compared at tokens in the recorded mask and in that
       of the recipe.
@@ -64,15 +58,7 @@ def token_loss(replay: Replay, recipe: Recipe) -> Prediction:
 
 
 def loss(replay: Replay, recipe: Recipe) -> Prediction:
-    """Recomputes the scalar loss, KL term included, from the values per token.
-
-    Args:
-      replay: the recorded arrays.
-      recipe: settings of the reductions and of the stages before them.
-
-    Returns:
-      A `Prediction`, a scalar.
-    """
+    """Recomputes the scalar loss, KL term included, from the values per token."""
     unit, total, bound = replay.unit("loss", recipe), 0.0, 0.0
     height = accumulator(unit) * tree_height(int(replay.used_mask(recipe).sum())) + PRODUCTS * unit
     for coef, name, reduction in _terms(recipe):
@@ -87,10 +73,6 @@ def loss(replay: Replay, recipe: Recipe) -> Prediction:
 
 def gradient(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the derivative of the scalar loss by the log-probs of the policy.
-
-    Args:
-      replay: the recorded arrays.
-      recipe: settings of all stages.
 
     Returns:
       A `Prediction`, `[B, T]`, compared at every position, masked ones too.
@@ -111,11 +93,6 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
 
 def token_weights(replay: Replay, recipe: Recipe, reduction: Reduction) -> np.ndarray:
     """Returns the weight of each token in the loss.
-
-    Args:
-      replay: the recorded arrays.
-      recipe: settings of the mask.
-      reduction: settings of the reduction.
 
     Returns:
       `[B, T]` float64; NaN if the groups of the reduction are not recorded.

@@ -33,7 +33,6 @@ def log_probs(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the log-probs of the policy from recorded logits or hidden states.
 
     Args:
-      replay: the recorded arrays.
       recipe: settings of the log-probs; with the adapter off, the result is the recorded `ref_log_probs`, or NaN.
 
     Returns:
@@ -46,7 +45,6 @@ def ref_log_probs(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the log-probs of the reference from recorded logits or hidden states.
 
     Args:
-      replay: the recorded arrays.
       recipe: settings of the reference; with its `adapter` False, the result is the recorded `log_probs`.
 
     Returns:
@@ -72,7 +70,6 @@ def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]
     """Returns the log-probs whose difference is the log-ratio of the policy loss.
 
     Args:
-      replay: the recorded arrays.
       recipe: settings of the ratio; an old policy that is not recorded is the policy itself.
 
     Returns:
@@ -87,10 +84,6 @@ def policy_pair(replay: Replay, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]
 
 def ratio(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the importance ratio of policy and old policy, before any clip.
-
-    Args:
-      replay: the recorded arrays.
-      recipe: settings of the ratio.
 
     Returns:
       A `Prediction`, `[B, T]`, compared at unmasked tokens.
@@ -109,7 +102,6 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
     Args:
       replay: the recorded arrays, among them those that the correction takes: `old_log_probs` and `rollout_log_probs`
         unless the header or the system has others.
-      recipe: settings of the correction and of the mask.
 
     Returns:
       A `Prediction`, `[B, T]`, compared at tokens in the recorded mask and in that of the recipe. A weight per row is
@@ -139,9 +131,7 @@ def kl_at(replay: Replay, policy: Any, kl: Kl, used: np.ndarray) -> Any:
     """Estimates the KL per token at other log-probs of the policy; differentiable in them.
 
     Args:
-      replay: the recorded arrays.
       policy: `[B, T]` log-probs of the policy in nats.
-      kl: settings of the KL term.
       used: `[B, T]` bool, the tokens of the estimate.
 
     Returns:
@@ -168,7 +158,6 @@ def kl_policy(replay: Replay, kl: Kl) -> np.ndarray:
     """Returns the log-probs of the policy whose KL is estimated.
 
     Args:
-      replay: the recorded arrays.
       kl: settings of the KL term; a policy that is not recorded is the one that is trained.
 
     Returns:
@@ -179,10 +168,6 @@ def kl_policy(replay: Replay, kl: Kl) -> np.ndarray:
 
 def kl_per_token(replay: Replay, recipe: Recipe) -> Prediction:
     """Recomputes the KL estimate of each token, without its coefficient.
-
-    Args:
-      replay: the recorded arrays.
-      recipe: settings of the KL term and of the mask.
 
     Returns:
       A `Prediction`, `[B, T]` in nats times the term's `scale`; value and bound are 0 where masked. It is compared at
@@ -199,11 +184,6 @@ def kl_per_token(replay: Replay, recipe: Recipe) -> Prediction:
 def kl_move(replay: Replay, kl: Kl, unit: float) -> np.ndarray:
     """Returns how far rounding moves the log-ratios of a KL estimate.
 
-    Args:
-      replay: the recorded arrays.
-      kl: settings of the KL term.
-      unit: unit roundoff of the estimate.
-
     Returns:
       `[B, T]` distances in nats.
     """
@@ -216,11 +196,6 @@ def kl_move(replay: Replay, kl: Kl, unit: float) -> np.ndarray:
 
 def kl_cancellation(replay: Replay, kl: Kl, unit: float) -> np.ndarray:
     """Returns the rounding of the terms of k3, which cancel near 0, in value and in derivative.
-
-    Args:
-      replay: the recorded arrays.
-      kl: settings of the KL term.
-      unit: unit roundoff of the estimate.
 
     Returns:
       `[B, T]` bounds in nats; 0 for other estimators.

@@ -12,7 +12,6 @@ def apply_rule(mask: np.ndarray, rule: MaskRule) -> np.ndarray:
 
     Args:
       mask: `[B, T]` bool, the tokens of the completions.
-      rule: the faults.
 
     Returns:
       `[B, T]` bool, a copy.
@@ -36,7 +35,6 @@ def shift_rows(array: np.ndarray, by: int) -> np.ndarray:
 
     Args:
       array: `[B, T]`.
-      by: number of positions.
 
     Returns:
       `[B, T]`, the dtype of the array; the array itself if `by` is 0.
@@ -71,7 +69,6 @@ def value_and_change(
 
     Args:
       function: of arrays, number by number or row by row.
-      at: the argument.
       move: how far each number of the argument moves, of its shape.
 
     Returns:

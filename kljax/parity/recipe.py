@@ -212,9 +212,6 @@ class Recipe:
         Args:
           stage: an attribute of the recipe that is not None.
           settings: attributes of that stage with their new values.
-
-        Returns:
-          Another recipe.
         """
         changes: dict[str, Any] = {stage: dataclasses.replace(getattr(self, stage), **settings)}
         return dataclasses.replace(self, **changes)

@@ -57,7 +57,6 @@ class Replay:
         """Recomputes a result from the recorded inputs of its stage.
 
         Args:
-          name: a result of the dump, or `metric/NAME`.
           recipe: the settings of its stage and of those before it.
 
         Returns:
@@ -103,7 +102,6 @@ class Replay:
         """Returns the unit roundoff of a result: half the distance of 1 to the next number of its dtype.
 
         Args:
-          name: a result of the dump, or `metric/NAME`.
           recipe: its `rounding` names coarser dtypes, each from a field on.
 
         Returns:
@@ -135,9 +133,6 @@ class Replay:
         Args:
           section: "correction", "advantage" or "loss".
           step: arguments that replace those of the header, where None removes one. Another function drops them all.
-
-        Returns:
-          The `Call`.
         """
         call = self.plan.calls[section]
         changes = dict(step.arguments)
@@ -215,9 +210,7 @@ def run_call(section: str, call: Call, arrays: Mapping[str, Any], **keywords: An
     """Runs a call on arrays, compiled; returns the first of several results.
 
     Args:
-      section: the section of the header that the call is of.
       call: a call of `kljax.systems`.
-      arrays: the arrays that the call names.
       keywords: further arguments; they are part of the compiled program.
 
     Returns:

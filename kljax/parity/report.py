@@ -14,9 +14,6 @@ HEADINGS = ("field", "numbers", "largest absolute", "largest relative", "at (row
 def as_text(report: Report) -> str:
     """Writes the report for a terminal.
 
-    Args:
-      report: the result of a comparison.
-
     Returns:
       A table of the fields and the findings, lines joined by newlines.
     """
@@ -29,9 +26,6 @@ def as_text(report: Report) -> str:
 
 def as_json(report: Report) -> dict[str, Any]:
     """Returns the report as plain data; numbers that JSON lacks are strings.
-
-    Args:
-      report: the result of a comparison.
 
     Returns:
       Values that `json.dumps` takes; an infinite number or NaN is a string, and an empty text is None.
@@ -58,10 +52,6 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def as_html(report: Report, title: str) -> str:
     """Writes the report as a page that needs no other file.
-
-    Args:
-      report: the result of a comparison.
-      title: heading of the page, as plain text.
 
     Returns:
       The HTML, with everything escaped that the dump names.

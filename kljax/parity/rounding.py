@@ -29,9 +29,6 @@ def tree_height(terms: int) -> int:
     PyTorch, XLA and GPUs add in blocks; the longest blocks are those of PyTorch on CPU, four levels of
     `max(16, terms^(1/4))` terms. A sum of fewer terms than that is taken as one chain.
 
-    Args:
-      terms: number of terms.
-
     Returns:
       A number of additions, at least 1; times the unit roundoff and the sum of magnitudes, it bounds the error.
     """
@@ -41,9 +38,6 @@ def tree_height(terms: int) -> int:
 
 def accumulator(unit: float) -> float:
     """Returns the unit roundoff of the sums of a dtype: that of float32 for narrower ones, as in all their kernels.
-
-    Args:
-      unit: unit roundoff of the dtype of the terms.
 
     Returns:
       The unit roundoff of the sums, at most that of float32.

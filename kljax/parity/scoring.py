@@ -20,7 +20,6 @@ def score(
       side: "" for the policy, "ref_" for the reference.
       settings: temperature, cap, scale, vocabulary and alignment.
       mask: `[B, T]` booleans; only these tokens are scored.
-      unit: unit roundoff of the log-softmax.
 
     Returns:
       `[B, T]` log-probs in nats and their bounds, and the positions that were scored, booleans.
@@ -56,7 +55,6 @@ def log_softmax_at(
       errors: `[P, V]` bounds of the errors of the logits.
       ids: `[P]` token ids.
       settings: temperature, cap, scale, vocabulary and set of likely tokens.
-      unit: unit roundoff of the softmax.
 
     Returns:
       `[P]` log-probs in nats, NaN for ids outside the vocabulary, and `[P]` bounds.

@@ -112,11 +112,6 @@ class Report:
 def compare_field(replay: Replay, name: str, recipe: Recipe) -> Difference:
     """Compares one recorded result with the recomputed one.
 
-    Args:
-      replay: the recorded arrays.
-      name: a recorded result, or `metric/NAME`.
-      recipe: settings to recompute it with.
-
     Returns:
       The largest differences, and the number that exceeds its rounding bound the most. Two NaN are equal.
 
@@ -170,10 +165,6 @@ class Search:
 
     def agrees(self, name: str, recipe: Recipe) -> bool:
         """Tells whether a field agrees under a recipe; settings that a function of the library refuses do not.
-
-        Args:
-          name: a recorded result, or `metric/NAME`.
-          recipe: settings to recompute it with.
 
         Returns:
           True if every compared number is within its rounding bound.

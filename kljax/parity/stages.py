@@ -34,10 +34,6 @@ SECTIONS = {"weights": "correction", "kl": "kl", "advantages": "advantage", "tok
 def make_replay(dump: Dump, plan: Plan) -> Replay:
     """Makes a replay of all stages.
 
-    Args:
-      dump: the recorded batch.
-      plan: the settings and calls of its header.
-
     Returns:
       The `Replay`, with every recorded array but logits, hidden states and heads in memory.
     """
@@ -46,9 +42,6 @@ def make_replay(dump: Dump, plan: Plan) -> Replay:
 
 def comparable(replay: Replay) -> list[str]:
     """Lists the recorded results that can be recomputed, in the order of the data.
-
-    Args:
-      replay: the recorded arrays.
 
     Returns:
       Names of results, and of metrics as `metric/NAME`.
@@ -59,9 +52,6 @@ def comparable(replay: Replay) -> list[str]:
 def recorded(replay: Replay) -> list[str]:
     """Lists the recorded results, in the order of the data.
 
-    Args:
-      replay: the recorded arrays.
-
     Returns:
       Names of results, then of metrics as `metric/NAME`.
     """
@@ -71,10 +61,6 @@ def recorded(replay: Replay) -> list[str]:
 
 def reason_not_compared(replay: Replay, name: str) -> str | None:
     """Returns why a result cannot be recomputed, or None if it can.
-
-    Args:
-      replay: the recorded arrays.
-      name: a recorded result, or `metric/NAME`.
 
     Returns:
       A phrase such as `needs rewards, group_ids`, or None.

@@ -94,7 +94,6 @@ def run(call: Call, arrays: Mapping[str, Any], **keywords: Any) -> Any:
     """Runs a call without checking names.
 
     Args:
-      call: the call.
       arrays: arrays by the parameter names of this library, or by those of `renamed`.
       keywords: further keyword arguments, passed to each function that has them; they override those of the call.
 

@@ -20,11 +20,7 @@ class UsageError(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the subcommand.
-
-    Args:
-      parser: the parser of the subcommand, which gains them.
-    """
+    """Adds the arguments of the subcommand."""
     parser.add_argument(
         "name",
         nargs="?",
@@ -37,9 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the entries or the comparison.
-
-    Args:
-      args: the parsed arguments of `add_arguments`.
 
     Returns:
       The exit code: 0, or 2 for a request that no entry answers, with the error on stderr.
@@ -92,9 +85,6 @@ def select(name: str | None) -> list[Entry]:
 def unknown(name: str) -> str:
     """Writes the error for a name without an entry, with the names that contain it or are spelled almost like it.
 
-    Args:
-      name: the name as the user wrote it.
-
     Returns:
       One line, with the kinds of names that are expected.
     """
@@ -105,9 +95,6 @@ def unknown(name: str) -> str:
 
 def entry_as_json(entry: Entry) -> dict[str, Any]:
     """Returns an entry as plain data.
-
-    Args:
-      entry: an entry of the table.
 
     Returns:
       Values that `json.dumps` takes; `call` is None for an entry without a call.

@@ -43,8 +43,6 @@ SECTIONS = ("Args", "Returns", "Gradient", "Raises", "Example")
 # Topics of functions that are part of a loss, and those of them whose results are constants.
 DIFFERENTIATED = {"aggregation", "kl", "log_probs", "losses", "masking", "ratios", "rewards"}
 CONSTANTS = re.compile(r".*_mask|token_weights")
-# States the arguments that its functions share once, in the docstring of the module.
-ARGUMENTS_IN_MODULE_DOCSTRING = {ROOT / "kljax" / "rows.py"}
 # JAX calls them; users do not.
 METHODS_OF_PYTREES = ("tree_flatten_with_keys", "tree_unflatten")
 
@@ -87,11 +85,6 @@ def relative(path: pathlib.Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def is_public(path: pathlib.Path) -> bool:
-    """Whether no folder of a module, nor its file, begins with an underscore."""
-    return not any(part.startswith("_") for part in path.relative_to(ROOT).parts)
-
-
 @pytest.mark.parametrize("path", [p for p in LIBRARY if topic(p) != "__init__"], ids=relative)
 def test_imports_go_one_way(path: pathlib.Path) -> None:
     for name in imported(path, top_level_only=False):
@@ -114,6 +107,17 @@ def test_importing_the_library_loads_nothing_of_the_trainer() -> None:
     loaded = set(done.stdout.split())
     assert {"jax", "kljax"} <= loaded
     assert not loaded & {"orbax", "flax", "optax", "chex", "train", "grain", "pydantic", "jaxtyping", "beartype"}
+
+
+def test_systems_and_audit_load_at_first_use() -> None:
+    script = """if True:
+        import sys, kljax
+        print(*(name for name in sys.modules if name.startswith(("kljax.systems", "kljax.audit"))), sep="|")
+        assert {"audit", "systems", "k3"} <= set(dir(kljax)) and not hasattr(kljax, "system")
+        print(kljax.systems.get("verl/k1").function, kljax.audit.Audit.__name__)
+    """
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "\nestimate_kl Audit\n"
 
 
 def test_every_public_name_of_every_module_is_in_the_package() -> None:
@@ -158,12 +162,6 @@ def documented_arguments(text: str) -> list[str]:
     return re.findall(r"^  (\w+): ", section[1], re.MULTILINE) if section else []
 
 
-@pytest.mark.parametrize("path", [path for path in LIBRARY if is_public(path)], ids=relative)
-def test_public_modules_document_arguments_and_results(path: pathlib.Path) -> None:
-    for name, function in public_definitions(ast.parse(path.read_text())):
-        check_sections(f"{relative(path)}: {name}", function, arguments=path not in ARGUMENTS_IN_MODULE_DOCSTRING)
-
-
 @pytest.mark.parametrize("name", [name for name in public_names() if inspect.isclass(thing_of(name))])
 def test_methods_of_public_classes_document_arguments_and_results(name: str) -> None:
     """Those of a class that a module with an underscore defines are public as well."""
@@ -172,14 +170,13 @@ def test_methods_of_public_classes_document_arguments_and_results(name: str) -> 
             check_sections(method, function)
 
 
-def check_sections(name: str, function: ast.FunctionDef, *, arguments: bool = True) -> None:
+def check_sections(name: str, function: ast.FunctionDef) -> None:
     """Asserts that a docstring has its arguments in order, and the result if there is one."""
     text = ast.get_docstring(function) or ""
     assert text, f"{name} has no docstring"
     if is_property(function):
         return
-    if arguments:
-        assert documented_arguments(text) == parameters(function), name
+    assert documented_arguments(text) == parameters(function), name
     returns_none = function.returns is not None and ast.unparse(function.returns) == "None"
     assert returns_none or re.search("^Returns:$", text, re.MULTILINE), f"{name} has no Returns"
 
