@@ -233,7 +233,7 @@ def test_the_gradient_to_the_reference_is_the_opposite_also_at_extreme_log_ratio
     check_points(grad, expected, f"{call_name} in {jnp.dtype(dtype).name}")
 
 
-def test_advantages_are_data_of_every_loss() -> None:
+def test_advantages_are_constants_of_every_loss() -> None:
     # So the tests here take no gradient to them: where a ratio overflows, theirs is as infinite as the value.
     losses = [name for name in precision.functions() if name.endswith("_loss")]
     taking = [name for name in losses if "advantages" in calls.parameters(name)]
@@ -242,7 +242,7 @@ def test_advantages_are_data_of_every_loss() -> None:
         text = getattr(kljax, name).__doc__
         entry = re.search(r"^ +advantages: (.*?)(?=^ +\w+: |^ *$)", text, re.MULTILINE | re.DOTALL)
         assert entry, name
-        assert "data" in entry[1], name
+        assert "a constant" in entry[1], name
         gradient = text[text.index("Gradient:") : text.index("Raises:")]
         assert "`advantages`" not in gradient, name
 

@@ -12,6 +12,7 @@ import pytest
 
 import kljax
 from tests.kljax.calls import QUICK
+from tests.other_seeds import example_key
 
 LENGTH, VOCABULARY = 3, 3
 PREFIXES = [prefix for length in range(LENGTH) for prefix in itertools.product(range(VOCABULARY), repeat=length)]
@@ -32,7 +33,7 @@ def exact_kl(table: jax.Array, ref: jax.Array) -> jax.Array:
 
 @pytest.fixture(scope="module")
 def tables() -> tuple[jax.Array, jax.Array]:
-    return tuple(jax.random.normal(jax.random.key(0), (2, len(PREFIXES), VOCABULARY), jnp.float64))
+    return tuple(jax.random.normal(example_key(0), (2, len(PREFIXES), VOCABULARY), jnp.float64))
 
 
 def expected_gradient(table: jax.Array, per_token: object) -> np.ndarray:

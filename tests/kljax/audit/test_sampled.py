@@ -7,6 +7,7 @@ import pytest
 import kljax
 from kljax.audit import Audit
 from kljax.audit.logits import Block, Options, measure
+from tests.other_seeds import example
 
 METRICS = {"value": ("mean", "variance"), "gradient": ("gain", "variance")}
 
@@ -14,7 +15,7 @@ METRICS = {"value": ("mean", "variance"), "gradient": ("gain", "variance")}
 @pytest.fixture(scope="module")
 def one() -> list[np.ndarray]:
     """Policy, reference and behaviour policy of a single row of two positions."""
-    return list(0.7 * np.random.default_rng(3).normal(size=(3, 1, 2, 4)))
+    return list(0.7 * example(3).normal(size=(3, 1, 2, 4)))
 
 
 @pytest.fixture(scope="module")

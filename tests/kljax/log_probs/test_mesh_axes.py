@@ -135,8 +135,9 @@ def test_manual_axes(kind: str) -> None:
     specs = {name: SPECS["rows"].get(name, P()) for name in inputs()}
     gradients = {name: specs[name] for name in ("hidden", "head", "ref_hidden")}
 
+    by_rows = jax.tree.map(lambda _: P(ROW_AXIS), on_one_device()[0])
+
     def run(x: dict[str, Any]) -> Any:
-        by_rows = jax.tree.map(lambda _: P(ROW_AXIS), on_one_device()[0])
         return jax.shard_map(with_gradients, in_specs=(specs,), out_specs=(by_rows, gradients), axis_names={ROW_AXIS})(
             x
         )
