@@ -41,6 +41,11 @@ def instruction_set() -> str | None:
     return given().get("--xla_cpu_max_isa")
 
 
+def multiplies_with_eigen() -> bool:
+    """Says whether matrix products are those of Eigen, whose plans have buffers of their own."""
+    return given().get("--xla_cpu_experimental_ynn_fusion_type") == ""
+
+
 def compiles_float16() -> bool:
     """Says whether XLA compiles float16 for the instruction set that was asked for: only with F16C, as from AVX2 on."""
     return instruction_set() not in ("SSE4_2", "AVX")

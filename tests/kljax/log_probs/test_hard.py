@@ -13,6 +13,7 @@ import kljax
 from kljax import Head, Tile
 from tests.kljax.calls import compiled, known_options, program
 from tests.kljax.log_probs.oracle import KINDS, Arrays, Numbers, token_by_token
+from tests.other_seeds import example
 
 IMPLEMENTATIONS = ("tile", "reference")
 TOKENS, WIDTH, VOCABULARY = 6, 4, 11
@@ -48,7 +49,7 @@ def divergences(hidden: Any, head: Any, other: Any, tile: Tile | None = None) ->
 
 def test_small_divergences_keep_their_digits() -> None:
     # The head is the identity, so that the logits are the float32 numbers given and all error is that of the sums.
-    rng = np.random.default_rng(0)
+    rng = example(0)
     logits = rng.normal(size=(5, 37)).astype(np.float32)
     # Divergences of 1e-2, 1e-4, ... 1e-10 nats.
     steps = np.float32(10.0) ** -np.arange(1, 6, dtype=np.float32)

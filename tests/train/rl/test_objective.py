@@ -170,7 +170,7 @@ def test_the_only_update_on_a_batch_needs_no_old_log_probs(term):
     scored = loss_of(config, batch, with_gradient=True)
     alone = loss_of(config, dataclasses.replace(batch, old_log_probs=None), with_gradient=True)
     chex.assert_trees_all_close(alone, scored, rtol=2e-5, atol=2e-6)
-    assert float(alone[0][1]["rollout_log_prob_error"].value()) > 0.2
+    assert float(alone[0][1]["rollout_log_prob_error"].value()) > 1e-3
 
 
 def test_the_gradient_is_that_of_the_policy_loss_and_of_k2():
