@@ -74,7 +74,7 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(CORE) $(ARGS)
 endef
 
-.PHONY: help train test test-isa test-cpus test-accelerator test-quick test-thorough test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
+.PHONY: help train test test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
 
 # The first target, so that `make` alone prints it. The awk of macOS and mawk know no more than this.
 help: ## this list
@@ -112,6 +112,9 @@ test-thorough: $(VENV)/.ready ## the others: the same statements in more setting
 
 test-library: $(VENV)/.ready ## the tests of kljax alone
 	$(BIN)/python $(PYTEST) tests/kljax kljax $(ARGS)
+
+test-house: $(VENV)/.ready ## the rules of the source: layers, docstrings, names, widths of lines
+	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/,kljax/test_house.py kljax/test_language.py train/test_house.py) $(ARGS)
 
 check: lint types test ## lint, types and test: the first commands of CI
 

@@ -103,8 +103,10 @@ def test_the_makefile_has_nothing_newer_than_make_3_81(construct):
 def test_make_without_a_target_prints_the_targets():
     """Each target that a user calls has a text, and no other is printed."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
-    options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "check": True}
-    alone, helped = (subprocess.run(command, **options) for command in (["make"], ["make", "help"]))
+    alone, helped = (
+        subprocess.run(["make", *target], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        for target in ([], ["help"])
+    )
     assert (alone.stderr, alone.stdout) == ("", helped.stdout)
     (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
     printed = [re.fullmatch(r"([a-z-]+) +(\S.*)", line) for line in alone.stdout.splitlines()]
