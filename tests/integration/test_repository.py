@@ -13,6 +13,7 @@ import kljax
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+GUIDE = ROOT / "docs/contributing"
 FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
 
 
@@ -57,3 +58,34 @@ def test_citation_has_the_version_and_license_of_the_project():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (kljax.__version__, PROJECT["license"])
     assert citation["title"].startswith(f"{PROJECT['name']}: ")
+
+
+def table_of_tests() -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Reads the map of `docs/contributing/tests.md`: paths of source, and those of their tests."""
+    lines = [line.split("|") for line in (GUIDE / "tests.md").read_text().splitlines() if line.startswith("| `")]
+    return {tuple(re.findall("`(.+?)`", line[1])): tuple(re.findall("`(.+?)`", line[2])) for line in lines}
+
+
+def test_every_module_is_in_one_row_of_the_map():
+    table = table_of_tests()
+    sources = [source for row in table for source in row]
+    for path in [*(ROOT / "kljax").rglob("*.py"), *(ROOT / "train").rglob("*.py")]:
+        module = path.relative_to(ROOT)
+        names = {str(name) for name in (module, *module.parents)}
+        assert len([source for source in sources if source in names]) == 1, f"{module}: docs/contributing/tests.md"
+
+
+def test_every_row_of_the_map_has_existing_tests():
+    for sources, tests in table_of_tests().items():
+        assert tests, sources
+        for path in (ROOT / test for test in tests):
+            files = [path] if path.suffix else [*path.rglob("*.py")]
+            assert any("test_" in file.name or "record" in file.name for file in files if file.is_file()), path
+
+
+@pytest.mark.parametrize("page", ["index", "tests"])
+def test_paths_of_the_guide_exist(page):
+    named = set(re.findall(r"`((?:kljax|train|tests|docs|configs)/[\w./-]+)`", (GUIDE / f"{page}.md").read_text()))
+    named -= {"configs/presets/SYSTEM/ALGORITHM.yaml"}
+    assert named
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
