@@ -74,7 +74,11 @@ define run-with-threads
 	KLJAX_TEST_DEVICES=1 NPROC=$(1) $(BIN)/python $(PYTEST) -m "not thorough" $(CORE) $(ARGS)
 endef
 
-.PHONY: train test test-isa test-cpus test-accelerator test-quick test-thorough test-library test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
+.PHONY: help train test test-isa test-cpus test-accelerator test-quick test-thorough test-library test-house test-newest test-aot test-vllm test-transformers find-newest-python check lint format types docs lock clean
+
+# The first target, so that `make` alone prints it. The awk of macOS and mawk know no more than this.
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "%-18s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 $(VENV)/.ready: pyproject.toml uv.lock
 	$(call make-environment,$(PYTHON),$(VENV),PYTHON,$(PYTHONS))
@@ -109,17 +113,20 @@ test-thorough: $(VENV)/.ready ## the others: the same statements in more setting
 test-library: $(VENV)/.ready ## the tests of kljax alone
 	$(BIN)/python $(PYTEST) tests/kljax kljax $(ARGS)
 
-check: lint types test ## what CI runs
+test-house: $(VENV)/.ready ## the rules of the source: layers, docstrings, names, widths of lines
+	$(BIN)/python -m pytest -q -n 0 $(addprefix tests/,kljax/test_house.py kljax/test_language.py train/test_house.py) $(ARGS)
 
-lint: $(VENV)/.ready
+check: lint types test ## lint, types and test: the first commands of CI
+
+lint: $(VENV)/.ready ## ruff: rules and format, without changing a file
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(VENV)/.ready
+format: $(VENV)/.ready ## ruff: repairs what it can, and formats
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(VENV)/.ready
+types: $(VENV)/.ready ## mypy over kljax, train and benchmarks
 	$(BIN)/mypy
 
 docs: $(VENV)/.ready ## the documentation, into docs/_build/; a warning is an error
@@ -181,5 +188,5 @@ $(TRANSFORMERS_VENV)/.ready:
 test-transformers: $(VENV)/.ready $(TRANSFORMERS_VENV)/.ready ## folders of transformers and PEFT in, training with every reference, and out again
 	$(BIN)/python -m tests.round_trip --torch-env $(TRANSFORMERS_VENV) $(ARGS)
 
-clean:
+clean: ## removes the environments, the built documentation and the caches
 	rm -rf $(VENV) $(NEWEST_VENV) $(AOT_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) docs/_build .pytest_cache .ruff_cache .mypy_cache .hypothesis

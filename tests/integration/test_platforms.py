@@ -100,6 +100,20 @@ def test_the_makefile_has_nothing_newer_than_make_3_81(construct):
     assert not re.findall(NEWER_THAN_3_81[construct], (ROOT / "Makefile").read_text(), re.M)
 
 
+def test_make_without_a_target_prints_the_targets():
+    """Each target that a user calls has a text, and no other is printed."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    alone, helped = (
+        subprocess.run(["make", *target], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+        for target in ([], ["help"])
+    )
+    assert (alone.stderr, alone.stdout) == ("", helped.stdout)
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    printed = [re.fullmatch(r"([a-z-]+) +(\S.*)", line) for line in alone.stdout.splitlines()]
+    assert {line[1] for line in printed} == set(phony.split()) - {"find-newest-python"}
+    assert "train              the main job: warm start, RL, before and after" in alone.stdout.splitlines()
+
+
 # Stands for Python: tells its version, has ensurepip or not, and writes down how it was called last.
 PYTHON = """#!/bin/sh
 case "$2" in

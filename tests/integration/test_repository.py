@@ -1,0 +1,90 @@
+"""Files at the root that other programs read: CI, hooks, templates and the citation agree with the project."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kljax
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+GUIDE = ROOT / "docs/contributing"
+FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
+
+
+def make_targets(script: str) -> set[str]:
+    """Returns the targets that the commands of a script call."""
+    lines = re.findall(r"(?:^|\$\()\s*make ([^\n)]*)", script, re.M)
+    return {word for line in lines for word in shlex.split(line) if re.fullmatch("[a-z][a-z-]*", word)}
+
+
+def test_ci_script_calls_existing_targets():
+    targets = make_targets((ROOT / ".ci/run").read_text())
+    assert {"lint", "types", "test", "test-aot", "test-isa", "test-newest", "find-newest-python"} <= targets
+    assert targets <= TARGETS
+
+
+def test_workflow_runs_the_ci_script_alone():
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111
+    (setup,) = (step["with"] for step in job["steps"] if "setup-python" in step.get("uses", ""))
+    assert setup["python-version"].split() == ["3.12", "3.11"]
+
+
+def test_hooks_use_the_locked_environment():
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    for hook in repository["hooks"]:
+        command, *words = hook["entry"].split()
+        assert command == ".venv/bin/ruff" or (command == "make" and set(words) <= TARGETS), hook["id"]
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_issue_form_has_distinct_labelled_fields(path):
+    form = yaml.safe_load(path.read_text())
+    assert form["name"]
+    assert form["description"]
+    assert all(field["attributes"]["label"] for field in form["body"])
+    assert len({field["id"] for field in form["body"]}) == len(form["body"])
+
+
+def test_citation_has_the_version_and_license_of_the_project():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (kljax.__version__, PROJECT["license"])
+    assert citation["title"].startswith(f"{PROJECT['name']}: ")
+
+
+def table_of_tests() -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Reads the map of `docs/contributing/tests.md`: paths of source, and those of their tests."""
+    lines = [line.split("|") for line in (GUIDE / "tests.md").read_text().splitlines() if line.startswith("| `")]
+    return {tuple(re.findall("`(.+?)`", line[1])): tuple(re.findall("`(.+?)`", line[2])) for line in lines}
+
+
+def test_every_module_is_in_one_row_of_the_map():
+    table = table_of_tests()
+    sources = [source for row in table for source in row]
+    for path in [*(ROOT / "kljax").rglob("*.py"), *(ROOT / "train").rglob("*.py")]:
+        module = path.relative_to(ROOT)
+        names = {str(name) for name in (module, *module.parents)}
+        assert len([source for source in sources if source in names]) == 1, f"{module}: docs/contributing/tests.md"
+
+
+def test_every_row_of_the_map_has_test_files():
+    for sources, tests in table_of_tests().items():
+        paths = [ROOT / test for test in tests]
+        files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+        assert any(file.name.startswith("test_") for file in files), sources
+
+
+@pytest.mark.parametrize("page", ["index", "tests"])
+def test_paths_of_the_guide_exist(page):
+    named = set(re.findall(r"`((?:kljax|train|tests|docs|configs)/[\w./-]+)`", (GUIDE / f"{page}.md").read_text()))
+    named -= {"configs/presets/SYSTEM/ALGORITHM.yaml"}
+    assert named
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
