@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
-from train.hardware.topology import EXAMPLES, Topology, check_compiler, load_compilers, parse_topology
+from train.plan.compiler.topology import EXAMPLES, Topology, check_compiler, load_compilers, parse_topology
 from train.run.console import make_parser, run_command, show_warnings
 from train.run.interrupt import exit_with
 
@@ -69,7 +69,7 @@ def show(options: argparse.Namespace) -> int:
     check_compiler(topology)
     load_compilers()
     # Imported late, so that an error on the command line shows before JAX starts.
-    from train.hardware.lowering import LEAST_EFFORT
+    from train.plan.compiler.lowering import LEAST_EFFORT
     from train.plan.report import markdown
     from train.plan.search import best, plan_config
     from train.run.report import default_console, write_summary

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.hardware import hlo
-from train.hardware.buffers import Buffer, largest_buffers
-from train.hardware.collectives import bytes_by_kind, collectives, sent
-from train.hardware.devices import GIB
-from train.hardware.flops import count_flops
-from train.hardware.lowering import CompiledProgram, DoesNotFitError, compile_program
-from train.hardware.roofline import Work
-from train.hardware.topology import Topology
-from train.hardware.traffic import count_traffic
+from train.models.devices import GIB
+from train.plan.compiler import hlo
+from train.plan.compiler.buffers import Buffer, largest_buffers
+from train.plan.compiler.collectives import bytes_by_kind, collectives, sent
+from train.plan.compiler.flops import count_flops
+from train.plan.compiler.lowering import CompiledProgram, DoesNotFitError, compile_program
+from train.plan.compiler.roofline import Work
+from train.plan.compiler.topology import Topology
+from train.plan.compiler.traffic import count_traffic
 from train.plan.programs import AbstractRun, LoweredProgram
 from train.rollouts.layout import device_bytes, host_bytes
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from train.config.errors import ConfigError, UserError
 from train.config.load import load
 from train.config.schema import Config
-from train.hardware.devices import GIB
-from train.hardware.lowering import LEAST_EFFORT
-from train.hardware.topology import Topology, topology_devices
+from train.models.devices import GIB
 from train.models.sharding import make_mesh
+from train.plan.compiler.lowering import LEAST_EFFORT
+from train.plan.compiler.topology import Topology, topology_devices
 from train.plan.programs import AbstractRun
 from train.plan.report import HardwareReport, report
 from train.rollouts.layout import device_bytes

@@ -12,9 +12,9 @@ from train.config.checks.layout import SPLIT_BY_TENSOR
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.distributed import exchange_json
-from train.hardware.devices import find_device
 from train.models import Decoder
 from train.models.cache import cache_bytes
+from train.models.devices import find_device
 from train.models.sharding import replicated, reshape_mesh
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rl.state import abstract_optimizer_state

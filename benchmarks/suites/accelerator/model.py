@@ -14,8 +14,8 @@ from benchmarks.harness.learner import Learner, bare_context
 from train.config.load import parse
 from train.config.plan import Layout
 from train.config.schema import Config
-from train.hardware.devices import find_device
 from train.models.config import PROJECTIONS, DecoderConfig
+from train.models.devices import find_device
 from train.plan.shapes import planned_model
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key

@@ -13,11 +13,11 @@ from benchmarks.harness import environments
 from benchmarks.harness.process import ROOT, start
 from benchmarks.suites.aot.plans import DEVICES, Order, Plan
 from benchmarks.suites.aot.programs import build, mesh_of
-from train.hardware import hlo
-from train.hardware.buffers import largest_buffers
-from train.hardware.collectives import collectives
-from train.hardware.lowering import DoesNotFitError, compile_program
-from train.hardware.topology import QUIET
+from train.plan.compiler import hlo
+from train.plan.compiler.buffers import largest_buffers
+from train.plan.compiler.collectives import collectives
+from train.plan.compiler.lowering import DoesNotFitError, compile_program
+from train.plan.compiler.topology import QUIET
 
 DEFAULT = ROOT / ".venv-aot"
 PACKAGES = {"tpu": "libtpu", "cuda": "jax-cuda12-pjrt"}

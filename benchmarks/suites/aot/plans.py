@@ -115,8 +115,8 @@ class Plan:
       seconds: the compiler's estimate, see `hlo.estimated_cycles`; None where it makes none.
       collective_bytes: sum of the payloads over all executions.
       collective_executions: their number.
-      collectives: largest first, see `hardware.collectives.Collective`.
-      largest_buffers: of the temporary memory, see `hardware.buffers.Buffer`.
+      collectives: largest first, see `train.plan.compiler.collectives.Collective`.
+      largest_buffers: of the temporary memory, see `train.plan.compiler.buffers.Buffer`.
       compile_seconds: time to compile.
       failed: the error where there is no plan, or None.
     """

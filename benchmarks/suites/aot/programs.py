@@ -14,7 +14,7 @@ import kljax
 from benchmarks.suites.aot.plans import DEVICES, Problem
 from benchmarks.suites.head.jax_forms import Constants, Stats, naive, of_kind, tiled, tunix_chunk
 from kljax.log_probs._head import default_tile
-from train.hardware.topology import parse_topology, topology_devices
+from train.plan.compiler.topology import parse_topology, topology_devices
 
 Array = jax.Array
 AXES = ("data", "fsdp", "tensor")

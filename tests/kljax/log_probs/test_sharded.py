@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import kljax
 from kljax import Head, HeadSharding, ReferenceStates, Tile
 from tests.kljax.calls import known_options
-from train.hardware.collectives import collectives
-from train.hardware.hlo import parse
+from train.plan.compiler.collectives import collectives
+from train.plan.compiler.hlo import parse
 
 ROWS, LENGTH, WIDTH, COLUMNS = 8, 4, 8, 24
 # The last of two shards of the vocabulary, and the last two of four, are all padding.

@@ -19,9 +19,9 @@ import pytest
 from benchmarks.harness import environments
 from benchmarks.suites.aot import compiler
 from train.config.load import load
-from train.hardware import hlo
-from train.hardware.collectives import collectives
 from train.models.sharding import make_mesh
+from train.plan.compiler import hlo
+from train.plan.compiler.collectives import collectives
 from train.plan.programs import AbstractRun
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -9,12 +9,12 @@ import jax
 import pytest
 
 from tests.tiny import config_of, mesh_of
-from train.hardware.buffers import Buffer
-from train.hardware.devices import DEVICES
-from train.hardware.lowering import compile_program
-from train.hardware.roofline import Work
-from train.hardware.topology import parse_topology
+from train.models.devices import DEVICES
 from train.plan.__main__ import main
+from train.plan.compiler.buffers import Buffer
+from train.plan.compiler.lowering import compile_program
+from train.plan.compiler.roofline import Work
+from train.plan.compiler.topology import parse_topology
 from train.plan.programs import AbstractRun
 from train.plan.report import HardwareReport, ProgramReport, markdown, summary, tables
 from train.rollouts.layout import device_bytes, host_bytes
@@ -158,7 +158,7 @@ def test_mistakes_are_named_before_jax_starts(arguments, said, capsys, monkeypat
 
 
 def test_a_missing_compiler_is_an_error_with_the_way_to_install_it(capsys, monkeypatch):
-    monkeypatch.setattr("train.hardware.topology.util.find_spec", lambda module: None)
+    monkeypatch.setattr("train.plan.compiler.topology.util.find_spec", lambda module: None)
     assert main(["configs/smoke.yaml", "--topology", "h200:1"]) == 2
     assert (
         "h200:1x1 needs jax-cuda12-plugin, which is not installed here; `uv sync --group aot`"

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from train.config.errors import UserError
-from train.hardware.devices import Device
-from train.hardware.topology import Topology
+from train.models.devices import Device
 from train.plan import search
+from train.plan.compiler.topology import Topology
 from train.plan.search import best, candidates
 
 SMOKE = "configs/smoke.yaml"

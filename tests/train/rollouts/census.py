@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from train.hardware import hlo
+from train.plan.compiler import hlo
 
 MOVES = ("all-gather", "all-to-all", "collective-permute")
 """An all-reduce adds up products of activations; none is of weights."""

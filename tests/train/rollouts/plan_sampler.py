@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any, cast
 
-from train.hardware.topology import QUIET, Topology, parse_topology, topology_devices
+from train.plan.compiler.topology import QUIET, Topology, parse_topology, topology_devices
 
 os.environ.update(QUIET)
 
@@ -23,10 +23,10 @@ import kljax
 from tests.train.rollouts.census import weight_collectives
 from train.config.load import parse
 from train.data.tokenizers import ByteTokenizer
-from train.hardware import hlo
-from train.hardware.lowering import LEAST_EFFORT, CompiledProgram, compile_program
 from train.models import Decoder, DecoderConfig
 from train.models.sharding import batch_sharding, make_mesh
+from train.plan.compiler import hlo
+from train.plan.compiler.lowering import LEAST_EFFORT, CompiledProgram, compile_program
 from train.rl.algorithms import make_optimizer
 from train.rl.policy import abstract_params
 from train.rollouts import sampling_program

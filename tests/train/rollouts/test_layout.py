@@ -14,9 +14,9 @@ import kljax
 from tests import near_ties, programs, rounding, tiny
 from tests.train.rollouts.census import weight_collectives
 from train.data.tasks import load_task
-from train.hardware import hlo
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.sharding import make_mesh, reshape_mesh
+from train.plan.compiler import hlo
 from train.rl.policy import abstract_params, head, hidden_states
 from train.rollouts import make_sampler, sample_completions, sampling_program
 from train.rollouts.context import RunContext

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from train.hardware import hlo
-from train.hardware.lowering import compile_program, needed_memory
+from train.plan.compiler import hlo
+from train.plan.compiler.lowering import compile_program, needed_memory
 
 
 @pytest.mark.parametrize(

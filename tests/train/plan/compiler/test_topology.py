@@ -5,9 +5,9 @@ import re
 import pytest
 
 from train.config.errors import UserError
-from train.hardware import topology
-from train.hardware.devices import DEVICES, find_device
-from train.hardware.topology import Topology, check_compiler, gpu_target, parse_topology
+from train.models.devices import DEVICES, find_device
+from train.plan.compiler import topology
+from train.plan.compiler.topology import Topology, check_compiler, gpu_target, parse_topology
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from train.hardware.collectives import Collective, bytes_by_kind, collectives, group_members, sent
-from train.hardware.hlo import parse
+from train.plan.compiler.collectives import Collective, bytes_by_kind, collectives, group_members, sent
+from train.plan.compiler.hlo import parse
 
 TEXTS = pathlib.Path(__file__).parent / "hlo"
 TPU = (TEXTS / "tpu.txt").read_text()

@@ -4,8 +4,8 @@ import pathlib
 
 import pytest
 
-from train.hardware import hlo
-from train.hardware.hlo import executions, parse, trip_count
+from train.plan.compiler import hlo
+from train.plan.compiler.hlo import executions, parse, trip_count
 
 TEXTS = pathlib.Path(__file__).parent / "hlo"
 # As the TPU's compiler prints it: tuples with layouts, no trip counts, cycles in the configuration of a kernel.

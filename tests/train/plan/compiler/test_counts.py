@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.hardware.devices import DEVICES
-from train.hardware.flops import count_flops
-from train.hardware.hlo import parse
-from train.hardware.roofline import Work
-from train.hardware.traffic import count_traffic, memory_bytes
+from train.models.devices import DEVICES
+from train.plan.compiler.flops import count_flops
+from train.plan.compiler.hlo import parse
+from train.plan.compiler.roofline import Work
+from train.plan.compiler.traffic import count_traffic, memory_bytes
 
 
 def program(*lines: str, others: str = "") -> str:

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from train.hardware.buffers import largest_buffers
+from train.plan.compiler.buffers import largest_buffers
 
 ASSIGNMENT = (pathlib.Path(__file__).parent / "hlo" / "assignment.txt").read_text()
 PROGRAM = """

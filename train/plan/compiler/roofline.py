@@ -6,7 +6,7 @@ All rates are peaks, and arithmetic, memory and exchange are taken to overlap pe
 import dataclasses
 from typing import Literal
 
-from train.hardware.devices import Device
+from train.models.devices import Device
 
 Resource = Literal["matrix units", "memory", "links", "network"]
 

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from train.hardware.hlo import Instruction, Module, array_sizes, executions
+from train.plan.compiler.hlo import Instruction, Module, array_sizes, executions
 
 Sizes = tuple[int, ...]
 # Matmuls of the kernels of splash attention, which skip the keys after a query.

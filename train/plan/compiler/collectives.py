@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.hardware.hlo import Instruction, Module, array_bytes, executions
+from train.plan.compiler.hlo import Instruction, Module, array_bytes, executions
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
           "collective-broadcast")  # fmt: skip

@@ -8,7 +8,7 @@ import functools
 import re
 from collections.abc import Mapping
 
-from train.hardware.hlo import CONTROL, Instruction, Module, array_bytes, executions
+from train.plan.compiler.hlo import CONTROL, Instruction, Module, array_bytes, executions
 
 _FREE = CONTROL | {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",

@@ -10,7 +10,7 @@ from importlib import resources, util
 from typing import TYPE_CHECKING, Any
 
 from train.config.errors import UserError
-from train.hardware.devices import DEVICES, Device
+from train.models.devices import DEVICES, Device
 
 if TYPE_CHECKING:
     import jax
@@ -151,7 +151,7 @@ def topology_devices(topology: Topology) -> "list[jax.Device]":
 
 def gpu_target(name: str) -> str:
     """Reads the `GpuTargetConfigProto` of a GPU, all that XLA's compiler has to know about it."""
-    return (resources.files("train.hardware") / "gpu_targets" / f"{name}.txtpb").read_text()
+    return (resources.files("train.plan.compiler") / "gpu_targets" / f"{name}.txtpb").read_text()
 
 
 def load_compilers() -> None:

@@ -1,1 +1,0 @@
-"""Accelerators that need not be here: their memory and rates, their topologies, and what their compilers plan."""
