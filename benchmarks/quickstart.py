@@ -118,14 +118,13 @@ class Run:
 
     def missed(self) -> list[str]:
         """Returns the values of the run that miss a target."""
-        accuracy, is_quickstart = self.last["accuracy"], self.label == "quickstart"
-        met = {
-            f"{accuracy:.1f} %": not is_quickstart or accuracy >= ACCURACY,
-            f"{self.gain:+.1f} points": not is_quickstart or self.gain >= GAIN,
-            f"a drop of {self.drop or 0:.1f} points": self.drop is None or self.drop < DROP,
-            f"a KL of {self.max_kl or 0:.3g} nats": self.max_kl is None or self.max_kl <= MAX_KL,
-        }
-        return [text for text, is_met in met.items() if not is_met]
+        missed, accuracy = [], self.last["accuracy"]
+        if self.label == "quickstart":
+            missed += [] if accuracy >= ACCURACY else [f"{accuracy:.1f} %"]
+            missed += [] if self.gain >= GAIN else [f"{self.gain:+.1f} points"]
+        missed += [] if self.drop is None or self.drop < DROP else [f"a drop of {self.drop:.1f} points"]
+        missed += [] if self.max_kl is None or self.max_kl <= MAX_KL else [f"a KL of {self.max_kl:.3g} nats"]
+        return missed
 
 
 def accept_at_least(record: Mapping[str, Any], completion: str, finished: bool) -> dict[str, float]:
@@ -276,7 +275,8 @@ def has_warm_start_of_quickstart(config: str, overrides: Sequence[str] = ()) -> 
     from train.config.load import load
 
     def before_rl(config: Any) -> tuple[Any, ...]:
-        return config.task, config.data, config.model, config.warm_start
+        supervised = config.temperature, config.optim.optimizer, config.optim.max_grad_norm
+        return config.task, config.data, config.model, config.warm_start, *supervised
 
     return before_rl(load(ROOT / config, overrides).config) == before_rl(load(ROOT / CONFIG).config)
 

@@ -103,6 +103,9 @@ def test_recipe_runs_have_its_name(tmp_path):
         ("configs/ppo_adaptive_kl.yaml", [], True),
         ("configs/reinforce_pp_baseline_centered.yaml", ["optim.learning_rate=1e-4"], True),
         ("configs/lora.yaml", ["warm_start.steps=999"], False),
+        ("configs/lora.yaml", ["optim.optimizer.consistent_rms=0.3"], False),
+        ("configs/lora.yaml", ["optim.max_grad_norm=0.5"], False),
+        ("configs/lora.yaml", ["temperature=0.9"], False),
         ("configs/smoke.yaml", [], False),
     ],
 )
