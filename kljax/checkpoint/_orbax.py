@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kljax.checkpoint._digests import array_digest, check_digests, open_sealed
+from kljax.checkpoint._digests import check_digests, open_sealed
 from kljax.checkpoint._trees import first_five, named_leaves, shape_and_dtype
 
 Tree = Any
@@ -205,14 +205,13 @@ def read_array(metadata: CheckpointMetadata, name: str) -> np.ndarray:
     """
     import orbax.checkpoint as ocp
 
-    leaf = named_leaves(metadata.tree)[name]
-    abstract = jax.ShapeDtypeStruct(tuple(leaf.shape), np.dtype(leaf.dtype))
+    saved = named_leaves(metadata.tree)[name]
+    abstract = jax.ShapeDtypeStruct(tuple(saved.shape), np.dtype(saved.dtype))
     nested_args = _nest(ocp.RestoreArgs(restore_type=np.ndarray), name)
-    (array,) = jax.tree.leaves(_read(metadata, _nest(abstract, name), nested_args))
-    digests = None if metadata.content is None else metadata.content["arrays"]
-    if digests is not None and digests[name] != array_digest(np.asarray(array)):
-        raise ValueError(f"checkpoint {metadata.path} is damaged: {name} differs from its digest")
-    return np.asarray(array)
+    (leaf,) = jax.tree.leaves(_read(metadata, _nest(abstract, name), nested_args))
+    array = np.asarray(leaf)
+    check_restored(metadata, array, item=name)
+    return array
 
 
 def first_line(error: Exception) -> str:
