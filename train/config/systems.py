@@ -113,8 +113,14 @@ def _call_and_entry(name: str, kind: str) -> tuple[Any, Any]:
     """Looks a name up: the call of the library, and the entry of the table."""
     from kljax import systems
 
-    call = systems.get(name, kind=kind)
-    return call, next(entry for entry in systems.entries(kind=kind) if entry.key == name)
+    return systems.get(name, kind=kind), _entry(name, kind)
+
+
+def _entry(name: str, kind: str) -> Any:
+    """Returns the entry of a name that the table has."""
+    from kljax import systems
+
+    return next(entry for entry in systems.entries(kind=kind) if entry.key == name)
 
 
 def _kl_fields(model: type[Section], name: str) -> Fields:
@@ -122,8 +128,7 @@ def _kl_fields(model: type[Section], name: str) -> Fields:
     from kljax import systems
 
     fields = {"gradient": "value", **systems.arguments(name, kind="kl")}
-    _, entry = _call_and_entry(name, "kl")
-    fields["importance_corrected"] = "sampling_log_probs" in entry.sources
+    fields["importance_corrected"] = "sampling_log_probs" in _entry(name, "kl").sources
     if model is not LossKL:
         fields = {key: value for key, value in fields.items() if key not in ONLY_IN_THE_LOSS}
     _check_known(fields, set(model.model_fields))

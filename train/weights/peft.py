@@ -5,7 +5,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -248,16 +248,14 @@ def _shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
     return {name: leaf.shape for name, leaf in named_leaves(abstract_adapter(model, make_mesh())).items()}
 
 
-@contextmanager
-def _open_weights(path: str | Path) -> Iterator[Any]:
+def _open_weights(path: str | Path) -> AbstractContextManager[Any]:
     """Opens the tensors of a folder; reads only the header."""
     file = Path(path) / WEIGHTS_FILE
     if not file.is_file():
         others = sorted(p.name for p in Path(path).glob("adapter_model*"))
         hint = f"; {others[0]} is not supported; save the adapter as safetensors with PEFT" if others else ""
         raise FileNotFoundError(f"adapter {path} has no {WEIGHTS_FILE}{hint}")
-    with open_tensors(file) as opened:
-        yield opened
+    return open_tensors(file)
 
 
 def _list_tensors(path: str | Path, file: Any) -> list[StoredTensor]:
