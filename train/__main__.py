@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from train.config.explain import explain
 from train.config.help import algorithm_help, field_help
 from train.config.load import load
-from train.run.console import add_process_flags, joined_processes, make_parser, run_command, show_warnings
-from train.run.interrupt import exit_with
+from train.process.console import add_process_flags, joined_processes, make_parser, run_command, show_warnings
+from train.process.interrupt import exit_with
 from train.run.supervise import RESTARTS, supervise
 
 EXAMPLES = """\

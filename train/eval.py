@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
-from train.run.console import add_process_flags, joined_processes, make_parser, run_command, show_warnings
-from train.run.interrupt import exit_with
+from train.process.console import add_process_flags, joined_processes, make_parser, run_command, show_warnings
+from train.process.interrupt import exit_with
 
 if TYPE_CHECKING:
     import kljax

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from train.config.errors import UserError, warn
-from train.run.console import add_process_flags, joined_processes, make_parser, run_command
-from train.run.interrupt import exit_with
+from train.process.console import add_process_flags, joined_processes, make_parser, run_command
+from train.process.interrupt import exit_with
 
 if TYPE_CHECKING:
     import kljax

@@ -11,7 +11,7 @@ from tests import programs
 from tests.faults import runs
 from tests.faults.case import Fault, Finished
 from tests.faults.flips import flip_bit, warnings_of_readers
-from train.run.console import quiet_orbax
+from train.process.console import quiet_orbax
 
 Damage = Callable[[Path], None]
 LAST, BEFORE = f"checkpoints/{runs.STEPS}", f"checkpoints/{runs.STEPS - 1}"

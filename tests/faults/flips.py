@@ -24,9 +24,9 @@ from train.config.errors import UserError
 from train.config.load import load
 from train.config.schema import Checkpoint
 from train.models.sharding import replicated
+from train.process.console import quiet_orbax
 from train.rl.state import TrainState, initial_state
 from train.run.base import load_base
-from train.run.console import quiet_orbax
 from train.run.directory import RunDirectory
 from train.run.setup import first_state, make_context
 from train.weights.abandoned_reads import quiet_abandoned_reads

@@ -13,7 +13,7 @@ from tests import xla
 from tests.faults.case import Finished, run_command
 from tests.integration.command import PPO, Run, environment, finish, saved_arrays, shared_run, start
 from train.__main__ import main
-from train.run.console import quiet_orbax
+from train.process.console import quiet_orbax
 
 # The run is compiled as the tests compile, and so must be what continues it in this process.
 os.environ.setdefault("XLA_FLAGS", xla.flags(devices=8))

@@ -11,8 +11,9 @@ from unittest import mock
 
 from tests.run_programs import shared_by_runs
 from train import distributed
-from train.run import console, run
-from train.run.interrupt import exit_with
+from train.process import console
+from train.process.interrupt import exit_with
+from train.run import run
 
 NEXT = "--"
 FLAGS = 6

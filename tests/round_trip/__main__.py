@@ -29,8 +29,8 @@ from train.config.load import load
 from train.data.tokenizers import load_tokenizer
 from train.export import export
 from train.models.sharding import make_mesh
+from train.process.console import quiet_orbax
 from train.rl.policy import token_stats
-from train.run.console import quiet_orbax
 from train.run.run import run
 from train.run.saved import SavedRun
 from train.weights.model import make_model

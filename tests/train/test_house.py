@@ -13,7 +13,7 @@ MODULES = {
 }
 # A module imports from its own folder or one before it.
 FOLDERS = (
-    *("config", "distributed", "models", "rl", "data", "weights", "references", "rollouts", "run", "plan"),
+    *("config", "distributed", "process", "models", "rl", "data", "weights", "references", "rollouts", "run", "plan"),
     "commands",
 )
 COMMANDS = ("train", "train.__main__", "train.eval", "train.export")

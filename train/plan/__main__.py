@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
 from train.plan.compiler.topology import EXAMPLES, Topology, check_compiler, load_compilers, parse_topology
-from train.run.console import make_parser, run_command, show_warnings
-from train.run.interrupt import exit_with
+from train.process.console import make_parser, run_command, show_warnings
+from train.process.interrupt import exit_with
 
 if TYPE_CHECKING:
     from rich.console import Console

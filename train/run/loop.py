@@ -12,6 +12,7 @@ from train.config.errors import UserError
 from train.config.plan import Plan
 from train.data.tasks.reward_function import RewardError
 from train.distributed import any_of, enter, run_together
+from train.process.interrupt import Interrupt
 from train.references import (
     ReferenceStore,
     current_reference,
@@ -42,7 +43,6 @@ from train.rollouts.context import RunContext
 from train.rollouts.recorded import FileSource
 from train.run.evaluate import evaluate
 from train.run.guard import Watch
-from train.run.interrupt import Interrupt
 from train.run.metrics import Metrics
 
 Tree = Any

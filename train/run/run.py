@@ -11,6 +11,8 @@ import kljax
 from train.config.load import LoadedConfig
 from train.config.schema import Config
 from train.distributed import agree, exchange_json, is_leader, on_leader, run_together
+from train.process.ending import ending_alone
+from train.process.interrupt import INTERRUPTED, Interrupt, listening
 from train.references import (
     assert_unchanged,
     check_reference,
@@ -27,9 +29,7 @@ from train.rollouts.context import RunContext
 from train.rollouts.server import AheadSource
 from train.run.base import ExpectedBase, check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
-from train.run.ending import ending_alone
 from train.run.guard import Watch
-from train.run.interrupt import INTERRUPTED, Interrupt, listening
 from train.run.loop import Programs, train, write_evaluation
 from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output import check_output

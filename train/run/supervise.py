@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from train.config.errors import LostProcessError, warn
-from train.run.interrupt import INTERRUPTED, handled
+from train.process.interrupt import INTERRUPTED, handled
 from train.run.paths import RunPaths
 
 RESTARTS = 5

@@ -15,10 +15,10 @@ from benchmarks.harness.race import log
 from benchmarks.suites.overhead.problem import Work, config_of, learner_of
 from train.config.schema import Checkpoint
 from train.data.tasks import Example
+from train.process.interrupt import Interrupt
 from train.rl.state import TrainState
 from train.rollouts import open_source
 from train.run.guard import Watch
-from train.run.interrupt import Interrupt
 from train.run.loop import train
 from train.run.metrics import MetricsWriter
 from train.weights.orbax import Checkpoints

@@ -15,7 +15,7 @@ from train import distributed
 from train.config.errors import GuardError, UserError
 from train.distributed.exchange import ProcessError, report_failure
 from train.models.sharding import batch_sharding, make_mesh, replicated
-from train.run.console import add_process_flags, join_processes
+from train.process.console import add_process_flags, join_processes
 
 MESHES = ((8, 1, 1), (1, 8, 1), (2, 1, 4), (1, 1, 8), (2, 4, 1))
 

@@ -13,7 +13,7 @@ import numpy as np
 from train import distributed
 from train.distributed import alive
 from train.models.sharding import make_mesh, replicated
-from train.run.console import add_process_flags, join_processes
+from train.process.console import add_process_flags, join_processes
 
 
 def in_collectives() -> None:

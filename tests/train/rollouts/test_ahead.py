@@ -16,9 +16,9 @@ from train.config.errors import UserError
 from train.config.schema import Checkpoint
 from train.data.tasks.reward_function import RewardError
 from train.data.tokenizers import ByteTokenizer
+from train.process.interrupt import Interrupt
 from train.rollouts import SourceError, open_source
 from train.run.guard import Watch
-from train.run.interrupt import Interrupt
 from train.run.loop import train
 from train.weights.orbax import Checkpoints
 

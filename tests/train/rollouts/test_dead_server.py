@@ -14,10 +14,10 @@ from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import UserError
 from train.config.schema import Checkpoint
 from train.data.tokenizers import ByteTokenizer
+from train.process.interrupt import Interrupt
 from train.rl.policy import init_adapter, init_params
 from train.rollouts import SourceError, open_source
 from train.run.guard import Watch
-from train.run.interrupt import Interrupt
 from train.run.loop import train
 from train.weights.orbax import Checkpoints
 

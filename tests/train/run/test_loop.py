@@ -16,11 +16,11 @@ from train.config.errors import UserError
 from train.config.schema import Config
 from train.data.tasks.reward_function import RewardError
 from train.data.tokenizers import ByteTokenizer
+from train.process.interrupt import Interrupt
 from train.rl.metrics import metric_values
 from train.rl.reference import FrozenWeights, Reference
 from train.rollouts import JaxSource
 from train.run.guard import Watch
-from train.run.interrupt import Interrupt
 from train.run.loop import Programs, require_fields, rl_step, train
 
 CONTROLLER = "{type: adaptive, target: 0.1, horizon: 100}"

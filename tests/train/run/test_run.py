@@ -9,8 +9,8 @@ import pytest
 from tests import tiny
 from train.config.errors import UserError
 from train.config.load import LoadedConfig, load
+from train.process.console import run_command
 from train.run import run as run_module
-from train.run.console import run_command
 
 LOGGERS = ("absl", "asyncio")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from train.run.interrupt import handled
+from train.process.interrupt import handled
 from train.run.supervise import VARIABLE, Supervisor, tell_supervisor
 
 # Writes its arguments down and ends as the plan says: one line of Python for each start.

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from train.run.interrupt import SIGNALS, ending_at_once, listening
+from train.process.interrupt import SIGNALS, ending_at_once, listening
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -12,12 +12,12 @@ import threading
 import pytest
 
 from train.config.errors import UserError
-from train.run.console import run_command
-from train.run.disk_problem import handle_thread_errors
+from train.process.console import run_command
+from train.process.disk_problem import handle_thread_errors
 
 PRINTS = """
 import sys
-from train.run.console import run_command
+from train.process.console import run_command
 def command():
     for number in range(20000):
         print(number)

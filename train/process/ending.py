@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from train.config.errors import GuardError, UserError
-from train.run.disk_problem import NEXT_STEP, disk_problem
-from train.run.interrupt import INTERRUPTED
+from train.process.disk_problem import NEXT_STEP, disk_problem
+from train.process.interrupt import INTERRUPTED
 
 
 def known_ending(error: BaseException) -> tuple[str, int] | None:

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 from train.config.errors import UserError, leave_warnings_to_another_process, warn
 from train.config.load import LoadedConfig
-from train.run.disk_problem import handle_thread_errors
-from train.run.ending import ending_alone, known_ending
-from train.run.interrupt import ending_at_once
-from train.run.streams import guarded_streams
+from train.process.disk_problem import handle_thread_errors
+from train.process.ending import ending_alone, known_ending
+from train.process.interrupt import ending_at_once
+from train.process.streams import guarded_streams
 
 JOIN_SECONDS = 60.0
 """All processes of a run join one another within this time."""
