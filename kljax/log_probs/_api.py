@@ -8,7 +8,7 @@ import jax
 from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, Scalar
 from kljax.log_probs._backward import tiled_stats
 from kljax.log_probs._head import Head
-from kljax.log_probs._inputs import Call, Function, ReferenceStates, as_reference, prepare, run
+from kljax.log_probs._inputs import CheckedCall, Function, ReferenceStates, as_reference, prepare, run
 from kljax.log_probs._reference import reference_stats
 
 Reference = ReferenceStates | tuple[ArrayLike, ArrayLike | Head | None]
@@ -362,6 +362,6 @@ def jsd_from_hidden(
     return _run(call)["kl"]
 
 
-def _run(call: Call, *, shifted: bool = False) -> dict[str, Array]:
+def _run(call: CheckedCall, *, shifted: bool = False) -> dict[str, Array]:
     """Runs the implementation that the head names."""
     return run(call, _FUNCTIONS[call.implementation], shifted=shifted)

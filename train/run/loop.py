@@ -42,7 +42,7 @@ from train.rollouts import (
 from train.rollouts.context import RunContext
 from train.rollouts.recorded import FileSource
 from train.run.evaluate import evaluate
-from train.run.guard import Watch
+from train.run.guard import StepGuard
 from train.run.metrics import Metrics
 
 Tree = Any
@@ -207,7 +207,7 @@ def train(
     state: TrainState,
     *,
     writer: Metrics,
-    watch: Watch,
+    watch: StepGuard,
     interrupt: Interrupt,
     advance: Callable[[str], None],
 ) -> TrainState:

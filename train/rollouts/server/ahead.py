@@ -15,7 +15,7 @@ from train.models.sharding import batch_sharding
 from train.rollouts.context import RunContext
 from train.rollouts.server.source import Received, Sent, ServerSource
 from train.rollouts.source import Completions, Request, SourceError
-from train.weights.orbax import Checkpoints
+from train.weights.orbax import RunCheckpoints
 
 Tree = Any
 
@@ -86,7 +86,7 @@ class AheadSource:
         batch |= {"finished": ((rows,), jnp.bool), "lags": ((rows,), jnp.int32)}
         return {name: jax.ShapeDtypeStruct(*leaf, sharding=sharding) for name, leaf in batch.items()}
 
-    def attach(self, checkpoints: Checkpoints, step: int) -> None:
+    def attach(self, checkpoints: RunCheckpoints, step: int) -> None:
         """Takes the batch of a step from its checkpoint, if it is there, and saves batches with later checkpoints.
 
         Raises:
