@@ -23,6 +23,7 @@ from kljax._typing import (
     Estimator,
     Float,
     KLGradient,
+    Mask,
     MaskLike,
     Scalar,
 )
@@ -179,7 +180,7 @@ def low_var_kl(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLi
 def estimate_kl(
     log_probs: Float[ArrayLike, "*b T"],
     ref_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"] | None = None,
+    mask: MaskLike[Mask, "*b T"] | None = None,
     *,
     estimator: Estimator = "k3",
     gradient: KLGradient = "value",
@@ -277,7 +278,7 @@ def _log_ratio(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
 
 
 def _masked_log_ratios(
-    log_probs: ArrayLike, ref_log_probs: ArrayLike, sampling_log_probs: ArrayLike | None, mask: ArrayLike | None
+    log_probs: ArrayLike, ref_log_probs: ArrayLike, sampling_log_probs: ArrayLike | None, mask: Mask | None
 ) -> tuple[Ratios, Array | None]:
     """The log-ratios pi / ref, pi / sampling and ref / sampling, 0 under the mask, and the mask as booleans."""
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, sampling_log_probs=sampling_log_probs, mask=mask)

@@ -11,6 +11,7 @@ from kljax._typing import (
     ArrayLike,
     AxisName,
     Bool,
+    Mask,
     MaskLike,
     Real,
     Scalar,
@@ -22,7 +23,7 @@ __all__ = ["high_entropy_mask"]
 @auto_sharded
 def high_entropy_mask(
     entropies: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     fraction: Scalar = 0.2,
     axis_name: AxisName = None,

@@ -7,6 +7,7 @@ from kljax._typing import (
     Array,
     ArrayLike,
     Float,
+    Mask,
     MaskLike,
 )
 from kljax.masking import masked
@@ -18,7 +19,7 @@ __all__ = ["probability_diff"]
 def probability_diff(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     absolute: bool = False,
 ) -> Float[Array, "*b T"]:

@@ -10,6 +10,7 @@ from kljax._typing import (
     ArrayLike,
     AxisName,
     Float,
+    Mask,
     MaskLike,
     Real,
 )
@@ -20,7 +21,7 @@ __all__ = ["effective_sample_size", "explained_variance", "probability_correlati
 
 
 def effective_sample_size(
-    weights: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, axis_name: AxisName = None
+    weights: Real[ArrayLike, "*b T"], mask: MaskLike[Mask, "*b T"], *, axis_name: AxisName = None
 ) -> Float[Array, ""]:
     """The share of a sample that its importance weights leave in effect: `(sum w)^2 / (n sum w^2)`.
 
@@ -56,7 +57,7 @@ def effective_sample_size(
 def explained_variance(
     values: Real[ArrayLike, "*b T"],
     returns: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     axis_name: AxisName = None,
 ) -> Float[Array, ""]:
@@ -92,7 +93,7 @@ def explained_variance(
 def probability_correlation(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     axis_name: AxisName = None,
 ) -> Float[Array, ""]:

@@ -16,6 +16,7 @@ from kljax._typing import (
     ArrayLike,
     AxisName,
     Float,
+    Mask,
     MaskLike,
     Real,
     Scalar,
@@ -32,7 +33,7 @@ def clip_cov_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     key: ArrayLike,
     *,
     fraction: Scalar = 2e-4,
@@ -101,7 +102,7 @@ def kl_cov_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     fraction: Scalar = 2e-4,
     coef: Scalar = 1.0,
@@ -148,7 +149,7 @@ def kl_cov_loss(
     return masked(penalty - importance_weighted(advantages, log_probs - old_log_probs), mask)
 
 
-def _covariance(log_probs: Array, advantages: Array, mask: ArrayLike, axis_name: AxisName) -> Array:
+def _covariance(log_probs: Array, advantages: Array, mask: Mask, axis_name: AxisName) -> Array:
     """`(A - mean A) (log pi - mean log pi)` over the unmasked tokens, detached."""
     log_probs, advantages = jax.lax.stop_gradient((log_probs, advantages))
     advantage, log_prob = (masked_mean(x, mask, axis_name=axis_name) for x in (advantages, log_probs))

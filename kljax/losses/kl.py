@@ -6,6 +6,7 @@ from kljax._typing import (
     Estimator,
     Float,
     KLGradient,
+    Mask,
     MaskLike,
     Scalar,
 )
@@ -17,7 +18,7 @@ __all__ = ["reference_kl_loss", "rollout_kl_loss"]
 def reference_kl_loss(
     log_probs: Float[ArrayLike, "*b T"],
     ref_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     estimator: Estimator = "k3",
     gradient: KLGradient = "k2",
@@ -83,7 +84,7 @@ def reference_kl_loss(
 def rollout_kl_loss(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     estimator: Estimator = "k2",
     gradient: KLGradient = "value",

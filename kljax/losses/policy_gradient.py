@@ -15,6 +15,7 @@ from kljax._typing import (
     Array,
     ArrayLike,
     Float,
+    Mask,
     MaskLike,
     Real,
     Scalar,
@@ -36,7 +37,7 @@ WEIGHTS = get_args(SupervisedWeight)
 
 
 def reinforce_loss(
-    log_probs: Float[ArrayLike, "*b T"], advantages: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]
+    log_probs: Float[ArrayLike, "*b T"], advantages: Real[ArrayLike, "*b T"], mask: MaskLike[Mask, "*b T"]
 ) -> Float[Array, "*b T"]:
     """REINFORCE, the plain policy gradient: `L = -A log pi`.
 
@@ -71,7 +72,7 @@ def reinforce_loss(
 
 
 def gpg_loss(
-    log_probs: Float[ArrayLike, "*b T"], advantages: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]
+    log_probs: Float[ArrayLike, "*b T"], advantages: Real[ArrayLike, "*b T"], mask: MaskLike[Mask, "*b T"]
 ) -> Float[Array, "*b T"]:
     """GPG, group policy gradient: `L = -A log pi`, which is `reinforce_loss`.
 
@@ -107,7 +108,7 @@ def importance_sampling_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     log_ratio_clip: Scalar | None = None,
     max_ratio: Scalar | None = None,
@@ -151,7 +152,7 @@ def topr_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     threshold: Scalar = 0.0,
 ) -> Float[Array, "*b T"]:
@@ -195,7 +196,7 @@ def topr_loss(
 def opmd_loss(
     log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     tau: Scalar = 1.0,
 ) -> Float[Array, "*b T"]:
@@ -231,7 +232,7 @@ def opmd_loss(
 
 def cross_entropy_loss(
     log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     weight: SupervisedWeight = "none",
     max_probability: Scalar | None = None,

@@ -8,6 +8,7 @@ from kljax._typing import (
     Array,
     ArrayLike,
     Float,
+    Mask,
     MaskLike,
     Real,
     Scalar,
@@ -21,7 +22,7 @@ def value_loss(
     values: Real[ArrayLike, "*b T"],
     old_values: Real[ArrayLike, "*b T"] | None,
     returns: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     clip: Scalar | None = None,
 ) -> Float[Array, "*b T"]:
@@ -60,7 +61,7 @@ def value_loss(
 
 
 def value_errors(
-    values: ArrayLike, old_values: ArrayLike | None, returns: ArrayLike, mask: ArrayLike, clip: Scalar | None
+    values: ArrayLike, old_values: ArrayLike | None, returns: ArrayLike, mask: Mask, clip: Scalar | None
 ) -> tuple[Array, Array]:
     """Squares the errors of the values, and of the values clipped around the old ones.
 

@@ -177,7 +177,7 @@ MASK = jnp.ones((2, 3), bool)
         ({"mode": "prompt_mean", "num_groups": 2}, r"group_ids: got None, but mode 'prompt_mean' needs it"),
         (
             {"mode": "prompt_mean", "group_ids": jnp.zeros(2, int)},
-            r"num_groups: got None, but mode 'prompt_mean' needs",
+            r"num_groups: got None, expected the number of groups beside group_ids, or kljax.Groups",
         ),
         ({"mode": "token_mean", "max_length": 3}, r"max_length: has no meaning in mode 'token_mean'"),
         ({"mode": "token_sum", "denominator": 3}, r"denominator: has no meaning in mode 'token_sum'"),

@@ -11,10 +11,10 @@ LENGTHS = np.array([3, 1, 7, 2, 0, 5, 4, 9, 9])
 TOKENS = np.arange(9)[::-1] < LENGTHS[:, None]
 
 FUNCTIONS = {
-    "grpo": lambda r, ids, **kw: kljax.grpo_advantages(r, ids, num_groups=GROUPS, **kw),
-    "centered": lambda r, ids, **kw: kljax.reinforce_plus_plus_baseline_advantages(r, ids, num_groups=GROUPS, **kw),
-    "rloo": lambda r, ids, **kw: kljax.rloo_advantages(r, ids, num_groups=GROUPS, **kw),
-    "opo": lambda r, ids, **kw: kljax.opo_advantages(r, ids, TOKENS, num_groups=GROUPS, **kw),
+    "grpo": kljax.grpo_advantages,
+    "centered": kljax.reinforce_plus_plus_baseline_advantages,
+    "rloo": kljax.rloo_advantages,
+    "opo": lambda r, groups, **kw: kljax.opo_advantages(r, groups, TOKENS, **kw),
 }
 
 
@@ -40,15 +40,15 @@ def by_hand(name: str, *, singleton: str = "zero") -> np.ndarray:
 @pytest.mark.parametrize("singleton", ["zero", "reward"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_row_is_compared_with_its_group(name: str, singleton: str) -> None:
-    got = jax.jit(lambda r: FUNCTIONS[name](r, IDS, singleton=singleton))(REWARDS)
+    got = jax.jit(lambda r: FUNCTIONS[name](r, kljax.Groups(IDS, GROUPS), singleton=singleton))(REWARDS)
     np.testing.assert_allclose(got, by_hand(name, singleton=singleton), 1e-12, 1e-14)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_padding_rows_count_in_nothing(name: str) -> None:
-    marked = FUNCTIONS[name](REWARDS, np.where(REAL, IDS, 1), valid=REAL)
-    np.testing.assert_array_equal(marked, FUNCTIONS[name](REWARDS, IDS))
-    without = jax.jit(jax.grad(lambda r: jnp.square(FUNCTIONS[name](r, IDS)).sum()))(REWARDS)
+    marked = FUNCTIONS[name](REWARDS, kljax.Groups(np.where(REAL, IDS, 1), GROUPS, REAL))
+    np.testing.assert_array_equal(marked, FUNCTIONS[name](REWARDS, kljax.Groups(IDS, GROUPS)))
+    without = jax.jit(jax.grad(lambda r: jnp.square(FUNCTIONS[name](r, kljax.Groups(IDS, GROUPS))).sum()))(REWARDS)
     assert np.isfinite(without).all()
     np.testing.assert_array_equal(without[~REAL], 0)
 
@@ -57,7 +57,7 @@ def test_padding_rows_count_in_nothing(name: str) -> None:
 def test_equal_rewards_have_no_advantage_and_no_gradient_that_is_nan(name: str) -> None:
     @jax.jit
     def value_and_slope(r: jax.Array) -> tuple[jax.Array, jax.Array]:
-        value, pull = jax.vjp(lambda r: FUNCTIONS[name](r, np.where(REAL, 0, -1)), r)
+        value, pull = jax.vjp(lambda r: FUNCTIONS[name](r, kljax.Groups(np.where(REAL, 0, -1), 1)), r)
         return value, pull(jnp.ones_like(value))[0]
 
     value, slope = value_and_slope(np.full(len(IDS), 0.1, np.float32))  # the float32 mean of seven 0.1 is not 0.1
@@ -67,8 +67,8 @@ def test_equal_rewards_have_no_advantage_and_no_gradient_that_is_nan(name: str) 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_low_precision_rewards_give_float32(name: str) -> None:
-    assert dtype_of(lambda r: FUNCTIONS[name](r, IDS), jnp.bfloat16) == jnp.float32
-    assert dtype_of(lambda r: FUNCTIONS[name](r, IDS), jnp.float64) == jnp.float64
+    assert dtype_of(lambda r: FUNCTIONS[name](r, kljax.Groups(IDS, GROUPS)), jnp.bfloat16) == jnp.float32
+    assert dtype_of(lambda r: FUNCTIONS[name](r, kljax.Groups(IDS, GROUPS)), jnp.float64) == jnp.float64
 
 
 def test_grpo_options() -> None:
