@@ -22,19 +22,7 @@ from kljax._checks import (
     check_same_shape,
 )
 from kljax._devices import over_devices
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    EmptyRows,
-    Float,
-    Integer,
-    Mask,
-    MaskLike,
-    Real,
-    Reduction,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, AxisName, EmptyRows, Float, Integer, Mask, MaskLike, Real, Reduction, Scalar
 from kljax.batches import Groups, Segments
 from kljax.masking import masked
 from kljax.rows import add_by_id, narrowed, row_any, row_count, segment_ids, take_by_id, to_tokens

@@ -17,16 +17,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
 from kljax._numerics import clip_symmetric, exp_capped, expm1_minus, times, with_gradient_of
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Estimator,
-    Float,
-    KLGradient,
-    Mask,
-    MaskLike,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Estimator, Float, KLGradient, Mask, MaskLike, Scalar
 
 __all__ = ["abs_diff", "estimate_kl", "k1", "k2", "k3", "low_var_kl"]
 

@@ -9,18 +9,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
 from kljax._devices import over_devices
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Bool,
-    Integer,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-    Shaped,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Bool, Integer, Mask, MaskLike, Real, Scalar, Shaped
 from kljax.rows import row_last
 
 __all__ = [

@@ -3,16 +3,7 @@
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Estimator,
-    Float,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Estimator, Float, Mask, MaskLike, Real, Scalar
 from kljax.batches import Segments
 from kljax.kl import estimate_kl
 from kljax.masking import last_token_mask, masked

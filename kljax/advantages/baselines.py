@@ -7,18 +7,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, as_groups, check_at_least, check_choice, check_same_shape
 from kljax._devices import all_rows, auto_sharded, local_rows, same_everywhere
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Baseline,
-    Float,
-    Integer,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-    Singleton,
-)
+from kljax._typing import Array, ArrayLike, Baseline, Float, Integer, Mask, MaskLike, Real, Scalar, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, finish, make_groups, safe_ids
 from kljax.advantages.group import broadcast_to_tokens
 from kljax.advantages.temporal import reinforce_plus_plus_returns

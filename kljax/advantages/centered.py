@@ -5,17 +5,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_only_with, check_same_shape
 from kljax._devices import over_devices
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Estimator,
-    Float,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Estimator, Float, Mask, MaskLike, Real, Scalar
 from kljax.advantages.group import per_token
 from kljax.aggregation import WeightedSum
 from kljax.kl import estimate_kl

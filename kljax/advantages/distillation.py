@@ -5,15 +5,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
 from kljax._numerics import expm1_minus, log_mix
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar
 from kljax.advantages.group import per_token
 from kljax.masking import masked
 from kljax.rows import row_cumsum, row_sum, to_tokens

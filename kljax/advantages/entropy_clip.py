@@ -10,17 +10,7 @@ import jax.numpy as jnp
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
 from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import floor_share
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Bool,
-    Float,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Bool, Float, Mask, MaskLike, Real, Scalar
 from kljax.masking import highest, masked, masked_mean, masked_var
 
 __all__ = ["clip_b_mask", "clip_v_mask"]

@@ -6,16 +6,7 @@ import jax.numpy as jnp
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
 from kljax._devices import all_rows, auto_sharded
 from kljax._numerics import floor_share
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Bool,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Bool, Mask, MaskLike, Real, Scalar
 
 __all__ = ["high_entropy_mask"]
 

@@ -11,18 +11,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_array, as_float, as_groups, check_choice, check_same_shape
 from kljax._devices import auto_sharded
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Integer,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-    Scale,
-    Singleton,
-)
+from kljax._typing import Array, ArrayLike, Float, Integer, Mask, MaskLike, Real, Scalar, Scale, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, deviations, finish, make_groups
 from kljax.batches import Groups, Segments
 from kljax.masking import masked

@@ -8,17 +8,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, as_groups, check_choice, check_mask
 from kljax._devices import auto_sharded
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Integer,
-    Real,
-    RewardNormalization,
-    Scalar,
-    Scale,
-    Singleton,
-)
+from kljax._typing import Array, ArrayLike, Float, Integer, Real, RewardNormalization, Scalar, Scale, Singleton
 from kljax.advantages._groups import safe_ids
 from kljax.advantages.group import grpo_advantages
 from kljax.batches import Groups

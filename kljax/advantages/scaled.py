@@ -5,16 +5,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_groups, check_choice
 from kljax._devices import auto_sharded, local_rows, over_devices
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Integer,
-    Real,
-    Scalar,
-    Singleton,
-    StdScale,
-)
+from kljax._typing import Array, ArrayLike, Float, Integer, Real, Scalar, Singleton, StdScale
 from kljax.advantages._groups import SINGLETONS, GroupedRewards, centered, deviations, finish, make_groups
 from kljax.batches import Groups
 

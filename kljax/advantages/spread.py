@@ -2,14 +2,7 @@
 
 from kljax._checks import as_groups, check_at_least
 from kljax._devices import auto_sharded
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Bool,
-    Integer,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Bool, Integer, Real, Scalar
 from kljax.advantages._groups import centered, deviations, make_groups
 from kljax.batches import Groups
 

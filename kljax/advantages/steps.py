@@ -5,13 +5,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, as_groups, check_same_shape
 from kljax._devices import auto_sharded, over_devices
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Integer,
-    Real,
-)
+from kljax._typing import Array, ArrayLike, Float, Integer, Real
 from kljax.advantages._groups import safe_ids
 from kljax.batches import Groups
 

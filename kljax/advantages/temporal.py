@@ -7,17 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape, check_scalar
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    GAERule,
-    Mask,
-    MaskLike,
-    Real,
-    ReturnsRule,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Float, GAERule, Mask, MaskLike, Real, ReturnsRule, Scalar
 from kljax.masking import masked
 from kljax.rows import row_cumsum, row_ends, segment_ids
 

@@ -6,18 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_choice, check_mask
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Bool,
-    ClipSide,
-    Float,
-    Level,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Bool, ClipSide, Float, Level, Mask, MaskLike, Real, Scalar
 from kljax.aggregation import WeightedSum
 from kljax.losses._surrogate import beyond_clip, check_clip, loss_inputs
 from kljax.losses.value import value_errors

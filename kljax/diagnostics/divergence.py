@@ -2,16 +2,7 @@
 
 import jax.numpy as jnp
 
-from kljax._typing import (
-    ArrayLike,
-    Estimator,
-    Float,
-    Level,
-    Mask,
-    MaskLike,
-    MetricMode,
-    Scalar,
-)
+from kljax._typing import ArrayLike, Estimator, Float, Level, Mask, MaskLike, MetricMode, Scalar
 from kljax.aggregation import WeightedSum
 from kljax.diagnostics.means import mean_by_position, mean_metric
 from kljax.kl import estimate_kl

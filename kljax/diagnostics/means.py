@@ -6,16 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask, check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Mask,
-    MaskLike,
-    MetricMode,
-    Real,
-    Scalar,
-    Shaped,
-)
+from kljax._typing import Array, ArrayLike, Mask, MaskLike, MetricMode, Real, Scalar, Shaped
 from kljax.aggregation import WeightedSum
 from kljax.masking import masked
 from kljax.rows import positions, row_any, row_first, row_max, row_mean, row_sum, to_tokens

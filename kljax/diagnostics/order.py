@@ -9,15 +9,7 @@ import jax.numpy as jnp
 
 from kljax._checks import check_mask
 from kljax._devices import all_rows, auto_sharded, greatest, least, same_everywhere
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Float,
-    Level,
-    Mask,
-    MaskLike,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Float, Level, Mask, MaskLike
 from kljax.masking import masked
 from kljax.ratios import level_log_ratios, level_mask
 

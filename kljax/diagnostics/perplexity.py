@@ -3,13 +3,7 @@
 import jax.numpy as jnp
 
 from kljax._checks import check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Mask,
-    MaskLike,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike
 from kljax.aggregation import WeightedSum
 from kljax.ratios import level_log_ratios, level_mask
 from kljax.rows import row_mean

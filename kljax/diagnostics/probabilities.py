@@ -3,13 +3,7 @@
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Mask,
-    MaskLike,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike
 from kljax.masking import masked
 from kljax.ratios._bernoulli import bernoulli_tv
 

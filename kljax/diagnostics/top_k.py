@@ -4,14 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kljax._checks import as_float, check_mask, check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Integer,
-    Mask,
-    MaskLike,
-)
+from kljax._typing import Array, ArrayLike, Float, Integer, Mask, MaskLike
 
 __all__ = ["top_k_overlap"]
 

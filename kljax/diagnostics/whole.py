@@ -5,15 +5,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_mask, check_same_shape
 from kljax._devices import greatest
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Float,
-    Mask,
-    MaskLike,
-    Real,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Float, Mask, MaskLike, Real
 from kljax.masking import masked, masked_mean, masked_var
 from kljax.ratios.levels import largest
 

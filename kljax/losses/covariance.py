@@ -11,16 +11,7 @@ import jax.numpy as jnp
 from kljax._checks import check_at_least, check_mask
 from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import floor_share
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Float,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Float, Mask, MaskLike, Real, Scalar
 from kljax.kl import abs_diff
 from kljax.losses._surrogate import beyond_clip, check_clip, clipped_surrogate, importance_weighted, loss_inputs
 from kljax.masking import highest, masked, masked_mean

@@ -11,17 +11,7 @@ import numpy as np
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
 from kljax._devices import auto_sharded
 from kljax._numerics import bregman, clip, log_mix, times
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Estimator,
-    Float,
-    Integer,
-    KLGradient,
-    Mask,
-    MaskLike,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Estimator, Float, Integer, KLGradient, Mask, MaskLike, Scalar
 from kljax.losses.kl import reference_kl_loss
 
 __all__ = ["append_tail", "distillation_loss", "generalized_jsd", "top_k_forward_kl", "top_k_with_tail"]

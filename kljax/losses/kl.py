@@ -1,15 +1,6 @@
 """KL terms of a loss, per token; `[..., T]`, masked positions exactly 0. The coefficient is the caller's."""
 
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Estimator,
-    Float,
-    KLGradient,
-    Mask,
-    MaskLike,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Estimator, Float, KLGradient, Mask, MaskLike, Scalar
 from kljax.kl import estimate_kl
 
 __all__ = ["reference_kl_loss", "rollout_kl_loss"]

@@ -9,17 +9,7 @@ import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice
 from kljax._numerics import clip, times, with_gradient_of
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    GSPOGradient,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-    SurrogateLevel,
-)
+from kljax._typing import Array, ArrayLike, Float, GSPOGradient, Mask, MaskLike, Real, Scalar, SurrogateLevel
 from kljax.losses._surrogate import check_clip, clipped_surrogate, log_ratios_of, loss_inputs
 from kljax.masking import masked
 

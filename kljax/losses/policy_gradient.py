@@ -11,16 +11,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
 from kljax._numerics import clip, clip_symmetric, exp_capped, times
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-    SupervisedWeight,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar, SupervisedWeight
 from kljax.losses._surrogate import check_per_token, importance_weighted, loss_inputs
 from kljax.masking import masked
 

@@ -5,14 +5,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_same_shape
 from kljax._numerics import times
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Mask,
-    MaskLike,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Scalar
 from kljax.batches import Segments
 from kljax.masking import masked
 from kljax.rows import row_sum, to_tokens

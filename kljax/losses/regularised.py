@@ -7,18 +7,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice
 from kljax._numerics import times
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Mask,
-    MaskLike,
-    Real,
-    RECClip,
-    RECRegularizer,
-    RECWeight,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, RECClip, RECRegularizer, RECWeight, Scalar
 from kljax.losses._surrogate import check_clip, log_ratios_of, loss_inputs
 from kljax.losses.kl import rollout_kl_loss
 from kljax.losses.policy_gradient import reinforce_loss

@@ -21,17 +21,7 @@ from kljax._numerics import (
     split,
     times,
 )
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-    SurrogateLevel,
-    Through,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar, SurrogateLevel, Through
 from kljax.losses._surrogate import check_clip, importance_weighted, log_ratios_of, loss_inputs
 from kljax.masking import masked
 from kljax.rows import row_mean, row_sum, to_tokens

@@ -10,18 +10,7 @@ import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask
 from kljax._numerics import clip_symmetric, times
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Bool,
-    Divergence,
-    Float,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-    Through,
-)
+from kljax._typing import Array, ArrayLike, Bool, Divergence, Float, Mask, MaskLike, Real, Scalar, Through
 from kljax.losses._surrogate import check_clip, importance_weighted, loss_inputs
 from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
 

@@ -4,15 +4,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_same_shape
 from kljax._numerics import clip as clip_values
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Mask,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar
 from kljax.masking import masked
 
 __all__ = ["value_loss"]

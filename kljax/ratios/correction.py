@@ -8,13 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_mask, check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Mask,
-    MaskLike,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike
 from kljax.rows import narrowed
 
 __all__ = ["RolloutCorrection", "correct_rollout"]

@@ -18,16 +18,7 @@ import jax.numpy as jnp
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
 from kljax._devices import greatest
 from kljax._numerics import clip_symmetric
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Float,
-    Level,
-    Mask,
-    MaskLike,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Float, Level, Mask, MaskLike, Scalar
 from kljax.batches import Segments
 from kljax.masking import masked
 from kljax.rows import row_any, row_mean, row_sum, to_tokens

@@ -7,16 +7,7 @@ loss and the denominators stay; with the weights of the returned mask they are d
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_mask
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Bool,
-    Float,
-    Level,
-    Mask,
-    MaskLike,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Bool, Float, Level, Mask, MaskLike, Scalar
 from kljax.ratios.levels import check_bounds, level_log_ratios, token_ratios, within
 from kljax.rows import narrowed, row_any, to_tokens
 
