@@ -160,6 +160,28 @@ def test_errors_name_the_argument() -> None:
         with pytest.raises(ValueError, match=r"mask: got shape .*, expected \[3, T\], the tokens of each row"):
             kljax.opo_advantages(r, ids, mask, num_groups=1)
     with pytest.raises(ValueError, match="shapes differ: rewards"):
-        kljax.opo_advantages(r, np.ones((3, 4), int), np.ones((3, 4), int), num_groups=1)
+        kljax.opo_advantages(r, np.zeros((3, 4), int), np.ones((3, 4), int), num_groups=1)
     with pytest.raises(ValueError, match=r"advantages: got shape \[3\], expected \[6\]"):
         kljax.broadcast_to_tokens(r, MASK)
+
+
+def test_errors_about_groups_name_the_field() -> None:
+    r, ids = np.zeros(3), np.zeros(3, int)
+    with pytest.raises(ValueError, match=r"groups\.count: got 0, expected a number >= 1"):
+        kljax.Groups(ids, 0)
+    with pytest.raises(ValueError, match="num_groups: got None, expected the number of groups"):
+        kljax.rloo_advantages(r, ids)
+    with pytest.raises(ValueError, match=r"num_groups: has no meaning with kljax\.Groups"):
+        kljax.rloo_advantages(r, kljax.Groups(ids, 1), num_groups=1)
+    with pytest.raises(ValueError, match=r"group_ids\.ids: got 1, expected ids below group_ids\.count = 1"):
+        kljax.rloo_advantages(r, kljax.Groups(ids + 1, 1))
+    with pytest.raises(ValueError, match=r"shapes differ: group_ids\.ids \[3\], group_ids\.valid \[2\]"):
+        kljax.rloo_advantages(r, kljax.Groups(ids, 1, np.ones(2, bool)))
+    with pytest.raises(TypeError, match=r"group_ids\.ids: got dtype float64"):
+        kljax.rloo_advantages(r, kljax.Groups(r, 1))
+
+
+def test_a_row_that_is_not_valid_may_have_any_id() -> None:
+    rewards, ids = np.array([1.0, 0.0, 9.0]), np.array([0, 0, 7], np.uint8)
+    got = kljax.rloo_advantages(rewards, kljax.Groups(ids, 1, np.array([True, True, False])))
+    np.testing.assert_array_equal(got, [1, -1, 0])
