@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kljax._checks import check_at_least, check_choice, check_mask
 from kljax._devices import auto_sharded
-from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, HeadLayout, Scalar
+from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, HeadLayout, Mask, Scalar
 from kljax.log_probs._head import (
     SHAPES,
     Head,
@@ -178,7 +178,7 @@ def prepare(
     head: ArrayLike | Head,
     *,
     targets: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: Mask | None = None,
     temperature: Scalar = 1.0,
     entropy: bool | str = False,
     sum_squared_probs: bool = False,
@@ -379,7 +379,7 @@ def _check_same_sharding(head: Head, ref: Head, name: str) -> None:
 def _per_token(
     leading: tuple[int, ...],
     targets: dict[str, ArrayLike | None],
-    mask: ArrayLike | None,
+    mask: Mask | None,
     kept_ids: ArrayLike | None,
 ) -> dict[str, Array]:
     """Returns the fields of `Constants` that have a value per token, checked against the axes of the tokens."""
