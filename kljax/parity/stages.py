@@ -145,5 +145,6 @@ def _settings(call: Call) -> set[str]:
         parameter.name
         for step, _ in steps(call)
         for parameter in parameters(step)
-        if parameter.kind is parameter.KEYWORD_ONLY and not re.search("ArrayLike|Mask|Sequence", str(parameter.annotation))
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and not re.search("ArrayLike|Mask|Sequence", str(parameter.annotation))
     }
