@@ -22,7 +22,6 @@ from train.references import (
     start_reference,
     with_abstract_reference,
 )
-from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState, policy_of
 from train.rollouts import Source, open_source
 from train.rollouts.context import RunContext
@@ -176,7 +175,7 @@ def _reinforce(
         write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
         watch.save(state, 0)
         watch.wait()
-    reference, state, before = start_reference(
+    frozen, state, before = start_reference(
         context.config,
         context.model,
         context.mesh,
@@ -190,14 +189,14 @@ def _reinforce(
         context,
         programs,
         source,
-        FrozenWeights(base, reference),
+        frozen,
         state,
         writer=writer,
         watch=watch,
         interrupt=interrupt,
         advance=bars("RL", context.config.steps, int(state.step)),
     )
-    assert_unchanged(reference, before)
+    assert_unchanged(frozen, before)
     return state
 
 
