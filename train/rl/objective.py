@@ -277,7 +277,7 @@ def _head_options(config: Config, batch: Batch, ref_head: kljax.Head | None) -> 
         "reference": _exact_reference(config, batch, ref_head),
         "tile": tile(config),
         "layout": Layout.of(config),
-        "kept_ids": batch.kept_ids,
+        "kept_ids": batch.fields.get("kept_ids"),
     }
 
 
