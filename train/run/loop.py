@@ -169,11 +169,12 @@ def _score(
 
 def require_fields(batch: Batch, names: Iterable[str]) -> None:
     """Raises `UserError` naming the fields of a batch that the objective reads and that are missing."""
-    missing = [name for name in names if getattr(batch, name) is None]
+    present = present_arrays(batch)
+    missing = [name for name in names if name not in present]
     if missing:
         raise UserError(
             f"the batch lacks {', '.join(missing)}, which the objective of this config needs; present: "
-            f"{', '.join(present_arrays(batch))}"
+            f"{', '.join(present)}"
         )
 
 

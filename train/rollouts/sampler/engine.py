@@ -211,8 +211,11 @@ def finish(
     # Every row that has a slot from the start began in the first step, so no completion wraps around.
     outputs = Outputs(slots.draws, slots.length, slots.finished) if slots.outputs is None else slots.write_outputs()
     to_rows = _prompts_to_rows(len(prompts), group, prompt_ids)
-    rows = (to_rows(jnp.asarray(prompts, jnp.int32), 0), to_rows(jnp.asarray(prompt_mask), 0))
-    return _to_samples(slots, outputs, jnp.asarray(eos_ids, jnp.int32).reshape(-1), *rows)
+    on_prompts = jax.tree.map(
+        lambda x: to_rows(x, 0), {**state.queue.fields, "tokens": jnp.asarray(prompts, jnp.int32)}
+    )
+    mask = to_rows(jnp.asarray(prompt_mask), 0)
+    return _to_samples(slots, outputs, jnp.asarray(eos_ids, jnp.int32).reshape(-1), on_prompts, mask)
 
 
 def samples_sharding(mesh: Mesh) -> "Samples":
@@ -259,9 +262,13 @@ def _prefill(
 
 
 def _to_samples(
-    slots: Slots, outputs: Outputs, eos_ids: jax.Array, prompts: jax.Array, prompt_mask: jax.Array
+    slots: Slots,
+    outputs: Outputs,
+    eos_ids: jax.Array,
+    prompts: TokenFields,
+    prompt_mask: jax.Array,
 ) -> "Samples":
-    """Appends the completions to the prompts [B, P] of their rows, and blanks the columns after their ends."""
+    """Appends the completions to the prompts [B, P, ...] of their rows, and blanks the columns after their ends."""
     fields, lengths = dict(outputs.draws), outputs.lengths
     tokens = fields.pop("tokens")
     completion_mask = jnp.arange(slots.max_new_tokens) < lengths[:, None]
@@ -269,20 +276,22 @@ def _to_samples(
     def concatenate(left: jax.Array, right: jax.Array) -> jax.Array:
         return jnp.concatenate([left, right.astype(left.dtype)], axis=1)
 
-    def on_completions(name: str, x: jax.Array) -> jax.Array:
-        """Extends a field to [B, P + C, ...], with its fill outside completions."""
-        fill = jnp.asarray(TOKEN_FIELDS[name].fill, x.dtype)
-        mask = completion_mask.reshape(*completion_mask.shape, *[1] * (x.ndim - 2))
-        on_prompts = jnp.full((*prompt_mask.shape, *x.shape[2:]), fill)
-        return concatenate(on_prompts, jnp.where(mask, x, fill))
+    def blank(x: jax.Array, mask: jax.Array, fill: float) -> jax.Array:
+        return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, jnp.asarray(fill, x.dtype))
+
+    def on_rows(name: str, x: jax.Array) -> jax.Array:
+        """Extends a field of completions to [B, P + C, ...]."""
+        fill = TOKEN_FIELDS[name].fill
+        left = prompts.get(name, jnp.full((*prompt_mask.shape, *x.shape[2:]), fill, x.dtype))
+        return concatenate(blank(left, prompt_mask, fill), blank(x, completion_mask, fill))
 
     eos_id = eos_ids[0] if len(eos_ids) else 0
     return Samples(
-        tokens=concatenate(prompts, jnp.where(completion_mask, tokens, eos_id)),
+        tokens=concatenate(prompts["tokens"], jnp.where(completion_mask, tokens, eos_id)),
         token_mask=concatenate(prompt_mask, completion_mask),
         completion_mask=concatenate(jnp.zeros_like(prompt_mask), completion_mask),
         finished=outputs.finished,
-        fields={name: on_completions(name, x) for name, x in fields.items()},
+        fields={name: on_rows(name, x) for name, x in fields.items()},
         steps=slots.step - 1,
         occupancy=jnp.sum(lengths, dtype=jnp.float32) / (slots.step * len(slots.row)),
     )
@@ -298,8 +307,8 @@ class Samples:
       token_mask: [B, P + C] bool, the real tokens of prompt and completion.
       completion_mask: [B, P + C] bool, the completions, each with the EOS or the stop string that ended it.
       finished: [B] bool, the rows that EOS or a stop string ended.
-      fields: [B, P + C, ...] by name, the results of `draw` for each sampled token; outside completions the fill of
-        `TOKEN_FIELDS`.
+      fields: [B, P + C, ...] by name, the results of `draw` for each sampled token, and of the prefill for prompts;
+        elsewhere the fill of `TOKEN_FIELDS`.
       steps: [] int32, the number of decode steps; each advances all slots.
       occupancy: [] float32, the mean share of slots that drew a token.
     """

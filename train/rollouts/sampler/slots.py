@@ -122,6 +122,7 @@ class PromptQueue:
       hidden: [N, D], the hidden states of the prompts' last tokens.
       cache: the keys and values of the prompts, [L, N, P, K, H]; None once every row has its slot.
       max_new_tokens: C.
+      fields: [N, P, ...] by name, values of the prompts' tokens that their prefill recorded.
     """
 
     order: jax.Array
@@ -135,6 +136,7 @@ class PromptQueue:
     hidden: jax.Array
     cache: KeyValues | None
     max_new_tokens: int = dataclasses.field(metadata={"static": True})
+    fields: TokenFields = dataclasses.field(default_factory=dict)
 
     def empty_draws(self, rows: int, draws: TokenFields) -> TokenFields:
         """Makes empty draws [rows, C, ...] like the draw of one row, [1, ...]."""

@@ -14,7 +14,7 @@ from train.models.rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.context import RunContext
-from train.rollouts.server.source import Received, Sent, ServerSource, recorded_fields
+from train.rollouts.server.source import Received, Sent, ServerSource, field_sizes
 from train.rollouts.source import Completions, Request, SourceError
 from train.weights.orbax import Checkpoints
 
@@ -80,9 +80,10 @@ class AheadSource:
         config, sharding = self._context.config, batch_sharding(self._context.mesh)
         rows, width = config.rows_per_batch(), config.data.max_prompt_length + config.data.max_completion_length
         dtypes = {"tokens": jnp.int32, "token_mask": jnp.bool, "completion_mask": jnp.bool}
-        dtypes |= {name: TOKEN_FIELDS[name].dtype for name in recorded_fields(config)}
         batch: dict[str, tuple[tuple[int, ...], Any]]
         batch = {name: ((rows, width), dtype) for name, dtype in dtypes.items()}
+        fields = field_sizes(config).items()
+        batch |= {name: ((rows, width, *sizes), TOKEN_FIELDS[name].dtype) for name, sizes in fields}
         batch |= {"finished": ((rows,), jnp.bool), "lags": ((rows,), jnp.int32)}
         return {name: jax.ShapeDtypeStruct(*leaf, sharding=sharding) for name, leaf in batch.items()}
 

@@ -31,9 +31,9 @@ BYTES_PER_TOKEN = 2**10
 """Room of an answer for one token; vLLM 0.32 writes about 100 bytes for its id, text and log-probs."""
 
 
-def recorded_fields(config: Config) -> list[str]:
-    """Lists the per-token fields that a server's answers have."""
-    return ["log_probs"] if config.rollout.record_log_probs else []
+def field_sizes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Returns the per-token fields of a server's answers, with the sizes of their trailing axes."""
+    return {"log_probs": ()} if config.rollout.record_log_probs else {}
 
 
 @dataclasses.dataclass
@@ -190,14 +190,19 @@ class ServerSource:
         padded = pad_rows(
             [prompt for prompt in sent.prompts for _ in range(samples)],
             [answer.tokens for answer in answers],
-            {name: [answer.fields[name] for answer in answers] for name in recorded_fields(config)},
+            {name: [answer.fields[name] for answer in answers] for name in field_sizes(config)},
             lengths=(config.data.max_prompt_length, config.data.max_completion_length),
             pad_id=self._context.tokenizer.pad_id,
+            sizes=field_sizes(config),
         )
-        arrays = {**padded, **padded["fields"]}
-        del arrays["fields"]
-        arrays["finished"] = np.array([answer.finished for answer in answers], bool)
-        arrays["lags"] = np.full(len(answers), sent.lag, np.int32)
+        arrays = {
+            "tokens": padded["tokens"],
+            "token_mask": padded["token_mask"],
+            "completion_mask": padded["completion_mask"],
+            **padded["fields"],
+            "finished": np.array([answer.finished for answer in answers], bool),
+            "lags": np.full(len(answers), sent.lag, np.int32),
+        }
         rows = sent.request.rows
         answered = (sent.numbers[:, None] * samples + np.arange(samples)).ravel()
         if any_of("rollout", not np.array_equal(answered, rows.held)):
@@ -214,7 +219,7 @@ class ServerSource:
             tokens=tokens,
             token_mask=arrays["token_mask"],
             completion_mask=mask,
-            fields={name: arrays[name] for name in recorded_fields(config)},
+            fields={name: arrays[name] for name in field_sizes(config)},
             finished=own(arrays["finished"]),
             lags=own(arrays["lags"]) if config.rollout.ahead else None,
             texts=decode_completions(own(tokens), own(mask), self._context.tokenizer),
