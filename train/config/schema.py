@@ -10,7 +10,7 @@ from train.config.kl import KL
 from train.config.loss import DEFAULT_ADVANTAGE, DEFAULT_LOSS, AdvantageSection, LossSection
 from train.config.model import MODEL_EXPECTED, Lora, Model, without_warm_start
 from train.config.optim import Optim
-from train.config.rollout import Rollout
+from train.config.rollout import RolloutSection
 from train.config.types import (
     Count,
     CountOrZero,
@@ -39,7 +39,7 @@ class Mesh(Section):
     """Slices of TPUs, or groups of hosts, that only a network connects; each has an equal part of data."""
 
 
-class Tile(Section):
+class TileSection(Section):
     tokens: Count
     """Tokens of a tile; more tokens read the LM head less often."""
     vocab: Count
@@ -47,7 +47,7 @@ class Tile(Section):
 
 
 class LogProbs(Section):
-    tile: Tile | None = None
+    tile: TileSection | None = None
     """Tile size of the chunked LM head, which changes memory and speed; null: chosen by the kind of device."""
     token_chunk: Count | None = None
     """Tokens whose logits are held at once where the loss is fused with the head; null: by the kind of device."""
@@ -182,7 +182,7 @@ class Config(Section):
     """How log-probs are computed; logits of all positions never exist."""
     warm_start: WarmStart = WarmStart()
     """Supervised steps before RL."""
-    rollout: Rollout = Rollout()
+    rollout: RolloutSection = RolloutSection()
     """Sampling of completions."""
     correction: CorrectionSection = ()
     """Weights and masks for the mismatch of trainer and sampler, in this order; on by default with a server."""

@@ -34,7 +34,7 @@ def config_of(url: str, *overrides: str) -> Config:
     return tiny.config_of(*SHAPE, source, *overrides)
 
 
-class Fixed:
+class SameExamples:
     """The same prompts at every step."""
 
     def batch(self, step: int) -> list[Example]:
@@ -44,7 +44,7 @@ class Fixed:
 
 def context_of(config: Config) -> RunContext:
     """The context of a config, with the prompts of the recording."""
-    return dataclasses.replace(tiny.context_of(config), prompts=Fixed())
+    return dataclasses.replace(tiny.context_of(config), prompts=SameExamples())
 
 
 def _drawn(name: str, shape: tuple[int, ...], seed: int) -> jax.Array:

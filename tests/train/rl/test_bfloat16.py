@@ -71,7 +71,7 @@ def nudged(tree, by, seed=1):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class UpdateRecord:
     """What goes into an update on the first rows and what comes out."""
 
     scored: object
@@ -104,7 +104,7 @@ def steps(case):
         scored = score(state.trainable, under, reference, tiny.rollout_batch())
         prepared, _, _ = prepare(scored, state.controllers)
         after, metrics = update(state, under, prepared, UPDATED, coefficients(config))
-        return Step(scored, prepared, before, after, metrics)
+        return UpdateRecord(scored, prepared, before, after, metrics)
 
     return {"unchanged": step(0), "moved": step(0.02)}
 

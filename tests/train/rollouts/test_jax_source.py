@@ -48,7 +48,7 @@ def scripted(texts: list[str], finished: list[bool]):
     return draw
 
 
-class Fixed:
+class SamePrompts:
     """The same prompts at every step."""
 
     def batch(self, step: int) -> list[Example]:
@@ -61,7 +61,7 @@ FINISHED = [True, True, True, True, True, False, False, True]
 
 def collected(*overrides: str):
     context = tiny.context_of(tiny.config_of(*overrides), task=TASK)
-    context = dataclasses.replace(context, prompts=Fixed())
+    context = dataclasses.replace(context, prompts=SamePrompts())
     source = JaxSource(context, scripted(TEXTS, FINISHED))
     source.update(kljax.Policy({}), 0)
     return collect(context, source, 0)

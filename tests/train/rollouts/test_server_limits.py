@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import UserError
-from train.config.rollout import OpenAISource
+from train.config.rollout import OpenAISourceSection
 from train.data.tokenizers import ByteTokenizer
 from train.rl.token_fields import MAX_LOG_PROB
 from train.rollouts import SourceError, open_source
@@ -19,8 +19,8 @@ from train.rollouts.server.key import read_key
 KEY = "sk-0123456789-secret"
 
 
-def source_of(url: str = "http://host", **fields: object) -> OpenAISource:
-    return OpenAISource(type="openai", url=url, model="m", sync="none", **fields)
+def source_of(url: str = "http://host", **fields: object) -> OpenAISourceSection:
+    return OpenAISourceSection(type="openai", url=url, model="m", sync="none", **fields)
 
 
 def test_a_key_comes_from_the_environment_or_a_file(tmp_path, monkeypatch):

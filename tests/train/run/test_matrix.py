@@ -160,7 +160,7 @@ COVERING = [*covering(len(LOSSES))]
 DRAWN = [*covering(100)][len(LOSSES) :]
 
 
-class Recorded:
+class RecordedRun:
     """A source of completions that are already there."""
 
     def update(self, *policy: Any) -> None:
@@ -218,7 +218,7 @@ def run_two_steps(config: Config, scores: Scores, directory: Any = None) -> None
     with jax.set_mesh(context.mesh):
         state = first_state(config, context.model, context.mesh, tiny.copied(params), context.optimizer)
         programs = programs_of(context, state, scores)
-        state, values, _ = rl_step(context, programs, Recorded(), frozen, state, step=0)
+        state, values, _ = rl_step(context, programs, RecordedRun(), frozen, state, step=0)
         assert np.isfinite([*values.values()]).all(), values
         after = None
         if directory is not None:
@@ -226,8 +226,8 @@ def run_two_steps(config: Config, scores: Scores, directory: Any = None) -> None
             checkpoints.save(state, 1)
             restored = checkpoints.restore_last(with_abstract_reference(config, state))
             checkpoints.close()
-            after, again, _ = rl_step(context, programs, Recorded(), frozen, restored, step=1)
-        state, values, _ = rl_step(context, programs, Recorded(), frozen, state, step=1)
+            after, again, _ = rl_step(context, programs, RecordedRun(), frozen, restored, step=1)
+        state, values, _ = rl_step(context, programs, RecordedRun(), frozen, state, step=1)
     assert np.isfinite([*values.values()]).all(), values
     chex.assert_tree_all_finite(jax.device_get(state.trainable))
     if after is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import kljax
 from train.config.errors import UserError
 from train.config.plan import Plan
-from train.config.rollout import FileSource as FileSourceConfig
+from train.config.rollout import FileSourceSection
 from train.data.padding import pad_rows
 from train.distributed import RowSplit
 from train.rl.token_fields import TOKEN_FIELDS
@@ -72,7 +72,7 @@ class FileSource:
     shuffled, so a resumed run continues with the next row.
     """
 
-    def __init__(self, context: RunContext, section: FileSourceConfig) -> None:
+    def __init__(self, context: RunContext, section: FileSourceSection) -> None:
         """Reads and checks every row once.
 
         Raises:

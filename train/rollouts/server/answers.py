@@ -76,7 +76,7 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 20, 2**2
 _Parsed = TypeVar("_Parsed", bound=_Form)
 
 
-class Answer(NamedTuple):
+class ServerAnswer(NamedTuple):
     """One completion: the sampled ids, including EOS, and their `TOKEN_FIELDS`: log-probs if requested."""
 
     tokens: list[int]
@@ -95,7 +95,7 @@ def read_models(content: bytes) -> list[str]:
 
 def read_answers(
     content: bytes, *, prompt: Sequence[int], samples: int, max_new_tokens: int, vocab_size: int, log_probs: bool
-) -> list[Answer]:
+) -> list[ServerAnswer]:
     """Reads the completions of one prompt in the order of their index.
 
     Raises:
@@ -111,7 +111,9 @@ def read_answers(
     return [_read(choice, prompt, max_new_tokens, vocab_size, log_probs) for choice in choices]
 
 
-def _read(choice: _Choice, prompt: Sequence[int], max_new_tokens: int, vocab_size: int, log_probs: bool) -> Answer:
+def _read(
+    choice: _Choice, prompt: Sequence[int], max_new_tokens: int, vocab_size: int, log_probs: bool
+) -> ServerAnswer:
     tokens, seen = choice.token_ids, choice.prompt_token_ids
     if seen is not None and seen != list(prompt):
         raise _wrong("prompt_token_ids", _SHORT.repr(seen), f"the prompt that was sent, {_SHORT.repr(list(prompt))}")
@@ -120,7 +122,7 @@ def _read(choice: _Choice, prompt: Sequence[int], max_new_tokens: int, vocab_siz
     if outside := [token for token in tokens if token >= vocab_size]:
         raise _wrong("token_ids", outside[0], f"an id below {vocab_size}, the vocabulary that is trained")
     fields = {"log_probs": _log_probs(choice, len(tokens))} if log_probs else {}
-    return Answer(tokens, fields, choice.finish_reason == "stop")
+    return ServerAnswer(tokens, fields, choice.finish_reason == "stop")
 
 
 def _log_probs(choice: _Choice, count: int) -> list[float]:

@@ -12,14 +12,14 @@ import numpy as np
 
 import kljax
 from train.config.errors import UserError
-from train.config.rollout import OpenAISource
+from train.config.rollout import OpenAISourceSection
 from train.config.schema import Config
 from train.data.padding import pad_rows
 from train.data.prompts import decode_completions, encode_prompts
 from train.distributed import any_of, gather_rows, process, row_owners, run_together
 from train.models.sharding import batch_sharding
 from train.rollouts.context import RunContext
-from train.rollouts.server.answers import Answer, read_answers, read_models
+from train.rollouts.server.answers import ServerAnswer, read_answers, read_models
 from train.rollouts.server.client import MOST_BYTES, Client, wait_for
 from train.rollouts.server.key import read_key
 from train.rollouts.server.weights import Sync, make_sync
@@ -54,7 +54,7 @@ class Sent:
     numbers: np.ndarray
     prompts: list[list[int]]
     lag: int
-    answers: Future[list[list[Answer]]]
+    answers: Future[list[list[ServerAnswer]]]
     began: float
     ended: float | None = None
 
@@ -78,7 +78,7 @@ class ServerSource:
     same algorithm with other samples.
     """
 
-    def __init__(self, context: RunContext, section: OpenAISource, client: Client | None = None) -> None:
+    def __init__(self, context: RunContext, section: OpenAISourceSection, client: Client | None = None) -> None:
         """Connects to the server, and checks the response to a request for one token.
 
         Raises:
@@ -164,7 +164,7 @@ class ServerSource:
             body["logprobs"] = 0
         return body
 
-    def _start(self, bodies: Sequence[dict[str, Any]]) -> Future[list[list[Answer]]]:
+    def _start(self, bodies: Sequence[dict[str, Any]]) -> Future[list[list[ServerAnswer]]]:
         """Begins to request completions, all of a prompt at once; they come in the order of prompts and indices."""
         tokens = max((body["n"] * (len(body["prompt"]) + body["max_tokens"]) for body in bodies), default=0)
         return self._client.post_all(
@@ -174,7 +174,7 @@ class ServerSource:
             most_bytes=self._section.max_response_bytes or MOST_BYTES + tokens * BYTES_PER_TOKEN,
         )
 
-    def _reader(self, body: dict[str, Any]) -> Callable[[bytes], list[Answer]]:
+    def _reader(self, body: dict[str, Any]) -> Callable[[bytes], list[ServerAnswer]]:
         return functools.partial(
             read_answers,
             prompt=body["prompt"],
@@ -184,7 +184,7 @@ class ServerSource:
             log_probs=self._context.config.rollout.record_log_probs,
         )
 
-    def _held_rows(self, sent: Sent, answers: Sequence[Answer]) -> dict[str, np.ndarray]:
+    def _held_rows(self, sent: Sent, answers: Sequence[ServerAnswer]) -> dict[str, np.ndarray]:
         """Pads the answers to the prompts of this process, and returns the rows that it holds."""
         config, samples = self._context.config, sent.request.samples
         padded = pad_rows(
