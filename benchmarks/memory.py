@@ -33,7 +33,7 @@ from train.references import load_reference
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients
 from train.rl.policy import init_params
-from train.rl.reference import drop_shared_base, reference_head
+from train.rl.reference import reference_head
 from train.rl.state import policy_of
 from train.rl.step import update_rows
 from train.rollouts import collect, open_source, sampling_policy
@@ -93,7 +93,7 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
     def read() -> None:
         base = load_initial_base(config, model, mesh)
         state = first_state(config, model, mesh, base, context.optimizer)
-        reference = load_reference(config, model, mesh, base=base, read_base=none, checkpoints=none)
+        reference = load_reference(config, model, mesh, read_base=lambda: base, checkpoints=none)
         keep(base=base, state=state, reference=reference)
 
     def sample() -> None:
@@ -101,9 +101,7 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
         keep(batch=collect(context, source, 0).batch)
 
     def score() -> None:
-        base = kept["base"]
-        shared = drop_shared_base(kept["reference"], base)
-        keep(batch=programs.score(kept["state"].trainable, base, shared, kept["batch"]))
+        keep(batch=programs.score(kept["state"].trainable, kept["base"], kept["reference"], kept["batch"]))
 
     def prepare() -> None:
         batch, controllers, _ = programs.prepare(kept["batch"], kept["state"].controllers)

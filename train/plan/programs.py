@@ -21,7 +21,8 @@ from train.plan.shapes import planned_model
 from train.rl.batch import Batch
 from train.rl.host_memory import has_host_memory, make_run_optimizer
 from train.rl.objective import coefficients, tile
-from train.rl.reference import Reference, drop_shared_base, reference_head
+from train.rl.policy import ScoredPolicy
+from train.rl.reference import reference_head
 from train.rl.state import HOST, TrainState, policy_of
 from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
 from train.rl.token_fields import TOKEN_FIELDS
@@ -68,7 +69,7 @@ class AbstractRun:
     context: RunContext
     state: TrainState
     base: Tree
-    reference: Reference | None
+    reference: ScoredPolicy | None
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> "AbstractRun":
@@ -226,7 +227,7 @@ class AbstractRun:
     def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:
         """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""
         config, model, mesh = self.context.config, self.context.model, self.context.mesh
-        plan, reference, programs = Plan.of(config), drop_shared_base(self.reference, self.base), []
+        plan, reference, programs = Plan.of(config), self.reference, []
         scored: dict[str, Any] = {}
         if plan.keeps_ref_log_probs:
             arguments: tuple[Any, ...] = (self.base, reference, batch)

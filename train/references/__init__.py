@@ -3,7 +3,6 @@
 from train.references.find import locate, run_directory_of, warn_of_other_base
 from train.references.follow import (
     current_reference,
-    frozen_part,
     make_follow,
     start_following,
     with_abstract_reference,
@@ -24,7 +23,6 @@ __all__ = [
     "assert_unchanged",
     "check_reference",
     "current_reference",
-    "frozen_part",
     "is_recorded",
     "load_reference",
     "locate",

@@ -14,12 +14,12 @@ from train.config.errors import UserError, warn
 from train.config.plan import follows_policy
 from train.config.schema import Config
 from train.distributed import to_host
-from train.rl.reference import Reference
+from train.rl.reference import FrozenWeights
 from train.weights.files import read_record, write_record
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class RecordedReference:
     """One reference of a run.
 
     Attributes:
@@ -33,22 +33,22 @@ class Entry:
     digest: str | None
 
 
-def reference_fingerprint(reference: Reference | None) -> np.ndarray | None:
+def reference_fingerprint(frozen: FrozenWeights) -> np.ndarray | None:
     """Computes a checksum of every frozen weight of the reference, on the host; None without frozen weights."""
-    leaves = [] if reference is None else jax.tree.leaves(reference.policy)
+    leaves = [] if frozen.reference is None else jax.tree.leaves(frozen.reference.on_base(frozen.base))
     return to_host(jax.jit(kljax.fingerprint)(leaves)) if leaves else None
 
 
-def assert_unchanged(reference: Reference | None, before: np.ndarray | None) -> None:
+def assert_unchanged(frozen: FrozenWeights, before: np.ndarray | None) -> None:
     """Raises RuntimeError if a single bit of the reference differs from when `before` was taken."""
-    after = reference_fingerprint(reference)
+    after = reference_fingerprint(frozen)
     if before is None or after is None:
         return
     if not np.array_equal(before, after):
         raise RuntimeError("the reference policy changed during the run: every KL that was measured against it is void")
 
 
-def entry_of(config: Config, fingerprint: np.ndarray | None, step: int) -> Entry:
+def entry_of(config: Config, fingerprint: np.ndarray | None, step: int) -> RecordedReference:
     """Makes the record entry of this config's reference with this fingerprint, loaded at this step."""
     section = config.reference
     named: dict[str, Any] = {name: getattr(section, name) for name in ("step", "path") if hasattr(section, name)}
@@ -56,10 +56,10 @@ def entry_of(config: Config, fingerprint: np.ndarray | None, step: int) -> Entry
         named["path"] = str(Path(named["path"]).absolute())
     identity = {"source": section.source, **named, "moves": follows_policy(config)}
     digest = None if fingerprint is None else hashlib.sha256(fingerprint.astype("<u4").tobytes()).hexdigest()[:16]
-    return Entry(step, identity, digest)
+    return RecordedReference(step, identity, digest)
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[RecordedReference]:
     """Reads the references that the run has had, the present one last.
 
     Raises:
@@ -68,7 +68,7 @@ def read_entries(path: Path) -> list[Entry]:
     if not path.is_file():
         return []
     hint = "restore it from a copy, or delete it if the weights of the reference are certain"
-    return [Entry(**entry) for entry in read_record(path, hint)["references"]]
+    return [RecordedReference(**entry) for entry in read_record(path, hint)["references"]]
 
 
 def saved_entries(path: Path) -> list[dict[str, Any]]:

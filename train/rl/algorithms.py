@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
@@ -64,7 +65,7 @@ def estimate_advantages(config: Config, signature: Signature, token_rewards: Arr
         name: functools.partial(_field, batch, field) for name, field in ADVANTAGE_ARRAYS.items() if name not in arrays
     }
     if config.advantage.empty_rows == "drop":
-        arrays["valid"] = lambda: mask.any(-1)
+        arrays["group_ids"] = lambda: jnp.where(mask.any(-1), _field(batch, "group_ids"), -1)
     found = call_by_name(signature, config.advantage, arrays, num_groups=config.rollout.prompts_per_step)
     advantages, returns = found if isinstance(found, tuple) else (found, None)
     if advantages.ndim == 1:

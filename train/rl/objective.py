@@ -24,7 +24,7 @@ from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
 from train.rl.correction import correct, loss_mask
 from train.rl.metrics import LargestToken, Metrics, single
-from train.rl.policy import fused_loss, token_stats, token_values
+from train.rl.policy import ScoredPolicy, Sequences, fused_loss, token_stats, token_values
 from train.rl.state import keep_unless, policy_of
 
 Array = jax.Array
@@ -230,13 +230,14 @@ def make_objective(config: Config, model: Decoder) -> Objective:
         *,
         packed: PackedRows | None = None,
     ) -> tuple[Array, LossMetrics]:
-        policy, options = policy_of(trainable, base), _head_options(config, batch, ref_head) | {"packed": packed}
-        arguments = model, policy, batch.tokens, batch.token_mask
+        policy, options = ScoredPolicy(model, policy_of(trainable, base)), _head_options(config, batch, ref_head)
+        sequences = Sequences.of(batch, Layout.of(config), packed)
         if plan.treats_tokens_alone:
-            score = functools.partial(fused_loss, *arguments, **options, token_chunk=config.log_probs.token_chunk)
+            options["token_chunk"] = config.log_probs.token_chunk
+            score = functools.partial(fused_loss, policy, sequences, **options)
             loss, terms, hidden = _fused_terms(config, score, batch, coefs)
         else:
-            stats, hidden = token_stats(*arguments, **options)
+            stats, hidden = token_stats(policy, sequences, **options)
             terms, scale = _terms(config, stats, batch, coefs)
             loss = sum((scale[name] * term.sum() for name, term in terms.weighted.items()), jnp.float32(0))
         scored = _with_old_log_probs(batch, terms.stats)
@@ -272,12 +273,9 @@ def _head_options(config: Config, batch: Batch, ref_head: kljax.Head | None) -> 
     """Returns the options of a pass over the LM head."""
     return {
         "temperature": config.temperature,
-        "mask": batch.completion_mask,
         "entropy": True if Plan.of(config).entropies else "constant",
         "reference": _exact_reference(config, batch, ref_head),
         "tile": tile(config),
-        "layout": Layout.of(config),
-        "kept_ids": batch.fields.get("kept_ids"),
     }
 
 

@@ -4,6 +4,7 @@ Each compiles once, and none of them waits for the host.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,8 @@ from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, row_count, take_rows
 from train.rl.metrics import SHARE, Metrics, is_beyond, single
-from train.rl.policy import paired_hidden_states, token_stats, token_values
-from train.rl.reference import Reference, reference_head, restore_shared_base
+from train.rl.policy import ScoredPolicy, Sequences, paired_hidden_states, token_stats, token_values
+from train.rl.reference import reference_head
 from train.rl.state import GuardState, TrainState, keep_unless, policy_of
 from train.rl.tracing import traced_once
 
@@ -36,10 +37,9 @@ SCORED = ("old_log_probs", "ref_log_probs", "ref_hidden", "ref_exact_kl", "value
 def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batch]:
     """Compiles `(trainable, base, reference, batch) -> batch`, which fills in the fields of `SCORED` that are needed.
 
-    The reference comes without weights that are `base` (`drop_shared_base`), so that they are one argument; on a mesh
-    that splits them, both policies go through the layers in one pass. Old and reference log-probs are computed as the
-    objective computes them, at its micro-batch size, so that an unchanged policy has ratio 1 up to the last bit of a
-    log-prob. All results are treated as constants.
+    On a mesh that splits a base which both policies share, they go through the layers in one pass. Old and reference
+    log-probs are computed as the objective computes them, at its micro-batch size, so that an unchanged policy has
+    ratio 1 up to the last bit of a log-prob. All results are treated as constants.
 
     Not computed: the reference if no term needs it; its log-probs if only the exact KL is used, which reads its hidden
     states; the policy if a batch gets one update, whose log-probs are the old ones, and nothing reads them before.
@@ -53,32 +53,25 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
     def score(
         trainable: dict[str, Tree],
         base: Tree,
-        reference: Reference | None,
+        reference: ScoredPolicy | None,
         batch: Batch,
         *,
         rows: jax.Array | None = None,
         packed: PackedRows | None = None,
     ) -> Batch:
-        policy = Reference(model, policy_of(trainable, base))
+        policy = ScoredPolicy(model, policy_of(trainable, base))
         in_one_pass = plan.scores_policy and _one_pass(mesh, policy, reference)
-        reference = None if reference is None else restore_shared_base(reference, base)
+        reference = None if reference is None else reference.on_base(base)
 
         def score_rows(part: Batch, packed: PackedRows | None = None) -> Batch:
             per_token: dict[str, jax.Array] = {}
             states: dict[str, Any] = {}
             hidden = ref_hidden = exact = None
+            sequences = Sequences.of(part, layout, packed)
             if in_one_pass and reference is not None:
-                hidden, ref_hidden = paired_hidden_states(
-                    model,
-                    policy.policy,
-                    reference.policy.adapter,
-                    part.tokens,
-                    part.token_mask,
-                    layout=layout,
-                    packed=packed,
-                )
+                hidden, ref_hidden = paired_hidden_states(policy, reference.policy.adapter, sequences)
             if reference is not None:
-                ref_stats, ref_hidden = stats_of(reference, part, packed, ref_hidden)
+                ref_stats, ref_hidden = stats_of(reference, sequences, hidden=ref_hidden)
                 if plan.ref_log_probs:
                     per_token["ref_log_probs"] = ref_stats.log_prob
                 if plan.exact_reward:
@@ -86,8 +79,8 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
                 if plan.exact_loss:
                     states["ref_hidden"] = ref_hidden
             if plan.scores_policy:
-                options = {"sum_squared_probs": plan.sum_squared_probs}
-                stats, hidden = stats_of(policy, part, packed, hidden, exact, **options)
+                options = {"reference": exact, "sum_squared_probs": plan.sum_squared_probs}
+                stats, hidden = stats_of(policy, sequences, hidden=hidden, **options)
                 per_token["old_log_probs"] = stats.log_prob
                 if stats.kl is not None:
                     per_token["ref_exact_kl"] = stats.kl
@@ -112,15 +105,15 @@ def make_reference_score(config: Config, model: Decoder, mesh: Mesh) -> Callable
     """Compiles `(base, reference, batch) -> (log_probs, log_probs)`: those of the reference alone, [B, T] float32.
 
     The first are split over the mesh as the batch; the second are whole on every device, for the host. They are
-    computed as in `make_score`, and treated as constants; the reference comes without weights that are `base`.
+    computed as in `make_score`, and treated as constants.
     """
     layout, stats_of = Layout.of(config), _make_stats(config)
 
-    def score_reference(base: Tree, reference: Reference, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        reference = restore_shared_base(reference, base)
+    def score_reference(base: Tree, reference: ScoredPolicy, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        reference = reference.on_base(base)
 
         def score_rows(part: Batch) -> jax.Array:
-            stats, _ = stats_of(reference, part, None, None)
+            stats, _ = stats_of(reference, Sequences.of(part, layout))
             return jax.lax.stop_gradient(kljax.masked(stats.log_prob, part.completion_mask))
 
         log_probs = map_micro_batches(score_rows, batch, _score_parts(config), group=layout.group)
@@ -135,43 +128,16 @@ def packed_size(*_: Any, packed: PackedRows | None = None, **__: Any) -> tuple[i
 
 
 def _make_stats(config: Config) -> Callable[..., tuple[kljax.TokenStats, jax.Array]]:
-    """Makes the function that scores rows with a policy; it returns the statistics and the hidden states."""
-    layout, tile = Layout.of(config), objectives.tile(config)
-
-    def stats_of(
-        scored: Reference,
-        part: Batch,
-        packed: PackedRows | None,
-        hidden: jax.Array | None,
-        reference: kljax.ReferenceStates | None = None,
-        *,
-        sum_squared_probs: bool = False,
-    ) -> tuple[kljax.TokenStats, jax.Array]:
-        return token_stats(
-            scored.model,
-            scored.policy,
-            part.tokens,
-            part.token_mask,
-            temperature=config.temperature,
-            mask=part.completion_mask,
-            sum_squared_probs=sum_squared_probs,
-            reference=reference,
-            tile=tile,
-            layout=layout,
-            hidden=hidden,
-            kept_ids=part.fields.get("kept_ids"),
-            packed=packed,
-        )
-
-    return stats_of
+    """Makes the function that scores rows with a policy, `token_stats` at the temperature of the config."""
+    return functools.partial(token_stats, temperature=config.temperature, tile=objectives.tile(config))
 
 
-def _one_pass(mesh: Mesh, policy: Reference, reference: Reference | None) -> bool:
+def _one_pass(mesh: Mesh, policy: ScoredPolicy, reference: ScoredPolicy | None) -> bool:
     """Whether policy and reference go through the layers together: one base, two adapters, weights to be gathered.
 
     On one device a shared pass reads the weights no faster, and twice the rows compete for the cache.
     """
-    shared = reference is not None and reference.policy.params is None and reference.model == policy.model
+    shared = reference is not None and reference.shares_base and reference.model == policy.model
     return shared and policy.policy.adapter is not None and mesh.shape["fsdp"] > 1
 
 

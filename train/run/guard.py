@@ -19,7 +19,7 @@ from train.distributed import on_leader, place_whole, to_host
 from train.rl.batch import Batch, present_arrays
 from train.rl.metrics import SHARE, LargestToken, limits
 from train.rl.state import GuardState, TrainState, first_nonfinite
-from train.weights.orbax import Checkpoints
+from train.weights.orbax import RunCheckpoints
 
 Tree = Any
 Tokens = Mapping[str, LargestToken]
@@ -84,7 +84,7 @@ class Warnings:
         return True, before
 
 
-class Watch:
+class StepGuard:
     """Stands between the loop and the checkpoints.
 
     Attributes:
@@ -92,7 +92,7 @@ class Watch:
     """
 
     def __init__(
-        self, config: Config, checkpoints: Checkpoints, directory: Path, tokenizer: Tokenizer | None = None
+        self, config: Config, checkpoints: RunCheckpoints, directory: Path, tokenizer: Tokenizer | None = None
     ) -> None:
         self.checkpoints = checkpoints
         self._guard = config.guard

@@ -25,7 +25,7 @@ from train.rl.keys import purpose_key
 from train.rl.metrics import LargestToken, metric_values, single
 from train.rl.objective import coefficients
 from train.rl.packing import Packer, StepPacking, make_packer
-from train.rl.reference import FrozenWeights, drop_shared_base, reference_head
+from train.rl.reference import FrozenWeights, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import SCORED, make_control, make_prepare, make_score, make_update, update_rows
 from train.rollouts import (
@@ -42,7 +42,7 @@ from train.rollouts import (
 from train.rollouts.context import RunContext
 from train.rollouts.recorded import FileSource
 from train.run.evaluate import evaluate
-from train.run.guard import Watch
+from train.run.guard import StepGuard
 from train.run.metrics import Metrics
 
 Tree = Any
@@ -110,7 +110,7 @@ def rl_step(
     require_fields(drawn.batch, [name for name in plan.fields if name not in (*SCORED, "rewards")])
     updates = update_rows(config, purpose_key(config.seed, "rows", step))
     packing = StepPacking.off(updates) if programs.pack is None else programs.pack(drawn.batch, updates)
-    weights = FrozenWeights(base, drop_shared_base(reference, base))
+    weights = FrozenWeights(base, reference)
     scored = _score(context, programs, weights, state, drawn, packing=packing)
     # The devices sample and score while the host decodes and judges.
     rollout = judge_drawn(context, drawn, step)
@@ -207,7 +207,7 @@ def train(
     state: TrainState,
     *,
     writer: Metrics,
-    watch: Watch,
+    watch: StepGuard,
     interrupt: Interrupt,
     advance: Callable[[str], None],
 ) -> TrainState:

@@ -15,7 +15,7 @@ from tests.train.rl.test_objective import controllers_of, measured, numbers, ppo
 from train.config.plan import Layout
 from train.rl.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.step import make_update
 
 MODEL = tiny.model_of(tiny.config_of())
@@ -178,7 +178,9 @@ def log_probs_and_gradient(params, tokens, token_mask, cotangent):
 
     def log_probs(params):
         policy = kljax.Policy(params)
-        return token_stats(MODEL, policy, tokens, token_mask, temperature=1.0, layout=Layout(5))[0].log_prob
+        return token_stats(
+            ScoredPolicy(MODEL, policy), Sequences(tokens, token_mask, layout=Layout(5)), temperature=1.0
+        )[0].log_prob
 
     value, pull = jax.vjp(log_probs, params)
     return value, pull(cotangent)[0]

@@ -17,11 +17,10 @@ from kljax.kl import ESTIMATORS
 from tests import oracles, tiny
 from train.config import types
 from train.config.plan import Layout, Plan
-from train.models import Decoder
 from train.rl.algorithms import make_controllers
 from train.rl.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
-from train.rl.policy import hidden_states, stored_head, token_stats, token_values
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states, stored_head, token_stats, token_values
 
 MODEL = tiny.model_of(tiny.config_of())
 HEAD = {"kernel": np.linspace(-1, 1, 16, dtype=np.float32), "bias": np.float32(0.1)}
@@ -44,7 +43,10 @@ def scored() -> tuple[kljax.TokenStats, jax.Array]:
     batch = tiny.rollout_batch()
     return jax.jit(
         lambda params: token_stats(
-            MODEL, kljax.Policy(params), batch.tokens, batch.token_mask, temperature=1.0, entropy=True, layout=Layout(5)
+            ScoredPolicy(MODEL, kljax.Policy(params)),
+            Sequences(batch.tokens, batch.token_mask, layout=Layout(5)),
+            temperature=1.0,
+            entropy=True,
         )
     )(tiny.host_params())
 
@@ -61,9 +63,9 @@ def batch_of() -> Batch:
     return tiny.full_batch(measured()["log_prob"])
 
 
-def hidden_states_of(_: Decoder, policy: kljax.Policy, *__: object, **___: object) -> jax.Array:
+def hidden_states_of(scored: ScoredPolicy, _: Sequences) -> jax.Array:
     """Takes the place of the decoder: its hidden states are parameters."""
-    return policy.params["hidden"]
+    return scored.policy.params["hidden"]
 
 
 @functools.cache
@@ -184,7 +186,9 @@ def test_the_gradient_is_that_of_the_policy_loss_and_of_k2():
 
     def log_probs(params):
         policy = kljax.Policy(params)
-        return token_stats(MODEL, policy, batch.tokens, batch.token_mask, temperature=1.0, layout=Layout(5))[0].log_prob
+        return token_stats(
+            ScoredPolicy(MODEL, policy), Sequences(batch.tokens, batch.token_mask, layout=Layout(5)), temperature=1.0
+        )[0].log_prob
 
     pull = jax.jit(lambda params, cotangent: jax.vjp(log_probs, params)[1](cotangent)[0])
     expected = pull(tiny.host_params(), slope.astype(np.float32))
@@ -212,14 +216,14 @@ def test_the_importance_corrected_term_is_weighted_by_the_capped_ratio():
 
 def distributions(params, batch: Batch) -> jax.Array:
     """Log-probs [B, T, V] of every token that could stand in a column."""
-    hidden = hidden_states(MODEL, kljax.Policy(params), batch.tokens, batch.token_mask)
+    hidden = hidden_states(ScoredPolicy(MODEL, kljax.Policy(params)), Sequences(batch.tokens, batch.token_mask))
     return jnp.roll(jax.nn.log_softmax(hidden @ stored_head(MODEL, params).T), 1, axis=1)
 
 
 def test_the_exact_kl_of_the_loss():
     config = tiny.config_of("kl.loss={coef: 0.7, estimator: exact}")
     other, batch = tiny.moved(tiny.host_params(), 0.05), batch_of()
-    hidden = jax.jit(hidden_states, static_argnums=0)(MODEL, kljax.Policy(other), batch.tokens, batch.token_mask)
+    hidden = jax.jit(hidden_states)(ScoredPolicy(MODEL, kljax.Policy(other)), Sequences(batch.tokens, batch.token_mask))
     batch = dataclasses.replace(batch, ref_hidden=hidden)
     arguments, coefs = ({"params": tiny.host_params()}, None, batch), coefficients(config)
     mask = np.asarray(batch.completion_mask)

@@ -19,8 +19,8 @@ from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients, make_objective, with_token_weights
-from train.rl.policy import head, hidden_states
-from train.rl.reference import Reference, reference_head
+from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states
+from train.rl.reference import reference_head
 from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.rollouts import JaxSource, collect
@@ -30,9 +30,9 @@ ALL_ROWS = np.arange(tiny.ROWS)
 
 
 @functools.cache
-def moved_reference() -> Reference:
+def moved_reference() -> ScoredPolicy:
     """A reference some way off the policy."""
-    return Reference(MODEL, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
+    return ScoredPolicy(MODEL, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
 
 
 TERMS = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.05")
@@ -173,7 +173,7 @@ def exact_update(config, shape, reference):
         first, score, prepare, update = exact_programs(config, shape)
         state = tiny.copied(first)
         place = jax.tree.map(lambda x: x.sharding, state.trainable["params"])
-        reference = Reference(model, kljax.Policy(jax.tree.map(jax.device_put, reference, place)))
+        reference = ScoredPolicy(model, kljax.Policy(jax.tree.map(jax.device_put, reference, place)))
         batch = jax.device_put(tiny.rollout_batch(), batch_sharding(mesh))
         batch = score(state.trainable, None, reference, batch)
         prepared, _, _ = prepare(batch, state.controllers)
@@ -394,7 +394,9 @@ def test_kept_tokens_renormalise_the_log_probs_of_every_policy():
     assert ((np.asarray(batch.fields["kept_ids"])[mask] >= 0).sum(-1) > 1).any()
     scored = make_score(config, MODEL, tiny.mesh_of())(state.trainable, None, moved_reference(), batch)
     np.testing.assert_allclose(scored.old_log_probs, np.where(mask, batch.rollout_log_probs, 0), atol=2e-5)
-    hidden = jax.jit(hidden_states, static_argnums=0)(MODEL, moved_reference().policy, batch.tokens, batch.token_mask)
+    hidden = jax.jit(hidden_states)(
+        ScoredPolicy(MODEL, moved_reference().policy), Sequences(batch.tokens, batch.token_mask)
+    )
     logits = np.asarray(hidden, np.float64) @ np.asarray(head(MODEL, moved_reference().policy.params), np.float64) / 0.8
     for row, column in zip(*np.nonzero(mask), strict=True):
         before, ids = logits[row, column - 1], np.asarray(batch.fields["kept_ids"][row, column])

@@ -15,7 +15,7 @@ from train.data.tasks import Example, Task, load_task
 from train.data.tasks.arithmetic import score
 from train.data.tokenizers import ByteTokenizer
 from train.models.rows import shard_rows
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.state import policy_of
 from train.rollouts import JaxSource, begin_samples, collect, make_sampler
 from train.rollouts.sampler import Samples
@@ -108,10 +108,12 @@ def test_one_temperature_for_the_sampler_and_the_log_probs():
     examples = load_task(config).train[:8]
     samples = begin_samples(context, sampler, policy, examples, jax.random.key(1))
     assert len(samples.finished) == 8
-    stats = jax.jit(token_stats, static_argnums=0)
+    stats = jax.jit(token_stats)
 
     def log_probs(temperature: float) -> np.ndarray:
-        scored, _ = stats(context.model, policy, samples.tokens, samples.token_mask, temperature=temperature)
+        scored, _ = stats(
+            ScoredPolicy(context.model, policy), Sequences(samples.tokens, samples.token_mask), temperature=temperature
+        )
         return np.where(samples.completion_mask, scored.log_prob, 0)
 
     np.testing.assert_allclose(samples.fields["log_probs"], log_probs(0.6), atol=2e-6)

@@ -17,7 +17,7 @@ from train.data.tasks import load_task
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.sharding import make_mesh, reshape_mesh
 from train.plan.compiler import hlo
-from train.rl.policy import abstract_params, head, hidden_states
+from train.rl.policy import ScoredPolicy, Sequences, abstract_params, head, hidden_states
 from train.rollouts import begin_samples, make_sampler, sampling_program
 from train.rollouts.context import RunContext
 from train.rollouts.layout import SamplingLayout
@@ -71,7 +71,7 @@ def probs_of_one_device(row: int, column: int, *overrides: str) -> np.ndarray:
     context, samples = context_on((1, 1, 1), *overrides), on_one_device(*overrides)
     with jax.set_mesh(context.mesh):
         policy, tokens, mask = policy_on(context), samples.tokens[:, :column], samples.token_mask[:, :column]
-        hidden = hidden_states(context.model, policy, tokens, mask)[row, -1]
+        hidden = hidden_states(ScoredPolicy(context.model, policy), Sequences(tokens, mask))[row, -1]
         logits = hidden @ head(context.model, policy.params) / context.config.temperature
     return np.asarray(jax.nn.softmax(logits))
 

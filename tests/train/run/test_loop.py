@@ -18,9 +18,10 @@ from train.data.tasks.reward_function import RewardError
 from train.data.tokenizers import ByteTokenizer
 from train.process.interrupt import Interrupt
 from train.rl.metrics import metric_values
-from train.rl.reference import FrozenWeights, Reference
+from train.rl.policy import ScoredPolicy
+from train.rl.reference import FrozenWeights
 from train.rollouts import JaxSource
-from train.run.guard import Watch
+from train.run.guard import StepGuard
 from train.run.loop import Programs, require_fields, rl_step, train
 
 CONTROLLER = "{type: adaptive, target: 0.1, horizon: 100}"
@@ -41,7 +42,7 @@ def _shared_programs() -> Iterator[None]:
 
 def frozen_of(config: Config) -> FrozenWeights:
     policy = kljax.Policy(jax.tree.map(jnp.asarray, tiny.host_params()))
-    return FrozenWeights(None, Reference(tiny.model_of(config), policy))
+    return FrozenWeights(None, ScoredPolicy(tiny.model_of(config), policy))
 
 
 def test_a_rollout_without_a_field_that_is_needed_stops_before_the_device():
@@ -101,7 +102,7 @@ def test_a_reward_function_that_fails_leaves_a_saved_run(monkeypatch, tmp_path):
             None,
             state,
             writer=None,
-            watch=Watch(CONFIG, checkpoints, tmp_path / "nonfinite"),
+            watch=StepGuard(CONFIG, checkpoints, tmp_path / "nonfinite"),
             interrupt=Interrupt(),
             advance=lambda note: None,
         )

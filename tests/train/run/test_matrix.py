@@ -24,11 +24,11 @@ from train.config.plan import Layout, Plan
 from train.config.schema import Checkpoint, Config
 from train.references import with_abstract_reference
 from train.rl.packing import make_packer
-from train.rl.reference import FrozenWeights, Reference
+from train.rl.reference import FrozenWeights
 from train.rl.step import make_control, make_prepare, make_score, make_update
 from train.run import loop
 from train.run.loop import Programs, rl_step
-from train.weights.orbax import Checkpoints
+from train.weights.orbax import RunCheckpoints
 
 RAW = {
     **tiny.RAW,
@@ -209,12 +209,12 @@ def programs_of(context: Any, state: Any, scores: Scores) -> Programs:
 
 def run_two_steps(config: Config, scores: Scores, directory: Any = None) -> None:
     """Trains for two steps; with a directory the second one is also made from a restored state."""
-    from train.rl.policy import init_params
+    from train.rl.policy import ScoredPolicy, init_params
     from train.run.setup import first_state
 
     context = tiny.context_of(config)
     params = init_params(context.model, jax.random.key(0), context.mesh)
-    frozen = FrozenWeights(None, Reference(context.model, kljax.Policy(tiny.moved(params, 0.05))))
+    frozen = FrozenWeights(None, ScoredPolicy(context.model, kljax.Policy(tiny.moved(params, 0.05))))
     with jax.set_mesh(context.mesh):
         state = first_state(config, context.model, context.mesh, tiny.copied(params), context.optimizer)
         programs = programs_of(context, state, scores)
@@ -222,7 +222,7 @@ def run_two_steps(config: Config, scores: Scores, directory: Any = None) -> None
         assert np.isfinite([*values.values()]).all(), values
         after = None
         if directory is not None:
-            checkpoints = Checkpoints(directory, Checkpoint(every=1, keep=1))
+            checkpoints = RunCheckpoints(directory, Checkpoint(every=1, keep=1))
             checkpoints.save(state, 1)
             restored = checkpoints.restore_last(with_abstract_reference(config, state))
             checkpoints.close()

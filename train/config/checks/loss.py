@@ -103,7 +103,7 @@ def _groups(config: Config) -> Iterator[Problem]:
 def _rows_and_tokens(config: Config) -> Iterator[Problem]:
     """Checks the rows and the tokens that the advantages leave out."""
     section = config.advantage
-    if section.empty_rows == "drop" and "valid" not in advantage_signature(config):
+    if section.empty_rows == "drop" and "group_ids" not in advantage_signature(config):
         yield problem(
             f"got drop, but advantage.type {section.type} compares no rows; leave it at count",
             "advantage.empty_rows",

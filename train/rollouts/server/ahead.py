@@ -16,7 +16,7 @@ from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.context import RunContext
 from train.rollouts.server.source import Received, Sent, ServerSource, field_sizes
 from train.rollouts.source import Completions, Request, SourceError
-from train.weights.orbax import Checkpoints
+from train.weights.orbax import RunCheckpoints
 
 Tree = Any
 
@@ -87,7 +87,7 @@ class AheadSource:
         batch |= {"finished": ((rows,), jnp.bool), "lags": ((rows,), jnp.int32)}
         return {name: jax.ShapeDtypeStruct(*leaf, sharding=sharding) for name, leaf in batch.items()}
 
-    def attach(self, checkpoints: Checkpoints, step: int) -> None:
+    def attach(self, checkpoints: RunCheckpoints, step: int) -> None:
         """Takes the batch of a step from its checkpoint, if it is there, and saves batches with later checkpoints.
 
         Raises:

@@ -13,7 +13,7 @@ from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.rows import shard_rows
 from train.models.sharding import make_mesh
 from train.rl import policy as policies
-from train.rl.policy import abstract_params, init_params, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, abstract_params, init_params, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample
 
 LORA = LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
@@ -26,7 +26,7 @@ NEVER, ENDS = -1, 8
 WARM, GREEDY = Sampling(0.8), Sampling(0.8, greedy=True)
 
 draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "slots", "unroll"))
-stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "layout"))
+stats_of = jax.jit(token_stats, static_argnames="entropy")
 
 
 @functools.cache
@@ -65,12 +65,14 @@ def test_recorded_log_probs_are_those_the_trainer_computes():
     policy = policy_of()
     samples = run(*prompts_of(LENGTHS), policy)
     assert 0 < samples.finished.sum() < len(LENGTHS), "rows that end early and rows that do not"
-    stats, _ = stats_of(MODEL, policy, samples.tokens, samples.token_mask, temperature=0.8)
+    stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(samples.tokens, samples.token_mask), temperature=0.8)
     expected = np.where(samples.completion_mask, stats.log_prob, 0)
     np.testing.assert_allclose(samples.fields["log_probs"], expected, atol=1e-5)
     assert samples.fields["log_probs"].dtype == np.float32
     assert (samples.fields["log_probs"][samples.completion_mask] < 0).all()
-    plain, _ = stats_of(MODEL, kljax.Policy(policy.params), samples.tokens, samples.token_mask, temperature=0.8)
+    plain, _ = stats_of(
+        ScoredPolicy(MODEL, kljax.Policy(policy.params)), Sequences(samples.tokens, samples.token_mask), temperature=0.8
+    )
     assert np.abs(np.where(samples.completion_mask, plain.log_prob, 0) - expected).max() > 1e-2, "the adapter counts"
 
 
@@ -98,7 +100,11 @@ def test_draws_follow_the_distribution():
     samples = run(tokens, mask, policy, max_new_tokens=1)
     frequency = np.bincount(samples.tokens[:, WIDTH], minlength=24) / rows
     each = np.concatenate([tokens[:24], np.arange(24, dtype=np.int32)[:, None]], axis=1)
-    stats, _ = stats_of(MODEL, policy, each, np.pad(mask[:24], ((0, 0), (0, 1)), constant_values=True), temperature=0.8)
+    stats, _ = stats_of(
+        ScoredPolicy(MODEL, policy),
+        Sequences(each, np.pad(mask[:24], ((0, 0), (0, 1)), constant_values=True)),
+        temperature=0.8,
+    )
     probability = np.exp(stats.log_prob[:, WIDTH])
     np.testing.assert_allclose(probability.sum(), 1, atol=1e-5)
     error = np.sqrt(probability * (1 - probability) / rows)
@@ -135,10 +141,9 @@ def test_special_tokens_inside_a_prompt_confuse_nothing():
     samples = run(tokens, mask, policy)
     assert samples.completion_mask[:, WIDTH].all(), "a prompt that ends with EOS is still continued"
     np.testing.assert_array_equal(samples.token_mask[:, :WIDTH], mask)
-    stats, _ = stats_of(MODEL, policy, samples.tokens, samples.token_mask, temperature=0.8)
-    np.testing.assert_allclose(
-        samples.fields["log_probs"], np.where(samples.completion_mask, stats.log_prob, 0), atol=1e-5
-    )
+    stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(samples.tokens, samples.token_mask), temperature=0.8)
+    expected = np.where(samples.completion_mask, stats.log_prob, 0)
+    np.testing.assert_allclose(samples.fields["log_probs"], expected, atol=1e-5)
 
 
 def test_a_sampled_padding_id_is_a_token_like_any_other():
@@ -157,7 +162,7 @@ def test_greedy_takes_the_most_likely_token_each_time():
         column = WIDTH + token % ROOM
         changed = samples.tokens.copy()
         changed[:, column] = token
-        stats, _ = stats_of(MODEL, policy, changed, samples.token_mask, temperature=0.8)
+        stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(changed, samples.token_mask), temperature=0.8)
         assert (stats.log_prob[:, column] <= samples.fields["log_probs"][:, column] + 1e-5).all()
 
 

@@ -14,7 +14,7 @@ from tests import other_seeds, tiny
 from train.models import Decoder, DecoderConfig
 from train.models.rows import shard_rows
 from train.models.sharding import make_mesh
-from train.rl.policy import hidden_states, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample, stop_table
 
 # A window shorter than the completions, two ropes and soft caps: columns out of order would show.
@@ -106,8 +106,8 @@ def test_rows_are_what_they_are_without_a_queue(queued):
     check_same(queued, run(prompts=(tokens[PROMPT_IDS], mask[PROMPT_IDS]), prompt_ids=None, unroll=False))
     np.testing.assert_array_equal(queued.tokens[:, :WIDTH], tokens[PROMPT_IDS])
     np.testing.assert_array_equal(queued.token_mask[:, :WIDTH], mask[PROMPT_IDS])
-    stats, _ = jax.jit(token_stats, static_argnums=0)(
-        MODEL, policy_of(), queued.tokens, queued.token_mask, temperature=0.7
+    stats, _ = jax.jit(token_stats)(
+        ScoredPolicy(MODEL, policy_of()), Sequences(queued.tokens, queued.token_mask), temperature=0.7
     )
     np.testing.assert_allclose(
         queued.fields["log_probs"], np.where(queued.completion_mask, stats.log_prob, 0), atol=1e-5
@@ -193,7 +193,7 @@ def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
     assert recorded.fields["kept_ids"].shape == (*own.shape, KEPT.top_k)
     assert (recorded.fields["kept_ids"][~own] == -1).all()
     assert not recorded.fields["log_kept_mass"][~own].any()
-    hidden = jax.jit(hidden_states, static_argnums=0)(MODEL, policy, recorded.tokens, recorded.token_mask)
+    hidden = jax.jit(hidden_states)(ScoredPolicy(MODEL, policy), Sequences(recorded.tokens, recorded.token_mask))
     table = np.asarray(policy.params["embed_tokens"]["embedding"], np.float64)
     cap = MODEL.config.final_softcap
     logits = cap * np.tanh(np.asarray(hidden, np.float64) @ table.T / cap) / KEPT.temperature
@@ -208,8 +208,10 @@ def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
         sizes.add(len(kept))
     assert len(sizes) > 3, "lists of many lengths"
     fields = recorded.fields
-    stats, _ = jax.jit(token_stats, static_argnums=0)(
-        MODEL, policy, recorded.tokens, recorded.token_mask, temperature=0.7, mask=own, kept_ids=fields["kept_ids"]
+    stats, _ = jax.jit(token_stats)(
+        ScoredPolicy(MODEL, policy),
+        Sequences(recorded.tokens, recorded.token_mask, own, fields),
+        temperature=0.7,
     )
     # The ratio of the first update is 1: both are log-probs of the distribution that was drawn from.
     np.testing.assert_allclose(fields["log_probs"] - fields["log_kept_mass"], stats.log_prob, atol=2e-5)
