@@ -51,7 +51,8 @@ class Batch:
       token_weights: [B, T] weight of each token in the loss of its optimizer batch.
       kl_token_weights: [B, T] the same for the KL of the loss; None if it is reduced as the loss.
       row_numbers: [B] int32, numbers of the rows in the rollout batch, known inside an update.
-      fields: [B, T, ...] by name, the other fields that the source filled in, as `TOKEN_FIELDS` declares them.
+      fields: [B, T, ...] by name, the other fields that the source filled in, as `TOKEN_FIELDS` declares them. With
+        `kept_ids`, all log-probs of the batch are renormalised over these tokens.
     """
 
     tokens: Array

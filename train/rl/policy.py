@@ -19,6 +19,7 @@ from train.models.layers import in_pieces, narrow_logits
 from train.models.packing import PackedRows
 from train.models.sharding import axis_size, constrain, divides, mesh_is_set, param_shardings, partition_spec
 from train.rl.batch import Batch
+from train.rl.token_fields import TokenFields
 
 Tree = Any
 TRANSPOSED_BYTES = 2**24
@@ -62,8 +63,8 @@ class Sequences:
       tokens: [B, T] int32.
       token_mask: [B, T] bool, True at real tokens.
       completion_mask: [B, T] bool, the tokens to score; others cost nothing. None scores all real tokens.
-      kept_ids: [B, T, K] int32, the tokens that the sampler kept, padded with -1; log-probs are renormalised over them,
-        entropies and the exact KL are not. None: over the whole vocabulary.
+      fields: [B, T, ...] by name, as in `Batch`. With `kept_ids`, log-probs are renormalised over these tokens;
+        entropies and the exact KL are over the whole vocabulary.
       packed: the places of the rows in packed rows, through which the layers run; None: padded rows do.
       layout: prompt length and groups of the rows, whose prompt goes through the layers once. Columns before
         `prompt_length` are not scored.
@@ -72,14 +73,14 @@ class Sequences:
     tokens: jax.Array
     token_mask: jax.Array
     completion_mask: jax.Array | None = None
-    kept_ids: jax.Array | None = None
+    fields: TokenFields = dataclasses.field(default_factory=dict)
     packed: PackedRows | None = None
     layout: Layout = dataclasses.field(default=ROWS, metadata={"static": True})
 
     @classmethod
     def of(cls, batch: Batch, layout: Layout, packed: PackedRows | None = None) -> "Sequences":
         """Returns the rows of a batch, whose completions are scored."""
-        return cls(batch.tokens, batch.token_mask, batch.completion_mask, batch.fields.get("kept_ids"), packed, layout)
+        return cls(batch.tokens, batch.token_mask, batch.completion_mask, batch.fields, packed, layout)
 
 
 def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh) -> Tree:
@@ -302,12 +303,12 @@ def token_stats(
       ValueError: a prompt length outside 1 to T; both `kept_ids` and `sum_squared_probs`.
     """
     score: Callable[..., kljax.TokenStats]
-    if sequences.kept_ids is None:
+    kept_ids = _kept_ids(sequences)
+    if kept_ids is None:
         score = functools.partial(kljax.log_probs_from_hidden, sum_squared_probs=sum_squared_probs)
     elif sum_squared_probs:
         raise ValueError("sum_squared_probs: got True and kept_ids, expected one of them")
     else:
-        kept_ids = sequences.kept_ids[:, sequences.layout.prompt_length :]
         score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids)
     if hidden is None:
         hidden = hidden_states(scored, sequences)
@@ -328,6 +329,12 @@ def _head_inputs(hidden: jax.Array, sequences: Sequences, reference: kljax.Refer
     if reference is not None:
         reference = dataclasses.replace(reference, hidden=jnp.asarray(reference.hidden)[:, before])
     return {"hidden": hidden[:, before], "targets": tokens[:, first:], "mask": mask[:, first:], "reference": reference}
+
+
+def _kept_ids(sequences: Sequences) -> jax.Array | None:
+    """Returns the tokens that the sampler kept in the scored columns; None: log-probs are over the whole vocabulary."""
+    kept_ids = sequences.fields.get("kept_ids")
+    return None if kept_ids is None else kept_ids[:, sequences.layout.prompt_length :]
 
 
 def _from_first(per_token: Tree, layout: Layout) -> Tree:
@@ -370,7 +377,7 @@ def fused_loss(
     Raises:
       ValueError: a prompt length outside 1 to T.
     """
-    hidden, first, kept_ids = hidden_states(scored, sequences), sequences.layout.prompt_length, sequences.kept_ids
+    hidden, first = hidden_states(scored, sequences), sequences.layout.prompt_length
     loss, metrics = kljax.token_loss_from_hidden(
         **_head_inputs(hidden, sequences, reference),
         head=_lm_head(scored, sequences, tile),
@@ -378,7 +385,7 @@ def fused_loss(
         per_token=jax.tree.map(lambda x: x[:, first:] if x.ndim else x, per_token),
         temperature=temperature,
         entropy=entropy,
-        kept_ids=None if kept_ids is None else kept_ids[:, first:],
+        kept_ids=_kept_ids(sequences),
         token_chunk=token_chunk,
     )
     return loss, _from_first(metrics, sequences.layout), hidden

@@ -142,9 +142,8 @@ def test_special_tokens_inside_a_prompt_confuse_nothing():
     assert samples.completion_mask[:, WIDTH].all(), "a prompt that ends with EOS is still continued"
     np.testing.assert_array_equal(samples.token_mask[:, :WIDTH], mask)
     stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(samples.tokens, samples.token_mask), temperature=0.8)
-    np.testing.assert_allclose(
-        samples.fields["log_probs"], np.where(samples.completion_mask, stats.log_prob, 0), atol=1e-5
-    )
+    expected = np.where(samples.completion_mask, stats.log_prob, 0)
+    np.testing.assert_allclose(samples.fields["log_probs"], expected, atol=1e-5)
 
 
 def test_a_sampled_padding_id_is_a_token_like_any_other():

@@ -210,7 +210,7 @@ def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
     fields = recorded.fields
     stats, _ = jax.jit(token_stats)(
         ScoredPolicy(MODEL, policy),
-        Sequences(recorded.tokens, recorded.token_mask, own, kept_ids=fields["kept_ids"]),
+        Sequences(recorded.tokens, recorded.token_mask, own, fields),
         temperature=0.7,
     )
     # The ratio of the first update is 1: both are log-probs of the distribution that was drawn from.
