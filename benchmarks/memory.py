@@ -26,6 +26,7 @@ from benchmarks.harness.measure import begin_peak, known, resident
 from benchmarks.harness.race import log
 from benchmarks.harness.report import Report, join, table, where
 from train.config.load import load
+from train.config.plan import Plan
 from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.plan.shapes import PUBLISHED
@@ -109,7 +110,7 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
 
     def update() -> None:
         (rows,) = update_rows(config, purpose_key(config.seed, "rows", 0))
-        coefs, head = coefficients(config, kept["controllers"]), reference_head(config, kept["reference"])
+        coefs, head = coefficients(config, kept["controllers"]), reference_head(Plan.of(config), kept["reference"])
         keep(state=programs.update(kept["state"], kept["base"], kept["batch"], rows, coefs, ref_head=head)[0])
 
     def evaluate_once() -> None:

@@ -56,6 +56,31 @@ FROM_ZERO = ("pi", "scheduled")
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How rows `[prompt, left-padded to P | completion, right-padded]` are arranged. Static in compiled programs.
+
+    Attributes:
+      prompt_length: P, the first column that may be scored; at least 1, as column 0 has no prediction.
+      group: consecutive rows that share one prompt, which goes through the layers once for all of them.
+    """
+
+    prompt_length: int = 1
+    group: int = 1
+
+    @classmethod
+    def of(cls, config: Config) -> "Layout":
+        """Returns the layout of a rollout batch: as many rows share a prompt as a device has in one micro-batch."""
+        if not config.optim.share_prompts:
+            return cls(config.data.max_prompt_length)
+        group = math.gcd(config.rollout.samples_per_prompt, config.rows_per_micro_batch())
+        return cls(config.data.max_prompt_length, group)
+
+
+ROWS = Layout()
+"""Rows of their own, scored from column 1 on."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """The passes, fields and terms that a config needs. Steps, objective and loop read it; it is made once.
 
@@ -80,6 +105,8 @@ class Plan:
       entropies: whether the loss differentiates entropies.
       key: whether the loss draws random numbers.
       scope: the tokens that the loss of a token depends on; None for a function of the user, of which nothing is known.
+      layout: of the rows of a rollout batch.
+      num_groups: prompts of a rollout batch.
     """
 
     loss: Signature | None
@@ -101,6 +128,8 @@ class Plan:
     entropies: bool
     key: bool
     scope: Scope | None
+    layout: Layout
+    num_groups: int
 
     @staticmethod
     def of(config: Config) -> "Plan":
@@ -154,31 +183,6 @@ class Plan:
             "sum_squared_probs": self.sum_squared_probs,
         }
         return tuple(name for name, needed in needs.items() if needed)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How rows `[prompt, left-padded to P | completion, right-padded]` are arranged. Static in compiled programs.
-
-    Attributes:
-      prompt_length: P, the first column that may be scored; at least 1, as column 0 has no prediction.
-      group: consecutive rows that share one prompt, which goes through the layers once for all of them.
-    """
-
-    prompt_length: int = 1
-    group: int = 1
-
-    @classmethod
-    def of(cls, config: Config) -> "Layout":
-        """Returns the layout of a rollout batch: as many rows share a prompt as a device has in one micro-batch."""
-        if not config.optim.share_prompts:
-            return cls(config.data.max_prompt_length)
-        group = math.gcd(config.rollout.samples_per_prompt, config.rows_per_micro_batch())
-        return cls(config.data.max_prompt_length, group)
-
-
-ROWS = Layout()
-"""Rows of their own, scored from column 1 on."""
 
 
 def array_name(parameter: Parameter) -> str:
@@ -273,6 +277,8 @@ def _plan(config: Config) -> Plan:
         entropies=config.loss.entropy_coef > 0 or "entropies" in read,
         key="key" in read,
         scope=_scope(config.loss, loss),
+        layout=Layout.of(config),
+        num_groups=config.rollout.prompts_per_step,
     )
 
 

@@ -221,7 +221,7 @@ class AbstractRun:
         """Counts the tiles of tokens that the LM head scores in a micro-batch of a device, if all tokens are real."""
         config, mesh = self.context.config, self.context.mesh
         tokens = config.rows_per_micro_batch() * config.data.max_completion_length
-        size = tile(config) or default_tile(mesh.devices.flat[0].device_kind)
+        size = tile(config.log_probs) or default_tile(mesh.devices.flat[0].device_kind)
         return {"token_tiles": math.ceil(tokens / size.tokens)}
 
     def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:
@@ -254,7 +254,7 @@ class AbstractRun:
             coefs["key"] = key
         update = make_update(config, context.model, context.optimizer, state, context.mesh)
         arguments = (state, self.base, batch, with_sharding(numbers[0], whole), with_sharding(coefs, whole))
-        head = reference_head(config, self.reference)
+        head = reference_head(Plan.of(config), self.reference)
         # The sum over the micro-batches, and that of the current one.
         parts = {"gradients": 2 * device_bytes(state.trainable)}
         _, program = self._traced("update", update, arguments, parts, tiles, ref_head=head)

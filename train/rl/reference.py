@@ -5,7 +5,6 @@ from typing import Any
 
 import kljax
 from train.config.plan import Plan
-from train.config.schema import Config
 from train.rl.policy import ScoredPolicy, stored_head
 
 Tree = Any
@@ -25,12 +24,11 @@ class FrozenWeights:
     reference: ScoredPolicy | None
 
 
-def reference_head(config: Config, reference: ScoredPolicy | None) -> kljax.Head | None:
+def reference_head(plan: Plan, reference: ScoredPolicy | None) -> kljax.Head | None:
     """Returns the reference's LM head for the exact KL, with its own layout and softcap.
 
     None if no term needs it, or if it is the policy's own head, which is then frozen.
     """
-    plan = Plan.of(config)
     if reference is None or plan.shares_head or not (plan.exact_loss or plan.exact_reward):
         return None
     decoder = reference.model.config

@@ -118,7 +118,7 @@ def rl_step(
     enter(step + 1, "update")
     batch = dataclasses.replace(scored, rewards=rollout.batch.rewards)
     batch, controllers, totals = programs.prepare(batch, state.controllers)
-    coefs, ref_head = coefficients(config, controllers), reference_head(config, reference)
+    coefs, ref_head = coefficients(config, controllers), reference_head(plan, reference)
     for number, (rows, packed) in enumerate(packing.updates):
         if plan.key:
             coefs["key"] = jax.random.fold_in(purpose_key(config.seed, "loss", step), number)

@@ -37,7 +37,7 @@ def supervised_loss(
     tokens, token_mask, mask = map(jnp.asarray, (batch.tokens, batch.token_mask, batch.completion_mask))
     sequences = Sequences(tokens, token_mask, mask, layout=Layout(config.data.max_prompt_length))
     scored = ScoredPolicy(model, kljax.Policy(params))
-    stats, _ = token_stats(scored, sequences, temperature=config.temperature, tile=objectives.tile(config))
+    stats, _ = token_stats(scored, sequences, temperature=config.temperature, tile=objectives.tile(config.log_probs))
     loss = -kljax.aggregate(stats.log_prob, batch.completion_mask, mode="token_mean")
     return loss, kljax.WeightedSum.of(-stats.log_prob, batch.completion_mask)
 

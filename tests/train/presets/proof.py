@@ -16,7 +16,7 @@ import kljax
 from tests import tiny
 from tests.goldens.presets import batch as recordings
 from train.config.load import parse
-from train.config.plan import ROWS
+from train.config.plan import ROWS, Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.models.rope import frequencies
@@ -145,7 +145,8 @@ def scored(temperature: float) -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
 def prepared_batch(config: Config, batch: Batch) -> Batch:
     """The batch with advantages and token weights."""
     states = {name: controller.init() for name, controller in make_controllers(config).items()}
-    return objectives.with_token_weights(config, objectives.make_preparation(config)(batch, states)[0])
+    prepared = objectives.make_preparation(config)(batch, states)[0]
+    return objectives.with_token_weights(Plan.of(config), config.loss, config.kl.loss, prepared)
 
 
 def update(configs: Sequence[Config]) -> Iterator[Update]:

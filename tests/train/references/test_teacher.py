@@ -12,6 +12,7 @@ import pytest
 import kljax
 from tests import tiny
 from train.config.load import dump_yaml
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.references.find import check_vocabulary, find_reference
@@ -84,7 +85,7 @@ def test_distillation_is_the_exact_kl_to_a_teacher_of_another_shape():
     assert batch.ref_log_probs is None, "nothing reads them"
     batch, _, _ = make_prepare(config, mesh)(batch, state.controllers)
     assert batch.advantages is None
-    head, expected = reference_head(config, reference), values_and_gradients(tiny.host_params(), teacher)
+    head, expected = reference_head(Plan.of(config), reference), values_and_gradients(tiny.host_params(), teacher)
     for direction, name in (("reverse", "kl_reference_exact"), ("forward", "kl_reference_forward")):
         config, state = distil(f"kl.loss.direction={direction}"), tiny.state_of(config, tiny.keep_gradient())
         update = make_update(config, model, tiny.keep_gradient(), state, mesh)

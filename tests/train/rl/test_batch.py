@@ -12,6 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests import rounding, tiny
+from train.config.plan import Plan
 from train.rl.batch import (
     PER_ROW,
     Batch,
@@ -223,7 +224,7 @@ def test_loss_gradient_and_metrics_do_not_see_padding():
     gradient = jax.jit(jax.value_and_grad(make_objective(CONFIG, model), has_aux=True))
 
     def results(batch: Batch):
-        weighted = dataclasses.replace(batch, token_weights=token_weights(CONFIG, batch))
+        weighted = dataclasses.replace(batch, token_weights=token_weights(Plan.of(CONFIG), CONFIG.loss, batch))
         return gradient({"params": params}, None, weighted, coefficients(CONFIG))
 
     whole, padded = results(batch), results(pad_columns(pad_rows(batch, 12), tiny.LENGTH + 3))

@@ -11,6 +11,7 @@ import pytest
 
 import kljax
 from tests import tiny
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.data.prompts import SupervisedBatch
 from train.models import Decoder
@@ -111,7 +112,7 @@ def rl_programs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, jax.stages.Comp
         dataclasses.replace(scored, advantages=whole),
         jnp.arange(ROWS),
         coefficients(config),
-        ref_head=reference_head(config, reference),
+        ref_head=reference_head(Plan.of(config), reference),
     )
     return {"score": compiled(score), "update": compiled(update)}
 

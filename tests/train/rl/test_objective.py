@@ -100,6 +100,10 @@ def ppo(x, log_prob, low=0.2, high=0.2):
     return np.maximum(-x["advantages"] * ratio, -x["advantages"] * np.clip(ratio, 1 - low, 1 + high))
 
 
+def weights_of(config, batch: Batch) -> jax.Array:
+    return token_weights(Plan.of(config), config.loss, batch)
+
+
 def total(batch: Batch, per_token: np.ndarray) -> float:
     """The mean over tokens."""
     return per_token[np.asarray(batch.completion_mask)].mean()
@@ -282,7 +286,7 @@ def test_token_weights_are_those_of_the_config(mode):
         config = tiny.config_of(f"loss.aggregation={mode}", f"loss.empty_rows={empty_rows}", *options)
         mask, groups = np.asarray(batch.completion_mask), np.asarray(batch.group_ids)
         expected = oracles.token_weights(mask, mode, max_length=7, group_ids=groups, count=empty_rows == "count")
-        np.testing.assert_allclose(token_weights(config, batch), expected, rtol=1e-6)
+        np.testing.assert_allclose(weights_of(config, batch), expected, rtol=1e-6)
 
 
 def controllers_of(config):
@@ -303,7 +307,7 @@ def test_the_kl_of_the_loss_has_a_reduction_of_its_own_beside_one_that_divides_b
     batch = tiny.rollout_batch()
     mask, groups = np.asarray(batch.completion_mask), np.asarray(batch.group_ids)
     expected = oracles.token_weights(mask, mode, max_length=7, group_ids=groups, count=False)
-    np.testing.assert_allclose(token_weights(config, batch, config.kl.loss), expected, rtol=1e-6)
+    np.testing.assert_allclose(token_weights(Plan.of(config), config.loss, batch, config.kl.loss), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ESTIMATED)
@@ -409,13 +413,13 @@ def test_tokens_of_advantage_0_can_be_dropped_with_their_terms_and_denominators(
     config = tiny.config_of(*options, "advantage.zeros=drop")
     found = prepared(config, batch)[0]
     np.testing.assert_array_equal(found.kept_mask, kept)
-    found = dataclasses.replace(found, token_weights=token_weights(config, found))
+    found = dataclasses.replace(found, token_weights=weights_of(config, found))
     without = dataclasses.replace(found, completion_mask=jnp.asarray(kept), kept_mask=None)
-    without = dataclasses.replace(without, token_weights=token_weights(tiny.config_of(*options), without))
+    without = dataclasses.replace(without, token_weights=weights_of(tiny.config_of(*options), without))
     expected, _ = loss_of(loss, without)
     np.testing.assert_allclose(loss_of(tiny.config_of(*terms, "advantage.zeros=drop"), found)[0], expected, rtol=1e-5)
     counted = dataclasses.replace(found, kept_mask=None)
-    counted = dataclasses.replace(counted, token_weights=token_weights(tiny.config_of(*options), counted))
+    counted = dataclasses.replace(counted, token_weights=weights_of(tiny.config_of(*options), counted))
     assert abs(loss_of(loss, counted)[0] / expected - 1) > 1e-3
 
 

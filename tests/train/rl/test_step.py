@@ -13,7 +13,7 @@ import pytest
 
 import kljax
 from tests import rounding, tiny
-from train.config.plan import Layout
+from train.config.plan import Layout, Plan
 from train.models.sharding import batch_sharding
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
@@ -89,7 +89,7 @@ def test_the_model_goes_over_fewer_tokens_where_rows_share_prompts():
     flops = {}
     for options in ((), (ALONE,)):
         config = tiny.config_of(*OFF_POLICY, *options)
-        batch = with_token_weights(config, off_policy_batch())
+        batch = with_token_weights(Plan.of(config), config.loss, config.kl.loss, off_policy_batch())
         trainable = tiny.state_of(config, tiny.keep_gradient()).trainable
         objective = jax.jit(make_objective(config, tiny.model_of(config)))
         flops[options] = objective.lower(trainable, None, batch, coefficients(config)).cost_analysis()["flops"]
@@ -177,7 +177,7 @@ def exact_update(config, shape, reference):
         batch = jax.device_put(tiny.rollout_batch(), batch_sharding(mesh))
         batch = score(state.trainable, None, reference, batch)
         prepared, _, _ = prepare(batch, state.controllers)
-        ref_head = reference_head(config, reference)
+        ref_head = reference_head(Plan.of(config), reference)
         after, metrics = update(state, None, prepared, ALL_ROWS, coefficients(config), ref_head=ref_head)
     return jax.device_get((batch, after.opt_state, {name: m.value() for name, m in metrics.items()}))
 

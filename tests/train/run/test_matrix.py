@@ -170,7 +170,8 @@ class RecordedRun:
 @pytest.fixture
 def recorded(monkeypatch):
     def draw(context: Any, source: Any, step: int) -> SimpleNamespace:
-        return SimpleNamespace(batch=jax.device_put(tiny.rollout_batch(step)), metrics={}, timings={}, arrived=0.0)
+        batch, completions = jax.device_put(tiny.rollout_batch(step)), SimpleNamespace(timings={})
+        return SimpleNamespace(batch=batch, completions=completions, metrics={}, arrived=0.0)
 
     monkeypatch.setattr(loop, "draw", draw)
     monkeypatch.setattr(loop, "judge_drawn", lambda context, drawn, step: drawn)
