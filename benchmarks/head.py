@@ -19,7 +19,7 @@ import jax
 from benchmarks.harness import cli
 from benchmarks.harness.report import Report
 from benchmarks.suites.head import forms, suite
-from benchmarks.suites.head.problem import DTYPE, QUICK, QUICK_TILE, SIZES, Options, Size
+from benchmarks.suites.head.problem import DTYPE, QUICK, QUICK_TILE, SIZES, HeadOptions, Size
 
 
 def _report(options: argparse.Namespace) -> Report:
@@ -36,7 +36,7 @@ def _report(options: argparse.Namespace) -> Report:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
         if options.dtype == "float32":
             jax.config.update("jax_default_matmul_precision", "highest")  # the default of PyTorch
-    shared = Options(options.device, options.dtype, options.threads, options.tile)
+    shared = HeadOptions(options.device, options.dtype, options.threads, options.tile)
     sizes = [Size(*numbers) for numbers in options.size or ()] or ((QUICK,) if options.quick else SIZES)
     return suite.HeadSuite(shared).run(sizes, options, {"options": vars(shared)})
 

@@ -19,7 +19,7 @@ from benchmarks.harness.process import RemoteError
 from benchmarks.harness.race import log
 from benchmarks.harness.report import MIB, Report
 from benchmarks.suites.aot import compiler, plans
-from benchmarks.suites.aot.plans import DEVICES, FULL, QUICK, TITLES, Compiled, Order, Plan, programs_of
+from benchmarks.suites.aot.plans import DEVICES, FULL, QUICK, TITLES, Compiled, CompiledPlan, Order, programs_of
 
 
 def orders_of(options: argparse.Namespace, targets: Sequence[str]) -> list[Order]:
@@ -38,12 +38,12 @@ def orders_of(options: argparse.Namespace, targets: Sequence[str]) -> list[Order
 
 def compile_all(orders: Sequence[Order], directory: pathlib.Path) -> Compiled:
     """Compiles one program after the other, since each takes all cores and gigabytes."""
-    compiled: list[tuple[Order, Plan]] = []
+    compiled: list[tuple[Order, CompiledPlan]] = []
     for number, order in enumerate(orders, 1):
         try:
             plan = compiler.compile_in(directory, order)
         except RemoteError as error:
-            plan = Plan(failed=str(error))
+            plan = CompiledPlan(failed=str(error))
         compiled.append((order, plan))
         done = f"{plan.temp_bytes / MIB:.1f} MiB, compiled in {plan.compile_seconds} s"
         log(f"{number}/{len(orders)} {order}: {f'failed: {plan.failed}' if plan.failed else done}")

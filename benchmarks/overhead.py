@@ -26,7 +26,7 @@ from benchmarks.harness import cli, machine
 from benchmarks.harness.report import Report, conditions, join, table, targets
 from benchmarks.harness.results import Check
 from benchmarks.suites.overhead import recorded, server, steps
-from benchmarks.suites.overhead.problem import QUICK, Work
+from benchmarks.suites.overhead.problem import QUICK, StepSizes
 
 STALL, VERIFIED, SERVER = 1.02, 1.02, 1.15
 """Targets: a step over one without writing, without a verifier, and over the longer of update and answer."""
@@ -119,7 +119,7 @@ def recorded_markdown(fields: Mapping[str, Any]) -> str:
 
 
 def _how(fields: Mapping[str, Any]) -> list[str]:
-    work = Work(**fields["work"])
+    work = StepSizes(**fields["work"])
     return [f"{work.rows} completions of {work.completion_length} tokens, a width of {work.width}"]
 
 
@@ -131,7 +131,7 @@ def _means(fields: Mapping[str, Any]) -> list[dict[str, tuple[float, ...]]]:
 
 
 def _report(options: argparse.Namespace) -> Report:
-    work, before = Work(**QUICK) if options.quick else Work(), machine.load()
+    work, before = StepSizes(**QUICK) if options.quick else StepSizes(), machine.load()
     if options.recorded:
         measured: dict[str, Any] = {"recorded": recorded.measure(work, options.rounds)}
     else:

@@ -71,7 +71,7 @@ FOOLED_COLUMNS = (
 )
 
 
-class Case(NamedTuple):
+class SeedCase(NamedTuple):
     """A seed and the newest instruction set that XLA may compile for; None: that of the CPU."""
 
     seed: int
@@ -83,7 +83,7 @@ class Case(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """One finished run.
 
     Attributes:
@@ -172,8 +172,8 @@ def kl_of(record: Mapping[str, Any]) -> float | None:
 
 
 def run_trainer(
-    directory: pathlib.Path, label: str, case: Case, overrides: Sequence[str], *, config: str = CONFIG, alone: bool
-) -> Run:
+    directory: pathlib.Path, label: str, case: SeedCase, overrides: Sequence[str], *, config: str = CONFIG, alone: bool
+) -> FinishedRun:
     """Runs the trainer's command once, with `directory` as its run directory; a finished run is only read.
 
     Runs beside each other share their compiled programs, so the time of the first run alone is that of a user. An
@@ -198,7 +198,7 @@ def run_trainer(
     kls = [kl for record in steps if (kl := kl_of(record)) is not None]
     drop = largest_drop([record["accuracy"] for record in evaluations])
     extremes: dict[str, Any] = {"isa": case.isa, "drop": drop, "max_kl": max(kls, default=None)}
-    return Run(label, case.seed, evaluations[0], evaluations[-1], steps[-1], **cost, **extremes)
+    return FinishedRun(label, case.seed, evaluations[0], evaluations[-1], steps[-1], **cost, **extremes)
 
 
 def xla_flags(isa: str | None, *, alone: bool) -> str:
@@ -233,7 +233,7 @@ def largest_drop(values: Sequence[float]) -> float:
     return max(max(values[: index + 1]) - value for index, value in enumerate(values))
 
 
-def run_all(runs: Sequence[Callable[[], Run]], jobs: int) -> list[Run]:
+def run_all(runs: Sequence[Callable[[], FinishedRun]], jobs: int) -> list[FinishedRun]:
     """Starts runs, `jobs` at a time; each of several has a core of its own, where the system can bind it."""
     if jobs == 1:
         return [run() for run in runs]
@@ -252,8 +252,8 @@ def run_all(runs: Sequence[Callable[[], Run]], jobs: int) -> list[Run]:
 
 
 def run_recipe(
-    output: pathlib.Path, cases: Sequence[Case], overrides: Sequence[str], *, config: str = CONFIG, jobs: int = 1
-) -> list[Run]:
+    output: pathlib.Path, cases: Sequence[SeedCase], overrides: Sequence[str], *, config: str = CONFIG, jobs: int = 1
+) -> list[FinishedRun]:
     """Runs a shipped config in each case; directories and labels have its name.
 
     A recipe whose warm start is that of the quickstart starts from the base of the quickstart, where `output` has it.
@@ -261,7 +261,7 @@ def run_recipe(
     name = pathlib.Path(config).stem
     shared = config != CONFIG and has_warm_start_of_quickstart(config, overrides)
 
-    def run(case: Case) -> Run:
+    def run(case: SeedCase) -> FinishedRun:
         base = output / case.directory("quickstart") / "base"
         start = [f"warm_start.checkpoint={base}"] if shared and base.exists() else []
         directory = output / case.directory(name)
@@ -281,13 +281,15 @@ def has_warm_start_of_quickstart(config: str, overrides: Sequence[str] = ()) -> 
     return before_rl(load(ROOT / config, overrides).config) == before_rl(load(ROOT / CONFIG).config)
 
 
-def run_fooled(output: pathlib.Path, cases: Sequence[Case], overrides: Sequence[str], *, jobs: int = 1) -> list[Run]:
+def run_fooled(
+    output: pathlib.Path, cases: Sequence[SeedCase], overrides: Sequence[str], *, jobs: int = 1
+) -> list[FinishedRun]:
     """Runs the verifier that can be fooled from the base of the quickstart in each case, with KL and without."""
     run_recipe(output, cases, overrides, jobs=jobs)
     training, held_out = write_problems(output)
     task = (*FOOLED, f"data.train={training}", f"data.eval={held_out}", *overrides)
 
-    def run(case: Case, kind: str, coef: float) -> Run:
+    def run(case: SeedCase, kind: str, coef: float) -> FinishedRun:
         base = output / case.directory("quickstart") / "base"
         changes = (*task, f"warm_start.checkpoint={base}", f"kl.loss.coef={coef}")
         directory = output / case.directory(f"fooled-{kind}")
@@ -297,7 +299,7 @@ def run_fooled(output: pathlib.Path, cases: Sequence[Case], overrides: Sequence[
     return run_all([functools.partial(run, case, *kind) for case in cases for kind in kinds], jobs)
 
 
-def recipe_table(runs: Sequence[Run]) -> list[str]:
+def recipe_table(runs: Sequence[FinishedRun]) -> list[str]:
     """Returns a table with a row per run, and whether the targets are met."""
     rows, ends = [], [run.last["accuracy"] for run in runs]
     for run in runs:
@@ -318,7 +320,7 @@ def recipe_table(runs: Sequence[Run]) -> list[str]:
     return [table(COLUMNS, rows), f"Target: {target}; {verdict}."]
 
 
-def fooled_table(runs: Sequence[Run]) -> list[str]:
+def fooled_table(runs: Sequence[FinishedRun]) -> list[str]:
     """Returns a table with a row per run: the reward that is trained beside the accuracy that is not."""
     rows = []
     for run in runs:
@@ -328,14 +330,14 @@ def fooled_table(runs: Sequence[Run]) -> list[str]:
     return [table(FOOLED_COLUMNS, rows)]
 
 
-def markdown(report: Mapping[str, Any], runs: Sequence[Run], *, fooled: bool) -> str:
+def markdown(report: Mapping[str, Any], runs: Sequence[FinishedRun], *, fooled: bool) -> str:
     """Returns when and where the runs were measured, and their table."""
     jobs = report.get("jobs", 1)
     beside = [f"{jobs} runs at a time, each on one core."] if jobs > 1 else []
     return join([where(report), *beside, *(fooled_table if fooled else recipe_table)(runs)])
 
 
-def draw_fooled(output: pathlib.Path, case: Case, path: pathlib.Path) -> None:
+def draw_fooled(output: pathlib.Path, case: SeedCase, path: pathlib.Path) -> None:
     """Draws both runs of a case in the same panels."""
     from train.run.plots import Panel, draw_curves
 
@@ -353,7 +355,7 @@ def draw_fooled(output: pathlib.Path, case: Case, path: pathlib.Path) -> None:
     draw_curves(runs, path, panels, dpi=80)
 
 
-def draw_accuracies(output: pathlib.Path, name: str, cases: Sequence[Case], path: pathlib.Path) -> None:
+def draw_accuracies(output: pathlib.Path, name: str, cases: Sequence[SeedCase], path: pathlib.Path) -> None:
     """Draws the held-out accuracy of every run of a recipe, a thin line each, coloured by instruction set."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -388,8 +390,10 @@ def instruction_sets(text: str) -> tuple[str, ...]:
 
 def _report(options: argparse.Namespace) -> Report:
     if options.fooled and options.config != CONFIG:
-        raise cli.UsageError(f"--config: got {options.config} with --fooled, which runs {CONFIG}; set only one of them")
-    cases = [Case(seed, isa) for seed in options.seeds for isa in options.isa or (None,)]
+        raise cli.OptionError(
+            f"--config: got {options.config} with --fooled, which runs {CONFIG}; set only one of them"
+        )
+    cases = [SeedCase(seed, isa) for seed in options.seeds for isa in options.isa or (None,)]
     with tempfile.TemporaryDirectory() as scratch:
         output = (options.output or pathlib.Path(scratch)).absolute()
         output.mkdir(parents=True, exist_ok=True)

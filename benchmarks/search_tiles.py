@@ -14,9 +14,9 @@ import jax
 from benchmarks.harness import cli
 from benchmarks.harness.race import race
 from benchmarks.harness.report import Report, table
-from benchmarks.harness.results import Result
+from benchmarks.harness.results import ContenderResult
 from benchmarks.suites.head.jax_forms import JaxForms
-from benchmarks.suites.head.problem import DTYPE, Options, Size, make_inputs
+from benchmarks.suites.head.problem import DTYPE, HeadOptions, Size, make_inputs
 from kljax.log_probs._head import default_tile
 
 TOKENS, VOCAB = (256, 512, 1024, 2048, 4096, 8192), (1024, 2048, 4096, 8192)
@@ -34,8 +34,8 @@ def _report(options: argparse.Namespace) -> Report:
     present = (now.tokens, now.vocab)
     tiles = {present, *((min(n, size.tokens), min(v, size.vocab)) for n in options.tokens for v in options.vocab)}
     inputs = make_inputs(size)
-    tried = {tile: JaxForms(inputs, Options(options.device, options.dtype, tile=tile)) for tile in sorted(tiles)}
-    results = {tile: Result("{}x{}".format(*tile)) for tile in tried}
+    tried = {tile: JaxForms(inputs, HeadOptions(options.device, options.dtype, tile=tile)) for tile in sorted(tiles)}
+    results = {tile: ContenderResult("{}x{}".format(*tile)) for tile in tried}
     race(results, options.rounds, lambda tile: tried[tile].run("tile"))
     seconds: dict[Pair, float] = {}
     for tile, result in results.items():

@@ -38,6 +38,7 @@ from kljax.advantages import (
     rloo_advantages,
 )
 from kljax.aggregation import WeightedSum, aggregate, token_weights
+from kljax.batches import Groups, Segments
 from kljax.controllers import (
     Controller,
     ControllerState,
@@ -183,11 +184,13 @@ __all__ = [
     "Controller",
     "ControllerState",
     "Extremes",
+    "Groups",
     "Head",
     "HeadSharding",
     "Policy",
     "ReferenceStates",
     "RolloutCorrection",
+    "Segments",
     "Tile",
     "TokenStats",
     "WeightedSum",

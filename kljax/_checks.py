@@ -1,5 +1,6 @@
 """Trace-time checks and conversions that name the argument they complain about."""
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kljax._typing import Array, ArrayLike, Scalar
+from kljax._typing import Array, ArrayLike, Mask, Scalar
+from kljax.batches import Groups, Segments
 
 
 def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
@@ -25,7 +27,7 @@ def closest(value: object, allowed: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def check_same_shape(**arrays: ArrayLike | None) -> tuple[int, ...]:
+def check_same_shape(**arrays: Mask | None) -> tuple[int, ...]:
     """Returns the one shape that all the arrays given have; raises `ValueError` naming each otherwise."""
     shapes = {name: np.shape(value) for name, value in arrays.items() if value is not None}
     first = next(iter(shapes.values()))
@@ -35,14 +37,47 @@ def check_same_shape(**arrays: ArrayLike | None) -> tuple[int, ...]:
     return first
 
 
-def check_mask(mask: ArrayLike, name: str = "mask") -> Array:
-    """Returns `mask` as booleans; raises `TypeError` for a mask of floating-point weights."""
+def check_mask(mask: Mask, name: str = "mask") -> Array:
+    """Returns `mask` as booleans, False outside of its segments; raises `TypeError` for floating-point weights."""
+    if isinstance(mask, Segments):
+        return check_mask(mask.mask, f"{name}.mask") & (as_array(mask.ids) >= 0)
     mask = as_array(mask)
     if jnp.issubdtype(mask.dtype, jnp.floating):
         raise TypeError(
             f"{name}: got dtype {mask.dtype}, expected bool or an integer type holding 0 and 1; pass {name} > 0"
         )
     return as_type(mask, bool)
+
+
+def as_groups(group_ids: ArrayLike | Groups, num_groups: int | None, *, unknown: bool = False) -> Groups:
+    """Returns the groups with a negative id on every padding row, made of ids and their number if they are given so.
+
+    Raises:
+      ValueError: for a number that is missing or given twice, a `valid` of another shape, or an id that is not below
+        the number unless `unknown` allows it; under `jit` such an id cannot be seen.
+      TypeError: if the ids are not integers.
+    """
+    if isinstance(group_ids, Groups):
+        check_only_with(
+            num_groups is None, "has no meaning with kljax.Groups, which has it", {"num_groups": num_groups}
+        )
+        groups, name, limit = group_ids, "group_ids.ids", "group_ids.count"
+    elif num_groups is None:
+        raise ValueError("num_groups: got None, expected the number of groups beside group_ids, or kljax.Groups")
+    else:
+        check_at_least("num_groups", num_groups, 1)
+        groups, name, limit = Groups(group_ids, num_groups), "group_ids", "num_groups"
+    ids = as_array(groups.ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name}: got dtype {ids.dtype}, expected an integer type")
+    if groups.valid is not None:
+        check_same_shape(**{name: ids, "group_ids.valid": groups.valid})
+        ids = jnp.where(check_mask(groups.valid, "group_ids.valid"), ids.astype(int), -1)
+    beyond = ids >= groups.count
+    seen = not isinstance(beyond, jax.core.Tracer) and beyond.is_fully_addressable
+    if seen and not unknown and beyond.any():
+        raise ValueError(f"{name}: got {ids.max()}, expected ids below {limit} = {groups.count}")
+    return dataclasses.replace(groups, ids=ids, valid=None)
 
 
 def check_at_least(name: str, value: object, low: float, *, strict: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Type aliases. Shape letters used throughout: B rows, T positions, D width, V vocabulary, N tokens, G groups."""
 
 import os
-from typing import TYPE_CHECKING, Literal, NewType
+from typing import TYPE_CHECKING, Any, Literal, NewType, TypeAlias
 
 import jax
 import jax.typing
@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from typing import Annotated as Real
     from typing import Annotated as Shaped
 
+    from kljax.batches import Segments
+
     ArrayLike = jax.typing.ArrayLike
+    Mask: TypeAlias = ArrayLike | Segments
 elif os.environ.get("KLJAX_CHECK_SHAPES"):
     from jaxtyping import Bool, Float, Integer, Real, Shaped
 
     ArrayLike = jax.typing.ArrayLike
     # Booleans or integers; a mask of floats is refused with an error of its own.
-    MaskLike = Shaped
+    MaskLike, Mask = Shaped, Any
 else:
 
     class _Shaped:
@@ -34,9 +37,9 @@ else:
             return item[0]
 
     Bool = Float = Integer = MaskLike = Real = Shaped = _Shaped
-    # The union under a name: `help` would spell out its members at every argument.
-    ArrayLike = NewType("ArrayLike", jax.typing.ArrayLike)
-    ArrayLike.__module__ = "kljax.typing"
+    # The unions under a name: `help` would spell out their members at every argument.
+    ArrayLike, Mask = NewType("ArrayLike", jax.typing.ArrayLike), NewType("Mask", jax.typing.ArrayLike)
+    ArrayLike.__module__ = Mask.__module__ = "kljax.typing"
 Scalar = float | jax.Array
 AxisName = str | tuple[str, ...] | None
 

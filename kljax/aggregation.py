@@ -11,22 +11,21 @@ from typing import Any, Self, get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_only_with, check_same_shape
-from kljax._devices import over_devices
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    EmptyRows,
-    Float,
-    Integer,
-    MaskLike,
-    Real,
-    Reduction,
-    Scalar,
+from kljax._checks import (
+    as_array,
+    as_float,
+    as_groups,
+    check_at_least,
+    check_choice,
+    check_mask,
+    check_only_with,
+    check_same_shape,
 )
+from kljax._devices import over_devices
+from kljax._typing import Array, ArrayLike, AxisName, EmptyRows, Float, Integer, Mask, MaskLike, Real, Reduction, Scalar
+from kljax.batches import Groups, Segments
 from kljax.masking import masked
-from kljax.rows import check_segments, row_any, row_count, to_tokens
+from kljax.rows import add_by_id, narrowed, row_any, row_count, segment_ids, take_by_id, to_tokens
 
 __all__ = ["WeightedSum", "aggregate", "token_weights"]
 
@@ -57,7 +56,7 @@ class WeightedSum:
     weight: Array
 
     @classmethod
-    def of(cls, values: ArrayLike, mask: ArrayLike, weights: ArrayLike | None = None) -> Self:
+    def of(cls, values: ArrayLike, mask: Mask, weights: ArrayLike | None = None) -> Self:
         """The weighted sum of the unmasked values: `(sum_t m_t w_t x_t, sum_t m_t w_t)`, detached.
 
         Args:
@@ -117,15 +116,14 @@ class WeightedSum:
 
 
 def token_weights(
-    mask: MaskLike[ArrayLike, "*b B T"],
+    mask: MaskLike[Mask, "*b B T"],
     *,
     mode: Reduction,
     max_length: Scalar | None = None,
-    group_ids: Integer[ArrayLike, "..."] | None = None,
+    group_ids: Integer[ArrayLike, "..."] | Groups | None = None,
     num_groups: int | None = None,
     empty_rows: EmptyRows = "drop",
     denominator: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
     axis_name: AxisName = None,
 ) -> Float[Array, "*b B T"]:
     """The weight of each token in the loss, for one of six reductions.
@@ -145,29 +143,26 @@ def token_weights(
     micro-batch of each row, it is a mean of the means of micro-batches.
 
     Args:
-      mask: `[..., B, T]` booleans of the whole optimizer batch (all micro-batches and devices), True on trained tokens.
+      mask: `[..., B, T]` booleans of the whole optimizer batch (all micro-batches and devices), True on trained tokens;
+        or `Segments`, with which every statement about a row holds for a segment.
       mode: one of the six names above.
       max_length: the constant length of "seq_mean_token_sum_norm", in tokens.
-      group_ids: `[..., B]` integers below `num_groups`, the prompt of each row; for "prompt_mean". A row whose id lies
-        outside gets weight 0.
-      num_groups: static number of prompts; for "prompt_mean".
+      group_ids: `[..., B]` integers below `num_groups`, the prompt of each row, `[..., B, T]` with `Segments`; or
+        `Groups`. For "prompt_mean". A row whose id lies outside gets weight 0.
+      num_groups: static number of prompts, unless they are `Groups`; for "prompt_mean".
       empty_rows: whether a row without a single token counts in `S` (and a prompt without one in `P`): "drop" does not
         count it, so that padding rows change nothing; "count" does, as Trinity-RFT and TRL do. A prompt counts only if
         a row names it. "count" is not invariant under added padding rows, by its meaning.
       denominator: a positive number in place of `N`, `S` or `P`, which are then not counted and to which `empty_rows`
         says nothing; None counts them. "token_sum" has none.
-      segment_ids: `[..., B, T]` integers below T, the sequence of each token where rows are packed; a sequence is one
-        run of positions, and a negative id marks padding. What is said above of a row is then said of a segment, and
-        `group_ids` are `[..., B, T]`, the prompt of each token. None takes each row as one sequence.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread; None takes the mask as all of it.
 
     Returns:
       `[..., B, T]`, float32 (float64 under x64); masked positions hold 0. Nothing unmasked gives all zeros.
 
     Raises:
-      ValueError: for an unknown mode or rule, an argument the mode needs and lacks, or one it has no use for; for
-        segment ids of another shape, of T or more, or of several runs.
-      TypeError: if the mask has a floating type, or the segment ids have.
+      ValueError: for an unknown mode or rule, an argument the mode needs and lacks, or one it has no use for.
+      TypeError: if the mask has a floating type.
 
     References:
       Shao et al., "DeepSeekMath" (2024), eq. 3 (seq_mean_token_mean); Yu et al., "DAPO" (2025), eq. 8 (token_mean);
@@ -183,10 +178,9 @@ def token_weights(
     check_choice("mode", mode, MODES)
     check_choice("empty_rows", empty_rows, EMPTY_ROWS)
     _check_arguments(mode, max_length, group_ids, num_groups, denominator)
-    mask, segments = check_segments(segment_ids, mask)
-    per_row = row_count(mask, segment_ids=segments).astype(jnp.result_type(float))
+    per_row = row_count(mask).astype(jnp.result_type(float))
     given = None if denominator is None else jnp.asarray(denominator, per_row.dtype)
-    rows = _count_rows(per_row, segments, empty_rows, axis_name) if given is None else given
+    rows = _count_rows(per_row, mask, empty_rows, axis_name) if given is None else given
     if mode == "token_mean":
         divisor = over_devices(per_row.sum((-2, -1), keepdims=True), axis_name) if given is None else given
     elif mode == "token_sum":
@@ -194,48 +188,44 @@ def token_weights(
     elif mode == "seq_mean_token_sum":
         divisor = rows
     elif mode == "seq_mean_token_mean":
-        divisor = rows * (per_row if segments is None else to_tokens(per_row, mask.shape[-1], segment_ids=segments))
+        divisor = rows * to_tokens(per_row, mask)
     elif mode == "seq_mean_token_sum_norm":
         divisor = rows * _needed("max_length", max_length, mode)
     else:
-        ids, count = _needed("group_ids", group_ids, mode), _needed("num_groups", num_groups, mode)
-        groups = jnp.asarray(ids), count
-        if segments is None:
-            prompts, tokens = _count_prompts(per_row, *groups, empty_rows=empty_rows, axis_name=axis_name)
+        groups = as_groups(_needed("group_ids", group_ids, mode), num_groups, unknown=True)
+        if groups.axis_name not in (None, axis_name):
+            raise ValueError(f"group_ids.axis_name: got {groups.axis_name!r}, expected axis_name = {axis_name!r}")
+        if isinstance(mask, Segments):
+            prompts, tokens = _count_prompts_of_tokens(mask, groups, empty_rows, axis_name)
         else:
-            in_segment = segments >= 0
-            prompts, tokens = _count_prompts_of_tokens(
-                mask, in_segment, *groups, empty_rows=empty_rows, axis_name=axis_name
-            )
+            prompts, tokens = _count_prompts(per_row, groups, empty_rows, axis_name)
         divisor = (prompts if given is None else given) * tokens
-    return jnp.where(mask & (divisor > 0), 1 / jnp.where(divisor > 0, divisor, 1), 0)
+    return jnp.where(check_mask(mask) & (divisor > 0), 1 / jnp.where(divisor > 0, divisor, 1), 0)
 
 
 def aggregate(
     values: Real[ArrayLike, "B T"],
-    mask: MaskLike[ArrayLike, "B T"],
+    mask: MaskLike[Mask, "B T"],
     *,
     mode: Reduction,
     max_length: Scalar | None = None,
-    group_ids: ArrayLike | None = None,
+    group_ids: ArrayLike | Groups | None = None,
     num_groups: int | None = None,
     empty_rows: EmptyRows = "drop",
     denominator: Scalar | None = None,
-    segment_ids: ArrayLike | None = None,
     axis_name: AxisName = None,
 ) -> Float[Array, ""]:
     """Reduces per-token values of a whole batch to a scalar: `sum(where(mask, values, 0) * token_weights(mask, ...))`.
 
     Args:
       values: `[B, T]` per-token values, any float type.
-      mask: `[B, T]` booleans, True on trained tokens.
+      mask: `[B, T]` booleans, True on trained tokens; or `Segments`.
       mode: the reduction, see `token_weights`.
       max_length: see `token_weights`.
-      group_ids: `[B]` integers, or `[B, T]` with `segment_ids`, see `token_weights`.
+      group_ids: `[B]` integers, or `[B, T]` with `Segments`, see `token_weights`.
       num_groups: see `token_weights`.
       empty_rows: see `token_weights`.
       denominator: see `token_weights`.
-      segment_ids: `[B, T]` integers, see `token_weights`.
       axis_name: see `token_weights`.
 
     Returns:
@@ -267,7 +257,6 @@ def aggregate(
         num_groups=num_groups,
         empty_rows=empty_rows,
         denominator=denominator,
-        segment_ids=segment_ids,
         axis_name=axis_name,
     )
     (values,) = as_float(values)
@@ -300,20 +289,20 @@ def _needed(name: str, value: Any, mode: Reduction) -> Any:
     return value
 
 
-def _count_rows(per_row: Array, segment_ids: Array | None, empty_rows: EmptyRows, axis_name: AxisName) -> Array:
+def _count_rows(per_row: Array, mask: Mask, empty_rows: EmptyRows, axis_name: AxisName) -> Array:
     """`[..., 1, 1]`: how many rows, or segments, a mean over sequences divides by."""
     counted = per_row > 0
     if empty_rows == "count":
-        counted = jnp.ones_like(counted) if segment_ids is None else row_any(segment_ids >= 0, segment_ids=segment_ids)
+        ids = segment_ids(mask)
+        counted = jnp.ones_like(counted) if ids is None else row_any(narrowed(mask, ids >= 0))
     return over_devices(counted.sum((-2, -1), keepdims=True), axis_name).astype(per_row.dtype)
 
 
-def _count_prompts(
-    per_row: Array, group_ids: Array, num_groups: int, *, empty_rows: EmptyRows, axis_name: AxisName
-) -> tuple[Array, Array]:
+def _count_prompts(per_row: Array, groups: Groups, empty_rows: EmptyRows, axis_name: AxisName) -> tuple[Array, Array]:
     """`[..., 1, 1]`: how many prompts a mean over them divides by; `[..., B, 1]`: the tokens of each row's prompt."""
-    groups = jnp.arange(num_groups, dtype=group_ids.dtype).reshape((1,) * (per_row.ndim - 1) + (num_groups,))
-    member = group_ids[..., None] == groups
+    ids = as_array(groups.ids)
+    numbers = jnp.arange(groups.count, dtype=ids.dtype).reshape((1,) * (per_row.ndim - 1) + (groups.count,))
+    member = ids[..., None] == numbers
     tokens = over_devices(jnp.where(member, per_row, 0).sum(-2, keepdims=True), axis_name)
     named = over_devices(member.sum(-2, keepdims=True), axis_name)
     present = (tokens if empty_rows == "drop" else named) > 0
@@ -322,19 +311,19 @@ def _count_prompts(
 
 
 def _count_prompts_of_tokens(
-    mask: Array, in_segment: Array, group_ids: Array, num_groups: int, *, empty_rows: EmptyRows, axis_name: AxisName
+    mask: Segments, groups: Groups, empty_rows: EmptyRows, axis_name: AxisName
 ) -> tuple[Array, Array]:
     """The same of packed rows, whose tokens are told apart by the prompt of each: `[..., 1, 1]` and `[..., B, T]`."""
-    check_same_shape(group_ids=group_ids, segment_ids=in_segment)
-    ids = jnp.where(in_segment & (group_ids < num_groups), group_ids, -1)
+    check_same_shape(group_ids=groups.ids, mask=mask)
+    ids, in_segment = as_array(groups.ids), as_array(mask.ids) >= 0
+    ids = jnp.where(in_segment & (ids < groups.count), ids, -1)
 
     def per_prompt(counted: Array) -> Array:
-        counts = row_count(counted, segment_ids=ids, num_segments=num_groups)
+        counts = add_by_id(counted.astype(int), ids, groups.count)
         return over_devices(counts.sum(-2, keepdims=True), axis_name)
 
-    tokens = per_prompt(mask)
+    tokens = per_prompt(check_mask(mask))
     present = (tokens if empty_rows == "drop" else per_prompt(in_segment)) > 0
     prompts = present.sum(-1, keepdims=True)
-    per_row = jnp.broadcast_to(tokens, (*mask.shape[:-1], num_groups))
-    result = prompts, to_tokens(per_row, mask.shape[-1], segment_ids=ids)
+    result = prompts, take_by_id(jnp.broadcast_to(tokens, (*ids.shape[:-1], groups.count)), ids)
     return jax.tree.map(lambda count: count.astype(jnp.result_type(float)), result)

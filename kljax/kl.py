@@ -17,15 +17,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
 from kljax._numerics import clip_symmetric, exp_capped, expm1_minus, times, with_gradient_of
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Estimator,
-    Float,
-    KLGradient,
-    MaskLike,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Estimator, Float, KLGradient, Mask, MaskLike, Scalar
 
 __all__ = ["abs_diff", "estimate_kl", "k1", "k2", "k3", "low_var_kl"]
 
@@ -179,7 +171,7 @@ def low_var_kl(log_probs: Float[ArrayLike, "*b T"], ref_log_probs: Float[ArrayLi
 def estimate_kl(
     log_probs: Float[ArrayLike, "*b T"],
     ref_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"] | None = None,
+    mask: MaskLike[Mask, "*b T"] | None = None,
     *,
     estimator: Estimator = "k3",
     gradient: KLGradient = "value",
@@ -277,7 +269,7 @@ def _log_ratio(log_probs: ArrayLike, ref_log_probs: ArrayLike) -> Array:
 
 
 def _masked_log_ratios(
-    log_probs: ArrayLike, ref_log_probs: ArrayLike, sampling_log_probs: ArrayLike | None, mask: ArrayLike | None
+    log_probs: ArrayLike, ref_log_probs: ArrayLike, sampling_log_probs: ArrayLike | None, mask: Mask | None
 ) -> tuple[Ratios, Array | None]:
     """The log-ratios pi / ref, pi / sampling and ref / sampling, 0 under the mask, and the mask as booleans."""
     check_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, sampling_log_probs=sampling_log_probs, mask=mask)

@@ -9,18 +9,8 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
 from kljax._devices import over_devices
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Bool,
-    Integer,
-    MaskLike,
-    Real,
-    Scalar,
-    Shaped,
-)
-from kljax.rows import check_segments, row_last
+from kljax._typing import Array, ArrayLike, AxisName, Bool, Integer, Mask, MaskLike, Real, Scalar, Shaped
+from kljax.rows import row_last
 
 __all__ = [
     "completion_mask",
@@ -36,7 +26,7 @@ __all__ = [
 Axis = int | tuple[int, ...] | None
 
 
-def masked(values: Real[ArrayLike, "*b"], mask: MaskLike[ArrayLike, "*b"] | None) -> Array:
+def masked(values: Real[ArrayLike, "*b"], mask: MaskLike[Mask, "*b"] | None) -> Array:
     """Values where the mask is set, exact zeros elsewhere: `where(mask, values, 0)` in float32 (float64 is kept).
 
     Args:
@@ -66,7 +56,7 @@ def masked(values: Real[ArrayLike, "*b"], mask: MaskLike[ArrayLike, "*b"] | None
 
 
 def masked_sum(
-    values: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, axis: Axis = None, axis_name: AxisName = None
+    values: Real[ArrayLike, "*b T"], mask: MaskLike[Mask, "*b T"], *, axis: Axis = None, axis_name: AxisName = None
 ) -> Array:
     """Sum over the unmasked positions: `sum_t m_t x_t`.
 
@@ -94,7 +84,7 @@ def masked_sum(
 
 
 def masked_mean(
-    values: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, axis: Axis = None, axis_name: AxisName = None
+    values: Real[ArrayLike, "*b T"], mask: MaskLike[Mask, "*b T"], *, axis: Axis = None, axis_name: AxisName = None
 ) -> Array:
     """Mean over the unmasked positions: `sum_t m_t x_t / sum_t m_t`, and 0 where nothing is unmasked.
 
@@ -126,7 +116,7 @@ def masked_mean(
 
 def masked_var(
     values: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     axis: Axis = None,
     ddof: int = 1,
@@ -165,7 +155,7 @@ def masked_var(
 
 def masked_whiten(
     values: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     axis: Axis = None,
     shift_mean: bool = True,
@@ -239,22 +229,17 @@ def completion_mask(
     return (position >= start) & (position < stop)
 
 
-def last_token_mask(
-    mask: MaskLike[ArrayLike, "*b T"], *, segment_ids: Integer[ArrayLike, "..."] | None = None
-) -> Bool[Array, "*b T"]:
+def last_token_mask(mask: MaskLike[Mask, "*b T"]) -> Bool[Array, "*b T"]:
     """The last unmasked position of each row, and nothing in a row without one.
 
     Args:
-      mask: `[..., T]`, boolean.
-      segment_ids: `[..., T]` integers below T, the sequence of each token where rows are packed; a sequence is one run
-        of positions, and a negative id marks padding. None takes each row as one sequence.
+      mask: `[..., T]`, boolean or `Segments`.
 
     Returns:
       `[..., T]` booleans with at most one position set per row, or per segment.
 
     Raises:
-      ValueError: for segment ids of another shape, of T or more, or of several runs.
-      TypeError: if the mask has a floating type, or the segment ids have.
+      TypeError: if the mask has a floating type.
 
     Example:
       >>> import jax.numpy as jnp, kljax
@@ -262,8 +247,7 @@ def last_token_mask(
       [[0 0 1 0]
        [0 0 0 0]]
     """
-    mask, segment_ids = check_segments(segment_ids, mask)
-    return row_last(mask, segment_ids=segment_ids)
+    return row_last(mask)
 
 
 def shift_right(values: Shaped[ArrayLike, "*b T"], fill: Scalar = 0) -> Shaped[Array, "*b T"]:
@@ -312,7 +296,7 @@ def highest(scores: Array, candidates: Array, number: Array) -> Array:
     return candidates & (rank < number).reshape(candidates.shape)
 
 
-def _count(mask: ArrayLike, axis: Axis, axis_name: AxisName, dtype: jnp.dtype) -> Array:
+def _count(mask: Mask, axis: Axis, axis_name: AxisName, dtype: jnp.dtype) -> Array:
     return over_devices(check_mask(mask).sum(axis), axis_name).astype(dtype)
 
 

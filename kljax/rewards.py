@@ -2,38 +2,25 @@
 
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Estimator,
-    Float,
-    Integer,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
+from kljax._typing import Array, ArrayLike, Estimator, Float, Mask, MaskLike, Real, Scalar
+from kljax.batches import Segments
 from kljax.kl import estimate_kl
 from kljax.masking import last_token_mask, masked
-from kljax.rows import check_segments
 
 __all__ = ["distillation_rewards", "kl_shaped_rewards", "place_rewards", "subtract_kl"]
 
 
 def place_rewards(
     scores: Real[ArrayLike, "..."],
-    mask: MaskLike[ArrayLike, "*b T"],
-    *,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
+    mask: MaskLike[Mask, "*b T"],
 ) -> Float[Array, "*b T"]:
     """Places each sequence score on the last unmasked token of its row: `R_t = s [t = last]`.
 
     Args:
-      scores: `[...]`, one reward per row, or `[..., T]`, rewards that already are per token. With `segment_ids`
+      scores: `[...]`, one reward per row, or `[..., T]`, rewards that already are per token. With `Segments`
         `[..., T]`, the reward of each token's sequence.
-      mask: `[..., T]`, boolean.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
+      mask: `[..., T]`, boolean or `Segments`.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0, and so does a row without a single token.
@@ -49,16 +36,15 @@ def place_rewards(
       >>> print(kljax.place_rewards(jnp.array([2.0]), jnp.array([[1, 1, 0]])))
       [[0. 2. 0.]]
     """
-    return _placed("scores", scores, mask, segment_ids)
+    return _placed("scores", scores, mask)
 
 
 def subtract_kl(
     rewards: Real[ArrayLike, "..."],
     kl: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     coef: Scalar,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """Subtracts a KL per token from the rewards: `R_t = r_t - coef * kl_t`.
 
@@ -66,13 +52,11 @@ def subtract_kl(
 
     Args:
       rewards: `[...]`, one reward per row, which lands on the row's last unmasked token; or `[..., T]` token rewards.
-        With `segment_ids` `[..., T]`, the reward of each token's sequence.
+        With `Segments` `[..., T]`, the reward of each token's sequence.
       kl: `[..., T]`, the KL at each token, in nats; a constant, whose producer stops its gradient.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       coef: weight of the KL, in reward per nat; a number or a traced scalar. 0 leaves the rewards untouched, even
         where the KL is infinite.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0.
@@ -97,21 +81,19 @@ def subtract_kl(
     rewards, kl = as_float(rewards, kl)
     coef = jnp.asarray(coef, kl.dtype)
     # Without the `where`, a coefficient of 0 would turn an infinite KL into NaN.
-    kept, ids = check_segments(segment_ids, mask)
-    penalty = coef * jnp.where(kept & (coef != 0), kl, 0)
-    return _placed("rewards", rewards, kept, ids) - penalty
+    penalty = coef * jnp.where(check_mask(mask) & (coef != 0), kl, 0)
+    return _placed("rewards", rewards, mask) - penalty
 
 
 def kl_shaped_rewards(
     scores: Real[ArrayLike, "..."],
     log_probs: Float[ArrayLike, "*b T"],
     ref_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     coef: Scalar,
     estimator: Estimator = "k1",
     value_clip: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> tuple[Array, Array]:
     """Subtracts the estimated KL to the reference from the rewards: `R_t = s [t = last] - coef * kl_t`.
 
@@ -120,17 +102,15 @@ def kl_shaped_rewards(
 
     Args:
       scores: `[...]`, one reward per row, which lands on the row's last unmasked token; or `[..., T]` token rewards.
-        With `segment_ids` `[..., T]`, the reward of each token's sequence.
+        With `Segments` `[..., T]`, the reward of each token's sequence.
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
       ref_log_probs: same shape, log-probs of the reference.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       coef: weight of the KL, in reward per nat; a number or a traced scalar. 0 leaves the rewards untouched, even
         where the KL is infinite.
       estimator: any name `estimate_kl` knows; the expected return under "k1" is the score minus `coef` times the
         sequence KL.
       value_clip: bound of each token's estimate, in nats; None does not clip. OpenRLHF bounds every estimator by 10.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `(rewards, kl)`, both `[..., T]`, float32 or float64; masked positions hold 0. `kl` is as estimated, in nats.
@@ -154,15 +134,14 @@ def kl_shaped_rewards(
     """
     check_at_least("coef", coef, 0)
     scores, log_probs, ref_log_probs = as_float(scores, log_probs, ref_log_probs)
-    mask, ids = check_segments(segment_ids, mask)
     kl = estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator, gradient="none", value_clip=value_clip)
-    return subtract_kl(place_rewards(scores, mask, segment_ids=ids), kl, mask, coef=coef), kl
+    return subtract_kl(place_rewards(scores, mask), kl, mask, coef=coef), kl
 
 
 def distillation_rewards(
     log_probs: Float[ArrayLike, "*b T"],
     teacher_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     coef: Scalar = 1.0,
     estimator: Estimator = "k1",
@@ -204,16 +183,16 @@ def distillation_rewards(
     return subtract_kl(jnp.zeros_like(kl), kl, mask, coef=coef)
 
 
-def _placed(name: str, rewards: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike | None) -> Array:
+def _placed(name: str, rewards: ArrayLike, mask: Mask) -> Array:
     """Rewards per row or per token as `[..., T]`, 0 under the mask; `name` is that of the argument in an error."""
-    shape, (rewards,) = jnp.shape(mask), as_float(rewards)
-    if segment_ids is not None:
+    shape, (rewards,) = check_same_shape(mask=mask), as_float(rewards)
+    if isinstance(mask, Segments):
         if rewards.shape != shape:
             raise ValueError(
-                f"{name}: got shape {list(rewards.shape)}, expected {list(shape)}: with segment_ids each token has the "
-                "reward of its sequence; broadcast_to_tokens gives it one per segment"
+                f"{name}: got shape {list(rewards.shape)}, expected {list(shape)}: with kljax.Segments each token has "
+                "the reward of its sequence; broadcast_to_tokens gives it one per segment"
             )
-        return masked(rewards, last_token_mask(mask, segment_ids=segment_ids))
+        return masked(rewards, last_token_mask(mask))
     if rewards.shape == shape:
         return masked(rewards, mask)
     if rewards.shape != shape[:-1]:

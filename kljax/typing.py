@@ -22,6 +22,7 @@ from kljax._typing import (
     HeadLayout,
     KLGradient,
     Level,
+    Mask,
     MetricMode,
     RECClip,
     RECRegularizer,

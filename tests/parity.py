@@ -20,7 +20,7 @@ import numpy as np
 
 from kljax.parity.command import compare
 from kljax.parity.dump import write_dump
-from kljax.parity.search import Report
+from kljax.parity.search import ParityReport
 
 DIRECTORY = pathlib.Path(__file__).parent / "goldens/parity"
 # `tests.goldens.parity.record` makes the first, `tests.goldens.presets.dump` the second.
@@ -59,7 +59,7 @@ def write(dump: Mapping[str, Any], path: pathlib.Path, *, detail: str = "full") 
     write_dump(path, dump["header"], arrays)
 
 
-def report_of(dump: Mapping[str, Any], *, detail: str = "full", seconds: float = 600.0) -> Report:
+def report_of(dump: Mapping[str, Any], *, detail: str = "full", seconds: float = 600.0) -> ParityReport:
     """Runs the comparison on a recorded dump."""
     with tempfile.TemporaryDirectory() as directory, jax.enable_x64(True):
         path = pathlib.Path(directory) / "dump.npz"
@@ -67,7 +67,7 @@ def report_of(dump: Mapping[str, Any], *, detail: str = "full", seconds: float =
         return compare(path, seconds=seconds)
 
 
-def judge(dump: Mapping[str, Any], report: Report) -> Outcome:
+def judge(dump: Mapping[str, Any], report: ParityReport) -> Outcome:
     """Compares the named causes with the planted ones."""
     planted = [set(fault["causes"]) for fault in dump["planted"]]
     first = [{cause.key for cause in (finding.explanations or ((),))[0]} for finding in report.findings]

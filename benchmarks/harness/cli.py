@@ -15,7 +15,7 @@ from benchmarks.harness.report import Report
 Option = tuple[str, dict[str, Any]]
 
 
-class UsageError(ValueError):
+class OptionError(ValueError):
     """Options that do not fit each other or this machine."""
 
 
@@ -47,7 +47,7 @@ def command(
         chosen = parser.parse_args(arguments)
         try:
             report = measure(chosen)
-        except UsageError as error:
+        except OptionError as error:
             parser.error(str(error))
         print(report.text, end="")
         fields = json.dumps(report.fields, indent=1) + "\n"

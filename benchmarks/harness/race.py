@@ -10,7 +10,7 @@ import jax
 
 from benchmarks.harness.measure import Clock, Seconds
 from benchmarks.harness.process import Remote
-from benchmarks.harness.results import Result
+from benchmarks.harness.results import ContenderResult
 from benchmarks.harness.worker import Worker, one_line
 
 Name = TypeVar("Name")
@@ -32,7 +32,7 @@ class Contenders:
     def __init__(
         self, processes: Mapping[str, str], start: Callable[[str], AbstractContextManager[Remote | Worker]]
     ) -> None:
-        self.results = {name: Result(name) for name in processes}
+        self.results = {name: ContenderResult(name) for name in processes}
         self.processes, self.start = dict(processes), start
         self.remotes: dict[str, Remote | Worker] = {}
 
@@ -40,7 +40,7 @@ class Contenders:
         """Starts each process, and returns the versions of its libraries; an error is a problem of its contenders."""
         versions: dict[str, Versions] = {}
         for process in dict.fromkeys(self.processes.values()):
-            started = Result(process)
+            started = ContenderResult(process)
             with noted(started):
                 log(f"{process}: starts")
                 self.remotes[process] = stack.enter_context(self.start(process))
@@ -54,7 +54,7 @@ class Contenders:
         return self.remotes[self.processes[contender]].ask(do=do, **arguments)
 
 
-def race(results: Mapping[Name, Result], rounds: int, run: Callable[[Name], Mapping[str, Seconds]]) -> None:
+def race(results: Mapping[Name, ContenderResult], rounds: int, run: Callable[[Name], Mapping[str, Seconds]]) -> None:
     """Runs every contender once a round and adds the seconds to its result.
 
     Each round starts at another contender, so that none always follows the same one. The round before the first
@@ -75,9 +75,9 @@ def race(results: Mapping[Name, Result], rounds: int, run: Callable[[Name], Mapp
         log(f"round {index} of {rounds}")
 
 
-def race_programs(programs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Result]:
+def race_programs(programs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, ContenderResult]:
     """Times programs of this process by name."""
-    results = {name: Result(name) for name in programs}
+    results = {name: ContenderResult(name) for name in programs}
     race(results, rounds, lambda name: timed(programs[name]))
     return results
 
@@ -95,13 +95,13 @@ def merged(versions: Mapping[str, Versions]) -> Versions:
     return {library: version for process in versions.values() for library, version in process.items()}
 
 
-def measurable(results: Mapping[Name, Result]) -> list[tuple[Name, Result]]:
+def measurable(results: Mapping[Name, ContenderResult]) -> list[tuple[Name, ContenderResult]]:
     """Lists the results without a problem."""
     return [(name, result) for name, result in results.items() if result.problem is None]
 
 
 @contextlib.contextmanager
-def noted(result: Result) -> Iterator[None]:
+def noted(result: ContenderResult) -> Iterator[None]:
     """Writes an error into the result of its contender, so that the others go on."""
     try:
         yield

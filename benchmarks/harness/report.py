@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness.results import Check, Result
+from benchmarks.harness.results import Check, ContenderResult
 
 MIB = 2**20
 # The title of a column and the format of its values; "MiB" is the format of bytes.
@@ -55,7 +55,7 @@ def conditions(report: Mapping[str, Any], how: Sequence[str]) -> list[str]:
     return [where(report), f"{', '.join((*how, load))}."]
 
 
-def problems(results: Iterable[Result], titles: Mapping[str, str]) -> list[str]:
+def problems(results: Iterable[ContenderResult], titles: Mapping[str, str]) -> list[str]:
     """Says why rows are empty, once for each reason."""
     reasons: dict[str, list[str]] = {}
     for result in results:

@@ -11,7 +11,7 @@ CLOCKS = {"wall": 0, "cpu": 1}
 
 
 @dataclasses.dataclass
-class Result:
+class ContenderResult:
     """Measurements of one contender.
 
     Attributes:
@@ -55,7 +55,7 @@ class Measured:
     """The results of one size by contender, and the rates of the machine if they were measured."""
 
     size: Any
-    results: dict[str, Result]
+    results: dict[str, ContenderResult]
     rates: Any = None
 
 
@@ -115,7 +115,9 @@ def ratio(value: float | None, other: float | None) -> float | None:
     return None if value is None or not other else value / other
 
 
-def check(target: Target, title: str, results: Mapping[str, Result], *, large: bool = False, digits: int = 2) -> Check:
+def check(
+    target: Target, title: str, results: Mapping[str, ContenderResult], *, large: bool = False, digits: int = 2
+) -> Check:
     """Compares the results of two contenders with a target."""
     limit = target.large_limit if large and target.large_limit is not None else target.limit
     measure, missing = target.measure, "not measured"
@@ -141,7 +143,7 @@ def check(target: Target, title: str, results: Mapping[str, Result], *, large: b
     )
 
 
-def failures(results: Mapping[str, Result], tolerances: Mapping[str, float]) -> list[str]:
+def failures(results: Mapping[str, ContenderResult], tolerances: Mapping[str, float]) -> list[str]:
     """Lists the contenders that failed or differ from their baseline, a line each.
 
     Args:

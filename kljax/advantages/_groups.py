@@ -5,14 +5,15 @@ from typing import NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
+from kljax._checks import as_array, as_float, check_same_shape
 from kljax._devices import all_rows, greatest, least, over_devices
 from kljax._typing import Array, ArrayLike, AxisName, Singleton
+from kljax.batches import Groups
 
 SINGLETONS = get_args(Singleton)
 
 
-class Groups(NamedTuple):
+class GroupedRewards(NamedTuple):
     """Rewards with 0 on padding rows, ids that are safe to index with, which rows are real, and rows per group.
 
     With an `axis_name` the rows are those of one device, and a statistic of a group covers its rows on all devices.
@@ -40,58 +41,44 @@ class Groups(NamedTuple):
         rewards = jnp.where(self.real, self.rewards, -jnp.inf)
         return greatest(jax.ops.segment_max(rewards, self.ids, num_segments=self.size.shape[0]), self.axis_name)
 
-    def as_one(self) -> "Groups":
+    def as_one(self) -> "GroupedRewards":
         """All real rows in one group."""
         return self._replace(ids=jnp.zeros_like(self.ids), size=self.size.sum(keepdims=True))
 
-    def gathered(self) -> "Groups":
+    def gathered(self) -> "GroupedRewards":
         """Gathers the rows of all devices."""
         rows = all_rows((self.rewards, self.ids, self.real, self.unknown), self.axis_name)
-        return Groups(*rows, self.size)
+        return GroupedRewards(*rows, self.size)
 
     def weights(self) -> Array:
         """1 on real rows."""
         return self.real.astype(self.rewards.dtype)
 
 
-def make_groups(
-    rewards: ArrayLike, group_ids: ArrayLike, num_groups: int, valid: ArrayLike | None, axis_name: AxisName
-) -> Groups:
-    """Puts the rows that are real into their groups.
+def make_groups(rewards: ArrayLike, members: Groups) -> GroupedRewards:
+    """Puts the rows that are real into their groups, which are those of `as_groups`.
 
     Raises:
-      ValueError: if shapes do not fit, or an id is not below `num_groups`.
-      TypeError: if the ids are not integers.
+      ValueError: if shapes do not fit.
     """
-    check_at_least("num_groups", num_groups, 1)
     (rewards,) = as_float(rewards)
     if rewards.ndim != 1:
         raise ValueError(f"rewards: got shape {list(rewards.shape)}, expected [B], one reward per row")
-    check_same_shape(rewards=rewards, group_ids=group_ids, valid=valid)
-    ids, real, unknown = safe_ids(group_ids, num_groups, valid)
-    groups = Groups(jnp.where(real, rewards, 0), ids, real, unknown, jnp.zeros(num_groups, rewards.dtype), axis_name)
+    check_same_shape(rewards=rewards, group_ids=members.ids)
+    ids, real, unknown = safe_ids(members)
+    none = jnp.zeros(members.count, rewards.dtype)
+    groups = GroupedRewards(jnp.where(real, rewards, 0), ids, real, unknown, none, members.axis_name)
     return groups._replace(size=groups.total(groups.weights()))
 
 
-def safe_ids(group_ids: ArrayLike, num_groups: int, valid: ArrayLike | None) -> tuple[Array, Array, Array]:
-    """Ids to index with, which rows have one, and which name a group that does not exist.
-
-    Raises:
-      ValueError: if a row names such a group; under `jit` its value is NaN instead.
-      TypeError: if the ids are not integers.
-    """
-    ids = jnp.asarray(group_ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"group_ids: got dtype {ids.dtype}, expected an integer type")
-    chosen = ids >= 0 if valid is None else (ids >= 0) & check_mask(valid, "valid")
-    unknown = chosen & (ids >= num_groups)
-    if not isinstance(unknown, jax.core.Tracer) and unknown.is_fully_addressable and unknown.any():
-        raise ValueError(f"group_ids: got {ids.max()}, expected ids below num_groups = {num_groups}")
-    real = chosen & ~unknown
+def safe_ids(groups: Groups) -> tuple[Array, Array, Array]:
+    """Ids to index with, which rows have one, and which name a group that does not exist, seen under `jit` alone."""
+    ids = as_array(groups.ids)
+    real, unknown = (ids >= 0) & (ids < groups.count), ids >= groups.count
     return jnp.where(real, ids, 0), real, unknown
 
 
-def centered(groups: Groups, weights: Array) -> Array:
+def centered(groups: GroupedRewards, weights: Array) -> Array:
     """`r_i - sum_g w_j r_j / sum_g w_j`, 0 on padding rows and in a group of weight 0.
 
     The mean is taken of the distances to the lowest reward of the group: equal rewards then centre to exactly 0, where
@@ -104,7 +91,7 @@ def centered(groups: Groups, weights: Array) -> Array:
     return jnp.where(real & (total > 0)[ids], above - mean[ids], 0)
 
 
-def deviations(groups: Groups, distances: Array, ddof: int) -> tuple[Array, Array]:
+def deviations(groups: GroupedRewards, distances: Array, ddof: int) -> tuple[Array, Array]:
     """The standard deviation of each group from the distances to its mean, 1 where nothing varies; and which vary.
 
     Raises:
@@ -118,7 +105,7 @@ def deviations(groups: Groups, distances: Array, ddof: int) -> tuple[Array, Arra
     return jnp.where(varies, jnp.sqrt(jnp.where(varies, var, 1)), 1), varies
 
 
-def finish(groups: Groups, result: Array, alone: Array, singleton: Singleton) -> Array:
+def finish(groups: GroupedRewards, result: Array, alone: Array, singleton: Singleton) -> Array:
     """Applies the rule for groups of one, and the values of rows that belong to no group."""
     only = groups.size[groups.ids] == 1
     result = jnp.where(only, alone if singleton == "reward" else 0, result)

@@ -5,25 +5,14 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
+from kljax._checks import as_float, as_groups, check_at_least, check_choice, check_same_shape
 from kljax._devices import all_rows, auto_sharded, local_rows, same_everywhere
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Baseline,
-    Float,
-    Integer,
-    MaskLike,
-    Real,
-    Scalar,
-    Singleton,
-)
+from kljax._typing import Array, ArrayLike, Baseline, Float, Integer, Mask, MaskLike, Real, Scalar, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, finish, make_groups, safe_ids
 from kljax.advantages.group import broadcast_to_tokens
 from kljax.advantages.temporal import reinforce_plus_plus_returns
+from kljax.batches import Groups, Segments
 from kljax.masking import masked
-from kljax.rows import check_segments
 
 __all__ = ["asymre_advantages", "opmd_advantages", "rae_advantages", "remax_advantages"]
 
@@ -33,14 +22,12 @@ BASELINES = get_args(Baseline)
 @auto_sharded
 def opmd_advantages(
     rewards: Real[ArrayLike, " B"],
-    group_ids: Integer[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"] | Groups,
     *,
-    num_groups: int,
+    num_groups: int | None = None,
     baseline: Baseline = "logavgexp",
     tau: Scalar = 1.0,
     singleton: Singleton = "zero",
-    valid: MaskLike[ArrayLike, " B"] | None = None,
-    axis_name: AxisName = None,
 ) -> Float[Array, " B"]:
     """Rewards minus the soft value of their group: `A_i = r_i - tau * log(mean_g(exp(r / tau)))`.
 
@@ -49,13 +36,11 @@ def opmd_advantages(
 
     Args:
       rewards: `[B]`, one reward per row.
-      group_ids: `[B]` integers below `num_groups`; negative marks a padding row.
-      num_groups: static number of groups.
+      group_ids: `[B]` integers below `num_groups`, negative on padding rows; or `Groups`.
+      num_groups: static number of groups, unless they are `Groups`.
       baseline: "logavgexp" as above, or "mean" for the mean of the group (the default of Trinity-RFT).
       tau: temperature, in the unit of the rewards, positive; "mean" does not use it.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself as in Trinity-RFT.
-      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64, in the unit of the rewards; padding rows hold 0. Equal rewards get exactly 0.
@@ -75,7 +60,7 @@ def opmd_advantages(
     check_choice("baseline", baseline, BASELINES)
     check_choice("singleton", singleton, SINGLETONS)
     check_at_least("tau", tau, 0, strict=True)
-    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
+    groups = make_groups(rewards, as_groups(group_ids, num_groups))
     if baseline == "mean":
         return finish(groups, centered(groups, groups.weights()), groups.rewards, singleton)
     real, ids, tau = groups.real, groups.ids, jnp.asarray(tau, groups.rewards.dtype)
@@ -88,13 +73,11 @@ def opmd_advantages(
 @auto_sharded
 def asymre_advantages(
     rewards: Real[ArrayLike, " B"],
-    group_ids: Integer[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"] | Groups,
     *,
-    num_groups: int,
+    num_groups: int | None = None,
     shift: Scalar = -0.1,
     singleton: Singleton = "zero",
-    valid: MaskLike[ArrayLike, " B"] | None = None,
-    axis_name: AxisName = None,
 ) -> Float[Array, " B"]:
     """Rewards minus a baseline a little off the mean of their group: `A_i = r_i - (mean_g + shift)`.
 
@@ -102,12 +85,10 @@ def asymre_advantages(
 
     Args:
       rewards: `[B]`, one reward per row.
-      group_ids: `[B]` integers below `num_groups`; negative marks a padding row.
-      num_groups: static number of groups.
+      group_ids: `[B]` integers below `num_groups`, negative on padding rows; or `Groups`.
+      num_groups: static number of groups, unless they are `Groups`.
       shift: added to the mean, in the unit of the rewards.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself as in Trinity-RFT.
-      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64, in the unit of the rewards; padding rows hold 0. Equal rewards get `-shift`.
@@ -124,7 +105,7 @@ def asymre_advantages(
       [ 0.75 -0.25]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
+    groups = make_groups(rewards, as_groups(group_ids, num_groups))
     shift = jnp.asarray(shift, groups.rewards.dtype)
     return finish(groups, centered(groups, groups.weights()) - shift, groups.rewards, singleton)
 
@@ -132,19 +113,15 @@ def asymre_advantages(
 def remax_advantages(
     token_rewards: Real[ArrayLike, "*b T"],
     baselines: Real[ArrayLike, "..."],
-    mask: MaskLike[ArrayLike, "*b T"],
-    *,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
+    mask: MaskLike[Mask, "*b T"],
 ) -> tuple[Array, Array]:
     """Returns minus the reward of a greedy row for the same prompt: `A_t = sum_{u >= t} m_u R_u - b`.
 
     Args:
       token_rewards: `[..., T]`, rewards per token; masked ones are ignored.
-      baselines: `[...]`, the reward of the greedy row of each row's prompt. With `segment_ids` `[..., T]`, that of each
+      baselines: `[...]`, the reward of the greedy row of each row's prompt. With `Segments` `[..., T]`, that of each
         token's sequence.
-      mask: `[..., T]`, boolean.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
+      mask: `[..., T]`, boolean or `Segments`.
 
     Returns:
       `(advantages, returns)`, both `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0.
@@ -162,9 +139,8 @@ def remax_advantages(
       [[0.75 0.75]] [[1. 1.]]
     """
     token_rewards, baselines = as_float(token_rewards, baselines)
-    mask, ids = check_segments(segment_ids, mask)
-    returns = reinforce_plus_plus_returns(token_rewards, mask, segment_ids=ids)
-    if ids is None:
+    returns = reinforce_plus_plus_returns(token_rewards, mask)
+    if not isinstance(mask, Segments):
         return returns - broadcast_to_tokens(baselines, mask), returns
     check_same_shape(baselines=baselines, mask=mask)
     return returns - masked(baselines, mask), returns
@@ -174,11 +150,9 @@ def remax_advantages(
 def rae_advantages(
     rewards: Real[ArrayLike, " B"],
     baselines: Real[ArrayLike, " G"],
-    group_ids: Integer[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"] | Groups,
     *,
     decay: Scalar = 0.95,
-    valid: MaskLike[ArrayLike, " B"] | None = None,
-    axis_name: AxisName = None,
 ) -> tuple[Array, Array]:
     """Rewards minus a running mean of each role: `A_i = r_i - b_g`, and then `b_g <- decay b_g + (1 - decay) r_i`.
 
@@ -188,10 +162,9 @@ def rae_advantages(
     Args:
       rewards: `[B]`, one reward per row.
       baselines: `[G]`, the running mean of each role; zeros at the start, and then what the last call returned.
-      group_ids: `[B]` integers below the number of baselines, the role of each row; negative marks a padding row.
+      group_ids: `[B]` integers below the number of baselines, the role of each row, negative on padding rows; or
+        `Groups`, whose rows on several devices are gathered in the order of the devices.
       decay: weight of the old baseline, between 0 and 1.
-      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread in their order; they are gathered.
 
     Returns:
       `(advantages, baselines)`: `[B]`, where padding rows hold 0, and `[G]`; float32 or float64.
@@ -209,10 +182,13 @@ def rae_advantages(
       >>> print(*kljax.rae_advantages(rewards, jnp.zeros(2), roles, decay=0.5))
       [ 1.  -1.   0.5] [ 0.75 -0.5 ]
     """
-    check_same_shape(rewards=rewards, group_ids=group_ids, valid=valid)
     check_at_least("decay", decay, 0)
     rewards, baselines = as_float(rewards, baselines)
-    ids, real, unknown = safe_ids(group_ids, baselines.shape[0], valid)
+    groups = as_groups(group_ids, None if isinstance(group_ids, Groups) else baselines.shape[0])
+    check_same_shape(rewards=rewards, group_ids=groups.ids)
+    if groups.count != baselines.shape[0]:
+        raise ValueError(f"baselines: got {baselines.shape[0]}, expected {groups.count}, one for each group")
+    (ids, real, unknown), axis_name = safe_ids(groups), groups.axis_name
     decay = jnp.asarray(decay, rewards.dtype)
 
     def step(now: Array, row: tuple[Array, Array, Array]) -> tuple[Array, Array]:

@@ -5,16 +5,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_mask, check_only_with, check_same_shape
 from kljax._devices import over_devices
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Estimator,
-    Float,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Estimator, Float, Mask, MaskLike, Real, Scalar
 from kljax.advantages.group import per_token
 from kljax.aggregation import WeightedSum
 from kljax.kl import estimate_kl
@@ -26,7 +17,7 @@ def centered_kl_advantages(
     advantages: Real[ArrayLike, "..."],
     log_probs: Float[ArrayLike, "*b T"],
     ref_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     coef: Scalar,
     estimator: Estimator = "k1",

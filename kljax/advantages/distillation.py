@@ -5,18 +5,10 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
 from kljax._numerics import expm1_minus, log_mix
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Integer,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar
 from kljax.advantages.group import per_token
 from kljax.masking import masked
-from kljax.rows import check_segments, row_cumsum, row_sum, to_tokens
+from kljax.rows import row_cumsum, row_sum, to_tokens
 
 __all__ = ["distillation_advantages", "iw_opd_advantages", "jsd_advantages", "kimi_advantages"]
 
@@ -25,7 +17,7 @@ def distillation_advantages(
     advantages: Real[ArrayLike, "..."],
     log_probs: Float[ArrayLike, "*b T"],
     teacher_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     coef: Scalar,
 ) -> Float[Array, "*b T"]:
@@ -68,7 +60,7 @@ def kimi_advantages(
     advantages: Real[ArrayLike, "..."],
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     tau: Scalar,
 ) -> Float[Array, "*b T"]:
@@ -110,7 +102,7 @@ def kimi_advantages(
 def jsd_advantages(
     log_probs: Float[ArrayLike, "*b T"],
     teacher_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     beta: Scalar = 0.5,
     coef: Scalar = 1.0,
@@ -166,10 +158,9 @@ def jsd_advantages(
 def iw_opd_advantages(
     log_probs: Float[ArrayLike, "*b T"],
     teacher_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     gamma: Scalar = 1.0,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """Distillation that weighs what comes first: `A_t = a_t (1 + gamma (1 - sum_{u < t} |a_u| / sum_u |a_u|))`.
 
@@ -179,10 +170,8 @@ def iw_opd_advantages(
     Args:
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
       teacher_log_probs: same shape, log-probs of the teacher.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       gamma: how much more the first token weighs than one at the end, at least 0; 0 is `distillation_advantages`.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64, in nats; masked positions hold 0.
@@ -204,22 +193,21 @@ def iw_opd_advantages(
     """
     check_same_shape(log_probs=log_probs, teacher_log_probs=teacher_log_probs, mask=mask)
     check_at_least("gamma", gamma, 0)
-    mask, ids = check_segments(segment_ids, mask)
     gain = _log_ratio(teacher_log_probs, log_probs, mask)
     size = jnp.abs(gain)
-    total = to_tokens(row_sum(size, segment_ids=ids), size.shape[-1], segment_ids=ids)
-    before = (row_cumsum(size, segment_ids=ids) - size) / jnp.where(total > 0, total, 1)
+    total = to_tokens(row_sum(size, mask), mask)
+    before = (row_cumsum(size, mask) - size) / jnp.where(total > 0, total, 1)
     return masked(gain * (1 + jnp.asarray(gamma, gain.dtype) * (1 - before)), mask)
 
 
-def _log_ratio(log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike) -> Array:
+def _log_ratio(log_probs: ArrayLike, other_log_probs: ArrayLike, mask: Mask) -> Array:
     """The difference of the two, detached and 0 under the mask."""
     log_probs, other_log_probs = as_float(log_probs, other_log_probs)
     return jax.lax.stop_gradient(masked(log_probs, mask) - masked(other_log_probs, mask))
 
 
 def _less_log_ratio(
-    advantages: ArrayLike, log_probs: ArrayLike, other_log_probs: ArrayLike, mask: ArrayLike, coef: Scalar
+    advantages: ArrayLike, log_probs: ArrayLike, other_log_probs: ArrayLike, mask: Mask, coef: Scalar
 ) -> Array:
     advantages, log_probs, other_log_probs = as_float(advantages, log_probs, other_log_probs)
     log_ratio = _log_ratio(log_probs, other_log_probs, mask)

@@ -10,16 +10,7 @@ import jax.numpy as jnp
 from kljax._checks import as_float, check_at_least, check_mask, check_same_shape
 from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import floor_share
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Bool,
-    Float,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Bool, Float, Mask, MaskLike, Real, Scalar
 from kljax.masking import highest, masked, masked_mean, masked_var
 
 __all__ = ["clip_b_mask", "clip_v_mask"]
@@ -29,7 +20,7 @@ def clip_b_mask(
     advantages: Real[ArrayLike, "*b T"],
     log_probs: Float[ArrayLike, "*b T"],
     entropies: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     mu: Scalar = 2.5,
     axis_name: AxisName = None,
@@ -76,7 +67,7 @@ def clip_v_mask(
     log_probs: Float[ArrayLike, "*b T"],
     entropies: Real[ArrayLike, "*b T"],
     expected_scores: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     mu: Scalar = 2.0,
     max_fraction: Scalar = 1e-4,
@@ -129,7 +120,7 @@ def clip_v_mask(
     return keep & ~local_rows(highest(below, candidates, most), axis_name)
 
 
-def _score(log_probs: ArrayLike, entropies: ArrayLike, mask: ArrayLike) -> Array:
+def _score(log_probs: ArrayLike, entropies: ArrayLike, mask: Mask) -> Array:
     """`p (H + log p)`, 0 under the mask; a token without probability has 0."""
     log_probs, entropies = as_float(log_probs, entropies)
     log_probs, entropies = masked(log_probs, mask), masked(entropies, mask)

@@ -6,15 +6,7 @@ import jax.numpy as jnp
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
 from kljax._devices import all_rows, auto_sharded
 from kljax._numerics import floor_share
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Bool,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Bool, Mask, MaskLike, Real, Scalar
 
 __all__ = ["high_entropy_mask"]
 
@@ -22,7 +14,7 @@ __all__ = ["high_entropy_mask"]
 @auto_sharded
 def high_entropy_mask(
     entropies: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     fraction: Scalar = 0.2,
     axis_name: AxisName = None,

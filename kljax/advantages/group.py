@@ -4,27 +4,18 @@ Rows of a group need not be adjacent. A padding row is one whose `valid` is Fals
 enters no statistic, its reward may be NaN, and its advantage is 0. Rewards are constants: no gradient is stopped here.
 """
 
+import dataclasses
 from typing import get_args
 
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_choice, check_mask, check_same_shape
+from kljax._checks import as_array, as_float, as_groups, check_choice, check_same_shape
 from kljax._devices import auto_sharded
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Float,
-    Integer,
-    MaskLike,
-    Real,
-    Scalar,
-    Scale,
-    Singleton,
-)
+from kljax._typing import Array, ArrayLike, Float, Integer, Mask, MaskLike, Real, Scalar, Scale, Singleton
 from kljax.advantages._groups import SINGLETONS, centered, deviations, finish, make_groups
+from kljax.batches import Groups, Segments
 from kljax.masking import masked
-from kljax.rows import check_segments, row_any, row_count, to_sequences, to_tokens
+from kljax.rows import narrowed, row_any, row_count, to_sequences, to_tokens
 
 __all__ = [
     "broadcast_to_tokens",
@@ -40,22 +31,20 @@ SCALES = get_args(Scale)
 @auto_sharded
 def grpo_advantages(
     rewards: Real[ArrayLike, " B"],
-    group_ids: Integer[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"] | Groups,
     *,
-    num_groups: int,
+    num_groups: int | None = None,
     scale: Scale = "std",
     ddof: int = 1,
     eps: Scalar = 1e-6,
     singleton: Singleton = "zero",
-    valid: MaskLike[ArrayLike, " B"] | None = None,
-    axis_name: AxisName = None,
 ) -> Float[Array, " B"]:
     """Group-relative advantages: `A_i = (r_i - mean_g) / (std_g + eps)`, or with another divisor, or without one.
 
     Args:
       rewards: `[B]`, one reward per row.
-      group_ids: `[B]` integers below `num_groups`, the prompt of each row; negative marks a padding row.
-      num_groups: static number of groups.
+      group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`.
+      num_groups: static number of groups, unless they are `Groups`.
       scale: "std" divides by the standard deviation of the group; "batch_std" by that of all rewards of the batch
         (TRL, Trinity-RFT); "mean" by the mean of the group (MaxRL as SkyRL has it, see `maxrl_advantages`); "none" only
         centres (Dr. GRPO).
@@ -64,8 +53,6 @@ def grpo_advantages(
       singleton: a group of one row has no one to compare with: "zero" gives it 0; "reward" takes mean 0 and the
         standard deviation 1 or that of the batch, as verl and SkyRL do: `r / (1 + eps)` with "std", `r` with "mean" and
         "none".
-      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0. A group of equal rewards gets exactly 0.
@@ -86,7 +73,7 @@ def grpo_advantages(
     """
     check_choice("scale", scale, SCALES)
     check_choice("singleton", singleton, SINGLETONS)
-    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
+    groups = make_groups(rewards, as_groups(group_ids, num_groups))
     distances, alone = centered(groups, groups.weights()), groups.rewards
     std, varies = deviations(groups, distances, ddof)
     eps = jnp.asarray(eps, distances.dtype)
@@ -108,12 +95,10 @@ def grpo_advantages(
 @auto_sharded
 def reinforce_plus_plus_baseline_advantages(
     rewards: Real[ArrayLike, " B"],
-    group_ids: Integer[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"] | Groups,
     *,
-    num_groups: int,
+    num_groups: int | None = None,
     singleton: Singleton = "zero",
-    valid: MaskLike[ArrayLike, " B"] | None = None,
-    axis_name: AxisName = None,
 ) -> Float[Array, " B"]:
     """Rewards minus the mean of their group: `A_i = r_i - mean_g`. REINFORCE++-baseline then whitens over the batch.
 
@@ -121,11 +106,9 @@ def reinforce_plus_plus_baseline_advantages(
 
     Args:
       rewards: `[B]`, one reward per row.
-      group_ids: `[B]` integers below `num_groups`; negative marks a padding row.
-      num_groups: static number of groups.
+      group_ids: `[B]` integers below `num_groups`, negative on padding rows; or `Groups`.
+      num_groups: static number of groups, unless they are `Groups`.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself as in verl.
-      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
@@ -147,30 +130,24 @@ def reinforce_plus_plus_baseline_advantages(
         num_groups=num_groups,
         scale="none",
         singleton=singleton,
-        valid=valid,
-        axis_name=axis_name,
     )
 
 
 @auto_sharded
 def rloo_advantages(
     rewards: Real[ArrayLike, " B"],
-    group_ids: Integer[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"] | Groups,
     *,
-    num_groups: int,
+    num_groups: int | None = None,
     singleton: Singleton = "zero",
-    valid: MaskLike[ArrayLike, " B"] | None = None,
-    axis_name: AxisName = None,
 ) -> Float[Array, " B"]:
     """Leave-one-out advantages: `A_i = r_i - mean of the others in its group = n / (n - 1) * (r_i - mean_g)`.
 
     Args:
       rewards: `[B]`, one reward per row.
-      group_ids: `[B]` integers below `num_groups`; negative marks a padding row.
-      num_groups: static number of groups.
+      group_ids: `[B]` integers below `num_groups`, negative on padding rows; or `Groups`.
+      num_groups: static number of groups, unless they are `Groups`.
       singleton: advantage of a row alone in its group: "zero" as in SkyRL, or "reward" for the reward as in verl.
-      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
@@ -187,7 +164,7 @@ def rloo_advantages(
       [ 1.5 -1.5  0. ]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
+    groups = make_groups(rewards, as_groups(group_ids, num_groups))
     distances = centered(groups, groups.weights())
     without_self = groups.size / jnp.maximum(groups.size - 1, 1)
     return finish(groups, distances * without_self[groups.ids], groups.rewards, singleton)
@@ -196,32 +173,24 @@ def rloo_advantages(
 @auto_sharded
 def opo_advantages(
     rewards: Real[ArrayLike, "..."],
-    group_ids: Integer[ArrayLike, "..."],
-    mask: MaskLike[ArrayLike, "B T"],
+    group_ids: Integer[ArrayLike, "..."] | Groups,
+    mask: MaskLike[Mask, "B T"],
     *,
-    num_groups: int,
+    num_groups: int | None = None,
     singleton: Singleton = "zero",
-    valid: MaskLike[ArrayLike, "..."] | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
-    axis_name: AxisName = None,
 ) -> Array:
     """Subtracts the length-weighted mean of their group from the rewards: `A_i = r_i - sum_g n_j r_j / sum_g n_j`.
 
     Args:
       rewards: `[B]`, one reward per row.
-      group_ids: `[B]` integers below `num_groups`; negative marks a padding row.
-      mask: `[B, T]`, boolean, the sampled tokens; `n_i` is their number in row `i`.
-      num_groups: static number of groups.
+      group_ids: `[B]` integers below `num_groups`, negative on padding rows; or `Groups`.
+      mask: `[B, T]`, boolean or `Segments`, the sampled tokens; `n_i` is their number in row `i`.
+      num_groups: static number of groups, unless they are `Groups`.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself as in verl.
-      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
-      segment_ids: `[B, T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; the
-        rewards, the group ids and `valid` are then `[B, T]`, those of each token's sequence. None takes each row as one
-        sequence.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0, and so does every row of a group without a single token.
-      With `segment_ids` `[B, T]`: each unmasked token has the advantage of its sequence, and masked positions hold 0.
+      With `Segments` `[B, T]`: each unmasked token has the advantage of its sequence, and masked positions hold 0.
 
     Raises:
       ValueError: as `grpo_advantages`, and if `mask` is not `[B, T]`.
@@ -236,35 +205,32 @@ def opo_advantages(
       [ 0.25 -0.75]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    mask, ids = check_segments(segment_ids, mask)
-    if ids is not None:
-        rewards, group_ids, valid = _of_segments(ids, valid, rewards=as_float(rewards)[0], group_ids=group_ids)
-    elif jnp.ndim(mask) != 2 or jnp.shape(mask)[:1] != jnp.shape(rewards):
+    # At padding between segments may lie any id.
+    members = as_groups(group_ids, num_groups, unknown=isinstance(mask, Segments))
+    shape = check_same_shape(mask=mask)
+    if isinstance(mask, Segments):
+        rewards, members = _of_segments(mask, as_float(rewards)[0], members)
+    elif len(shape) != 2 or shape[:1] != jnp.shape(rewards):
         expected = ", ".join([*map(str, jnp.shape(rewards)), "T"])
-        raise ValueError(f"mask: got shape {list(jnp.shape(mask))}, expected [{expected}], the tokens of each row")
-    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
-    lengths = row_count(mask, segment_ids=ids)
+        raise ValueError(f"mask: got shape {list(shape)}, expected [{expected}], the tokens of each row")
+    groups, lengths = make_groups(rewards, members), row_count(mask)
     weights = jnp.where(groups.real, lengths.ravel().astype(groups.rewards.dtype), 0)
     advantages = finish(groups, centered(groups, weights), groups.rewards, singleton)
-    if ids is None:
+    if not isinstance(mask, Segments):
         return advantages
-    return masked(to_tokens(advantages.reshape(lengths.shape), mask.shape[-1], segment_ids=ids), mask)
+    return masked(to_tokens(advantages.reshape(lengths.shape), mask), mask)
 
 
 def broadcast_to_tokens(
     advantages: Real[ArrayLike, "..."],
-    mask: MaskLike[ArrayLike, "*b T"],
-    *,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
+    mask: MaskLike[Mask, "*b T"],
 ) -> Float[Array, "*b T"]:
     """Gives every unmasked token of a row the row's advantage: `A_t = m_t A`.
 
     Args:
-      advantages: `[...]`, one per row. With `segment_ids` `[..., S]`: entry `s` is that of the segment with id `s`, and
+      advantages: `[...]`, one per row. With `Segments` `[..., S]`: entry `s` is that of the segment with id `s`, and
         `S` is more than every id.
-      mask: `[..., T]`, boolean.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
+      mask: `[..., T]`, boolean or `Segments`.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0.
@@ -281,19 +247,18 @@ def broadcast_to_tokens(
       [[2. 2. 0.]]
     """
     (advantages,) = as_float(advantages)
-    mask, ids = check_segments(segment_ids, mask)
-    shape = mask.shape
-    if ids is not None:
+    shape = check_same_shape(mask=mask)
+    if isinstance(mask, Segments):
         if advantages.ndim != len(shape) or advantages.shape[:-1] != shape[:-1]:
             expected = ", ".join([*map(str, shape[:-1]), "S"])
             raise ValueError(f"advantages: got shape {list(advantages.shape)}, expected [{expected}], one per segment")
-        return masked(to_tokens(advantages, shape[-1], segment_ids=ids), mask)
+        return masked(to_tokens(advantages, mask), mask)
     if advantages.shape != shape[:-1]:
         raise ValueError(f"advantages: got shape {list(advantages.shape)}, expected {list(shape[:-1])}, one per row")
     return masked(jnp.broadcast_to(advantages[..., None], shape), mask)
 
 
-def per_token(advantages: Array, mask: ArrayLike) -> Array:
+def per_token(advantages: Array, mask: Mask) -> Array:
     """Gives every unmasked token its advantage, or that of its row.
 
     Args:
@@ -303,15 +268,16 @@ def per_token(advantages: Array, mask: ArrayLike) -> Array:
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0.
     """
-    if advantages.ndim < jnp.ndim(mask):
+    if advantages.ndim < len(check_same_shape(mask=mask)):
         return broadcast_to_tokens(advantages, mask)
     check_same_shape(advantages=advantages, mask=mask)
     return masked(advantages, mask)
 
 
-def _of_segments(segment_ids: Array, valid: ArrayLike | None, **per_token: ArrayLike) -> list[Array]:
-    """Arrays of each token's sequence as `[N]`, one number per segment; the last says which segments there are."""
-    check_same_shape(**per_token, segment_ids=segment_ids, valid=valid)
-    there = segment_ids >= 0 if valid is None else (segment_ids >= 0) & check_mask(valid, "valid")
-    numbers = [to_sequences(jnp.asarray(array), segment_ids) for array in per_token.values()]
-    return [array.ravel() for array in (*numbers, row_any(there, segment_ids=segment_ids))]
+def _of_segments(mask: Segments, rewards: Array, groups: Groups) -> tuple[Array, Groups]:
+    """Rewards and groups of each token's sequence as those of rows `[N]`, one for each segment."""
+    check_same_shape(**{"rewards": rewards, "group_ids": groups.ids, "mask": mask})
+    ids, of_tokens = as_array(mask.ids), as_array(groups.ids)
+    present = row_any(narrowed(mask, of_tokens >= 0))
+    of_rows = jnp.where(present, to_sequences(of_tokens, ids), -1).ravel()
+    return to_sequences(rewards, ids).ravel(), as_groups(dataclasses.replace(groups, ids=of_rows), None)

@@ -3,21 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import check_choice
+from kljax._checks import as_groups, check_choice
 from kljax._devices import auto_sharded, local_rows, over_devices
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Float,
-    Integer,
-    MaskLike,
-    Real,
-    Scalar,
-    Singleton,
-    StdScale,
-)
-from kljax.advantages._groups import SINGLETONS, Groups, centered, deviations, finish, make_groups
+from kljax._typing import Array, ArrayLike, Float, Integer, Real, Scalar, Singleton, StdScale
+from kljax.advantages._groups import SINGLETONS, GroupedRewards, centered, deviations, finish, make_groups
+from kljax.batches import Groups
 
 __all__ = ["gpg_advantages", "maxrl_advantages", "pass_at_k_advantages"]
 
@@ -25,13 +15,11 @@ __all__ = ["gpg_advantages", "maxrl_advantages", "pass_at_k_advantages"]
 @auto_sharded
 def maxrl_advantages(
     rewards: Real[ArrayLike, " B"],
-    group_ids: Integer[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"] | Groups,
     *,
-    num_groups: int,
+    num_groups: int | None = None,
     eps: Scalar = 0.0,
     singleton: Singleton = "zero",
-    valid: MaskLike[ArrayLike, " B"] | None = None,
-    axis_name: AxisName = None,
 ) -> Float[Array, " B"]:
     """Rewards relative to the mean of their group: `A_i = (r_i - mean_g) / (mean_g + eps)`, and 0 where `mean_g <= 0`.
 
@@ -41,12 +29,10 @@ def maxrl_advantages(
 
     Args:
       rewards: `[B]`, one reward per row.
-      group_ids: `[B]` integers below `num_groups`; negative marks a padding row.
-      num_groups: static number of groups.
+      group_ids: `[B]` integers below `num_groups`, negative on padding rows; or `Groups`.
+      num_groups: static number of groups, unless they are `Groups`.
       eps: added to the mean, in the unit of the rewards.
       singleton: advantage of a row alone in its group: "zero", or "reward" for the reward itself.
-      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64, without a unit; padding rows hold 0.
@@ -63,7 +49,7 @@ def maxrl_advantages(
       [ 3. -1. -1. -1.]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
+    groups = make_groups(rewards, as_groups(group_ids, num_groups))
     mean = (groups.total(groups.rewards) / jnp.maximum(groups.size, 1))[groups.ids]
     distances = centered(groups, groups.weights())
     # A NaN reward shows in its group: a comparison with NaN would make it look like a mean of at most 0.
@@ -75,12 +61,10 @@ def maxrl_advantages(
 @auto_sharded
 def gpg_advantages(
     rewards: Real[ArrayLike, " B"],
-    group_ids: Integer[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"] | Groups,
     *,
-    num_groups: int,
+    num_groups: int | None = None,
     singleton: Singleton = "zero",
-    valid: MaskLike[ArrayLike, " B"] | None = None,
-    axis_name: AxisName = None,
 ) -> Float[Array, " B"]:
     """Centred rewards, made larger where few rows have a reward: `A_i = n / n_nonzero * (r_i - mean_g)`.
 
@@ -89,11 +73,9 @@ def gpg_advantages(
 
     Args:
       rewards: `[B]`, one reward per row.
-      group_ids: `[B]` integers below `num_groups`; negative marks a padding row.
-      num_groups: static number of groups.
+      group_ids: `[B]` integers below `num_groups`, negative on padding rows; or `Groups`.
+      num_groups: static number of groups, unless they are `Groups`.
       singleton: advantage of a row alone in its group: "zero", or "reward" for `n / n_nonzero * r_i` as in verl.
-      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
@@ -110,8 +92,8 @@ def gpg_advantages(
       [ 2. -2.  0.  0.]
     """
     check_choice("singleton", singleton, SINGLETONS)
-    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name)
-    nonzero = over_devices((groups.rewards != 0).sum(), axis_name).astype(groups.rewards.dtype)
+    groups = make_groups(rewards, as_groups(group_ids, num_groups))
+    nonzero = over_devices((groups.rewards != 0).sum(), groups.axis_name).astype(groups.rewards.dtype)
     factor = groups.size.sum() / jnp.maximum(nonzero, 1)
     return finish(groups, factor * centered(groups, groups.weights()), factor * groups.rewards, singleton)
 
@@ -119,14 +101,12 @@ def gpg_advantages(
 @auto_sharded
 def pass_at_k_advantages(
     rewards: Real[ArrayLike, " B"],
-    group_ids: Integer[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"] | Groups,
     *,
-    num_groups: int,
+    num_groups: int | None = None,
     scale: StdScale = "std",
     ddof: int = 1,
     eps: Scalar = 1e-6,
-    valid: MaskLike[ArrayLike, " B"] | None = None,
-    axis_name: AxisName = None,
 ) -> Float[Array, " B"]:
     """Credits the best row with its margin: `A_best = (r_best - r_second) / (std_g + eps)`, and 0 for every other row.
 
@@ -134,13 +114,11 @@ def pass_at_k_advantages(
 
     Args:
       rewards: `[B]`, one reward per row.
-      group_ids: `[B]` integers below `num_groups`; negative marks a padding row.
-      num_groups: static number of groups.
+      group_ids: `[B]` integers below `num_groups`, negative on padding rows; or `Groups`.
+      num_groups: static number of groups, unless they are `Groups`.
       scale: "std" divides by the standard deviation of the group; "none" does not.
       ddof: of the standard deviation, 0 or 1.
       eps: added to the standard deviation, in the unit of the rewards.
-      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; their rewards are gathered.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0, and so does a row alone in its group.
@@ -158,7 +136,8 @@ def pass_at_k_advantages(
       [0. 1. 0.]
     """
     check_choice("scale", scale, ("std", "none"))
-    groups = make_groups(rewards, group_ids, num_groups, valid, axis_name).gathered()
+    local = make_groups(rewards, as_groups(group_ids, num_groups))
+    groups = local.gathered()
     rows = jnp.arange(groups.rewards.shape[0])
     first = _best_row(groups, groups.real)[groups.ids]
     second = _best_row(groups, groups.real & (rows != first))[groups.ids]
@@ -169,10 +148,10 @@ def pass_at_k_advantages(
     # A NaN equals nothing, so no row would be the best of its group.
     unordered = jnp.isnan(groups.total(groups.rewards))[groups.ids]
     result = jnp.where(unordered, jnp.nan, jnp.where(rows == first, result, 0))
-    return local_rows(finish(groups, result, groups.rewards, "zero"), axis_name)
+    return local_rows(finish(groups, result, groups.rewards, "zero"), local.axis_name)
 
 
-def _best_row(groups: Groups, eligible: Array) -> Array:
+def _best_row(groups: GroupedRewards, eligible: Array) -> Array:
     """`[G]`: the first of the eligible rows with the highest reward of its group; any row where there is none."""
     count, last = groups.size.shape[0], groups.rewards.shape[0] - 1
     rewards = jax.lax.stop_gradient(groups.rewards)

@@ -3,18 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_same_shape
+from kljax._checks import as_float, as_groups, check_same_shape
 from kljax._devices import auto_sharded, over_devices
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Float,
-    Integer,
-    MaskLike,
-    Real,
-)
+from kljax._typing import Array, ArrayLike, Float, Integer, Real
 from kljax.advantages._groups import safe_ids
+from kljax.batches import Groups
 
 __all__ = ["broadcast_to_steps"]
 
@@ -22,12 +15,10 @@ __all__ = ["broadcast_to_steps"]
 @auto_sharded
 def broadcast_to_steps(
     advantages: Real[ArrayLike, " B"],
-    group_ids: Integer[ArrayLike, " B"],
+    group_ids: Integer[ArrayLike, " B"] | Groups,
     *,
-    num_groups: int,
+    num_groups: int | None = None,
     divide_by_steps: bool = False,
-    valid: MaskLike[ArrayLike, " B"] | None = None,
-    axis_name: AxisName = None,
 ) -> Float[Array, " B"]:
     """Gives every step of a trajectory the sum of the advantages at its rows: `A_i = sum_{j in trajectory of i} a_j`.
 
@@ -39,11 +30,9 @@ def broadcast_to_steps(
 
     Args:
       advantages: `[B]`, one per step; 0 where a step has none of its own.
-      group_ids: `[B]` integers below `num_groups`, the trajectory of each step; negative marks a padding row.
-      num_groups: static number of trajectories.
+      group_ids: `[B]` integers below `num_groups`, the trajectory of each step, negative on padding rows; or `Groups`.
+      num_groups: static number of trajectories, unless they are `Groups`.
       divide_by_steps: whether to divide by the number of steps of the trajectory.
-      valid: `[B]` booleans, False on padding rows; None takes every row with an id of at least 0.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the steps are spread, also those of one trajectory.
 
     Returns:
       `[B]`, float32 or float64; padding rows hold 0.
@@ -60,12 +49,14 @@ def broadcast_to_steps(
       >>> print(kljax.broadcast_to_steps(jnp.array([0.0, 2.0, -2.0]), jnp.array([0, 0, 1]), num_groups=2))
       [ 2.  2. -2.]
     """
-    check_at_least("num_groups", num_groups, 1)
-    check_same_shape(advantages=advantages, group_ids=group_ids, valid=valid)
-    (advantages,) = as_float(advantages)
-    ids, real, unknown = safe_ids(group_ids, num_groups, valid)
-    total = over_devices(jax.ops.segment_sum(jnp.where(real, advantages, 0), ids, num_segments=num_groups), axis_name)
+    (advantages,), groups = as_float(advantages), as_groups(group_ids, num_groups)
+    check_same_shape(advantages=advantages, group_ids=groups.ids)
+    ids, real, unknown = safe_ids(groups)
+
+    def total(values: Array) -> Array:
+        return over_devices(jax.ops.segment_sum(values, ids, num_segments=groups.count), groups.axis_name)
+
+    sums = total(jnp.where(real, advantages, 0))
     if divide_by_steps:
-        steps = jax.ops.segment_sum(real.astype(advantages.dtype), ids, num_segments=num_groups)
-        total = total / jnp.maximum(over_devices(steps, axis_name), 1)
-    return jnp.where(unknown, jnp.nan, jnp.where(real, total[ids], 0))
+        sums = sums / jnp.maximum(total(real.astype(advantages.dtype)), 1)
+    return jnp.where(unknown, jnp.nan, jnp.where(real, sums[ids], 0))

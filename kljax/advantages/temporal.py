@@ -6,20 +6,10 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_same_shape, check_scalar
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    GAERule,
-    Integer,
-    MaskLike,
-    Real,
-    ReturnsRule,
-    Scalar,
-)
+from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape, check_scalar
+from kljax._typing import Array, ArrayLike, Float, GAERule, Mask, MaskLike, Real, ReturnsRule, Scalar
 from kljax.masking import masked
-from kljax.rows import check_segments, row_cumsum, row_ends
+from kljax.rows import row_cumsum, row_ends, segment_ids
 
 __all__ = ["gae", "reinforce_plus_plus_returns"]
 
@@ -29,11 +19,10 @@ GAE_RULES = get_args(GAERule)
 
 def reinforce_plus_plus_returns(
     token_rewards: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     gamma: Scalar = 1.0,
     masked_tokens: ReturnsRule = "skip",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """Discounted returns: `G_t = R_t + gamma * G_{t+1}` over the unmasked tokens of a row.
 
@@ -45,11 +34,9 @@ def reinforce_plus_plus_returns(
 
     Args:
       token_rewards: `[..., T]`, rewards per token, usually from `kl_shaped_rewards`; masked ones are ignored.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       gamma: discount per token, usually between 0 and 1.
       masked_tokens: one of the three rules above.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64, in the unit of the rewards; masked positions hold 0. REINFORCE++ whitens them
@@ -71,7 +58,7 @@ def reinforce_plus_plus_returns(
     check_same_shape(token_rewards=token_rewards, mask=mask)
     check_scalar("gamma", gamma)
     check_at_least("gamma", gamma, 0)
-    keep, ids = check_segments(segment_ids, mask)
+    keep = check_mask(mask)
     rewards = masked(token_rewards, keep)
     gamma = jnp.asarray(gamma, rewards.dtype)
 
@@ -81,18 +68,17 @@ def reinforce_plus_plus_returns(
         skipped = {"skip": later, "reset": jnp.zeros_like(later), "zero": total}[masked_tokens]
         return jnp.where(kept, total, skipped), jnp.where(kept, total, 0)
 
-    return _scan_back(step, _nothing(rewards), (rewards, keep), ids)
+    return _scan_back(step, _nothing(rewards), (rewards, keep), segment_ids(mask))
 
 
 def gae(
     rewards: Real[ArrayLike, "*b T"],
     values: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     gamma: Scalar = 1.0,
     lam: Scalar = 1.0,
     masked_tokens: GAERule = "skip",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> tuple[Array, Array]:
     """Generalised advantage estimates, and the returns that the value function is fitted to.
 
@@ -114,12 +100,10 @@ def gae(
     Args:
       rewards: `[..., T]`, rewards per token; masked ones are ignored, but for "none".
       values: same shape, the value of the state before each token; masked ones are ignored, but for "none".
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       gamma: discount per token, usually between 0 and 1.
       lam: trace decay, 0 (one-step) to 1 (Monte Carlo).
       masked_tokens: one of the three rules above; "skip" and "zero" are those of `reinforce_plus_plus_returns`.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `(advantages, returns)`, both `[..., T]`, float32 or float64, in the unit of the rewards; masked positions
@@ -151,8 +135,8 @@ def gae(
     check_scalar("lam", lam)
     check_at_least("lam", lam, 0)
     rewards, values = as_float(rewards, values)
-    keep, ids = check_segments(segment_ids, mask)
-    enters = row_cumsum(keep, segment_ids=ids) > 0 if masked_tokens == "none" else keep
+    keep = check_mask(mask)
+    enters = row_cumsum(keep, mask) > 0 if masked_tokens == "none" else keep
     rewards, values = jnp.where(enters, rewards, 0), jnp.where(enters, values, 0)
     gamma, lam = jnp.asarray(gamma, rewards.dtype), jnp.asarray(lam, rewards.dtype)
 
@@ -164,7 +148,7 @@ def gae(
             carry = jnp.where(kept, value, next_value), jnp.where(kept, advantage, next_advantage)
         return carry, jnp.where(kept, advantage, 0)
 
-    advantages = _scan_back(step, (_nothing(rewards), _nothing(values)), (rewards, values, keep), ids)
+    advantages = _scan_back(step, (_nothing(rewards), _nothing(values)), (rewards, values, keep), segment_ids(mask))
     return advantages, masked(advantages + values, keep)
 
 
@@ -178,9 +162,7 @@ def _nothing(values: Array) -> Array:
     return jnp.zeros_like(values.sum(-1))
 
 
-def _scan_back(
-    step: Callable[[Any, Any], tuple[Any, Array]], start: Any, arrays: Any, segment_ids: Array | None
-) -> Array:
+def _scan_back(step: Callable[[Any, Any], tuple[Any, Array]], start: Any, arrays: Any, ids: Array | None) -> Array:
     """Runs `step` from the last token of every sequence to its first; results in the order of the positions."""
 
     def by_position(array: Array) -> Array:
@@ -190,8 +172,8 @@ def _scan_back(
         ends, inputs = now
         return step(jax.tree.map(lambda carry, zero: jnp.where(ends, zero, carry), later, start), inputs)
 
-    if segment_ids is not None:
-        arrays = row_ends(segment_ids), arrays
-    run = step if segment_ids is None else step_in_segment
+    if ids is not None:
+        arrays = row_ends(ids), arrays
+    run = step if ids is None else step_in_segment
     _, results = jax.lax.scan(run, start, jax.tree.map(by_position, arrays), reverse=True)
     return jnp.moveaxis(results, 0, -1)

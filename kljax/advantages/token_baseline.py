@@ -5,7 +5,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
+from kljax._checks import as_float, as_groups, check_at_least, check_choice, check_mask, check_same_shape
 from kljax._devices import auto_sharded, greatest, over_devices
 from kljax._typing import (
     Array,
@@ -14,6 +14,7 @@ from kljax._typing import (
     BaselineAlignment,
     Float,
     Integer,
+    Mask,
     MaskLike,
     Real,
     Scalar,
@@ -21,8 +22,9 @@ from kljax._typing import (
 )
 from kljax.advantages._groups import SINGLETONS, safe_ids
 from kljax.advantages.temporal import reinforce_plus_plus_returns
+from kljax.batches import Groups, Segments
 from kljax.masking import masked
-from kljax.rows import check_segments, positions, row_count, row_cumsum, row_first, row_max, to_tokens
+from kljax.rows import narrowed, positions, row_count, row_cumsum, row_first, row_max, segment_ids, to_tokens
 
 __all__ = ["otb_advantages"]
 
@@ -34,18 +36,15 @@ def otb_advantages(
     token_rewards: Real[ArrayLike, "B T"],
     old_log_probs: Float[ArrayLike, "B T"],
     sum_squared_probs: Real[ArrayLike, "B T"],
-    mask: MaskLike[ArrayLike, "B T"],
-    group_ids: Integer[ArrayLike, "..."],
+    mask: MaskLike[Mask, "B T"],
+    group_ids: Integer[ArrayLike, "..."] | Groups,
     *,
-    num_groups: int,
+    num_groups: int | None = None,
     weights: Real[ArrayLike, "B T"] | None = None,
     align: BaselineAlignment = "token",
     zero_tail: bool = True,
     eps: Scalar = 0.0,
     singleton: Singleton = "zero",
-    valid: MaskLike[ArrayLike, "..."] | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
-    axis_name: AxisName = None,
 ) -> tuple[Array, Array]:
     """Returns minus the optimal token baseline: `A_it = G_it - sum_j W_jt G_jt / (sum_j W_jt + eps)` over the group.
 
@@ -56,9 +55,11 @@ def otb_advantages(
       token_rewards: `[B, T]`, rewards per token; masked ones are ignored.
       old_log_probs: same shape, log-probs of the policy that is about to be trained, in nats; a constant.
       sum_squared_probs: same shape, `sum_v pi(v)^2` over the vocabulary: `jnp.exp(2 * vocab_log_probs).sum(-1)`.
-      mask: same shape, boolean.
-      group_ids: `[B]` integers below `num_groups`, the prompt of each row; negative marks a padding row.
-      num_groups: static number of groups.
+      mask: same shape, boolean or `Segments`; of the latter, the "position" of a token counts from the start of its
+        segment.
+      group_ids: `[B]` integers below `num_groups`, the prompt of each row, negative on padding rows; or `Groups`. A row
+        without a single token is a padding row too.
+      num_groups: static number of groups, unless they are `Groups`.
       weights: same shape as the mask: importance weights `w` of the tokens; None weighs each 1.
       align: which tokens of the rows of a group share a baseline: "token", the n-th unmasked ones (verl's
         tir_optimal_token_baseline), or "position", those at the same position (optimal_token_baseline). The two are the
@@ -67,12 +68,6 @@ def otb_advantages(
         its own return and its advantage 0. The tail begins where the second longest row would end without its holes.
       eps: added to the sum of the weights; verl 1e-8.
       singleton: a row alone in its group: "zero" gives it advantage 0; "reward" no baseline, as in verl.
-      valid: `[B]` booleans, False on padding rows; None takes every row with a group id of at least 0. A row without a
-        single token is a padding row too.
-      segment_ids: `[B, T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; the
-        group ids and `valid` are then `[B, T]`, those of each token's sequence, and the "position" of a token counts
-        from the start of its segment. None takes each row as one sequence.
-      axis_name: mapped axes, as of `shard_map`, over whose parts the rows are spread; a group may have rows in several.
 
     Returns:
       `(advantages, returns)`, both `[B, T]`, float32 or float64, in the unit of the rewards; masked positions and
@@ -97,55 +92,54 @@ def otb_advantages(
     """
     check_choice("align", align, ALIGNMENTS)
     check_choice("singleton", singleton, SINGLETONS)
-    check_at_least("num_groups", num_groups, 1)
     check_at_least("eps", eps, 0)
     arrays = {"token_rewards": token_rewards, "old_log_probs": old_log_probs, "sum_squared_probs": sum_squared_probs}
-    rows, length = check_same_shape(**arrays, mask=mask, weights=weights)
-    mask, segments = check_segments(segment_ids, mask)
-    if segments is not None:
-        check_same_shape(group_ids=group_ids, mask=mask)
-    elif jnp.shape(group_ids) != (rows,):
-        raise ValueError(f"group_ids: got shape {list(jnp.shape(group_ids))}, expected [{rows}], one per row")
-    weights = jnp.ones(jnp.shape(mask), jnp.float32) if weights is None else weights
-    rewards, log_probs, squares, weights = as_float(*arrays.values(), weights)
-    ids, real, unknown = safe_ids(group_ids, num_groups, valid)
-    if segments is None:
+    rows, _ = check_same_shape(**arrays, mask=mask, weights=weights)
+    groups, kept = as_groups(group_ids, num_groups), check_mask(mask)
+    (ids, real, unknown), axis_name = safe_ids(groups), groups.axis_name
+    if isinstance(mask, Segments):
+        check_same_shape(group_ids=ids, mask=mask)
+    elif ids.shape != (rows,):
+        raise ValueError(f"group_ids: got shape {list(ids.shape)}, expected [{rows}], one per row")
+    else:
         ids, real, unknown = ids[:, None], real[:, None], unknown[:, None]
-    keep = mask & real
-    returns = reinforce_plus_plus_returns(rewards, keep, segment_ids=segments)
+    weights = jnp.ones(kept.shape, jnp.float32) if weights is None else weights
+    rewards, log_probs, squares, weights = as_float(*arrays.values(), weights)
+    keep = narrowed(mask, kept & real)
+    returns = reinforce_plus_plus_returns(rewards, keep)
     squared_norms = jnp.square(masked(weights, keep)) * (1 - 2 * jnp.exp(masked(log_probs, keep)) + squares)
-    energies = masked(row_cumsum(masked(squared_norms, keep), segment_ids=segments), keep)
-    places, shared = _places(keep, segments, align)
-    sums = [_add_up(ids, shared, array, num_groups) for array in (energies, energies * returns)]
+    energies = masked(row_cumsum(masked(squared_norms, keep), keep), keep)
+    places, shared = _places(keep, align)
+    sums = [_add_up(ids, shared, array, groups.count) for array in (energies, energies * returns)]
     weight, value = over_devices(sums, axis_name)
     weight = weight + jnp.asarray(eps, weight.dtype)
     baselines = jnp.where(weight != 0, value / jnp.where(weight != 0, weight, 1), 0)
     own = baselines[ids, jnp.maximum(shared, 0)]
-    lengths = row_count(keep, segment_ids=segments)
+    lengths = row_count(keep)
     # The group of each sequence; one without a token has length 0 in any group.
-    groups = ids if segments is None else row_max(ids, keep, initial=0, segment_ids=segments)
+    of_rows = row_max(ids, keep, initial=0) if isinstance(mask, Segments) else ids
     if zero_tail:
-        longest, next_longest = _two_longest(lengths.ravel(), groups.ravel(), num_groups, axis_name)
-        is_longest = to_tokens(lengths, length, segment_ids=segments) == longest[ids]
+        longest, next_longest = _two_longest(lengths.ravel(), of_rows.ravel(), groups.count, axis_name)
+        is_longest = to_tokens(lengths, mask) == longest[ids]
         alone = is_longest & (next_longest[ids] < longest[ids])
         own = jnp.where(alone & (places >= next_longest[ids]), 0, own)
-    members = jax.ops.segment_sum((lengths > 0).ravel().astype(int), groups.ravel(), num_segments=num_groups)
+    members = jax.ops.segment_sum((lengths > 0).ravel().astype(int), of_rows.ravel(), num_segments=groups.count)
     single = (over_devices(members, axis_name) == 1)[ids]
     own = jnp.where(single, returns if singleton == "zero" else 0, own)
-    return jnp.where(unknown & mask, jnp.nan, masked(returns - own, keep)), returns
+    return jnp.where(unknown & kept, jnp.nan, masked(returns - own, keep)), returns
 
 
-def _places(keep: Array, segment_ids: Array | None, align: BaselineAlignment) -> tuple[Array, Array]:
+def _places(keep: Mask, align: BaselineAlignment) -> tuple[Array, Array]:
     """Finds where the tokens of a group meet, `[B, T]`: the place of each in its sequence, and the one it shares."""
     if align == "token":
-        places = row_cumsum(keep, segment_ids=segment_ids) - 1
+        places = row_cumsum(check_mask(keep), keep) - 1
         return places, places
-    shared, length = positions(keep), keep.shape[-1]
-    first = to_tokens(row_first(keep, segment_ids=segment_ids), length, segment_ids=segment_ids)
-    if segment_ids is None:
+    shared, ids = positions(check_mask(keep)), segment_ids(keep)
+    first = to_tokens(row_first(keep), keep)
+    if ids is None:
         return shared - first, shared
-    inside = segment_ids >= 0
-    start = to_tokens(row_first(inside, segment_ids=segment_ids), length, segment_ids=segment_ids)
+    inside = ids >= 0
+    start = to_tokens(row_first(narrowed(keep, inside)), keep)
     return shared - first, jnp.where(inside, shared - start, 0)
 
 

@@ -26,7 +26,7 @@ BROKEN = (
 )
 
 
-class UserError(Exception):
+class InputError(Exception):
     """A mistake in the arguments or files of the user."""
 
 
@@ -39,14 +39,14 @@ def read_array(option: str, path: str, *, kinds: str = "fiub") -> np.ndarray:
       kinds: the kinds of dtype that are allowed, as `dtype.kind`.
 
     Raises:
-      UserError: there is no such file, it is no array, or its dtype is of none of the kinds.
+      InputError: there is no such file, it is no array, or its dtype is of none of the kinds.
     """
     if _is_zip(option, path):
-        raise UserError(f"{option}: {path} holds several arrays, expected an .npy file with one")
+        raise InputError(f"{option}: {path} holds several arrays, expected an .npy file with one")
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except BROKEN as error:
-        raise UserError(f"{option}: {path} cannot be read as a NumPy file: {error}") from error
+        raise InputError(f"{option}: {path} cannot be read as a NumPy file: {error}") from error
     _check_dtype(f"{option}: {path}", array.dtype, kinds)
     return array
 
@@ -58,20 +58,20 @@ def read_batch(option: str, path: str, *, needed: Sequence[str], others: Sequenc
       path: an `.npz` file.
 
     Raises:
-      UserError: there is no such file, it is no archive, or an array is missing, damaged, too large or no numbers.
+      InputError: there is no such file, it is no archive, or an array is missing, damaged, too large or no numbers.
     """
     if not _is_zip(option, path):
-        raise UserError(f"{option}: {path} is no archive of arrays, expected an .npz file")
+        raise InputError(f"{option}: {path} is no archive of arrays, expected an .npz file")
     try:
         archive = zipfile.ZipFile(path)
     except BROKEN as error:
-        raise UserError(f"{option}: {path} cannot be read as a NumPy file: {error}") from error
+        raise InputError(f"{option}: {path} cannot be read as a NumPy file: {error}") from error
     with archive:
         names = [info.filename.removesuffix(".npy") for info in archive.infolist()]
         missing = [name for name in needed if name not in names]
         if missing:
             listed = ", ".join(names) or "nothing"
-            raise UserError(f"{option}: {path} has no {' and no '.join(missing)}; it has {listed}")
+            raise InputError(f"{option}: {path} has no {' and no '.join(missing)}; it has {listed}")
         wanted = [name for name in (*needed, *others) if name in names]
         return {name: _member(f"{option}: {path}: {name}", archive, name) for name in wanted}
 
@@ -81,21 +81,21 @@ def _is_zip(option: str, path: str) -> bool:
         with open(path, "rb") as file:
             return file.read(2) == b"PK"
     except FileNotFoundError as error:
-        raise UserError(f"{option}: there is no file {path}") from error
+        raise InputError(f"{option}: there is no file {path}") from error
     except OSError as error:
-        raise UserError(f"{option}: {path} cannot be read: {error.strerror}") from error
+        raise InputError(f"{option}: {path} cannot be read: {error.strerror}") from error
 
 
 def _member(where: str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """Reads one array, after its header is compared with the size of the member."""
     found = [info for info in archive.infolist() if info.filename in (name, f"{name}.npy")]
     if len(found) != 1:
-        raise UserError(f"{where}: the file holds it {len(found)} times")
+        raise InputError(f"{where}: the file holds it {len(found)} times")
     info = found[0]
     if info.flag_bits & ENCRYPTED:
-        raise UserError(f"{where}: is encrypted; store it with numpy.savez")
+        raise InputError(f"{where}: is encrypted; store it with numpy.savez")
     if info.compress_type != zipfile.ZIP_STORED and info.file_size > MAX_COMPRESSED:
-        raise UserError(
+        raise InputError(
             f"{where}: {info.file_size:,} bytes are compressed, expected at most {MAX_COMPRESSED:,}; store it with "
             "numpy.savez, uncompressed"
         )
@@ -105,14 +105,14 @@ def _member(where: str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
             size = info.file_size - member.tell()
             _check_dtype(where, dtype, "fiub")
             if math.prod(shape) * dtype.itemsize != size:
-                raise UserError(f"{where}: {size:,} bytes for shape {list(shape)} of {dtype}")
+                raise InputError(f"{where}: {size:,} bytes for shape {list(shape)} of {dtype}")
             values = np.frombuffer(member.read(), dtype)
     except BROKEN as error:
-        raise UserError(f"{where}: cannot be read as an array: {error}") from error
+        raise InputError(f"{where}: cannot be read as an array: {error}") from error
     return values.reshape(shape, order="F" if fortran else "C")
 
 
 def _check_dtype(where: str, dtype: np.dtype, kinds: str) -> None:
     if dtype.kind not in kinds:
         expected = "integers" if kinds == "iu" else "numbers (bfloat16 goes as float32)"
-        raise UserError(f"{where} has dtype {dtype}, expected {expected}")
+        raise InputError(f"{where} has dtype {dtype}, expected {expected}")

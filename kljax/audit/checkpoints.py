@@ -11,7 +11,7 @@ import numpy as np
 
 from kljax._checks import check_at_least, check_choice
 from kljax._typing import Array, ArrayLike
-from kljax.audit.logits import Block, Options, host_mask, measure
+from kljax.audit.logits import AuditOptions, Block, host_mask, measure
 from kljax.audit.report import Audit
 from kljax.checkpoint import read_metadata, restore
 from kljax.log_probs import kl_from_hidden
@@ -93,7 +93,7 @@ def audit_checkpoints(
       >>> print(audit.settings["source"], audit.settings["positions"], audit.settings["vocabulary"])
       checkpoints 6 5
     """
-    options = Options(draws, bootstrap, confidence, max_ratio, resample, chunk_size, key)
+    options = AuditOptions(draws, bootstrap, confidence, max_ratio, resample, chunk_size, key)
     check_at_least("rows_per_call", rows_per_call, 1)
     if np.ndim(tokens) != 2 or not np.size(tokens):
         raise ValueError(f"tokens: got shape {list(np.shape(tokens))}, expected [N, T] with neither of them 0")

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kljax.audit._files import UserError, read_array, read_batch
+from kljax.audit._files import InputError, read_array, read_batch
 from kljax.audit._plot import have_matplotlib
 from kljax.audit.batch import audit_batch
 from kljax.audit.checkpoints import Checkpoints, audit_checkpoints
@@ -93,11 +93,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         out = pathlib.Path(args.out)
         if out.exists() and not out.is_dir():
-            raise UserError(f"--out: {out} is not a folder")
+            raise InputError(f"--out: {out} is not a folder")
         with jax.enable_x64(True):
             audit = _audit(args)
         written = audit.write(out)
-    except (UserError, ValueError, TypeError, OSError, ImportError) as error:
+    except (InputError, ValueError, TypeError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except MemoryError:
@@ -119,7 +119,7 @@ def _audit(args: argparse.Namespace) -> Audit:
     }
     chosen = [name for name, (value, _) in sources.items() if value]
     if len(chosen) != 1:
-        raise UserError(f"expected one of {', '.join(sources)}, got {' and '.join(chosen) or 'none of them'}")
+        raise InputError(f"expected one of {', '.join(sources)}, got {' and '.join(chosen) or 'none of them'}")
     options: dict[str, Any] = {
         "bootstrap": args.bootstrap,
         "confidence": args.confidence,
@@ -131,7 +131,7 @@ def _audit(args: argparse.Namespace) -> Audit:
 
 def _from_logits(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
     if args.ref_logits is None:
-        raise UserError("--logits needs --ref-logits")
+        raise InputError("--logits needs --ref-logits")
     behaviour = None if args.rollout_logits is None else read_array("--rollout-logits", args.rollout_logits)
     arrays = (read_array("--logits", args.logits), read_array("--ref-logits", args.ref_logits), behaviour)
     return audit_logits(*arrays, _mask(args), draws=args.draws, **options)
@@ -152,12 +152,12 @@ def _from_example(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
 def _from_batch(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
     batch = dict(read_batch("--batch", args.batch, needed=BATCH_NEEDED, others=(*BATCH_BEHAVIOUR, "kl")))
     if "kl" in batch and args.kl_is is None:
-        raise UserError(
+        raise InputError(
             f"--batch: {args.batch} has kl, expected --kl-is with it; pass --kl-is exact if it is the exact KL over "
             "the vocabulary per token, --kl-is estimate if it is an estimate, as in a dump of the parity command"
         )
     if "kl" not in batch and args.kl_is is not None:
-        raise UserError(f"--kl-is: {args.batch} has no kl; leave the option out")
+        raise InputError(f"--kl-is: {args.batch} has no kl; leave the option out")
     if args.kl_is == "estimate":
         del batch["kl"]
     behaviour = next((batch[name] for name in BATCH_BEHAVIOUR if name in batch), None)
@@ -167,7 +167,7 @@ def _from_batch(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
 
 def _from_checkpoints(args: argparse.Namespace, options: dict[str, Any]) -> Audit:
     if args.apply is None or args.tokens is None:
-        raise UserError("--checkpoints needs --apply and --tokens")
+        raise InputError("--checkpoints needs --apply and --tokens")
     policy, reference = args.checkpoints
     return audit_checkpoints(
         read_array("--tokens", args.tokens, kinds="iu"),
@@ -187,21 +187,21 @@ def _mask(args: argparse.Namespace) -> np.ndarray | None:
 def _function(option: str, name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     if not function:
-        raise UserError(f"{option}: got {name!r}, expected module:function")
+        raise InputError(f"{option}: got {name!r}, expected module:function")
     # `python -m` puts the working directory on the path, so modules there can be named.
     try:
         function_object = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise UserError(f"{option}: {name}: {error}") from error
+        raise InputError(f"{option}: {name}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise UserError(f"{option}: {name}: {type(error).__name__}: {error}") from error
+        raise InputError(f"{option}: {name}: {type(error).__name__}: {error}") from error
     if not callable(function_object):
-        raise UserError(f"{option}: {name} is not a function")
+        raise InputError(f"{option}: {name} is not a function")
 
     def call(*arguments: Any) -> Any:
         try:
             return function_object(*arguments)
         except (Exception, SystemExit) as error:
-            raise UserError(f"{option}: {name} raised {type(error).__name__}: {error}") from error
+            raise InputError(f"{option}: {name} raised {type(error).__name__}: {error}") from error
 
     return call

@@ -122,7 +122,7 @@ def audit_logits(
       loss k2 0.00
       reward k1 0.00
     """
-    options = Options(draws, bootstrap, confidence, max_ratio, resample, chunk_size, key)
+    options = AuditOptions(draws, bootstrap, confidence, max_ratio, resample, chunk_size, key)
     shape = check_same_shape(logits=logits, ref_logits=ref_logits, sampling_logits=sampling_logits)
     if len(shape) != 3 or not all(shape):
         raise ValueError(f"logits: got shape {list(shape)}, expected [N, T, V] with none of them 0")
@@ -131,7 +131,7 @@ def audit_logits(
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class AuditOptions:
     """The options that the audits of logits and of checkpoints share; see `audit_logits`."""
 
     draws: int
@@ -189,7 +189,7 @@ class Block:
         return cls(logits[0].shape, len(logits) == 3, lambda positions: [array[positions] for array in flat])
 
 
-def measure(blocks: Iterable[Block], mask: np.ndarray, options: Options, source: str) -> Audit:
+def measure(blocks: Iterable[Block], mask: np.ndarray, options: AuditOptions, source: str) -> Audit:
     """Audits the unmasked positions of blocks of rows.
 
     Args:
@@ -274,7 +274,7 @@ def _kl(summary: Summary, level: Level) -> Interval:
 
 
 def _all_moments(
-    blocks: Iterable[Block], mask: np.ndarray, options: Options, key: Array
+    blocks: Iterable[Block], mask: np.ndarray, options: AuditOptions, key: Array
 ) -> tuple[Moments, Moments | None, tuple[str, ...], int]:
     exact, sampled = [], []
     corrections: tuple[str, ...] = ("none",)
@@ -299,14 +299,14 @@ def _all_moments(
     return _unchunk(exact, mask), from_draws, corrections, vocabulary
 
 
-def _chunk_size(options: Options, width: int, positions: int) -> int:
+def _chunk_size(options: AuditOptions, width: int, positions: int) -> int:
     """Returns the positions per chunk: a power of two if few, so that audits of similar size share a program."""
     limit = options.chunk_size or max(1, _CHUNK_ELEMENTS // width)
     return min(limit, max(_LEAST_CHUNK, 1 << (positions - 1).bit_length()))
 
 
 def _chunks(
-    block: Block, mask: np.ndarray, size: int, options: Options, keys: Callable[[np.ndarray], Array]
+    block: Block, mask: np.ndarray, size: int, options: AuditOptions, keys: Callable[[np.ndarray], Array]
 ) -> Iterator[tuple[Any, Any]]:
     """Yields moments of `size` unmasked positions at a time, on the host; padding fills the last chunk."""
     caps = [jnp.asarray(options.caps, float)] if block.stale else []
@@ -327,7 +327,7 @@ def _chunks(
 
 
 def _moments(
-    logits: list[Array], options: Options, cap: Array | None, kl: Array | None, keys: Array
+    logits: list[Array], options: AuditOptions, cap: Array | None, kl: Array | None, keys: Array
 ) -> tuple[Moments, Moments | None]:
     """Computes the moments summed over the vocabulary, and those of drawn tokens if `options.draws` is not 0."""
     # The policy itself draws the tokens unless there is a third one.

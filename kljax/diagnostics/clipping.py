@@ -5,25 +5,14 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_choice
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Bool,
-    ClipSide,
-    Float,
-    Integer,
-    Level,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._checks import as_float, check_choice, check_mask
+from kljax._typing import Array, ArrayLike, Bool, ClipSide, Float, Level, Mask, MaskLike, Real, Scalar
 from kljax.aggregation import WeightedSum
 from kljax.losses._surrogate import beyond_clip, check_clip, loss_inputs
 from kljax.losses.value import value_errors
 from kljax.ratios import level_log_ratios, level_mask
 from kljax.ratios.levels import check_bounds, within
-from kljax.rows import check_segments, to_tokens
+from kljax.rows import to_tokens
 
 __all__ = ["clip_fraction", "clipped_tokens", "dual_clip_fraction", "ratio_fraction", "value_clip_fraction"]
 
@@ -34,13 +23,12 @@ def clipped_tokens(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     side: ClipSide = "both",
     level: Level = "token",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Bool[Array, "*b T"]:
     """The tokens whose clip is active: `r > 1 + clip_high` where `A > 0`, `r < 1 - clip_low` where `A < 0`.
 
@@ -48,13 +36,11 @@ def clipped_tokens(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs at the start of the update.
       advantages: same shape; a token of advantage 0 is never clipped.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       clip_low: as in the loss.
       clip_high: as in the loss.
       side: "low" and "high" have one of the two conditions only.
       level: whose ratio: "token" for PPO, "geometric" for GSPO, or "sequence".
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]` booleans, False at masked positions.
@@ -70,23 +56,21 @@ def clipped_tokens(
     """
     check_clip(clip_low, clip_high)
     check_choice("side", side, SIDES)
-    keep, ids = check_segments(segment_ids, mask)
-    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, keep, level=level, segment_ids=ids)
+    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level)
     below, above = beyond_clip(ratio, advantages, clip_low, clip_high)
-    return keep & {"both": below | above, "low": below, "high": above}[side]
+    return check_mask(mask) & {"both": below | above, "low": below, "high": above}[side]
 
 
 def clip_fraction(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     side: ClipSide = "both",
     level: Level = "token",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """Fraction of tokens whose clip is active: `r > 1 + clip_high` where `A > 0`, `r < 1 - clip_low` where `A < 0`.
 
@@ -94,13 +78,11 @@ def clip_fraction(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs at the start of the update.
       advantages: same shape; a token of advantage 0 is never counted.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       clip_low: as in the loss.
       clip_high: as in the loss.
       side: "low" and "high" count one of the two conditions only.
       level: whose ratio: "token" for PPO, "geometric" for GSPO, or "sequence".
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum` of zeros and ones per token.
@@ -114,11 +96,8 @@ def clip_fraction(
       >>> print(kljax.clip_fraction(lp, old, ones, jnp.array([1, 1])).value())
       0.5
     """
-    mask, ids = check_segments(segment_ids, mask)
     clips = {"clip_low": clip_low, "clip_high": clip_high}
-    clipped = clipped_tokens(
-        log_probs, old_log_probs, advantages, mask, **clips, side=side, level=level, segment_ids=ids
-    )
+    clipped = clipped_tokens(log_probs, old_log_probs, advantages, mask, **clips, side=side, level=level)
     return WeightedSum.of(clipped.astype(as_float(log_probs, old_log_probs, advantages)[0].dtype), mask)
 
 
@@ -126,11 +105,10 @@ def dual_clip_fraction(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     dual_clip: Scalar,
     level: Level = "token",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """Fraction of tokens that the dual clip bounds: `A < 0` and `r > dual_clip`.
 
@@ -138,11 +116,9 @@ def dual_clip_fraction(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs at the start of the update.
       advantages: same shape.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       dual_clip: as in the loss, above 1.
       level: whose ratio: "token", "geometric" or "sequence".
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum` of zeros and ones per token.
@@ -157,8 +133,7 @@ def dual_clip_fraction(
       0.5
     """
     check_clip(0, 0, dual_clip)
-    mask, ids = check_segments(segment_ids, mask)
-    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level=level, segment_ids=ids)
+    ratio, advantages = _ratios(log_probs, old_log_probs, advantages, mask, level)
     bounded = (advantages < 0) & (ratio > jnp.asarray(dual_clip, ratio.dtype))
     return WeightedSum.of(bounded.astype(ratio.dtype), mask)
 
@@ -166,24 +141,21 @@ def dual_clip_fraction(
 def ratio_fraction(
     log_probs: Float[ArrayLike, "*b T"],
     sampling_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     lower: Scalar | None = None,
     upper: Scalar | None = None,
     level: Level = "token",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """Fraction of the ratios outside bounds: `r < lower` or `r > upper`, whatever the advantage.
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
       sampling_log_probs: same shape, log-probs of the denominator policy, usually the one that drew the tokens.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       lower: lowest ratio inside, inclusive; None has no lower bound.
       upper: highest ratio inside, inclusive; None has no upper bound.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum` of zeros and ones per token, or per row that has one. A NaN ratio is outside.
@@ -198,15 +170,15 @@ def ratio_fraction(
       0.5
     """
     check_bounds(lower, upper, low=0)
-    ratio = jnp.exp(level_log_ratios(log_probs, sampling_log_probs, mask, level, segment_ids=segment_ids))
-    return WeightedSum.of((~within(ratio, lower, upper)).astype(ratio.dtype), level_mask(mask, level, segment_ids))
+    ratio = jnp.exp(level_log_ratios(log_probs, sampling_log_probs, mask, level))
+    return WeightedSum.of((~within(ratio, lower, upper)).astype(ratio.dtype), level_mask(mask, level))
 
 
 def value_clip_fraction(
     values: Real[ArrayLike, "*b T"],
     old_values: Real[ArrayLike, "*b T"],
     returns: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     clip: Scalar,
 ) -> WeightedSum:
@@ -239,17 +211,11 @@ def value_clip_fraction(
 
 
 def _ratios(
-    log_probs: ArrayLike,
-    old_log_probs: ArrayLike,
-    advantages: ArrayLike,
-    mask: Array,
-    *,
-    level: Level,
-    segment_ids: Array | None,
+    log_probs: ArrayLike, old_log_probs: ArrayLike, advantages: ArrayLike, mask: Mask, level: Level
 ) -> tuple[Array, Array]:
     """The ratios of a level and the advantages, both `[..., T]` and detached."""
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    ratio = jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, level, segment_ids=segment_ids))
+    ratio = jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, level))
     if level != "token":
-        ratio = to_tokens(ratio, mask.shape[-1], segment_ids=segment_ids)
+        ratio = to_tokens(ratio, mask)
     return jax.lax.stop_gradient((ratio, advantages))

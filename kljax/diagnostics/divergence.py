@@ -2,16 +2,7 @@
 
 import jax.numpy as jnp
 
-from kljax._typing import (
-    ArrayLike,
-    Estimator,
-    Float,
-    Integer,
-    Level,
-    MaskLike,
-    MetricMode,
-    Scalar,
-)
+from kljax._typing import ArrayLike, Estimator, Float, Level, Mask, MaskLike, MetricMode, Scalar
 from kljax.aggregation import WeightedSum
 from kljax.diagnostics.means import mean_by_position, mean_metric
 from kljax.kl import estimate_kl
@@ -31,24 +22,21 @@ __all__ = [
 def ppo_kl(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     estimator: Estimator = "k1",
     log_ratio_clip: Scalar | None = None,
     mode: MetricMode = "token_mean",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """How far an update has moved the policy: `E[log pi_old - log pi]`, k1 of KL(old || pi) over tokens of old.
 
     Args:
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs at the start of the update.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       estimator: as in `estimate_kl`; "k1" unless one wants less variance ("k3") or what a system has ("abs", "k2").
       log_ratio_clip: bound of each token's log-ratio, in nats; None does not clip. verl uses 20.
       mode: as in `mean_metric`.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum`, in nats; k1 can be negative on a sample.
@@ -62,28 +50,25 @@ def ppo_kl(
       0.5
     """
     kl = estimate_kl(old_log_probs, log_probs, mask, estimator=estimator, log_ratio_clip=log_ratio_clip)
-    return mean_metric(kl, mask, mode=mode, segment_ids=segment_ids)
+    return mean_metric(kl, mask, mode=mode)
 
 
 def reference_kl(
     log_probs: Float[ArrayLike, "*b T"],
     ref_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     estimator: Estimator = "k3",
     mode: MetricMode = "token_mean",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """KL(pi || ref) per token, over tokens drawn from pi.
 
     Args:
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats.
       ref_log_probs: same shape, log-probs of the reference.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       estimator: as in `estimate_kl`; "k1" and "k3" have the KL as their expectation, and "k3" varies less.
       mode: as in `mean_metric`; "seq_mean_token_sum" with "k1" estimates the KL of whole sequences.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum`, in nats.
@@ -96,19 +81,16 @@ def reference_kl(
       >>> print(f"{kljax.reference_kl(jnp.array([-1.0]), jnp.array([-2.0]), jnp.array([1])).value():.4f}")
       0.3679
     """
-    return mean_metric(
-        estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator), mask, mode=mode, segment_ids=segment_ids
-    )
+    return mean_metric(estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator), mask, mode=mode)
 
 
 def rollout_kl(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     estimator: Estimator = "k3",
     mode: MetricMode = "token_mean",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """KL(rollout || pi) per token: the mismatch between the sampler that drew the tokens and the trainer.
 
@@ -118,11 +100,9 @@ def rollout_kl(
     Args:
       log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
       rollout_log_probs: same shape, log-probs recorded by the sampler.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       estimator: as in `estimate_kl`.
       mode: as in `mean_metric`.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum`, in nats.
@@ -135,28 +115,23 @@ def rollout_kl(
       >>> print(kljax.rollout_kl(jnp.array([-2.0]), jnp.array([-1.0]), jnp.array([1]), estimator="k1").value())
       1.0
     """
-    return mean_metric(
-        estimate_kl(rollout_log_probs, log_probs, mask, estimator=estimator), mask, mode=mode, segment_ids=segment_ids
-    )
+    return mean_metric(estimate_kl(rollout_log_probs, log_probs, mask, estimator=estimator), mask, mode=mode)
 
 
 def log_prob_abs_diff(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     mode: MetricMode = "token_mean",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """Mean absolute difference of two log-probs: `E[|log pi - log pi_rollout|]`.
 
     Args:
       log_probs: `[..., T]` log-probs, in nats.
       rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       mode: as in `mean_metric`.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum`, in nats.
@@ -169,18 +144,15 @@ def log_prob_abs_diff(
       >>> print(kljax.log_prob_abs_diff(jnp.array([-2.0, -1.0]), jnp.array([-1.0, -2.0]), jnp.array([1, 1])).value())
       1.0
     """
-    return mean_metric(
-        estimate_kl(log_probs, rollout_log_probs, mask, estimator="abs"), mask, mode=mode, segment_ids=segment_ids
-    )
+    return mean_metric(estimate_kl(log_probs, rollout_log_probs, mask, estimator="abs"), mask, mode=mode)
 
 
 def log_prob_squared_diff(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     mode: MetricMode = "token_mean",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """Mean squared difference of two log-probs: `E[(log pi - log pi_rollout)^2]`, twice the mean of k2.
 
@@ -189,10 +161,8 @@ def log_prob_squared_diff(
     Args:
       log_probs: `[..., T]` log-probs, in nats.
       rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       mode: as in `mean_metric`.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum`, in squared nats.
@@ -207,31 +177,26 @@ def log_prob_squared_diff(
       >>> print(squares.value(), kljax.log_prob_abs_diff(*given).std(squares))
       5.0 1.0
     """
-    return mean_metric(
-        jnp.square(log_ratios(log_probs, rollout_log_probs, mask)), mask, mode=mode, segment_ids=segment_ids
-    )
+    return mean_metric(jnp.square(log_ratios(log_probs, rollout_log_probs, mask)), mask, mode=mode)
 
 
 def chi_squared(
     log_probs: Float[ArrayLike, "*b T"],
     sampling_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     level: Level = "token",
     log_ratio_clip: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """The chi-squared divergence of pi from the policy that drew the tokens, `E[r^2] - 1`: the variance of the ratios.
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
       sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       level: whose ratio: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       log_ratio_clip: bound of the level's log-ratio, in nats; None does not clip. `r^2` of a sequence overflows
         float32 from a log-ratio of 44; verl uses 20.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum` of `r^2 - 1` per token, or per row that has one. Its value estimates `E[r^2] - 1` and is at least
@@ -246,19 +211,18 @@ def chi_squared(
       >>> print(f"{kljax.chi_squared(lp, rollout, jnp.array([[1, 1]])).value():.4f}")
       0.2500
     """
-    log_ratio = level_log_ratios(log_probs, sampling_log_probs, mask, level, log_ratio_clip, segment_ids=segment_ids)
-    return WeightedSum.of(jnp.expm1(2 * log_ratio), level_mask(mask, level, segment_ids))
+    log_ratio = level_log_ratios(log_probs, sampling_log_probs, mask, level, log_ratio_clip)
+    return WeightedSum.of(jnp.expm1(2 * log_ratio), level_mask(mask, level))
 
 
 def kl_by_position(
     log_probs: Float[ArrayLike, "*b T"],
     ref_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     num_buckets: int,
     max_length: Scalar | None = None,
     estimator: Estimator = "k3",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """KL(pi || ref) per token in each of a number of equal ranges of positions, over tokens drawn from pi.
 
@@ -268,12 +232,10 @@ def kl_by_position(
       log_probs: `[..., T]` log-probs of the policy that drew the tokens, in nats. For the mismatch of a sampler that
         is the rollout policy.
       ref_log_probs: same shape, log-probs of the other policy.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       num_buckets: static number `K` of ranges, see `mean_by_position`.
       max_length: the length that the ranges divide, in tokens; None is T.
       estimator: as in `estimate_kl`.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum` with `[K]` arrays, in nats.
@@ -288,4 +250,4 @@ def kl_by_position(
       [0. 2.]
     """
     kl = estimate_kl(log_probs, ref_log_probs, mask, estimator=estimator)
-    return mean_by_position(kl, mask, num_buckets=num_buckets, max_length=max_length, segment_ids=segment_ids)
+    return mean_by_position(kl, mask, num_buckets=num_buckets, max_length=max_length)

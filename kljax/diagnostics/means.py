@@ -6,19 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask, check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Integer,
-    MaskLike,
-    MetricMode,
-    Real,
-    Scalar,
-    Shaped,
-)
+from kljax._typing import Array, ArrayLike, Mask, MaskLike, MetricMode, Real, Scalar, Shaped
 from kljax.aggregation import WeightedSum
 from kljax.masking import masked
-from kljax.rows import check_segments, positions, row_any, row_first, row_max, row_mean, row_sum, to_tokens
+from kljax.rows import positions, row_any, row_first, row_max, row_mean, row_sum, to_tokens
 
 __all__ = ["masked_fraction", "mean_by_position", "mean_metric"]
 
@@ -27,10 +18,9 @@ MODES = get_args(MetricMode)
 
 def mean_metric(
     values: Shaped[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     mode: MetricMode = "token_mean",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """The mean of values per token, or of a statistic of each row, as a `WeightedSum`.
 
@@ -43,10 +33,8 @@ def mean_metric(
 
     Args:
       values: `[..., T]`, any float type or booleans.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       mode: one of the four names above; the systems disagree about which one a metric called "kl" is.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum`; its weight is the number of tokens, or of rows that have one.
@@ -65,35 +53,31 @@ def mean_metric(
       seq_mean_token_max 4.0
     """
     check_choice("mode", mode, MODES)
-    kept, ids = check_segments(segment_ids, mask)
-    values = masked(values, kept)
+    values = masked(values, mask)
     if mode == "token_mean":
-        return WeightedSum.of(values, kept)
+        return WeightedSum.of(values, mask)
     if mode == "seq_mean_token_mean":
-        rows = row_mean(values, kept, segment_ids=ids)
+        rows = row_mean(values, mask)
     elif mode == "seq_mean_token_sum":
-        rows = row_sum(values, segment_ids=ids)
+        rows = row_sum(values, mask)
     else:
-        rows = row_max(jnp.abs(values), kept, initial=0, segment_ids=ids)
-    return WeightedSum.of(rows, row_any(kept, segment_ids=ids))
+        rows = row_max(jnp.abs(values), mask, initial=0)
+    return WeightedSum.of(rows, row_any(mask))
 
 
 def masked_fraction(
     kept: MaskLike[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     mode: MetricMode = "token_mean",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """The fraction of the unmasked tokens that a further mask drops: of a rejection, a veto, a divergence mask.
 
     Args:
       kept: `[..., T]` booleans, the tokens kept; what they are outside `mask` does not matter.
-      mask: same shape, boolean, the tokens there were.
+      mask: same shape, boolean or `Segments`, the tokens there were.
       mode: as in `mean_metric`. "seq_mean_token_mean" weighs rows equally; "seq_mean_token_max" is the fraction of rows
         that lose a token.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum` of zeros and ones.
@@ -108,16 +92,15 @@ def masked_fraction(
       0.5
     """
     check_same_shape(kept=kept, mask=mask)
-    return mean_metric(~check_mask(kept, "kept"), mask, mode=mode, segment_ids=segment_ids)
+    return mean_metric(~check_mask(kept, "kept"), mask, mode=mode)
 
 
 def mean_by_position(
     values: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     num_buckets: int,
     max_length: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """The mean of values per token in each of a number of equal ranges of positions.
 
@@ -125,12 +108,10 @@ def mean_by_position(
 
     Args:
       values: `[..., T]`, any float type.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       num_buckets: static number `K` of ranges, each of `max_length / K` positions.
       max_length: the length that the ranges divide, in tokens; None is T. Parts of a batch that are padded to
         different lengths need one common number. Later positions belong to the last range.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum` with `[K]` arrays; a range without a token has weight 0.
@@ -146,13 +127,12 @@ def mean_by_position(
     """
     check_at_least("num_buckets", num_buckets, 1)
     check_at_least("max_length", max_length, 0, strict=True)
-    mask, ids = check_segments(segment_ids, mask)
-    values = jax.lax.stop_gradient(masked(values, mask))
-    length = jnp.asarray(mask.shape[-1] if max_length is None else max_length, values.dtype)
-    position = positions(mask) - to_tokens(row_first(mask, segment_ids=ids), mask.shape[-1], segment_ids=ids)
+    values, kept = jax.lax.stop_gradient(masked(values, mask)), check_mask(mask)
+    length = jnp.asarray(kept.shape[-1] if max_length is None else max_length, values.dtype)
+    position = positions(kept) - to_tokens(row_first(mask), mask)
     bucket = jnp.floor(position.astype(values.dtype) * num_buckets / length).clip(0, num_buckets - 1)
 
     def of_bucket(number: Array) -> WeightedSum:
-        return WeightedSum.of(values, mask & (bucket == number))
+        return WeightedSum.of(values, kept & (bucket == number))
 
     return jax.vmap(of_bucket)(jnp.arange(num_buckets, dtype=values.dtype))

@@ -9,15 +9,7 @@ import jax.numpy as jnp
 
 from kljax._checks import check_mask
 from kljax._devices import all_rows, auto_sharded, greatest, least, same_everywhere
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Float,
-    Integer,
-    Level,
-    MaskLike,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Float, Level, Mask, MaskLike
 from kljax.masking import masked
 from kljax.ratios import level_log_ratios, level_mask
 
@@ -45,7 +37,7 @@ class Extremes:
     max: Array
 
     @classmethod
-    def of(cls, values: ArrayLike, mask: ArrayLike) -> Self:
+    def of(cls, values: ArrayLike, mask: Mask) -> Self:
         """The extremes of the unmasked values, detached. A NaN among them makes both NaN.
 
         Args:
@@ -85,11 +77,10 @@ class Extremes:
 def log_prob_diff_extremes(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     level: Level = "token",
     absolute: bool = False,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
     axis_name: AxisName = None,
 ) -> Extremes:
     """The smallest and the largest difference of two log-probs; `exp` of them is that of the ratios.
@@ -97,11 +88,9 @@ def log_prob_diff_extremes(
     Args:
       log_probs: `[..., T]` log-probs, in nats.
       rollout_log_probs: same shape, log-probs recorded by the sampler, or of any other policy.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       level: "token", "sequence" (sum over the row) or "geometric" (mean over the row).
       absolute: takes the absolute difference.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
       axis_name: mapped axes, as of `shard_map`, over whose parts the extremes are taken as well.
 
     Returns:
@@ -116,8 +105,8 @@ def log_prob_diff_extremes(
       >>> print(kljax.log_prob_diff_extremes(lp, rollout, jnp.array([1, 1, 1])).max)
       2.0
     """
-    difference = level_log_ratios(log_probs, rollout_log_probs, mask, level, segment_ids=segment_ids)
-    extremes = Extremes.of(jnp.abs(difference) if absolute else difference, level_mask(mask, level, segment_ids))
+    difference = level_log_ratios(log_probs, rollout_log_probs, mask, level)
+    extremes = Extremes.of(jnp.abs(difference) if absolute else difference, level_mask(mask, level))
     return Extremes(least(extremes.min, axis_name), greatest(extremes.max, axis_name))
 
 
@@ -125,11 +114,10 @@ def log_prob_diff_extremes(
 def ratio_quantiles(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     quantiles: Sequence[float] = (0.0, 0.01, 0.5, 0.99, 1.0),
     level: Level = "token",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
     axis_name: AxisName = None,
 ) -> Float[Array, " Q"]:
     """Quantiles of the importance ratios of a whole batch, interpolated linearly between their logarithms.
@@ -139,11 +127,9 @@ def ratio_quantiles(
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
       old_log_probs: same shape, log-probs of the denominator policy.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       quantiles: numbers between 0 and 1; 0 is the minimum, 1 the maximum.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
       axis_name: mapped axes, as of `shard_map`, over whose parts the batch is spread; their ratios are gathered.
 
     Returns:
@@ -161,8 +147,8 @@ def ratio_quantiles(
     """
     if not all(0 <= quantile <= 1 for quantile in quantiles):
         raise ValueError(f"quantiles: got {tuple(quantiles)!r}, expected numbers between 0 and 1")
-    log_ratio = level_log_ratios(log_probs, old_log_probs, mask, level, segment_ids=segment_ids)
-    values, kept = jax.lax.stop_gradient(log_ratio).ravel(), level_mask(mask, level, segment_ids).ravel()
+    log_ratio = level_log_ratios(log_probs, old_log_probs, mask, level)
+    values, kept = jax.lax.stop_gradient(log_ratio).ravel(), level_mask(mask, level).ravel()
     values, kept = all_rows((values, kept), axis_name)
     # What is masked goes behind everything else.
     ordered = jnp.sort(jnp.where(kept, values, jnp.inf))

@@ -3,33 +3,23 @@
 import jax.numpy as jnp
 
 from kljax._checks import check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Integer,
-    MaskLike,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike
 from kljax.aggregation import WeightedSum
 from kljax.ratios import level_log_ratios, level_mask
-from kljax.rows import check_segments, row_mean
+from kljax.rows import row_mean
 
 __all__ = ["log_perplexity", "log_perplexity_diff", "perplexity", "perplexity_ratio"]
 
 
 def perplexity(
     log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
-    *,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
+    mask: MaskLike[Mask, "*b T"],
 ) -> WeightedSum:
     """Mean perplexity of the sequences: `E_i[exp(-sum_t m_it log pi(y_it) / n_i)]`.
 
     Args:
       log_probs: `[..., T]` log-probs of the tokens, in nats.
-      mask: same shape, boolean; `n_i` is the number of unmasked tokens of row `i`.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
+      mask: same shape, boolean or `Segments`; `n_i` is the number of unmasked tokens of row `i`.
 
     Returns:
       `WeightedSum` per row that has a token.
@@ -42,22 +32,18 @@ def perplexity(
       >>> print(f"{kljax.perplexity(jnp.log(jnp.array([[0.5, 0.125]])), jnp.array([[1, 1]])).value():.4f}")
       4.0000
     """
-    return _over_sequences(jnp.exp(-_mean_log_probs(log_probs, mask, segment_ids)), mask, segment_ids)
+    return _over_sequences(jnp.exp(-_mean_log_probs(log_probs, mask)), mask)
 
 
 def log_perplexity(
     log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
-    *,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
+    mask: MaskLike[Mask, "*b T"],
 ) -> WeightedSum:
     """Mean log-perplexity of the sequences: `E_i[-sum_t m_it log pi(y_it) / n_i]`.
 
     Args:
       log_probs: `[..., T]` log-probs of the tokens, in nats.
-      mask: same shape, boolean; `n_i` is the number of unmasked tokens of row `i`.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
+      mask: same shape, boolean or `Segments`; `n_i` is the number of unmasked tokens of row `i`.
 
     Returns:
       `WeightedSum` per row that has a token, in nats.
@@ -70,16 +56,15 @@ def log_perplexity(
       >>> print(kljax.log_perplexity(jnp.array([[-1.0, -3.0]]), jnp.array([[1, 1]])).value())
       2.0
     """
-    return _over_sequences(-_mean_log_probs(log_probs, mask, segment_ids), mask, segment_ids)
+    return _over_sequences(-_mean_log_probs(log_probs, mask), mask)
 
 
 def log_perplexity_diff(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     absolute: bool = False,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> WeightedSum:
     """How much higher the trainer's log-perplexity is than the sampler's, on sequences of the sampler.
 
@@ -88,10 +73,8 @@ def log_perplexity_diff(
     Args:
       log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
       rollout_log_probs: same shape, log-probs recorded by the sampler.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       absolute: takes the absolute difference of each row, so that opposite signs do not cancel.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `WeightedSum` per row that has a token, in nats. Its extremes over rows are the negative ones of
@@ -108,25 +91,21 @@ def log_perplexity_diff(
       0.0
       1.0
     """
-    difference = -level_log_ratios(log_probs, rollout_log_probs, mask, "geometric", segment_ids=segment_ids)
-    return _over_sequences(jnp.abs(difference) if absolute else difference, mask, segment_ids)
+    difference = -level_log_ratios(log_probs, rollout_log_probs, mask, "geometric")
+    return _over_sequences(jnp.abs(difference) if absolute else difference, mask)
 
 
 def perplexity_ratio(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
-    *,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
+    mask: MaskLike[Mask, "*b T"],
 ) -> WeightedSum:
     """Mean over sequences of the trainer's perplexity divided by the sampler's.
 
     Args:
       log_probs: `[..., T]` log-probs of the trainer's policy, in nats.
       rollout_log_probs: same shape, log-probs recorded by the sampler.
-      mask: same shape, boolean.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
+      mask: same shape, boolean or `Segments`.
 
     Returns:
       `WeightedSum` per row that has a token; 1 where the two agree.
@@ -140,15 +119,14 @@ def perplexity_ratio(
       >>> print(f"{kljax.perplexity_ratio(lp, rollout, jnp.array([[1, 1]])).value():.4f}")
       2.0000
     """
-    log_ratio = level_log_ratios(log_probs, rollout_log_probs, mask, "geometric", segment_ids=segment_ids)
-    return _over_sequences(jnp.exp(-log_ratio), mask, segment_ids)
+    log_ratio = level_log_ratios(log_probs, rollout_log_probs, mask, "geometric")
+    return _over_sequences(jnp.exp(-log_ratio), mask)
 
 
-def _mean_log_probs(log_probs: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike | None) -> Array:
+def _mean_log_probs(log_probs: ArrayLike, mask: Mask) -> Array:
     check_same_shape(log_probs=log_probs, mask=mask)
-    kept, ids = check_segments(segment_ids, mask)
-    return row_mean(log_probs, kept, segment_ids=ids)
+    return row_mean(log_probs, mask)
 
 
-def _over_sequences(values: Array, mask: ArrayLike, segment_ids: ArrayLike | None) -> WeightedSum:
-    return WeightedSum.of(values, level_mask(mask, "geometric", segment_ids))
+def _over_sequences(values: Array, mask: Mask) -> WeightedSum:
+    return WeightedSum.of(values, level_mask(mask, "geometric"))

@@ -3,12 +3,7 @@
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    MaskLike,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike
 from kljax.masking import masked
 from kljax.ratios._bernoulli import bernoulli_tv
 
@@ -18,7 +13,7 @@ __all__ = ["probability_diff"]
 def probability_diff(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     absolute: bool = False,
 ) -> Float[Array, "*b T"]:

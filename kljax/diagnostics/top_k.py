@@ -1,15 +1,10 @@
 """How much the most probable tokens of two policies have in common."""
 
 import jax.numpy as jnp
+import numpy as np
 
 from kljax._checks import as_float, check_mask, check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Integer,
-    MaskLike,
-)
+from kljax._typing import Array, ArrayLike, Float, Integer, Mask, MaskLike
 
 __all__ = ["top_k_overlap"]
 
@@ -17,7 +12,7 @@ __all__ = ["top_k_overlap"]
 def top_k_overlap(
     indices: Integer[ArrayLike, "*b T K"],
     teacher_indices: Integer[ArrayLike, "*b T K"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
 ) -> Float[Array, "*b T"]:
     """Compares two sets of `K` tokens at each position: the share that they have in common, `|A_t & B_t| / K`.
 
@@ -42,9 +37,9 @@ def top_k_overlap(
       [0.5 1. ]
     """
     shape = check_same_shape(indices=indices, teacher_indices=teacher_indices)
-    if len(shape) == 0 or jnp.shape(mask) != shape[:-1]:
+    if len(shape) == 0 or np.shape(mask) != shape[:-1]:
         raise ValueError(
-            f"mask: got shape {list(jnp.shape(mask))}, expected {list(shape[:-1])}, indices without its last"
+            f"mask: got shape {list(np.shape(mask))}, expected {list(shape[:-1])}, indices without its last"
         )
     first, second = jnp.asarray(indices), jnp.asarray(teacher_indices)
     for name, array in (("indices", first), ("teacher_indices", second)):

@@ -5,14 +5,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_mask, check_same_shape
 from kljax._devices import greatest
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Float,
-    MaskLike,
-    Real,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Float, Mask, MaskLike, Real
 from kljax.masking import masked, masked_mean, masked_var
 from kljax.ratios.levels import largest
 
@@ -20,7 +13,7 @@ __all__ = ["effective_sample_size", "explained_variance", "probability_correlati
 
 
 def effective_sample_size(
-    weights: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"], *, axis_name: AxisName = None
+    weights: Real[ArrayLike, "*b T"], mask: MaskLike[Mask, "*b T"], *, axis_name: AxisName = None
 ) -> Float[Array, ""]:
     """The share of a sample that its importance weights leave in effect: `(sum w)^2 / (n sum w^2)`.
 
@@ -56,7 +49,7 @@ def effective_sample_size(
 def explained_variance(
     values: Real[ArrayLike, "*b T"],
     returns: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     axis_name: AxisName = None,
 ) -> Float[Array, ""]:
@@ -92,7 +85,7 @@ def explained_variance(
 def probability_correlation(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     axis_name: AxisName = None,
 ) -> Float[Array, ""]:

@@ -5,10 +5,10 @@ from typing import Literal
 
 import jax
 
-from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, Scalar
+from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, Mask, Scalar
 from kljax.log_probs._backward import tiled_stats
 from kljax.log_probs._head import Head
-from kljax.log_probs._inputs import Call, Function, ReferenceStates, as_reference, prepare, run
+from kljax.log_probs._inputs import CheckedCall, Function, ReferenceStates, as_reference, prepare, run
 from kljax.log_probs._reference import reference_stats
 
 Reference = ReferenceStates | tuple[ArrayLike, ArrayLike | Head | None]
@@ -45,7 +45,7 @@ def log_probs_from_hidden(
     head: ArrayLike | Head,
     targets: ArrayLike,
     *,
-    mask: ArrayLike | None = None,
+    mask: Mask | None = None,
     temperature: Scalar = 1.0,
     entropy: bool | Literal["constant"] = False,
     sum_squared_probs: bool = False,
@@ -117,7 +117,7 @@ def token_log_probs(
     hidden: ArrayLike,
     head: ArrayLike | Head,
     tokens: ArrayLike,
-    mask: ArrayLike | None = None,
+    mask: Mask | None = None,
     *,
     temperature: Scalar = 1.0,
     entropy: bool | Literal["constant"] = False,
@@ -183,7 +183,7 @@ def renormalized_log_probs(
     targets: ArrayLike,
     kept_ids: ArrayLike,
     *,
-    mask: ArrayLike | None = None,
+    mask: Mask | None = None,
     temperature: Scalar = 1.0,
     entropy: bool | Literal["constant"] = False,
     reference: Reference | None = None,
@@ -251,7 +251,7 @@ def kl_from_hidden(
     ref_hidden: ArrayLike,
     ref_head: ArrayLike | Head | None = None,
     *,
-    mask: ArrayLike | None = None,
+    mask: Mask | None = None,
     direction: Direction = "reverse",
     temperature: Scalar = 1.0,
 ) -> Array:
@@ -313,7 +313,7 @@ def jsd_from_hidden(
     ref_hidden: ArrayLike,
     ref_head: ArrayLike | Head | None = None,
     *,
-    mask: ArrayLike | None = None,
+    mask: Mask | None = None,
     beta: Scalar = 0.5,
     temperature: Scalar = 1.0,
 ) -> Array:
@@ -362,6 +362,6 @@ def jsd_from_hidden(
     return _run(call)["kl"]
 
 
-def _run(call: Call, *, shifted: bool = False) -> dict[str, Array]:
+def _run(call: CheckedCall, *, shifted: bool = False) -> dict[str, Array]:
     """Runs the implementation that the head names."""
     return run(call, _FUNCTIONS[call.implementation], shifted=shifted)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kljax._checks import check_at_least, check_choice, check_mask
 from kljax._devices import auto_sharded
-from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, HeadLayout, Scalar
+from kljax._typing import Array, ArrayLike, Direction, HeadImplementation, HeadLayout, Mask, Scalar
 from kljax.log_probs._head import (
     SHAPES,
     Head,
@@ -121,7 +121,7 @@ class Spec:
         return heads | dict.fromkeys(of_tokens, tokens)
 
 
-class Call(NamedTuple):
+class CheckedCall(NamedTuple):
     """Checked arguments: static options, arrays, and the name of the implementation."""
 
     spec: Spec
@@ -178,7 +178,7 @@ def prepare(
     head: ArrayLike | Head,
     *,
     targets: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: Mask | None = None,
     temperature: Scalar = 1.0,
     entropy: bool | str = False,
     sum_squared_probs: bool = False,
@@ -188,7 +188,7 @@ def prepare(
     beta: Scalar | None = None,
     targets_name: str = "targets",
     ref_names: tuple[str, str] = ("reference.hidden", "reference.head"),
-) -> Call:
+) -> CheckedCall:
     """Checks every argument and gathers them; the names are those of the caller's arguments in errors.
 
     Raises:
@@ -227,10 +227,10 @@ def prepare(
     if reference is not None:
         scalars |= {"ref_logit_scale": ref.logit_scale, "ref_softcap": ref.softcap}
     numbers = {name: jnp.asarray(x, wide) for name, x in scalars.items() if x is not None}
-    return Call(spec, weights, Constants(inverse, **numbers, **per_token), head.implementation)
+    return CheckedCall(spec, weights, Constants(inverse, **numbers, **per_token), head.implementation)
 
 
-def run(call: Call, function: Function, *, shifted: bool = False) -> dict[str, Array]:
+def run(call: CheckedCall, function: Function, *, shifted: bool = False) -> dict[str, Array]:
     """Calls an implementation under whichever axis types the mesh of the arrays has.
 
     With `shifted`, the constants belong to the tokens that the next hidden state has read: they are moved one position
@@ -246,7 +246,7 @@ def run(call: Call, function: Function, *, shifted: bool = False) -> dict[str, A
     return run_on_mesh(call, compute)
 
 
-def run_on_mesh(call: Call, compute: Callable[..., Result], per_token: tuple[Array, ...] = ()) -> Result:
+def run_on_mesh(call: CheckedCall, compute: Callable[..., Result], per_token: tuple[Array, ...] = ()) -> Result:
     """Calls `compute(weights, constants, *per_token)` under whichever axis types the mesh of the arrays has.
 
     Arrays of `per_token` that have axes are split as the tokens.
@@ -379,7 +379,7 @@ def _check_same_sharding(head: Head, ref: Head, name: str) -> None:
 def _per_token(
     leading: tuple[int, ...],
     targets: dict[str, ArrayLike | None],
-    mask: ArrayLike | None,
+    mask: Mask | None,
     kept_ids: ArrayLike | None,
 ) -> dict[str, Array]:
     """Returns the fields of `Constants` that have a value per token, checked against the axes of the tokens."""
@@ -430,7 +430,7 @@ def completed(spec: Spec, weights: Weights, constants: Constants) -> Constants:
     return jax.tree.map(jax.lax.stop_gradient, constants)
 
 
-def _resharded(call: Call, per_token: tuple[Array, ...]) -> tuple[Any, ...]:
+def _resharded(call: CheckedCall, per_token: tuple[Array, ...]) -> tuple[Any, ...]:
     """Returns the arrays resharded to `sharding`, which a mesh with explicit axes does not do by itself."""
     assert call.spec.sharding is not None
     mesh, specs = call.spec.sharding.resolved_mesh(), call.spec.specs()

@@ -35,7 +35,7 @@ def tile_rows(tokens: int, limit: int) -> tuple[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Packing:
+class TilePacking:
     """Packing of `tokens` tokens into tiles of `tile_size` rows; the unmasked tokens come first, in their order.
 
     Attributes:
@@ -59,12 +59,12 @@ class Packing:
     has_token: Array | None = None
 
 
-def plan_packing(mask: Array | None, tokens: int, limit: int) -> Packing:
+def plan_packing(mask: Array | None, tokens: int, limit: int) -> TilePacking:
     """Returns the packing of the tokens where `mask` is true, or of all tokens for None, at `limit` rows per tile."""
     size, tiles = tile_rows(tokens, limit)
     rows = size * tiles
     if mask is None:
-        return Packing(tokens, size, rows, tiles)
+        return TilePacking(tokens, size, rows, tiles)
     row = jnp.cumsum(mask, dtype=jnp.int32) - 1
     # A masked token gets a row past the end, where a write is dropped.
     at = jnp.where(mask, row, rows)
@@ -73,7 +73,7 @@ def plan_packing(mask: Array | None, tokens: int, limit: int) -> Packing:
     token = jnp.full_like(row, first, shape=rows).at[at].set(jnp.arange(tokens, dtype=jnp.int32), mode="drop")
     count = mask.sum(dtype=jnp.int32)
     has_token = jnp.arange(rows, dtype=jnp.int32) < count
-    return Packing(tokens, size, rows, (count + size - 1) // size, mask, jnp.maximum(row, 0), token, has_token)
+    return TilePacking(tokens, size, rows, (count + size - 1) // size, mask, jnp.maximum(row, 0), token, has_token)
 
 
 def zero_unless(mask: Array, values: Array) -> Array:
@@ -82,7 +82,7 @@ def zero_unless(mask: Array, values: Array) -> Array:
     return jnp.where(keep, values, jnp.zeros((), values.dtype))
 
 
-def pack(packing: Packing, values: Any, *, zero_padding: bool = False) -> Any:
+def pack(packing: TilePacking, values: Any, *, zero_padding: bool = False) -> Any:
     """Packs every array of a tree, `[tokens, ...]` -> `[rows, ...]`.
 
     Rows without a token repeat an unmasked token, or hold 0 with `zero_padding`, as cotangents of absent tokens must.
@@ -102,7 +102,7 @@ def pack(packing: Packing, values: Any, *, zero_padding: bool = False) -> Any:
     return jax.tree.map(pack_array, values)
 
 
-def unpack(packing: Packing, values: Any) -> Any:
+def unpack(packing: TilePacking, values: Any) -> Any:
     """Unpacks every array of a tree, `[rows, ...]` -> `[tokens, ...]`; masked tokens hold 0."""
 
     def unpack_array(x: Array) -> Array:
@@ -113,13 +113,13 @@ def unpack(packing: Packing, values: Any) -> Any:
     return jax.tree.map(unpack_array, values)
 
 
-def get_tile(packing: Packing, index: Array, values: Any) -> Any:
+def get_tile(packing: TilePacking, index: Array, values: Any) -> Any:
     """Returns the rows of tile `index` of every array of a tree."""
     size = packing.tile_size
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index * size, size, 0), values)
 
 
-def set_tile(packing: Packing, index: Array, values: Any, tile: Any) -> Any:
+def set_tile(packing: TilePacking, index: Array, values: Any, tile: Any) -> Any:
     """Returns `values` with the rows of tile `index` replaced, for every array of a tree."""
     start = index * packing.tile_size
     return jax.tree.map(
@@ -315,7 +315,7 @@ class DeviceView(NamedTuple):
     spec: Spec
     weights: Weights
     constants: Constants
-    packing: Packing
+    packing: TilePacking
     tokens: Tokens
     dtype: jnp.dtype
 

@@ -9,7 +9,7 @@ from jax import lax
 
 from kljax._checks import check_at_least
 from kljax._devices import over_devices
-from kljax._typing import Array, ArrayLike, AxisName, Scalar
+from kljax._typing import Array, ArrayLike, AxisName, Mask, Scalar
 from kljax.log_probs._api import Reference
 from kljax.log_probs._fused import fused_loss
 from kljax.log_probs._head import Head, Tile, default_token_chunk, device_kind
@@ -26,7 +26,7 @@ def token_loss_from_hidden(
     token_loss: TokenLoss,
     per_token: Any,
     *,
-    mask: ArrayLike | None = None,
+    mask: Mask | None = None,
     temperature: Scalar = 1.0,
     entropy: bool | Literal["constant"] = False,
     sum_squared_probs: bool = False,

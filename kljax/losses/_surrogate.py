@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
 from kljax._numerics import clip_symmetric, difference, exp_capped
-from kljax._typing import Array, ArrayLike, Scalar, SurrogateLevel
+from kljax._typing import Array, ArrayLike, Mask, Scalar, SurrogateLevel
 from kljax.masking import masked
 from kljax.ratios import level_log_ratios
 from kljax.rows import to_tokens
@@ -67,21 +67,19 @@ def importance_weighted(
 def log_ratios_of(
     log_probs: Array,
     old_log_probs: Array,
-    mask: ArrayLike,
+    mask: Mask,
     *,
     level: SurrogateLevel,
     log_ratio_clip: Scalar | None = None,
-    segment_ids: Array | None = None,
 ) -> Array:
     """Computes the log-ratio that each token has at a level, `[..., T]`, clipped last."""
     check_choice("level", level, LEVELS)
     check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
     if level in ("token", "sequence", "geometric"):
-        log_ratio = level_log_ratios(log_probs, old_log_probs, mask, level, log_ratio_clip, segment_ids=segment_ids)
-        return log_ratio if level == "token" else to_tokens(log_ratio, log_probs.shape[-1], segment_ids=segment_ids)
-    token = level_log_ratios(log_probs, old_log_probs, mask, "token", segment_ids=segment_ids)
-    row = level_log_ratios(log_probs, old_log_probs, mask, "geometric", segment_ids=segment_ids)
-    row = row if segment_ids is None else to_tokens(row, log_probs.shape[-1], segment_ids=segment_ids)
+        log_ratio = level_log_ratios(log_probs, old_log_probs, mask, level, log_ratio_clip)
+        return log_ratio if level == "token" else to_tokens(log_ratio, mask)
+    token = level_log_ratios(log_probs, old_log_probs, mask, "token")
+    row = to_tokens(level_log_ratios(log_probs, old_log_probs, mask, "geometric"), mask)
     mixed = (token + row) / 2 if level == "geometric_average" else _log_mean(token, row)
     return clip_symmetric(mixed, log_ratio_clip)
 
@@ -103,7 +101,7 @@ def check_clip(
 
 
 def loss_inputs(
-    log_probs: ArrayLike, old_log_probs: ArrayLike, advantages: ArrayLike, mask: ArrayLike
+    log_probs: ArrayLike, old_log_probs: ArrayLike, advantages: ArrayLike, mask: Mask
 ) -> tuple[Array, Array, Array]:
     """Log-probs, old log-probs and advantages in one float type, 0 under the mask."""
     shape = check_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, mask=mask)

@@ -11,15 +11,7 @@ import jax.numpy as jnp
 from kljax._checks import check_at_least, check_mask
 from kljax._devices import all_rows, auto_sharded, local_rows
 from kljax._numerics import floor_share
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Float,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Float, Mask, MaskLike, Real, Scalar
 from kljax.kl import abs_diff
 from kljax.losses._surrogate import beyond_clip, check_clip, clipped_surrogate, importance_weighted, loss_inputs
 from kljax.masking import highest, masked, masked_mean
@@ -32,7 +24,7 @@ def clip_cov_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     key: ArrayLike,
     *,
     fraction: Scalar = 2e-4,
@@ -101,7 +93,7 @@ def kl_cov_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     fraction: Scalar = 2e-4,
     coef: Scalar = 1.0,
@@ -148,7 +140,7 @@ def kl_cov_loss(
     return masked(penalty - importance_weighted(advantages, log_probs - old_log_probs), mask)
 
 
-def _covariance(log_probs: Array, advantages: Array, mask: ArrayLike, axis_name: AxisName) -> Array:
+def _covariance(log_probs: Array, advantages: Array, mask: Mask, axis_name: AxisName) -> Array:
     """`(A - mean A) (log pi - mean log pi)` over the unmasked tokens, detached."""
     log_probs, advantages = jax.lax.stop_gradient((log_probs, advantages))
     advantage, log_prob = (masked_mean(x, mask, axis_name=axis_name) for x in (advantages, log_probs))

@@ -11,16 +11,7 @@ import numpy as np
 from kljax._checks import as_float, check_at_least, check_at_most, check_mask, check_same_shape
 from kljax._devices import auto_sharded
 from kljax._numerics import bregman, clip, log_mix, times
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Estimator,
-    Float,
-    Integer,
-    KLGradient,
-    MaskLike,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Estimator, Float, Integer, KLGradient, Mask, MaskLike, Scalar
 from kljax.losses.kl import reference_kl_loss
 
 __all__ = ["append_tail", "distillation_loss", "generalized_jsd", "top_k_forward_kl", "top_k_with_tail"]
@@ -29,7 +20,7 @@ __all__ = ["append_tail", "distillation_loss", "generalized_jsd", "top_k_forward
 def distillation_loss(
     log_probs: Float[ArrayLike, "*b T"],
     teacher_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     estimator: Estimator = "k3",
     gradient: KLGradient = "k2",
@@ -87,7 +78,7 @@ def distillation_loss(
 def generalized_jsd(
     vocab_log_probs: Float[ArrayLike, "*b T V"],
     teacher_vocab_log_probs: Float[ArrayLike, "*b T V"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     beta: Scalar = 0.5,
 ) -> Float[Array, "*b T"]:
@@ -234,7 +225,7 @@ def append_tail(top_log_probs: Float[ArrayLike, "*b K"], *, min_mass: Scalar = 1
 def top_k_forward_kl(
     top_log_probs: Float[ArrayLike, "*b T K"],
     teacher_top_log_probs: Float[ArrayLike, "*b T K"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     min_log_prob: Scalar | None = None,
 ) -> Float[Array, "*b T"]:
@@ -279,13 +270,13 @@ def top_k_forward_kl(
 
 
 def _vocabularies(
-    name: str, log_probs: ArrayLike, other_name: str, other_log_probs: ArrayLike, mask: ArrayLike
+    name: str, log_probs: ArrayLike, other_name: str, other_log_probs: ArrayLike, mask: Mask
 ) -> tuple[Array, Array, Array]:
     """Both `[..., T, V]` arrays, 0 under the mask, and the mask as booleans."""
     shape = check_same_shape(**{name: log_probs, other_name: other_log_probs})
-    if jnp.shape(mask) != shape[:-1]:
+    if np.shape(mask) != shape[:-1]:
         raise ValueError(
-            f"mask: got shape {list(jnp.shape(mask))}, expected {list(shape[:-1])}, {name} without its last"
+            f"mask: got shape {list(np.shape(mask))}, expected {list(shape[:-1])}, {name} without its last"
         )
     keep = check_mask(mask)
     log_probs, other_log_probs = as_float(log_probs, other_log_probs)

@@ -1,14 +1,6 @@
 """KL terms of a loss, per token; `[..., T]`, masked positions exactly 0. The coefficient is the caller's."""
 
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Estimator,
-    Float,
-    KLGradient,
-    MaskLike,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Estimator, Float, KLGradient, Mask, MaskLike, Scalar
 from kljax.kl import estimate_kl
 
 __all__ = ["reference_kl_loss", "rollout_kl_loss"]
@@ -17,7 +9,7 @@ __all__ = ["reference_kl_loss", "rollout_kl_loss"]
 def reference_kl_loss(
     log_probs: Float[ArrayLike, "*b T"],
     ref_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     estimator: Estimator = "k3",
     gradient: KLGradient = "k2",
@@ -83,7 +75,7 @@ def reference_kl_loss(
 def rollout_kl_loss(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     estimator: Estimator = "k2",
     gradient: KLGradient = "value",

@@ -9,20 +9,9 @@ import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice
 from kljax._numerics import clip, times, with_gradient_of
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    GSPOGradient,
-    Integer,
-    MaskLike,
-    Real,
-    Scalar,
-    SurrogateLevel,
-)
+from kljax._typing import Array, ArrayLike, Float, GSPOGradient, Mask, MaskLike, Real, Scalar, SurrogateLevel
 from kljax.losses._surrogate import check_clip, clipped_surrogate, log_ratios_of, loss_inputs
 from kljax.masking import masked
-from kljax.rows import check_segments
 
 __all__ = ["cispo_loss", "gspo_loss", "ppo_clip_loss"]
 
@@ -31,7 +20,7 @@ def ppo_clip_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
@@ -39,7 +28,6 @@ def ppo_clip_loss(
     max_ratio: Scalar | None = None,
     level: SurrogateLevel = "token",
     log_ratio_clip: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """PPO's clipped surrogate: `L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`.
 
@@ -51,7 +39,7 @@ def ppo_clip_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
       advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       clip_low: how far below 1 the ratio may fall and still be rewarded, at least 0.
       clip_high: how far above 1 it may rise; larger than `clip_low` in DAPO ("clip-higher").
       dual_clip: the bound `c` on the ratio of a negative advantage, above 1; None has no bound. verl uses 3.
@@ -62,8 +50,6 @@ def ppo_clip_loss(
         and the geometric mean of the token's and the row's "geometric" one (ART). It is differentiated as it stands.
       log_ratio_clip: bound of `d`, or of the logarithm of the level's ratio, in nats; None does not clip. verl and
         OpenRLHF use 20.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64, in the unit of the advantages; masked positions hold 0.
@@ -88,11 +74,8 @@ def ppo_clip_loss(
       [[-1.2 -1. ]]
     """
     check_clip(clip_low, clip_high, dual_clip, max_ratio)
-    mask, ids = check_segments(segment_ids, mask)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    log_ratio = log_ratios_of(
-        log_probs, old_log_probs, mask, level=level, log_ratio_clip=log_ratio_clip, segment_ids=ids
-    )
+    log_ratio = log_ratios_of(log_probs, old_log_probs, mask, level=level, log_ratio_clip=log_ratio_clip)
     loss = clipped_surrogate(
         log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, max_ratio=max_ratio
     )
@@ -103,7 +86,7 @@ def gspo_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     clip_low: Scalar = 3e-4,
     clip_high: Scalar = 4e-4,
@@ -111,7 +94,6 @@ def gspo_loss(
     dual_clip: Scalar | None = None,
     max_ratio: Scalar | None = None,
     max_log_ratio: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """PPO's surrogate with the length-normalised sequence ratio `s = exp(sum_t m_t d_t / n)` in place of the token's.
 
@@ -119,7 +101,7 @@ def gspo_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
       advantages: same shape; a constant, usually equal over a row (`broadcast_to_tokens`).
-      mask: same shape, boolean; `n` is the number of unmasked tokens of the row.
+      mask: same shape, boolean or `Segments`; `n` is the number of unmasked tokens of the row.
       clip_low: how far below 1 the ratio may fall; of the order of 1e-4, since `s` is a mean over the row.
       clip_high: how far above 1 it may rise.
       gradient: "token" (GSPO-token, as verl, SkyRL and Trinity) has the value `s` and the gradient of the token's own
@@ -127,8 +109,6 @@ def gspo_loss(
       dual_clip: as in `ppo_clip_loss`; None has no bound. slime and OpenRLHF take one.
       max_ratio: as in `ppo_clip_loss`; None does not cap. TRL's `delta`.
       max_log_ratio: upper bound of `log s`, in nats; None does not clip. verl and SkyRL use 10.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0.
@@ -155,9 +135,8 @@ def gspo_loss(
     """
     check_clip(clip_low, clip_high, dual_clip, max_ratio)
     check_choice("gradient", gradient, ("token", "sequence"))
-    mask, ids = check_segments(segment_ids, mask)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    log_ratio = log_ratios_of(log_probs, old_log_probs, mask, level="geometric", segment_ids=ids)
+    log_ratio = log_ratios_of(log_probs, old_log_probs, mask, level="geometric")
     if gradient == "token":
         log_ratio = with_gradient_of(jax.lax.stop_gradient(log_ratio), log_probs)
     if max_log_ratio is not None:
@@ -172,14 +151,13 @@ def cispo_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     clip_low: Scalar = 1.0,
     clip_high: Scalar = 4.0,
     mask_low: Scalar | None = None,
     mask_high: Scalar | None = None,
     level: SurrogateLevel = "token",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """Policy gradient with a clipped, constant importance weight: `L = -A * w * log pi`.
 
@@ -192,15 +170,13 @@ def cispo_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs of the policy that drew the tokens or started the update; a constant.
       advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       clip_low: the lower bound of the weight is `1 - clip_low`; 1 is none.
       clip_high: the upper bound of the weight is `1 + clip_high`, at least 0.
       mask_low: tokens of `A < 0` with `r < 1 - mask_low` are left out; None leaves none out. With `mask_high` the clip
         of PPO, as Trinity-RFT's `enable_mask_clip`.
       mask_high: tokens of `A > 0` with `r > 1 + mask_high` are left out; None leaves none out.
       level: whose ratio `r` is, as in `ppo_clip_loss`.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0. The value has no meaning beyond its gradient.
@@ -222,9 +198,8 @@ def cispo_loss(
     """
     check_at_least("clip_low", clip_low, 0)
     check_at_least("clip_high", clip_high, -1)
-    mask, ids = check_segments(segment_ids, mask)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    ratio = jnp.exp(jax.lax.stop_gradient(log_ratios_of(log_probs, old_log_probs, mask, level=level, segment_ids=ids)))
+    ratio = jnp.exp(jax.lax.stop_gradient(log_ratios_of(log_probs, old_log_probs, mask, level=level)))
     low, high = (jnp.asarray(bound, ratio.dtype) for bound in (1 - clip_low, 1 + clip_high))
     weight = clip(ratio, low, high)
     if mask_low is not None:

@@ -11,15 +11,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
 from kljax._numerics import clip, clip_symmetric, exp_capped, times
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    MaskLike,
-    Real,
-    Scalar,
-    SupervisedWeight,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar, SupervisedWeight
 from kljax.losses._surrogate import check_per_token, importance_weighted, loss_inputs
 from kljax.masking import masked
 
@@ -36,7 +28,7 @@ WEIGHTS = get_args(SupervisedWeight)
 
 
 def reinforce_loss(
-    log_probs: Float[ArrayLike, "*b T"], advantages: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]
+    log_probs: Float[ArrayLike, "*b T"], advantages: Real[ArrayLike, "*b T"], mask: MaskLike[Mask, "*b T"]
 ) -> Float[Array, "*b T"]:
     """REINFORCE, the plain policy gradient: `L = -A log pi`.
 
@@ -71,7 +63,7 @@ def reinforce_loss(
 
 
 def gpg_loss(
-    log_probs: Float[ArrayLike, "*b T"], advantages: Real[ArrayLike, "*b T"], mask: MaskLike[ArrayLike, "*b T"]
+    log_probs: Float[ArrayLike, "*b T"], advantages: Real[ArrayLike, "*b T"], mask: MaskLike[Mask, "*b T"]
 ) -> Float[Array, "*b T"]:
     """GPG, group policy gradient: `L = -A log pi`, which is `reinforce_loss`.
 
@@ -107,7 +99,7 @@ def importance_sampling_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     log_ratio_clip: Scalar | None = None,
     max_ratio: Scalar | None = None,
@@ -151,7 +143,7 @@ def topr_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     threshold: Scalar = 0.0,
 ) -> Float[Array, "*b T"]:
@@ -195,7 +187,7 @@ def topr_loss(
 def opmd_loss(
     log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     tau: Scalar = 1.0,
 ) -> Float[Array, "*b T"]:
@@ -231,7 +223,7 @@ def opmd_loss(
 
 def cross_entropy_loss(
     log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     weight: SupervisedWeight = "none",
     max_probability: Scalar | None = None,

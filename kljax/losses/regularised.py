@@ -7,23 +7,11 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_choice
 from kljax._numerics import times
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Integer,
-    MaskLike,
-    Real,
-    RECClip,
-    RECRegularizer,
-    RECWeight,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, RECClip, RECRegularizer, RECWeight, Scalar
 from kljax.losses._surrogate import check_clip, log_ratios_of, loss_inputs
 from kljax.losses.kl import rollout_kl_loss
 from kljax.losses.policy_gradient import reinforce_loss
 from kljax.masking import masked
-from kljax.rows import check_segments
 
 __all__ = ["dro_loss", "rec_loss"]
 
@@ -36,7 +24,7 @@ def dro_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     coef: Scalar,
 ) -> Float[Array, "*b T"]:
@@ -82,7 +70,7 @@ def rec_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     clip_mode: RECClip = "none",
     weight: RECWeight = "none",
@@ -93,7 +81,6 @@ def rec_loss(
     ring_high: Scalar = 2.0,
     coef: Scalar = 0.0,
     temperature: Scalar = 1.0,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """REC, REINFORCE with a clip taken apart: `L = -k w A log pi + coef * regularizer`, with `k` and `w` constant.
 
@@ -113,7 +100,7 @@ def rec_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs of the policy that drew the tokens; a constant.
       advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       clip_mode: one of the five names above.
       weight: one of the four names above.
       regularizer: "none", "k2" or "forward_kl".
@@ -123,8 +110,6 @@ def rec_loss(
       ring_high: for "ring", how far above 1 a ratio is again trained down, at least 0.
       coef: weight of the regularizer, at least 0. Trinity-RFT's counts `d^2`: the `coef` of "k2" is twice that.
       temperature: of the weight "advantage", above 0, in the unit of the advantages.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0. The value has no meaning beyond its gradient.
@@ -155,12 +140,9 @@ def rec_loss(
     for name, value in {"ring_low": ring_low, "ring_high": ring_high, "coef": coef}.items():
         check_at_least(name, value, 0)
     check_at_least("temperature", temperature, 0, strict=True)
-    mask, ids = check_segments(segment_ids, mask)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     fixed = jax.lax.stop_gradient((log_probs, old_log_probs))
-    token, row = (
-        jnp.exp(log_ratios_of(*fixed, mask, level=level, segment_ids=ids)) for level in ("token", "geometric")
-    )
+    token, row = (jnp.exp(log_ratios_of(*fixed, mask, level=level)) for level in ("token", "geometric"))
     low, high, inner, outer = (
         jnp.asarray(bound, token.dtype) for bound in (1 - clip_low, 1 + clip_high, 1 - ring_low, 1 + ring_high)
     )

@@ -21,20 +21,10 @@ from kljax._numerics import (
     split,
     times,
 )
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    Integer,
-    MaskLike,
-    Real,
-    Scalar,
-    SurrogateLevel,
-    Through,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar, SurrogateLevel, Through
 from kljax.losses._surrogate import check_clip, importance_weighted, log_ratios_of, loss_inputs
 from kljax.masking import masked
-from kljax.rows import check_segments, row_mean, row_sum, to_tokens
+from kljax.rows import row_mean, row_sum, to_tokens
 
 __all__ = ["gmpo_loss", "sapo_loss", "vespo_loss"]
 
@@ -47,14 +37,13 @@ def sapo_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     tau_positive: Scalar = 1.0,
     tau_negative: Scalar = 1.05,
     through: Through = "ratio",
     level: SurrogateLevel = "token",
     log_ratio_clip: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """SAPO, a soft gate in place of the clip: `L = -A f(r)` with `f(r) = 4 / tau * sigmoid(tau (r - 1))`.
 
@@ -65,15 +54,13 @@ def sapo_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
       advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       tau_positive: steepness of the gate for positive advantages, above 0.
       tau_negative: the same for the others; a little larger in the paper.
       through: what is differentiated: the gate ("ratio", as in the paper, verl, SkyRL and TRL), or "log_prob" of
         `L = -A sg(f(r)) log pi`, which is Trinity-RFT's, with a gate of 2 / tau instead of a slope of 1 at `r = 1`.
       level: whose ratio `r` is, as in `ppo_clip_loss`.
       log_ratio_clip: bound of `d`, in nats; None does not clip. verl and SkyRL use 20.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64, in the unit of the advantages; masked positions hold 0.
@@ -97,11 +84,8 @@ def sapo_loss(
     check_choice("through", through, THROUGH)
     check_at_least("tau_positive", tau_positive, 0, strict=True)
     check_at_least("tau_negative", tau_negative, 0, strict=True)
-    mask, ids = check_segments(segment_ids, mask)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    log_ratio = log_ratios_of(
-        log_probs, old_log_probs, mask, level=level, log_ratio_clip=log_ratio_clip, segment_ids=ids
-    )
+    log_ratio = log_ratios_of(log_probs, old_log_probs, mask, level=level, log_ratio_clip=log_ratio_clip)
     tau_parts = _chosen(advantages > 0, tau_positive, tau_negative, log_ratio.dtype)
     tau = sum(tau_parts)
     # A ratio that has saturated the gate is not let to overflow: the gradient would be 0 * inf.
@@ -116,11 +100,10 @@ def gmpo_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     clip_low: Scalar = 0.4,
     clip_high: Scalar = 0.4,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """GMPO: a row's loss is `L = -A exp(mean_t d'_t)`, the geometric mean of ratios that are clipped token by token.
 
@@ -134,11 +117,9 @@ def gmpo_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
       advantages: same shape; a constant, equal over a row (`broadcast_to_tokens`).
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       clip_low: how far `d` may fall below 0, in nats, at least 0.
       clip_high: how far it may rise above 0, in nats, at least 0.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64, in the unit of the advantages; masked positions hold 0.
@@ -160,21 +141,20 @@ def gmpo_loss(
       [[-1.3499 -1.3499]]
     """
     check_clip(clip_low, clip_high)
-    mask, ids = check_segments(segment_ids, mask)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     low, high = (jnp.asarray(bound, log_probs.dtype) for bound in (-clip_low, clip_high))
     lowest, highest = jnp.where(advantages < 0, low, -jnp.inf), jnp.where(advantages > 0, high, jnp.inf)
     clipped = jnp.where(advantages == 0, 0, clip(log_probs - old_log_probs, lowest, highest))
-    log_mean, advantage = (row_mean(values, mask, segment_ids=ids) for values in (clipped, advantages))
+    log_mean, advantage = (row_mean(values, mask) for values in (clipped, advantages))
     loss = importance_weighted(advantage, log_mean)
-    return -masked(to_tokens(loss, log_probs.shape[-1], segment_ids=ids), mask)
+    return -masked(to_tokens(loss, mask), mask)
 
 
 def vespo_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     k_positive: Scalar = 2.0,
     lambda_positive: Scalar = 3.0,
@@ -182,7 +162,6 @@ def vespo_loss(
     lambda_negative: Scalar = 2.0,
     weights: Real[ArrayLike, "*b T"] | None = None,
     log_ratio_clip: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """VESPO: `L = -A phi(w) log pi`, where the ratio `w` of the whole row enters by `phi(w) = w^k exp(lambda (1 - w))`.
 
@@ -193,7 +172,7 @@ def vespo_loss(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       old_log_probs: same shape, log-probs of the policy at the start of the update; a constant.
       advantages: same shape; a constant. Advantages per row go through `broadcast_to_tokens` first.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       k_positive: the power `k` where `A >= 0`, above 0.
       lambda_positive: the rate `lambda` where `A >= 0`, above 0.
       k_negative: the power where `A < 0`.
@@ -201,8 +180,6 @@ def vespo_loss(
       weights: same shape, importance weights of the old policy against the sampler, of which the product over the row
         multiplies `w`; a constant. A weight of the row as a whole goes to one of its tokens, 1 to the others.
       log_ratio_clip: bound of each `d`, in nats; None does not clip. TRL uses 20.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0. The value has no meaning beyond its gradient.
@@ -233,14 +210,13 @@ def vespo_loss(
     }.items():
         check_at_least(name, value, 0, strict=True)
     check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
-    mask, ids = check_segments(segment_ids, mask)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     log_weights = clip_symmetric(log_probs - old_log_probs, log_ratio_clip)
     if weights is not None:
         check_same_shape(weights=weights, mask=mask)
         log_weights += masked(jnp.log(jnp.asarray(weights, log_probs.dtype)), mask)
-    log_weight = row_sum(jax.lax.stop_gradient(log_weights), segment_ids=ids)
-    log_weight = to_tokens(log_weight, log_probs.shape[-1], segment_ids=ids)
+    log_weight = row_sum(jax.lax.stop_gradient(log_weights), mask)
+    log_weight = to_tokens(log_weight, mask)
     k = _chosen(advantages >= 0, k_positive, k_negative, log_weight.dtype)
     leading, trailing = _chosen(advantages >= 0, lambda_positive, lambda_negative, log_weight.dtype)
     # Without the infinities, where phi is 0.

@@ -10,17 +10,7 @@ import jax.numpy as jnp
 
 from kljax._checks import check_at_least, check_choice, check_mask
 from kljax._numerics import clip_symmetric, times
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Bool,
-    Divergence,
-    Float,
-    MaskLike,
-    Real,
-    Scalar,
-    Through,
-)
+from kljax._typing import Array, ArrayLike, Bool, Divergence, Float, Mask, MaskLike, Real, Scalar, Through
 from kljax.losses._surrogate import check_clip, importance_weighted, loss_inputs
 from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
 
@@ -34,7 +24,7 @@ def dppo_mask(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     divergence: Divergence = "tv",
     clip_low: Scalar = 0.2,
@@ -90,7 +80,7 @@ def dppo_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     divergence: Divergence = "tv",
     clip_low: Scalar = 0.2,
@@ -163,7 +153,7 @@ def sppo_loss(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     clip: Scalar = 0.3,
 ) -> Float[Array, "*b T"]:

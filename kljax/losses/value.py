@@ -4,14 +4,7 @@ import jax.numpy as jnp
 
 from kljax._checks import as_float, check_at_least, check_same_shape
 from kljax._numerics import clip as clip_values
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    MaskLike,
-    Real,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike, Real, Scalar
 from kljax.masking import masked
 
 __all__ = ["value_loss"]
@@ -21,7 +14,7 @@ def value_loss(
     values: Real[ArrayLike, "*b T"],
     old_values: Real[ArrayLike, "*b T"] | None,
     returns: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     clip: Scalar | None = None,
 ) -> Float[Array, "*b T"]:
@@ -60,7 +53,7 @@ def value_loss(
 
 
 def value_errors(
-    values: ArrayLike, old_values: ArrayLike | None, returns: ArrayLike, mask: ArrayLike, clip: Scalar | None
+    values: ArrayLike, old_values: ArrayLike | None, returns: ArrayLike, mask: Mask, clip: Scalar | None
 ) -> tuple[Array, Array]:
     """Squares the errors of the values, and of the values clipped around the old ones.
 

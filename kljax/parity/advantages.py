@@ -4,7 +4,7 @@ import numpy as np
 
 from kljax.parity.dump import DumpError
 from kljax.parity.positions import over_tokens
-from kljax.parity.recipe import Kl, Recipe, Step
+from kljax.parity.recipe import Kl, Recipe, RecipeStep
 from kljax.parity.replay import Prediction, Replay, run_call
 from kljax.parity.rounding import PRODUCTS, accumulator, tree_height
 
@@ -22,7 +22,7 @@ def advantages(replay: Replay, recipe: Recipe) -> Prediction:
     Raises:
       DumpError: if advantages recorded per row are computed per token, and differ within a row.
     """
-    step, unit = recipe.advantage or Step(), replay.unit("advantages", recipe)
+    step, unit = recipe.advantage or RecipeStep(), replay.unit("advantages", recipe)
     rewards, used = _shaped_rewards(replay, recipe), replay.used_mask(recipe)
     ids, count = _groups(replay.arrays["group_ids"], step.groups)
     call = replay.call("advantage", step)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import kljax
-from kljax.parity.recipe import LogProbs, Recipe, Reduction
+from kljax.parity.recipe import LogProbRecipe, Recipe, ReductionRecipe
 from kljax.parity.replay import Replay
 
 KL_ESTIMATORS: dict[str, dict[str, Any]] = {
@@ -149,7 +149,7 @@ def _score_causes(replay: Replay) -> Iterator[Cause]:
     for stage, side in (("log_probs", ""), ("reference", "ref_")):
         if f"{side}logits" not in replay.dump and f"{side}hidden" not in replay.dump:
             continue
-        base: LogProbs = getattr(replay.plan.recipe, stage)
+        base: LogProbRecipe = getattr(replay.plan.recipe, stage)
         title = f"{side}log_probs"
         if base.temperature != 1:
             yield make(stage, "temperature missing", f"{title} are not divided by the temperature", temperature=1.0)
@@ -339,11 +339,11 @@ def _reduction_causes(replay: Replay) -> Iterator[Cause]:
         yield Cause("kl_reduction", name, f"{title} {text}", tuple(settings.items()), alone=True)
 
 
-def _eps(reduction: Reduction, eps: float) -> dict[str, float]:
+def _eps(reduction: ReductionRecipe, eps: float) -> dict[str, float]:
     return {"eps_row": eps} if reduction.mode == "seq_mean_token_mean" else {"eps_batch": eps}
 
 
-def _reductions(replay: Replay, base: Reduction, mask: np.ndarray) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _reductions(replay: Replay, base: ReductionRecipe, mask: np.ndarray) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yields the other reductions: name, text and settings."""
     plain: dict[str, Any] = {"denominator": None, "micro_batches": 1, "scale": 1.0, "eps_batch": 0.0, "eps_row": 0.0}
     length, longest = mask.shape[1], int(mask.sum(1).max())

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.agrees and compared else 1
 
 
-def compare(path: str | pathlib.Path, *, system: str | None = None, seconds: float = 300.0) -> report.Report:
+def compare(path: str | pathlib.Path, *, system: str | None = None, seconds: float = 300.0) -> report.ParityReport:
     """Opens a dump, replays it and explains its differences; needs float64, see `jax.enable_x64`.
 
     Args:

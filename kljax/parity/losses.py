@@ -13,7 +13,7 @@ from kljax.parity.advantages import token_advantages
 from kljax.parity.fields import METRIC, ORDER
 from kljax.parity.policies import kl_at, kl_cancellation, kl_move, kl_policy, policy_pair
 from kljax.parity.positions import value_and_change
-from kljax.parity.recipe import Kl, Recipe, Reduction, Step
+from kljax.parity.recipe import Kl, Recipe, RecipeStep, ReductionRecipe
 from kljax.parity.replay import Prediction, Replay, compiled, per_token, run_call
 from kljax.parity.rounding import EXP, PRODUCTS, accumulator, tree_height
 
@@ -30,7 +30,7 @@ def policy_loss_at(replay: Replay, policy: Any, recipe: Recipe) -> Any:
     Returns:
       `[B, T]` losses before the reduction.
     """
-    step, used = recipe.loss or Step(), replay.used_mask(recipe)
+    step, used = recipe.loss or RecipeStep(), replay.used_mask(recipe)
     arrays = {**replay.inputs("loss"), "old_log_probs": policy_pair(replay, recipe)[1]}
     arrays |= {"advantages": token_advantages(replay, recipe)[0], "mask": used}
     result = run_call("loss", replay.call("loss", step), {**arrays, "log_probs": policy, "key": jax.random.key(0)})
@@ -91,7 +91,7 @@ def gradient(replay: Replay, recipe: Recipe) -> Prediction:
     return Prediction(total, bound + unit * np.abs(total), np.ones(replay.shape, bool))
 
 
-def token_weights(replay: Replay, recipe: Recipe, reduction: Reduction) -> np.ndarray:
+def token_weights(replay: Replay, recipe: Recipe, reduction: ReductionRecipe) -> np.ndarray:
     """Returns the weight of each token in the loss.
 
     Returns:
@@ -104,7 +104,7 @@ def token_weights(replay: Replay, recipe: Recipe, reduction: Reduction) -> np.nd
     return weights
 
 
-def _terms(recipe: Recipe) -> list[tuple[float, str, Reduction]]:
+def _terms(recipe: Recipe) -> list[tuple[float, str, ReductionRecipe]]:
     """Lists the terms of the loss: coefficient, field per token, reduction."""
     terms = [(1.0, "token_loss", recipe.reduction)]
     if recipe.kl is not None and recipe.kl.place == "loss" and recipe.kl.coef:
@@ -113,7 +113,7 @@ def _terms(recipe: Recipe) -> list[tuple[float, str, Reduction]]:
 
 
 def _by_row(replay: Replay, recipe: Recipe) -> bool:
-    call = replay.call("loss", recipe.loss or Step())
+    call = replay.call("loss", recipe.loss or RecipeStep())
     return call.function in BY_ROW or call.arguments.get("level") in ROW_LEVELS
 
 
@@ -151,7 +151,9 @@ def _policy_gradient(replay: Replay, recipe: Recipe, unit: float) -> tuple[np.nd
     return value, change + (PRODUCTS + height) * unit * np.abs(value) + _inherited(replay, recipe, value)
 
 
-def _kl_gradient(replay: Replay, recipe: Recipe, reduction: Reduction, unit: float) -> tuple[np.ndarray, np.ndarray]:
+def _kl_gradient(
+    replay: Replay, recipe: Recipe, reduction: ReductionRecipe, unit: float
+) -> tuple[np.ndarray, np.ndarray]:
     kl, used = recipe.kl or Kl(), replay.used_mask(recipe)
     weights = token_weights(replay, recipe, reduction)
 
@@ -165,7 +167,7 @@ def _kl_gradient(replay: Replay, recipe: Recipe, reduction: Reduction, unit: flo
     return value, change + weights * kl_cancellation(replay, kl, unit) + PRODUCTS * unit * np.abs(value)
 
 
-def _token_weights(mask: np.ndarray, reduction: Reduction, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+def _token_weights(mask: np.ndarray, reduction: ReductionRecipe, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     if reduction.micro_batches == 1:
         return _weights_of_rows(mask, reduction, arrays, np.ones(len(mask), bool))
     rows = np.arange(len(mask))
@@ -176,7 +178,7 @@ def _token_weights(mask: np.ndarray, reduction: Reduction, arrays: Mapping[str, 
 
 
 def _weights_of_rows(
-    mask: np.ndarray, reduction: Reduction, arrays: Mapping[str, np.ndarray], rows: np.ndarray
+    mask: np.ndarray, reduction: ReductionRecipe, arrays: Mapping[str, np.ndarray], rows: np.ndarray
 ) -> np.ndarray:
     """Returns the weights of some rows as a batch of their own, 0 elsewhere."""
     part = mask[rows]

@@ -8,7 +8,7 @@ import numpy as np
 import kljax
 from kljax.parity import scoring
 from kljax.parity.positions import apply_rule, over_tokens, shift_rows, value_and_change
-from kljax.parity.recipe import Kl, Recipe, Step
+from kljax.parity.recipe import Kl, Recipe, RecipeStep
 from kljax.parity.replay import Prediction, Replay, compiled, per_token, run_call
 from kljax.parity.rounding import EXP, PRODUCTS, tree_height
 
@@ -107,7 +107,7 @@ def weights(replay: Replay, recipe: Recipe) -> Prediction:
       A `Prediction`, `[B, T]`, compared at tokens in the recorded mask and in that of the recipe. A weight per row is
       repeated for its tokens.
     """
-    step, used = recipe.correction or Step(), replay.used_mask(recipe)
+    step, used = recipe.correction or RecipeStep(), replay.used_mask(recipe)
     inputs = replay.inputs("correction")
     numerator, denominator = inputs["log_probs"], inputs["sampling_log_probs"]
     if "advantages" in inputs:

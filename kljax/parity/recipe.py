@@ -48,7 +48,7 @@ class MaskRule:
 
 
 @dataclasses.dataclass(frozen=True)
-class LogProbs:
+class LogProbRecipe:
     """How log-probs follow from logits.
 
     Attributes:
@@ -125,7 +125,7 @@ class Kl:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class RecipeStep:
     """A call of the library by the arguments that differ from the header's.
 
     Attributes:
@@ -144,7 +144,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reduction:
+class ReductionRecipe:
     """From values per token to a scalar.
 
     Attributes:
@@ -193,16 +193,16 @@ class Recipe:
     """
 
     mask_rule: MaskRule = MaskRule()
-    log_probs: LogProbs = LogProbs()
-    reference: LogProbs = LogProbs()
+    log_probs: LogProbRecipe = LogProbRecipe()
+    reference: LogProbRecipe = LogProbRecipe()
     mask: MaskRule = MaskRule()
     ratio: Ratio = Ratio()
-    correction: Step | None = None
+    correction: RecipeStep | None = None
     kl: Kl | None = None
-    advantage: Step | None = None
-    loss: Step | None = None
-    reduction: Reduction = Reduction()
-    kl_reduction: Reduction | None = None
+    advantage: RecipeStep | None = None
+    loss: RecipeStep | None = None
+    reduction: ReductionRecipe = ReductionRecipe()
+    kl_reduction: ReductionRecipe | None = None
     gradient: Gradient = Gradient()
     rounding: tuple[tuple[str, str], ...] = ()
 
@@ -218,7 +218,7 @@ class Recipe:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RecipeCalls:
     """The calls of a dump: the recipe, and the library's calls that its steps change.
 
     `arrays` has for each section the field that an argument of its call takes, where the names differ.
@@ -230,7 +230,7 @@ class Plan:
     arrays: Mapping[str, Mapping[str, str]]
 
 
-def make_plan(dump: Dump, system: str | None = None) -> Plan:
+def make_plan(dump: Dump, system: str | None = None) -> RecipeCalls:
     """Reads the settings of every stage from the header of a dump.
 
     Args:
@@ -238,7 +238,7 @@ def make_plan(dump: Dump, system: str | None = None) -> Plan:
       system: the system whose names the header uses; None takes that of the header, or none.
 
     Returns:
-      The `Plan`. A correction, KL, advantage or policy loss that the header leaves out is None in its recipe.
+      The `RecipeCalls`. A correction, KL, advantage or policy loss that the header leaves out is None in its recipe.
 
     Raises:
       DumpError: naming the key that is wrong.
@@ -255,14 +255,14 @@ def make_plan(dump: Dump, system: str | None = None) -> Plan:
         sections[name] = dict(section)
     calls: dict[str, Call] = {}
     arrays: dict[str, dict[str, str]] = {}
-    steps: dict[str, Step | None] = {}
+    steps: dict[str, RecipeStep | None] = {}
     for name, kind in (("correction", "correction"), ("advantage", "advantage"), ("loss", "policy_loss")):
         steps[name] = None
         if sections[name]:
             calls[name], arrays[name] = _call(system, name, kind, sections[name])
-            steps[name] = Step()
-    log_probs = _settings(LogProbs, "log_probs", sections["log_probs"])
-    reference = _settings(LogProbs, "reference", {**sections["log_probs"], **sections["reference"]})
+            steps[name] = RecipeStep()
+    log_probs = _settings(LogProbRecipe, "log_probs", sections["log_probs"])
+    reference = _settings(LogProbRecipe, "reference", {**sections["log_probs"], **sections["reference"]})
     kl = _kl(system, sections["kl"])
     reduction = _reduction(system, "reduction", sections["reduction"])
     recipe = Recipe(
@@ -277,7 +277,7 @@ def make_plan(dump: Dump, system: str | None = None) -> Plan:
         kl_reduction=_kl_reduction(system, sections["kl"], reduction) if kl and kl.place == "loss" else None,
         gradient=_settings(Gradient, "gradient", sections["gradient"]),
     )
-    return Plan(system, recipe, calls, arrays)
+    return RecipeCalls(system, recipe, calls, arrays)
 
 
 def _choice(name: str, value: Any, allowed: Any) -> None:
@@ -304,7 +304,7 @@ def _entry(system: str | None, section: str, kind: str, name: str) -> Entry:
 
 
 def _call(system: str | None, section: str, kind: str, values: dict[str, Any]) -> tuple[Call, dict[str, str]]:
-    """Returns the call of a section, by `name` in a system or by `function` of the library, and its `Plan.arrays`."""
+    """Returns the call of a section, by `name` in a system or `function` here, and its `RecipeCalls.arrays`."""
     given = dict(values)
     renamed = given.pop("arrays", {})
     arrays = {"sampling_log_probs": "rollout_log_probs"}
@@ -380,7 +380,7 @@ def _kl(system: str | None, values: Mapping[str, Any]) -> Kl | None:
     return kl
 
 
-def _reduction(system: str | None, section: str, values: Mapping[str, Any]) -> Reduction:
+def _reduction(system: str | None, section: str, values: Mapping[str, Any]) -> ReductionRecipe:
     given = dict(values)
     found: dict[str, Any] = {}
     if "name" in given:
@@ -391,10 +391,10 @@ def _reduction(system: str | None, section: str, values: Mapping[str, Any]) -> R
         found["eps_batch"], found["eps_row"] = DIVISOR_EPS.get((entry.system, name), (0.0, 0.0))
         if "micro-batch" in entry.sources.get("group_ids", ""):
             found["groups"] = "micro_batch_ids"
-    return _settings(Reduction, section, {**found, **given})
+    return _settings(ReductionRecipe, section, {**found, **given})
 
 
-def _kl_reduction(system: str | None, values: Mapping[str, Any], shared: Reduction) -> Reduction:
+def _kl_reduction(system: str | None, values: Mapping[str, Any], shared: ReductionRecipe) -> ReductionRecipe:
     """Returns the reduction of the KL term: that of the policy loss, unless the header or the system has another."""
     given = values.get("reduction")
     if given is None and system in KL_REDUCTIONS:

@@ -11,7 +11,7 @@ import numpy as np
 from kljax.parity.dump import Dump, DumpError
 from kljax.parity.fields import METRIC, ORDER, STAGES_OF_METRICS
 from kljax.parity.positions import apply_rule
-from kljax.parity.recipe import Plan, Recipe, Step
+from kljax.parity.recipe import Recipe, RecipeCalls, RecipeStep
 from kljax.parity.rounding import UNITS, narrowest_dtype
 from kljax.systems import Call
 from kljax.systems._call import run
@@ -38,7 +38,9 @@ class Prediction:
 class Replay:
     """Recomputes results from the recorded inputs of their stage, and remembers them by the settings they depend on."""
 
-    def __init__(self, dump: Dump, plan: Plan, stages: Mapping[str, "Stage"], metrics: Mapping[str, "Stage"]) -> None:
+    def __init__(
+        self, dump: Dump, plan: RecipeCalls, stages: Mapping[str, "Stage"], metrics: Mapping[str, "Stage"]
+    ) -> None:
         self.dump, self.plan = dump, plan
         self._stages = {**stages, **{METRIC + name: stage for name, stage in metrics.items()}}
         small = [name for name in dump if len(dump.stored(name).shape) < 3 and not name.endswith("head")]
@@ -127,7 +129,7 @@ class Replay:
         mask: np.ndarray = self.remember(("used", recipe.mask), lambda: apply_rule(self.arrays["mask"], recipe.mask))
         return mask
 
-    def call(self, section: str, step: Step) -> Call:
+    def call(self, section: str, step: RecipeStep) -> Call:
         """Returns the call of a section of the header with the changes of a step.
 
         Args:

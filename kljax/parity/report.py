@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from kljax.parity.causes import Cause
-from kljax.parity.search import Difference, Finding, Report
+from kljax.parity.search import Difference, Finding, ParityReport
 
 HEADINGS = ("field", "numbers", "largest absolute", "largest relative", "at (row, token)", "bound there", "verdict")
 
 
-def as_text(report: Report) -> str:
+def as_text(report: ParityReport) -> str:
     """Writes the report for a terminal.
 
     Returns:
@@ -24,7 +24,7 @@ def as_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: ParityReport) -> dict[str, Any]:
     """Returns the report as plain data; numbers that JSON lacks are strings.
 
     Returns:
@@ -50,7 +50,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def as_html(report: Report, title: str) -> str:
+def as_html(report: ParityReport, title: str) -> str:
     """Writes the report as a page that needs no other file.
 
     Returns:
@@ -87,7 +87,7 @@ def _cells(difference: Difference) -> tuple[str, ...]:
     )
 
 
-def _verdict(report: Report) -> Iterator[str]:
+def _verdict(report: ParityReport) -> Iterator[str]:
     for name, reason in report.not_compared:
         yield f"{name}: not compared, {reason}"
     for note in report.notes:

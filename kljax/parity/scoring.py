@@ -3,7 +3,7 @@
 import numpy as np
 
 from kljax.parity.dump import Dump, Stored
-from kljax.parity.recipe import LogProbs
+from kljax.parity.recipe import LogProbRecipe
 from kljax.parity.rounding import EXP, UNITS, narrowest_dtype, round_to, tree_height
 
 # Numbers of logits that are in memory at a time.
@@ -11,7 +11,7 @@ PART = 1 << 22
 
 
 def score(
-    dump: Dump, side: str, settings: LogProbs, mask: np.ndarray, unit: float
+    dump: Dump, side: str, settings: LogProbRecipe, mask: np.ndarray, unit: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Computes the log-probs of one policy on the recorded rows.
 
@@ -46,7 +46,7 @@ def score(
 
 
 def log_softmax_at(
-    logits: np.ndarray, errors: np.ndarray, ids: np.ndarray, settings: LogProbs, unit: float
+    logits: np.ndarray, errors: np.ndarray, ids: np.ndarray, settings: LogProbRecipe, unit: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the log-probs of some ids and the bounds that the errors of the logits and the softmax's own add to.
 

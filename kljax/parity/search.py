@@ -81,7 +81,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class ParityReport:
     """The result of a comparison.
 
     Attributes:
@@ -149,11 +149,11 @@ class Search:
         self.stopped = False
         self._found_pairs: dict[Any, list[Causes]] = {}
 
-    def run(self) -> Report:
+    def run(self) -> ParityReport:
         """Compares every field and explains those that differ.
 
         Returns:
-          The `Report`, with a note if the search for pairs of causes ran out of time.
+          The `ParityReport`, with a note if the search for pairs of causes ran out of time.
         """
         recipe = self.replay.plan.recipe
         differences = tuple(compare_field(self.replay, name, recipe) for name in self.fields)
@@ -161,7 +161,7 @@ class Search:
         missing = [name for name in recorded(self.replay) if name not in self.fields]
         reasons = tuple((name, reason_not_compared(self.replay, name) or "") for name in missing)
         notes = ("the search for pairs of causes stopped at its time limit",) if self.stopped else ()
-        return Report(differences, tuple(findings), reasons, self.replay.dtype, notes)
+        return ParityReport(differences, tuple(findings), reasons, self.replay.dtype, notes)
 
     def agrees(self, name: str, recipe: Recipe) -> bool:
         """Tells whether a field agrees under a recipe; settings that a function of the library refuses do not.

@@ -5,7 +5,7 @@ import re
 from kljax.parity import advantages, losses, policies
 from kljax.parity.dump import Dump
 from kljax.parity.fields import METRIC, ORDER
-from kljax.parity.recipe import Kl, Plan
+from kljax.parity.recipe import Kl, RecipeCalls
 from kljax.parity.replay import Replay, Stage
 from kljax.systems import Call
 from kljax.systems._call import parameters, steps
@@ -31,7 +31,7 @@ COMPUTED = {
 SECTIONS = {"weights": "correction", "kl": "kl", "advantages": "advantage", "token_loss": "loss", "loss": "loss"}
 
 
-def make_replay(dump: Dump, plan: Plan) -> Replay:
+def make_replay(dump: Dump, plan: RecipeCalls) -> Replay:
     """Makes a replay of all stages.
 
     Returns:
@@ -145,5 +145,6 @@ def _settings(call: Call) -> set[str]:
         parameter.name
         for step, _ in steps(call)
         for parameter in parameters(step)
-        if parameter.kind is parameter.KEYWORD_ONLY and not re.search("ArrayLike|Sequence", str(parameter.annotation))
+        if parameter.kind is parameter.KEYWORD_ONLY
+        and not re.search("ArrayLike|Mask|Sequence", str(parameter.annotation))
     }

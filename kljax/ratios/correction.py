@@ -2,21 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kljax._checks import as_float, check_mask, check_same_shape
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Float,
-    MaskLike,
-)
+from kljax._typing import Array, ArrayLike, Float, Mask, MaskLike
+from kljax.rows import narrowed
 
 __all__ = ["RolloutCorrection", "correct_rollout"]
 
-Step = Callable[[Array, Array, Array], Array]
+Step = Callable[[Array, Array, Any], Array]
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +33,7 @@ class RolloutCorrection:
 def correct_rollout(
     log_probs: Float[ArrayLike, "*b T"],
     rollout_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     steps: Sequence[Step],
 ) -> RolloutCorrection:
@@ -53,7 +50,7 @@ def correct_rollout(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; a constant.
       rollout_log_probs: same shape, log-probs recorded by the sampler.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`, which the steps then get.
       steps: functions as above, applied from the first to the last; none leaves the weights 1.
 
     Returns:
@@ -84,7 +81,7 @@ def correct_rollout(
     kept = check_mask(mask)
     weights = jnp.ones(kept.shape, log_probs.dtype)
     for index, step in enumerate(steps):
-        result = jnp.asarray(step(log_probs, rollout_log_probs, kept))
+        result = jnp.asarray(step(log_probs, rollout_log_probs, narrowed(mask, kept)))
         check_same_shape(**{"mask": kept, f"result of steps[{index}]": result})
         if result.dtype == bool:
             kept &= result

@@ -4,7 +4,7 @@ from typing import get_args
 
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
+from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
 from kljax._typing import (
     Array,
     ArrayLike,
@@ -12,7 +12,7 @@ from kljax._typing import (
     Divergence,
     DivergenceLevel,
     Float,
-    Integer,
+    Mask,
     MaskLike,
     Real,
     RejectionEstimator,
@@ -23,7 +23,7 @@ from kljax.kl import estimate_kl
 from kljax.masking import masked
 from kljax.ratios._bernoulli import bernoulli_kl, bernoulli_tv
 from kljax.ratios.levels import check_bounds, within
-from kljax.rows import check_segments, row_max, row_mean, row_sum, to_tokens
+from kljax.rows import row_max, row_mean, row_sum, to_tokens
 
 __all__ = ["divergence_mask", "kl_rejection_mask", "off_policy_sequence_mask"]
 
@@ -36,14 +36,13 @@ LEVELS = get_args(DivergenceLevel)
 def kl_rejection_mask(
     log_probs: Float[ArrayLike, "*b T"],
     sampling_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     estimator: RejectionEstimator = "k1",
     reduction: RowStatistic = "token",
     lower: Scalar | None = None,
     upper: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Bool[Array, "*b T"]:
     """The tokens whose estimate of KL(behaviour || pi) lies within bounds, each by itself or its whole row at once.
 
@@ -53,14 +52,12 @@ def kl_rejection_mask(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
       sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       estimator: "k1", "k2" or "k3".
       reduction: "token" keeps or rejects each token; "sum", "mean" and "max" over the row do so with whole rows.
       lower: lowest value kept, inclusive, in nats; None has no lower bound. Negative values have a use with "k1" only.
       upper: highest value kept, inclusive, in nats; None has no upper bound.
       log_ratio_clip: bound of each `d` before it is estimated, in nats; None does not clip. verl uses 20.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]` booleans, a subset of `mask`. A value that is NaN is rejected.
@@ -83,29 +80,28 @@ def kl_rejection_mask(
     check_choice("estimator", estimator, ESTIMATORS)
     check_choice("reduction", reduction, REDUCTIONS)
     check_bounds(lower, upper)
-    kept, ids = check_segments(segment_ids, mask)
+    kept = check_mask(mask)
     # The tokens are the behaviour's, so it is the first of the two policies.
     kl = estimate_kl(sampling_log_probs, log_probs, kept, estimator=estimator, log_ratio_clip=log_ratio_clip)
     if reduction == "token":
         return kept & within(kl, lower, upper)
     if reduction == "sum":
-        kl = row_sum(kl, segment_ids=ids)
+        kl = row_sum(kl, mask)
     elif reduction == "mean":
-        kl = row_mean(kl, kept, segment_ids=ids)
+        kl = row_mean(kl, mask)
     else:
-        kl = row_max(kl, kept, initial=-jnp.inf, segment_ids=ids)
-    return kept & to_tokens(within(kl, lower, upper), kept.shape[-1], segment_ids=ids)
+        kl = row_max(kl, mask, initial=-jnp.inf)
+    return kept & to_tokens(within(kl, lower, upper), mask)
 
 
 def divergence_mask(
     log_probs: Float[ArrayLike, "*b T"],
     sampling_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     divergence: Divergence = "tv",
     level: DivergenceLevel = "token",
     max_divergence: Scalar,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Bool[Array, "*b T"]:
     """The tokens, or rows, at which the two policies are close, judged by the probability of the sampled token alone.
 
@@ -117,12 +113,10 @@ def divergence_mask(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
       sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       divergence: "tv" or "kl".
       level: "token", or "sequence" for the mean over the unmasked tokens of the row.
       max_divergence: highest divergence kept, inclusive: a probability for "tv", nats for "kl".
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]` booleans, a subset of `mask`. A divergence that is NaN is rejected.
@@ -144,22 +138,20 @@ def divergence_mask(
     check_at_least("max_divergence", max_divergence, 0)
     check_same_shape(log_probs=log_probs, sampling_log_probs=sampling_log_probs, mask=mask)
     log_probs, sampling_log_probs = as_float(log_probs, sampling_log_probs)
-    kept, ids = check_segments(segment_ids, mask)
-    apart = DIVERGENCES[divergence](masked(sampling_log_probs, kept), masked(log_probs, kept))
+    apart = DIVERGENCES[divergence](masked(sampling_log_probs, mask), masked(log_probs, mask))
     if level == "sequence":
-        apart = to_tokens(row_mean(apart, kept, segment_ids=ids), kept.shape[-1], segment_ids=ids)
-    return kept & within(apart, None, max_divergence)
+        apart = to_tokens(row_mean(apart, mask), mask)
+    return check_mask(mask) & within(apart, None, max_divergence)
 
 
 def off_policy_sequence_mask(
     log_probs: Float[ArrayLike, "*b T"],
     sampling_log_probs: Float[ArrayLike, "*b T"],
     advantages: Real[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     max_kl: Scalar,
     log_ratio_clip: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Bool[Array, "*b T"]:
     """Drops the tokens of negative advantage in rows that the policy has moved away from (OPSM).
 
@@ -171,11 +163,9 @@ def off_policy_sequence_mask(
       log_probs: `[..., T]` log-probs of the policy being trained, in nats.
       sampling_log_probs: same shape, log-probs of the policy that drew the tokens, or of the start of the update.
       advantages: same shape.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       max_kl: highest mean tolerated, inclusive, in nats. slime uses 1e-4, Trinity-RFT 0.1.
       log_ratio_clip: bound of each token's log-ratio, in nats; None does not clip. Trinity-RFT uses 20.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]` booleans, a subset of `mask`. A row whose mean is NaN is off-policy.
@@ -193,7 +183,6 @@ def off_policy_sequence_mask(
       [[ True False]]
     """
     check_same_shape(log_probs=log_probs, advantages=advantages)
-    kept, ids = check_segments(segment_ids, mask)
-    kl = estimate_kl(sampling_log_probs, log_probs, kept, estimator="k1", log_ratio_clip=log_ratio_clip)
-    near = to_tokens(within(row_mean(kl, kept, segment_ids=ids), None, max_kl), kept.shape[-1], segment_ids=ids)
-    return kept & (near | ~(masked(advantages, kept) < 0))
+    kl = estimate_kl(sampling_log_probs, log_probs, mask, estimator="k1", log_ratio_clip=log_ratio_clip)
+    near = to_tokens(within(row_mean(kl, mask), None, max_kl), mask)
+    return check_mask(mask) & (near | ~(masked(advantages, mask) < 0))

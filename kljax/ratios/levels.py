@@ -15,21 +15,13 @@ from typing import get_args
 
 import jax.numpy as jnp
 
-from kljax._checks import as_float, check_at_least, check_choice, check_same_shape
+from kljax._checks import as_float, check_at_least, check_choice, check_mask, check_same_shape
 from kljax._devices import greatest
 from kljax._numerics import clip_symmetric
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    AxisName,
-    Float,
-    Integer,
-    Level,
-    MaskLike,
-    Scalar,
-)
+from kljax._typing import Array, ArrayLike, AxisName, Float, Level, Mask, MaskLike, Scalar
+from kljax.batches import Segments
 from kljax.masking import masked
-from kljax.rows import check_segments, row_any, row_mean, row_sum, to_tokens
+from kljax.rows import row_any, row_mean, row_sum, to_tokens
 
 __all__ = ["geometric_ratios", "log_ratios", "sequence_ratios", "token_ratios"]
 
@@ -39,7 +31,7 @@ LEVELS = get_args(Level)
 def log_ratios(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     log_ratio_clip: Scalar | None = None,
 ) -> Float[Array, "*b T"]:
@@ -76,7 +68,7 @@ def log_ratios(
 def token_ratios(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     log_ratio_clip: Scalar | None = None,
 ) -> Float[Array, "*b T"]:
@@ -108,23 +100,20 @@ def token_ratios(
 def sequence_ratios(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     log_ratio_clip: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Array:
     """Importance ratio of each sequence: the product of its token ratios, `exp(sum_t m_t d_t)`.
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
       old_log_probs: same shape, log-probs of the denominator policy.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       log_ratio_clip: bound of the sum `sum_t m_t d_t`, in nats; None does not clip.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
-      `[...]` (no T), float32 or float64; 1 for a row without a token, the product over nothing. With `segment_ids`
+      `[...]` (no T), float32 or float64; 1 for a row without a token, the product over nothing. With `Segments`
       `[..., T]`: each unmasked token has the ratio of its segment, and masked positions hold 0.
 
     Gradient:
@@ -138,31 +127,26 @@ def sequence_ratios(
       >>> print(kljax.sequence_ratios(jnp.array([[-1.0, -2.0]]), jnp.array([[-1.5, -1.5]]), jnp.array([[1, 1]])))
       [1.]
     """
-    return _row_ratios(
-        log_probs, old_log_probs, mask, "sequence", log_ratio_clip=log_ratio_clip, segment_ids=segment_ids
-    )
+    return _row_ratios(log_probs, old_log_probs, mask, "sequence", log_ratio_clip)
 
 
 def geometric_ratios(
     log_probs: Float[ArrayLike, "*b T"],
     old_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     log_ratio_clip: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Array:
     """Length-normalised ratio of each sequence: the geometric mean of its token ratios, `exp(sum_t m_t d_t / n)`.
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.
       old_log_probs: same shape, log-probs of the denominator policy.
-      mask: same shape, boolean; `n` is the number of unmasked tokens of the row.
+      mask: same shape, boolean or `Segments`; `n` is the number of unmasked tokens of the row.
       log_ratio_clip: bound of the mean `sum_t m_t d_t / n`, in nats; None does not clip.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
-      `[...]` (no T), float32 or float64; 1 for a row without a token. With `segment_ids` `[..., T]`: each unmasked
+      `[...]` (no T), float32 or float64; 1 for a row without a token. With `Segments` `[..., T]`: each unmasked
       token has the ratio of its segment, and masked positions hold 0.
 
     Gradient:
@@ -180,19 +164,15 @@ def geometric_ratios(
       >>> print(kljax.geometric_ratios(lp, old, jnp.array([[1, 1]])).round(4))
       [2.]
     """
-    return _row_ratios(
-        log_probs, old_log_probs, mask, "geometric", log_ratio_clip=log_ratio_clip, segment_ids=segment_ids
-    )
+    return _row_ratios(log_probs, old_log_probs, mask, "geometric", log_ratio_clip)
 
 
 def level_log_ratios(
     log_probs: ArrayLike,
     old_log_probs: ArrayLike,
-    mask: ArrayLike,
+    mask: Mask,
     level: Level,
     log_ratio_clip: Scalar | None = None,
-    *,
-    segment_ids: ArrayLike | None = None,
 ) -> Array:
     """Computes the log-ratio of a level, clipped after it is reduced.
 
@@ -202,51 +182,45 @@ def level_log_ratios(
       mask: same shape, boolean.
       level: "token", "sequence" (sum over the sequence) or "geometric" (mean over the sequence).
       log_ratio_clip: bound of the result, in nats; None does not clip.
-      segment_ids: `[..., T]` integers, as in `last_token_mask`; None takes each row as one sequence.
 
     Returns:
       `[..., T]` for "token", else `[..., S]` (see `kljax.rows`), in nats; 0 for a masked token or an empty sequence.
     """
     check_choice("level", level, LEVELS)
     check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
-    kept, ids = check_segments(segment_ids, mask)
-    values = log_ratios(log_probs, old_log_probs, kept)
+    values = log_ratios(log_probs, old_log_probs, mask)
     if level == "sequence":
-        values = row_sum(values, segment_ids=ids)
+        values = row_sum(values, mask)
     elif level == "geometric":
-        values = row_mean(values, kept, segment_ids=ids)
+        values = row_mean(values, mask)
     return clip_symmetric(values, log_ratio_clip)
 
 
-def level_mask(mask: ArrayLike, level: Level, segment_ids: ArrayLike | None = None) -> Array:
+def level_mask(mask: Mask, level: Level) -> Array:
     """Tells which values of `level_log_ratios` count.
 
     Args:
       mask: `[..., T]`, boolean.
       level: the level of the values.
-      segment_ids: `[..., T]` integers, as in `last_token_mask`; None takes each row as one sequence.
 
     Returns:
       `[..., T]` booleans, the unmasked tokens, for "token"; else `[..., S]`, the sequences that have one.
     """
-    kept, ids = check_segments(segment_ids, mask)
-    return kept if level == "token" else row_any(kept, segment_ids=ids)
+    return check_mask(mask) if level == "token" else row_any(mask)
 
 
-def level_to_tokens(values: Array, mask: ArrayLike, level: Level, segment_ids: ArrayLike | None = None) -> Array:
+def level_to_tokens(values: Array, mask: Mask, level: Level) -> Array:
     """Gives every token the value of its level.
 
     Args:
       values: `[..., T]` for "token", else `[..., S]`, as of `level_log_ratios`.
       mask: `[..., T]`, boolean.
       level: the level of the values.
-      segment_ids: `[..., T]` integers, as in `last_token_mask`; None takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0.
     """
-    kept, ids = check_segments(segment_ids, mask)
-    return masked(values if level == "token" else to_tokens(values, kept.shape[-1], segment_ids=ids), kept)
+    return masked(values if level == "token" else to_tokens(values, mask), mask)
 
 
 def check_bounds(lower: Scalar | None, upper: Scalar | None, *, needed: bool = True, low: float | None = None) -> None:
@@ -304,11 +278,9 @@ def largest(values: Array, kept: Array, axis_name: AxisName) -> Array:
 def _row_ratios(
     log_probs: ArrayLike,
     old_log_probs: ArrayLike,
-    mask: ArrayLike,
+    mask: Mask,
     level: Level,
-    *,
     log_ratio_clip: Scalar | None,
-    segment_ids: ArrayLike | None,
 ) -> Array:
-    ratios = jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, level, log_ratio_clip, segment_ids=segment_ids))
-    return ratios[..., 0] if segment_ids is None else level_to_tokens(ratios, mask, level, segment_ids)
+    ratios = jnp.exp(level_log_ratios(log_probs, old_log_probs, mask, level, log_ratio_clip))
+    return level_to_tokens(ratios, mask, level) if isinstance(mask, Segments) else ratios[..., 0]

@@ -6,19 +6,10 @@ loss and the denominators stay; with the weights of the returned mask they are d
 
 import jax.numpy as jnp
 
-from kljax._checks import check_at_least
-from kljax._typing import (
-    Array,
-    ArrayLike,
-    Bool,
-    Float,
-    Integer,
-    Level,
-    MaskLike,
-    Scalar,
-)
+from kljax._checks import check_at_least, check_mask
+from kljax._typing import Array, ArrayLike, Bool, Float, Level, Mask, MaskLike, Scalar
 from kljax.ratios.levels import check_bounds, level_log_ratios, token_ratios, within
-from kljax.rows import check_segments, row_any, to_tokens
+from kljax.rows import narrowed, row_any, to_tokens
 
 __all__ = ["rejection_mask", "veto_mask"]
 
@@ -26,12 +17,11 @@ __all__ = ["rejection_mask", "veto_mask"]
 def rejection_mask(
     log_probs: Float[ArrayLike, "*b T"],
     sampling_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     level: Level = "token",
     lower: Scalar | None = None,
     upper: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Bool[Array, "*b T"]:
     """The tokens whose ratio lies within bounds: `m_t and lower <= r <= upper`, with the ratio `r` of a level.
 
@@ -41,12 +31,10 @@ def rejection_mask(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
       sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       level: "token", "sequence" (rejects whole rows by their product) or "geometric" (by their geometric mean).
       lower: lowest ratio kept, inclusive; None has no lower bound.
       upper: highest ratio kept, inclusive; None has no upper bound.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]` booleans, a subset of `mask`. A ratio that is NaN is rejected.
@@ -61,31 +49,27 @@ def rejection_mask(
       [[ True False]]
     """
     check_bounds(lower, upper, low=0)
-    keep, ids = check_segments(segment_ids, mask)
-    ratio = jnp.exp(level_log_ratios(log_probs, sampling_log_probs, keep, level, segment_ids=ids))
+    ratio = jnp.exp(level_log_ratios(log_probs, sampling_log_probs, mask, level))
     inside = within(ratio, lower, upper)
-    return keep & (inside if level == "token" else to_tokens(inside, keep.shape[-1], segment_ids=ids))
+    return check_mask(mask) & (inside if level == "token" else to_tokens(inside, mask))
 
 
 def veto_mask(
     log_probs: Float[ArrayLike, "*b T"],
     sampling_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     min_ratio: Scalar | None = 1e-4,
     max_ratio: Scalar | None = None,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Bool[Array, "*b T"]:
     """Drops each sequence that holds a catastrophic token: one with `r_t < min_ratio` or `r_t > max_ratio`.
 
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats.
       sampling_log_probs: same shape, log-probs of the policy that drew the tokens.
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       min_ratio: lowest token ratio tolerated, inclusive; None tolerates any.
       max_ratio: highest token ratio tolerated, inclusive; None tolerates any.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]` booleans: the mask, with every position of a vetoed row False. A token whose ratio is NaN vetoes.
@@ -107,7 +91,6 @@ def veto_mask(
     check_at_least("max_ratio", max_ratio, 0)
     if min_ratio is None and max_ratio is None:
         raise ValueError("min_ratio, max_ratio: got None for both, expected at least one bound")
-    keep, ids = check_segments(segment_ids, mask)
-    tolerated = within(token_ratios(log_probs, sampling_log_probs, keep), min_ratio, max_ratio)
-    vetoed = row_any(keep & ~tolerated, segment_ids=ids)
-    return keep & ~to_tokens(vetoed, keep.shape[-1], segment_ids=ids)
+    keep = check_mask(mask)
+    tolerated = within(token_ratios(log_probs, sampling_log_probs, mask), min_ratio, max_ratio)
+    return keep & ~to_tokens(row_any(narrowed(mask, keep & ~tolerated)), mask)

@@ -11,8 +11,8 @@ from kljax._typing import (
     ArrayLike,
     AxisName,
     Float,
-    Integer,
     Level,
+    Mask,
     MaskLike,
     Scalar,
     WeightMode,
@@ -20,7 +20,7 @@ from kljax._typing import (
 )
 from kljax.masking import masked, masked_mean
 from kljax.ratios.levels import check_bounds, largest, level_log_ratios, level_mask, level_to_tokens, within
-from kljax.rows import check_segments, row_any, row_mean
+from kljax.rows import row_any, row_mean
 
 __all__ = ["importance_weights", "truncated_importance_weights"]
 
@@ -31,7 +31,7 @@ NORMALIZE = get_args(WeightNormalization)
 def importance_weights(
     log_probs: Float[ArrayLike, "*b T"],
     sampling_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     level: Level = "token",
     mode: WeightMode = "truncate",
@@ -39,7 +39,6 @@ def importance_weights(
     upper: Scalar | None = None,
     log_ratio_clip: Scalar | None = None,
     normalize: WeightNormalization = "none",
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
     axis_name: AxisName = None,
 ) -> Float[Array, "*b T"]:
     """Importance weights: the ratio `r` of a level, kept within bounds in one of three ways, given to every token.
@@ -55,7 +54,7 @@ def importance_weights(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; a constant.
       sampling_log_probs: same shape, log-probs of the policy that drew the tokens (usually the rollout engine).
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       mode: "truncate", "mask" or "clip".
       lower: lowest ratio, inclusive; for "mask" and "clip". None has no lower bound.
@@ -63,8 +62,6 @@ def importance_weights(
       log_ratio_clip: bound of the level's log-ratio before `exp`, in nats; None does not clip. verl and SkyRL use 20.
       normalize: "none"; "tokens" divides the weights by their mean over all tokens, "rows" by the mean over all rows
         (with a token) of the row's mean weight. Weights that are all 0 stay.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
       axis_name: mapped axes, as of `shard_map`, over whose parts the mean of `normalize` is taken as well.
 
     Returns:
@@ -97,29 +94,27 @@ def importance_weights(
     check_only_with(mode != "truncate", "has no meaning in mode 'truncate'", {"lower": lower})
     check_bounds(lower, upper, needed=mode != "truncate", low=0)
     check_at_least("upper", upper, 0, strict=True)
-    mask, ids = check_segments(segment_ids, mask)
-    log_ratio = level_log_ratios(log_probs, sampling_log_probs, mask, level, log_ratio_clip, segment_ids=ids)
+    log_ratio = level_log_ratios(log_probs, sampling_log_probs, mask, level, log_ratio_clip)
     kept = within(jnp.exp(log_ratio), lower, upper) if mode == "mask" else jnp.ones(log_ratio.shape, bool)
     # Replaced before `exp`: an overflow that is masked then leaves a gradient of 0 instead of `0 * inf`.
     log_ratio = jnp.where(kept, log_ratio, 0)
     bounds = (None, None) if mode == "mask" else (lower, upper)
     if normalize == "none":
-        return level_to_tokens(jnp.where(kept, _exp_clipped(log_ratio, *bounds), 0), mask, level, ids)
-    counted = level_mask(mask, level, ids)
+        return level_to_tokens(jnp.where(kept, _exp_clipped(log_ratio, *bounds), 0), mask, level)
+    counted = level_mask(mask, level)
     log_weight = clip(log_ratio, *(None if x is None else jnp.log(jnp.asarray(x, log_ratio.dtype)) for x in bounds))
     log_weight = log_weight - largest(log_weight, kept & counted, axis_name)
-    weights = level_to_tokens(jnp.where(kept & counted, jnp.exp(log_weight), 0), mask, level, ids)
-    return weights / _mean_weight(weights, mask, ids, normalize, axis_name)
+    weights = level_to_tokens(jnp.where(kept & counted, jnp.exp(log_weight), 0), mask, level)
+    return weights / _mean_weight(weights, mask, normalize, axis_name)
 
 
 def truncated_importance_weights(
     log_probs: Float[ArrayLike, "*b T"],
     sampling_log_probs: Float[ArrayLike, "*b T"],
-    mask: MaskLike[ArrayLike, "*b T"],
+    mask: MaskLike[Mask, "*b T"],
     *,
     level: Level = "token",
     max_weight: Scalar | None = 2.0,
-    segment_ids: Integer[ArrayLike, "..."] | None = None,
 ) -> Float[Array, "*b T"]:
     """Truncated importance weights: `w = min(r, max_weight)` with the ratio `r` of a level, given to every token.
 
@@ -128,11 +123,9 @@ def truncated_importance_weights(
     Args:
       log_probs: `[..., T]` log-probs of the policy the loss is about (usually the old policy), in nats; a constant.
       sampling_log_probs: same shape, log-probs of the policy that drew the tokens (usually the rollout engine).
-      mask: same shape, boolean.
+      mask: same shape, boolean or `Segments`.
       level: "token", "sequence" (product over the row) or "geometric" (its length-normalised form).
       max_weight: the cap; None does not truncate.
-      segment_ids: `[..., T]` integers, the sequence of each token where rows are packed, as in `last_token_mask`; None
-        takes each row as one sequence.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0. Sequence levels repeat one weight over the row.
@@ -154,9 +147,7 @@ def truncated_importance_weights(
       [[1. 2.]]
     """
     check_at_least("max_weight", max_weight, 0, strict=True)
-    return importance_weights(
-        log_probs, sampling_log_probs, mask, level=level, upper=max_weight, segment_ids=segment_ids
-    )
+    return importance_weights(log_probs, sampling_log_probs, mask, level=level, upper=max_weight)
 
 
 def _exp_clipped(log_values: Array, low: Scalar | None, high: Scalar | None) -> Array:
@@ -168,11 +159,9 @@ def _exp_clipped(log_values: Array, low: Scalar | None, high: Scalar | None) -> 
     return jnp.where(log_values < jnp.log(low), low, values)
 
 
-def _mean_weight(
-    weights: Array, mask: Array, segment_ids: Array | None, normalize: WeightNormalization, axis_name: AxisName
-) -> Array:
+def _mean_weight(weights: Array, mask: Mask, normalize: WeightNormalization, axis_name: AxisName) -> Array:
     """The mean of the weights over tokens or sequences; 1 where it is 0."""
     if normalize == "rows":
-        weights, mask = row_mean(weights, mask, segment_ids=segment_ids), row_any(mask, segment_ids=segment_ids)
+        weights, mask = row_mean(weights, mask), row_any(mask)
     mean = masked_mean(masked(weights, mask), mask, axis_name=axis_name)
     return jnp.where(mean == 0, 1, mean)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import re
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import kljax
 from kljax._checks import check_choice
 
+_ARRAY = re.compile("ArrayLike|Mask")
 NO_ARRAYS: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -150,11 +152,14 @@ def _names(call: Call) -> dict[str, bool]:
     """Returns the names of the inputs, each with whether it is required."""
     names: dict[str, bool] = {}
     for step, after in steps(call):
-        for parameter in parameters(step, after):
+        own = parameters(step, after)
+        # Ids need their number beside them, if they are no `Groups`.
+        needs = {*call.needs, *("num_groups" for p in own if p.name == "group_ids" and p.default is p.empty)}
+        for parameter in own:
             name = step.renamed.get(parameter.name, parameter.name)
             known = parameter.name in step.arguments
             by_position = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-            required = not known and (parameter.default is parameter.empty or parameter.name in call.needs)
+            required = not known and (parameter.default is parameter.empty or parameter.name in needs)
             if required or (by_position and not known) or parameter.name in call.takes:
                 names[name] = names.get(name, False) or required
     return names
@@ -179,12 +184,17 @@ def _check_names(call: Call, arrays: Mapping[str, Any], arguments: Mapping[str, 
         check_choice(f"arguments of {call.function}", name, sorted({*names, *_keyword_names(call)}))
     if both := sorted(set(arrays) & set(arguments)):
         raise ValueError(f"arrays: got {', '.join(both)} as an argument as well; pass it once")
-    if missing := [name for name in call.required if name not in arrays and name not in arguments]:
+    counted = {step.renamed.get("num_groups", "num_groups") for step, _ in steps(call) if _has_groups(step, arrays)}
+    if missing := [name for name in call.required if name not in (*arrays, *arguments, *counted)]:
         given = ", ".join([*arrays, *arguments]) or "nothing"
         optional = f" (optional: {', '.join(call.optional)})" if call.optional else ""
         raise ValueError(
             f"arrays: got {given}, expected {', '.join(call.required)}{optional}; add {', '.join(missing)}"
         )
+
+
+def _has_groups(call: Call, arrays: Mapping[str, Any]) -> bool:
+    return isinstance(arrays.get(call.renamed.get("group_ids", "group_ids")), kljax.Groups)
 
 
 @functools.cache
@@ -195,7 +205,7 @@ def _array_names() -> frozenset[str]:
         parameter.name
         for function in functions
         for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD or "ArrayLike" in str(parameter.annotation)
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD or _ARRAY.search(str(parameter.annotation))
     )
 
 

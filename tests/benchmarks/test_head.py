@@ -154,7 +154,7 @@ def _compiled_bytes(name, size):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     tokens, width, vocab = size.tokens, size.width, size.vocab
-    data = jax_forms.Constants(
+    data = jax_forms.TokenConstants(
         targets=shape(tokens, dtype=jnp.int32),
         advantages=shape(tokens),
         old_log_probs=shape(tokens),

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import head_aot
 from benchmarks.harness.process import RemoteError
 from benchmarks.suites.aot import compiler, plans
-from benchmarks.suites.aot.plans import DEVICES, QUICK, Order, Plan
+from benchmarks.suites.aot.plans import DEVICES, QUICK, CompiledPlan, Order
 
 MIB = 2**20
 ROOT = pathlib.Path(__file__).parents[2]
@@ -25,9 +25,11 @@ def compiled(monkeypatch):
         if order.program == "naive_kl":
             raise RemoteError(f"{order}: internal error")
         if order.program == "naive":
-            return Plan(temp_bytes=20_000 * MIB, fits=order.device != "v5e", seconds=0.2)
+            return CompiledPlan(temp_bytes=20_000 * MIB, fits=order.device != "v5e", seconds=0.2)
         scale = 10 if order.program == "tunix" else 1
-        return Plan(scale * 250 * MIB, seconds=scale / 10, collective_bytes=scale * MIB, collective_executions=3)
+        return CompiledPlan(
+            scale * 250 * MIB, seconds=scale / 10, collective_bytes=scale * MIB, collective_executions=3
+        )
 
     monkeypatch.setattr(compiler, "compile_in", compile_in)
     monkeypatch.setattr(compiler, "missing", lambda directory, platform: None)
@@ -40,8 +42,8 @@ def test_orders_and_plans_travel_as_text():
     for one in (order, Order("v5e", "one", "kljax")):
         assert Order.from_json(json.loads(json.dumps(dataclasses.asdict(one)))) == one
     assert str(order) == "v5e one kljax 8x16"
-    plan = Plan(7, collectives=[{"kind": "all-gather"}])
-    assert Plan(**json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
+    plan = CompiledPlan(7, collectives=[{"kind": "all-gather"}])
+    assert CompiledPlan(**json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
 
 
 def test_the_tables(compiled, tmp_path, capsys):
@@ -63,7 +65,10 @@ def test_the_tables(compiled, tmp_path, capsys):
 
 
 def test_nothing_to_compare_with_is_said():
-    known = {("v5e", "one", "kljax"): Plan(MIB, seconds=0.1), ("v5e", "one", "naive"): Plan(MIB, fits=False)}
+    known = {
+        ("v5e", "one", "kljax"): CompiledPlan(MIB, seconds=0.1),
+        ("v5e", "one", "naive"): CompiledPlan(MIB, fits=False),
+    }
     verdicts = {check.title: check.verdict for check in plans.checks(known)}
     assert verdicts == {
         "v5e, one: temporary memory": "met",
@@ -122,7 +127,10 @@ def test_every_device_has_what_it_needs():
 
 
 def test_sizes_are_readable():
-    known = {("v5e", "one", "kljax"): Plan(1234 * MIB, seconds=0.5), ("v5e", "one", "naive"): Plan(MIB // 2)}
+    known = {
+        ("v5e", "one", "kljax"): CompiledPlan(1234 * MIB, seconds=0.5),
+        ("v5e", "one", "naive"): CompiledPlan(MIB // 2),
+    }
     text = "\n".join(plans.plans_tables(known))
     assert "| kljax | 1,234 | 500.0 |  |  |" in text
     assert "| naive JAX | 0.5 |  |  |  |" in text

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness.report import MIB
 from benchmarks.suites.aot import compiler
-from benchmarks.suites.aot.plans import COLLECTIVES, FORWARD_MIB, LAYOUTS, MEMORY_MIB, Order, Plan
+from benchmarks.suites.aot.plans import COLLECTIVES, FORWARD_MIB, LAYOUTS, MEMORY_MIB, CompiledPlan, Order
 
 LIBTPU = "0.0.42"
 
@@ -32,7 +32,7 @@ FULL, LEAST = None, -1.0
 
 
 @functools.cache
-def plan(device: str, layout: str, program: str, effort: float | None) -> Plan:
+def plan(device: str, layout: str, program: str, effort: float | None) -> CompiledPlan:
     return compiler.compile_in(compiler.DEFAULT, Order(device, layout, program, effort=effort))
 
 

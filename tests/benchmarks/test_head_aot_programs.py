@@ -8,11 +8,11 @@ import pytest
 from jax.sharding import Mesh
 
 import kljax
-from benchmarks.suites.aot.plans import TITLES, Problem
+from benchmarks.suites.aot.plans import TITLES, HeadSizes
 from benchmarks.suites.aot.programs import AXES, build
-from benchmarks.suites.head.jax_forms import Constants
+from benchmarks.suites.head.jax_forms import TokenConstants
 
-PROBLEM = Problem(tokens=24, rows=2, width=16, vocab=44, chunk=8)
+PROBLEM = HeadSizes(tokens=24, rows=2, width=16, vocab=44, chunk=8)
 MESHES = {"one": (1, 1, 1), "sharded": (1, 2, 2)}
 
 
@@ -29,7 +29,7 @@ def arguments_like(shapes: tuple) -> tuple:
     def put(shape: jax.ShapeDtypeStruct, values: np.ndarray) -> jax.Array:
         return jax.device_put(values.astype(shape.dtype), shape.sharding)
 
-    drawn = Constants(
+    drawn = TokenConstants(
         targets=rng.integers(0, PROBLEM.vocab, data.targets.shape),
         advantages=rng.standard_normal(data.advantages.shape),
         old_log_probs=-rng.random(data.old_log_probs.shape),

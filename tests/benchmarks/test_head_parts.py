@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.harness import environments, measure, worker
 from benchmarks.harness.process import RemoteError, start
-from benchmarks.harness.results import Measured, Result, failures
+from benchmarks.harness.results import ContenderResult, Measured, failures
 from benchmarks.suites.head import jax_forms, suite
 from benchmarks.suites.head.forms import FormsContender
-from benchmarks.suites.head.problem import QUICK, SIZES, Inputs, Options, Size, log_probs, make_inputs
+from benchmarks.suites.head.problem import QUICK, SIZES, HeadOptions, Inputs, Size, log_probs, make_inputs
 from benchmarks.suites.head.rates import Rates, matmul_rate, traffic
 
 MODULE = "benchmarks.suites.head.jax_forms"
@@ -43,7 +43,7 @@ def test_old_log_probs_decide_what_is_clipped():
 def measured(size=SIZES[0], rates=None, **seconds):
     """Forms with the given seconds, and a byte of memory for each."""
     results = {
-        name: Result(name, seconds={"run": [(time + 1, 2 * time), (time, 3 * time)]}, temp_bytes=int(time))
+        name: ContenderResult(name, seconds={"run": [(time + 1, 2 * time), (time, 3 * time)]}, temp_bytes=int(time))
         for name, time in seconds.items()
     }
     return Measured(size, results, rates)
@@ -53,7 +53,7 @@ def verdicts(found, device="cpu"):
     targets = {suite.title(target): target for target in suite.TARGETS[device]}
     return {
         (target.measure, target.name, target.against) if (target := targets.get(check.title)) else "rate": check
-        for check in suite.HeadSuite(Options(device)).checks(found)
+        for check in suite.HeadSuite(HeadOptions(device)).checks(found)
     }
 
 
@@ -133,7 +133,7 @@ class Allocating(FormsContender):
 
 @pytest.mark.skipif(not measure.known(), reason="the system does not tell a process's peak memory")
 def test_peak_memory_is_without_results():
-    contender = Allocating(make_inputs(QUICK), Options())
+    contender = Allocating(make_inputs(QUICK), HeadOptions())
     assert contender.peak("any") == pytest.approx(64 << 20, rel=0.1)
 
 
@@ -142,7 +142,7 @@ def test_peak_memory_of_a_gpu_is_asked_of_its_library():
         def device_peak(self, name):
             return 7
 
-    assert Gpu(make_inputs(QUICK), Options(device="gpu")).peak("any") == 7
+    assert Gpu(make_inputs(QUICK), HeadOptions(device="gpu")).peak("any") == 7
 
 
 def test_a_worker_answers_and_survives_errors(tmp_path):
@@ -169,7 +169,7 @@ def test_a_worker_answers_and_survives_errors(tmp_path):
 
 def test_another_process_compares_and_measures_its_memory(tmp_path):
     """The forms of PyTorch go through this; the forms of JAX take their place."""
-    size, options = Size(256, 8, 32_768), Options(threads=0, tile=(64, 1024))
+    size, options = Size(256, 8, 32_768), HeadOptions(threads=0, tile=(64, 1024))
     inputs = make_inputs(size)
     inputs.save(tmp_path)
     arguments = {"inputs": str(tmp_path), "options": dataclasses.asdict(options)}
@@ -189,7 +189,7 @@ def test_another_process_compares_and_measures_its_memory(tmp_path):
 
 def test_a_process_that_cannot_load_or_start_is_an_error_and_not_a_hang(tmp_path):
     with start(MODULE) as remote, pytest.raises(RemoteError, match="FileNotFoundError"):
-        remote.ask(do="load", inputs=str(tmp_path), options=dataclasses.asdict(Options()))
+        remote.ask(do="load", inputs=str(tmp_path), options=dataclasses.asdict(HeadOptions()))
     message = r"(?s)its process .*No module named 'benchmarks.nothing'"
     with start("benchmarks.nothing", quiet=True) as remote, pytest.raises(RemoteError, match=message):
         remote.ask(do="load")

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import overhead
 from benchmarks.suites.overhead import recorded
-from benchmarks.suites.overhead.problem import Work
+from benchmarks.suites.overhead.problem import StepSizes
 from benchmarks.suites.overhead.steps import CYCLE, kind_of
 
 
@@ -43,7 +43,7 @@ def test_steps_are_compared_with_the_plain_ones_of_their_round():
     text = overhead.markdown(found)
     assert "| and the state is saved | 2.400 | 1.200 | 2.000 | 1.000 | 0.4000 |" in text
     assert "| a step with `ahead: 0` | 4.000 | 2.00 |" in text
-    assert f"{Work(**found['work']).rows} completions of 3 tokens" in text
+    assert f"{StepSizes(**found['work']).rows} completions of 3 tokens" in text
 
 
 def test_steps_that_score_once_are_compared_with_the_others_of_their_round():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.harness.results import Result
+from benchmarks.harness.results import ContenderResult
 from benchmarks.suites.model import packed
 from benchmarks.suites.model.long_tail import Tail
 
@@ -20,7 +20,7 @@ def of_norms(**norms: float):
 
 def test_packed_rows_are_compared_with_padded_ones_and_with_the_cost_of_a_token(monkeypatch):
     seconds = {"padded": 8.0, "packed": 2.0, "full": 10.0}
-    results = {name: Result(name, seconds={"run": [(1.0, cpu)]}) for name, cpu in seconds.items()}
+    results = {name: ContenderResult(name, seconds={"run": [(1.0, cpu)]}) for name, cpu in seconds.items()}
     monkeypatch.setattr(packed, "programs_of", of_norms(padded=1.0, packed=1.0, full=2.0))
     monkeypatch.setattr(packed, "race_programs", lambda programs, rounds: results)
     report = packed.measure(TAIL, 1)

@@ -16,7 +16,7 @@ def run(seed=0, *, before=50.0, after=95.0, label="quickstart", **more):
     first = {"accuracy": before, "accuracy_greedy": 90.0, "reward": before / 100}
     last = {"accuracy": after, "accuracy_greedy": 96.0, "reward": 0.97}
     step = {quickstart.KLS[0]: 0.2, "entropy": 0.1}
-    return quickstart.Run(label, seed, first, last, step, 100.0, 160.0, **{"drop": 1.0, "max_kl": 0.3} | more)
+    return quickstart.FinishedRun(label, seed, first, last, step, 100.0, 160.0, **{"drop": 1.0, "max_kl": 0.3} | more)
 
 
 def write_run(directory, *, accuracies=(50.0, 95.0), kls=(0.1,)):
@@ -92,7 +92,7 @@ def test_kl_of_a_step_is_the_exact_one_if_recorded():
 
 def test_recipe_runs_have_its_name(tmp_path):
     write_run(tmp_path / "lora-1")
-    (found,) = quickstart.run_recipe(tmp_path, [quickstart.Case(1)], [], config="configs/lora.yaml")
+    (found,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(1)], [], config="configs/lora.yaml")
     assert (found.label, found.seed) == ("lora", 1)
 
 
@@ -125,7 +125,7 @@ def test_the_table_of_the_fooled_verifier_shows_reward_beside_accuracy():
 
 
 def test_finished_runs_are_read_and_drawn_and_not_run_again(tmp_path):
-    cases = [quickstart.Case(3), quickstart.Case(3, "AVX2")]
+    cases = [quickstart.SeedCase(3), quickstart.SeedCase(3, "AVX2")]
     write_run(tmp_path / "quickstart-3")
     write_run(tmp_path / "quickstart-3-AVX2", accuracies=(40.0, 93.0, 80.0, 96.0), kls=(0.1, 7.0, 0.2))
     plain, other = quickstart.run_recipe(tmp_path, cases, [], jobs=2)
@@ -139,7 +139,7 @@ def test_finished_runs_are_read_and_drawn_and_not_run_again(tmp_path):
 
 def test_a_kl_that_was_not_finite_is_infinite(tmp_path):
     write_run(tmp_path / "quickstart-0", kls=(0.1, None))
-    (found,) = quickstart.run_recipe(tmp_path, [quickstart.Case(0)], [])
+    (found,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(0)], [])
     assert found.missed() == ["a KL of inf nats"]
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from benchmarks import memory, overhead, quickstart
-from benchmarks.harness.results import Measured, Result
+from benchmarks.harness.results import ContenderResult, Measured
 from benchmarks.harness.suite import Suite
 from benchmarks.suites.aot import plans
-from benchmarks.suites.head.problem import Options, Size
+from benchmarks.suites.head.problem import HeadOptions, Size
 from benchmarks.suites.head.rates import Rates
 from benchmarks.suites.head.suite import HeadSuite
 from benchmarks.suites.model import limits, long_tail, packed
-from benchmarks.suites.model.problem import Work
+from benchmarks.suites.model.problem import ModelWork
 from benchmarks.suites.model.suite import ModelSuite
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
@@ -30,7 +30,7 @@ def render(suite: Suite, found: dict, size: Callable[..., Any]) -> str:
     """Renders the report of a suite, and compares its verdicts with those of the file."""
     sizes = []
     for fields in found["sizes"]:
-        results = {name: Result(**result) for name, result in fields["results"].items()}
+        results = {name: ContenderResult(**result) for name, result in fields["results"].items()}
         rates = fields.get("rates")
         sizes.append(Measured(size(**fields["size"]), results, None if rates is None else Rates(**rates)))
         assert [check.as_json() for check in suite.checks(sizes[-1])] == fields["targets"]
@@ -39,14 +39,14 @@ def render(suite: Suite, found: dict, size: Callable[..., Any]) -> str:
 
 def test_the_head() -> None:
     found, text = read("head-cpu")
-    assert render(HeadSuite(Options(**found["options"])), found, Size) == text
+    assert render(HeadSuite(HeadOptions(**found["options"])), found, Size) == text
 
 
 @pytest.mark.parametrize(("name", "part"), [("rollout-cpu", "rollout"), ("train-step-cpu", "step")])
 def test_whole_models(name: str, part: str) -> None:
     found, text = read(name)
     section = "\n".join(found["profile"]) + "\n" if part == "step" else long_tail.markdown(found["long_tail"])
-    assert render(ModelSuite(part), found, Work) + "\n" + section == text
+    assert render(ModelSuite(part), found, ModelWork) + "\n" + section == text
 
 
 def test_the_price_of_a_limit() -> None:
@@ -78,17 +78,17 @@ def test_steps_with_recorded_completions() -> None:
 @pytest.mark.parametrize("name", ["quickstart-cpu", "quickstart-fooled-cpu"])
 def test_the_quickstart(name: str) -> None:
     found, text = read(name)
-    runs = [quickstart.Run(**run) for run in found["runs"]]
+    runs = [quickstart.FinishedRun(**run) for run in found["runs"]]
     assert quickstart.markdown(found, runs, fooled="fooled" in name) == text
 
 
 def test_plans_of_compilers() -> None:
     found, text = read("head-aot")
-    names = {field.name for field in dataclasses.fields(plans.Plan)}
+    names = {field.name for field in dataclasses.fields(plans.CompiledPlan)}
     compiled = [
         (
             plans.Order(fields["device"], fields["layout"], fields["program"]),
-            plans.Plan(**{name: value for name, value in fields.items() if name in names}),
+            plans.CompiledPlan(**{name: value for name, value in fields.items() if name in names}),
         )
         for fields in found["results"]
     ]

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import rollout, train_step
 from benchmarks.harness import environments, instructions, measure
-from benchmarks.harness.results import ALL, Measured, Result, failures
+from benchmarks.harness.results import ALL, ContenderResult, Measured, failures
 from benchmarks.harness.worker import Worker
 from benchmarks.suites.model import kljax, long_tail, problem, profile, suite
 from train.models.sharding import make_mesh
@@ -97,14 +97,14 @@ def test_memory_of_a_part_within_another_is_that_parts():
         assert grown.parts["update"] < 2**24
 
 
-def measured(tunix: Result | None = None) -> Measured:
+def measured(tunix: ContenderResult | None = None) -> Measured:
     """Numbers as a race leaves them: Tunix takes twice the CPU seconds of kljax for the update."""
-    ours = Result(
+    ours = ContenderResult(
         "kljax",
         seconds={"rollout": [(2.0, 1.0), (1.0, 2.0)], "update": [(1.0, 1.0), (3.0, 4.0)]},
         peak_bytes={"rollout": 2**20, "update": 2**20},
     )
-    theirs = tunix or Result(
+    theirs = tunix or ContenderResult(
         "tunix",
         seconds={"rollout": [(4.0, 1.5)] * 2, "update": [(1.0, 2.0)] * 2},
         peak_bytes={"rollout": 2**20, "update": 2**22},
@@ -119,7 +119,7 @@ def test_the_fastest_round_counts_and_the_whole_is_that_of_one_round():
     assert ours.best("cpu", "rollout") == 1
     assert ours.best("wall", ALL) == 3
     assert ours.best("cpu", ALL) == 2
-    assert Result("tunix").best("cpu", ALL) is None
+    assert ContenderResult("tunix").best("cpu", ALL) is None
 
 
 def test_targets_have_verdicts():
@@ -145,7 +145,7 @@ def test_the_table_says_what_was_found_and_what_is_missing():
     assert "2026-01-01 00:00 UTC on a processor; kljax 0." in text
     assert "| Tunix | 1 | 44 | 1.00 | 2 | 22 | 2.00 | 4 | 1e-05 | 0.1% |" in text
     assert "| update: peak memory of kljax over Tunix | at most 0.25 | 0.25 |  | met |" in text
-    missing = measured(Result("tunix", problem="no --envs was given"))
+    missing = measured(ContenderResult("tunix", problem="no --envs was given"))
     assert "Not measured: Tunix: no --envs was given." in suite.ModelSuite("step").markdown(found, [missing])
 
 
@@ -153,11 +153,11 @@ def test_what_computes_something_else_fails_the_command():
     def wrong(tunix):
         return failures(measured(tunix).results, suite.TOLERANCES)
 
-    first, second = wrong(Result("tunix", differences={"log-probs": 0.1, "update": 0.5}))
+    first, second = wrong(ContenderResult("tunix", differences={"log-probs": 0.1, "update": 0.5}))
     assert first == "tunix: got a difference of 1.0e-01 from the log-probs of the baseline, expected at most 1e-03"
     assert second == "tunix: got a difference of 5.0e-01 from the update of the baseline, expected at most 5e-02"
-    assert wrong(Result("tunix", problem="out of memory", failed=True)) == ["tunix: out of memory"]
-    assert wrong(Result("tunix", problem="no --envs was given")) == []
+    assert wrong(ContenderResult("tunix", problem="out of memory", failed=True)) == ["tunix: out of memory"]
+    assert wrong(ContenderResult("tunix", problem="no --envs was given")) == []
 
 
 def test_processes_race_and_what_is_missing_says_so(tmp_path, monkeypatch):
@@ -266,8 +266,8 @@ def test_without_python_3_12_the_environments_are_not_begun(tmp_path, monkeypatc
 
 def test_the_sizes_of_the_targets():
     assert suite.VOCABS == (4096, 32_768)
-    assert problem.Work().new_tokens == 1024
-    assert problem.Work().tokens == 2048
+    assert problem.ModelWork().new_tokens == 1024
+    assert problem.ModelWork().tokens == 2048
 
 
 @pytest.mark.thorough
@@ -277,9 +277,9 @@ def test_the_parts_of_an_update_add_up_to_it(capsys):
     text = capsys.readouterr().out
     assert "| policy: layers, forward and gradient |" in text
     seconds = {"score": 3.0, "layers": 1.0, "update": 9.0, "layers, gradient": 4.0, "AdamW": 0.5, "product": 1.0}
-    found = profile.rows(problem.Work(), seconds)
+    found = profile.rows(problem.ModelWork(), seconds)
     assert [float(spent) for _, spent, *_ in found] == [1.0, 2.0, 4.0, 4.5, 0.5, 12.0]
     # Counted by hand: 1,280 tokens of 786,432 weights in each of 4 layers, 589,824 pairs that attend, and 1,024 x V.
-    layers, head = profile.operations(problem.Work())
+    layers, head = profile.operations(problem.ModelWork())
     assert layers == 4 * (2 * 1280 * 786_432 + 4 * (2 * 128**2 + 1024 * 256) * 256)
     assert head == 2 * 1024 * 256 * 4096

@@ -30,7 +30,7 @@ from train.run.base import load_base
 from train.run.directory import RunDirectory
 from train.run.setup import first_state, make_context
 from train.weights.abandoned_reads import quiet_abandoned_reads
-from train.weights.orbax import Checkpoints, abstract, orbax_arrays, restore_base, save_base
+from train.weights.orbax import RunCheckpoints, abstract, orbax_arrays, restore_base, save_base
 
 SECTION = Checkpoint(every=1, keep=10)
 
@@ -118,7 +118,7 @@ def in_newest_checkpoint(place: Path, seed: str) -> str:
 
 def in_moving_reference(place: Path, seed: str) -> str:
     """Flips a bit in the item of a reference that follows the policy."""
-    checkpoints = Checkpoints(place / "checkpoints", SECTION)
+    checkpoints = RunCheckpoints(place / "checkpoints", SECTION)
     for step in (1, 2):
         checkpoints.save(small_state(step), step)
     checkpoints.close()
@@ -130,7 +130,7 @@ def _goes_on_from(root: Path, like: TrainState, step: int) -> str:
     """Restores the last state; "repaired" if it is that of a step, bit by bit, and the newer one is named."""
     expected = {item.name: saved_arrays(item) for item in (root / "checkpoints" / str(step)).iterdir() if item.is_dir()}
     with warnings_of_readers() as said:
-        checkpoints = Checkpoints(root / "checkpoints", SECTION)
+        checkpoints = RunCheckpoints(root / "checkpoints", SECTION)
         try:
             restored = checkpoints.restore_last(like)
         except UserError as error:
@@ -141,7 +141,7 @@ def _goes_on_from(root: Path, like: TrainState, step: int) -> str:
             checkpoints.close()
     if restored is None or int(restored.step) != step or not any(f"{step + 1} is damaged" in text for text in said):
         return "silent"
-    again = Checkpoints(root / "again", SECTION)
+    again = RunCheckpoints(root / "again", SECTION)
     again.save(restored, step)
     again.close()
     same = all(

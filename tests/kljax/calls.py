@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 import kljax
-from kljax.typing import ArrayLike
+from kljax._checks import check_mask
+from kljax.typing import ArrayLike, Mask
 from tests import oracles, programs
 
 # Distinct, so that an axis is known by its size. Rows and positions can be split over 8 devices.
@@ -117,11 +118,16 @@ class Given(NamedTuple):
 
 
 GIVEN = Given()
-TYPES = {"head": kljax.Head, "ref_head": kljax.Head, "reference": kljax.ReferenceStates}
+TYPES = {
+    **{"head": kljax.Head, "ref_head": kljax.Head, "reference": kljax.ReferenceStates},
+    **{"mask": kljax.Segments, "rejected_mask": kljax.Segments, "group_ids": kljax.Groups},
+}
 CAPPED = (("softcap", 2.0), ("logit_scale", 0.8), ("vocab_size", SIZES["V"] - 2), ("tile", kljax.Tile(24, 4)))
 HEAD = Given("DV", (("bias", Given("V")), *CAPPED))
 TURNED = Given("VD", (("bias", Given("V")), ("softcap", 1.5), ("vocab_size", SIZES["V"] - 2), ("layout", "vd")))
 NAIVE = Given("DV", (("implementation", "reference"),))
+PACKED = Given("", (("ids", Given("BT")),))
+GROUPED = Given("", (("count", GROUPS), ("valid", Given("B"))))
 
 # An option, or one value of it, that has a meaning only beside others, where the function has those. Keys may name the
 # function: `function.option='value'`.
@@ -136,20 +142,19 @@ COMPANIONS: dict[str, Options] = {
     "importance_weights.lower": {"mode": "clip", "upper": GIVEN},
     "importance_weights.normalize": {"upper": GIVEN},
     # Segments matter to a number of each sequence, which a packed array has once for every token.
-    "segment_ids": {"level": "geometric", "mode": "seq_mean_token_mean"},
-    "importance_weights.segment_ids": {"level": "geometric", "normalize": "rows", "upper": GIVEN},
-    "kl_rejection_mask.segment_ids": {"reduction": "mean", "upper": GIVEN},
-    "divergence_mask.segment_ids": {"level": "sequence"},
-    "rejection_mask.segment_ids": {"level": "geometric", "upper": GIVEN},
-    "dpo_loss.segment_ids": {"rejected_segment_ids": GIVEN},
-    "rejected_segment_ids": {"segment_ids": GIVEN},
-    "broadcast_to_tokens.segment_ids": {"advantages": Given("BG")},
-    "place_rewards.segment_ids": {"scores": Given("BT")},
-    "subtract_kl.segment_ids": {"rewards": Given("BT")},
-    "kl_shaped_rewards.segment_ids": {"scores": Given("BT")},
-    "remax_advantages.segment_ids": {"baselines": Given("BT")},
-    "opo_advantages.segment_ids": {"rewards": Given("BT"), "group_ids": Given("BT")},
-    "otb_advantages.segment_ids": {"group_ids": Given("BT")},
+    "mask": {"level": "geometric", "mode": "seq_mean_token_mean"},
+    "importance_weights.mask": {"level": "geometric", "normalize": "rows", "upper": GIVEN},
+    "kl_rejection_mask.mask": {"reduction": "mean", "upper": GIVEN},
+    "divergence_mask.mask": {"level": "sequence"},
+    "rejection_mask.mask": {"level": "geometric", "upper": GIVEN},
+    "dpo_loss.mask": {"rejected_mask": PACKED},
+    "broadcast_to_tokens.mask": {"advantages": Given("BG")},
+    "place_rewards.mask": {"scores": Given("BT")},
+    "subtract_kl.mask": {"rewards": Given("BT")},
+    "kl_shaped_rewards.mask": {"scores": Given("BT")},
+    "remax_advantages.mask": {"baselines": Given("BT")},
+    "opo_advantages.mask": {"rewards": Given("BT"), "group_ids": Given("BT")},
+    "otb_advantages.mask": {"group_ids": Given("BT")},
 }
 # Combinations of options that single ones do not cover.
 VARIANTS: dict[str, list[Options]] = {
@@ -161,7 +166,7 @@ VARIANTS: dict[str, list[Options]] = {
     "masked_var": [{"axis": GIVEN, "ddof": 0}],
     "masked_whiten": [{"axis": GIVEN, "shift_mean": False}],
     "aggregate": [
-        {"mode": "seq_mean_token_mean", "segment_ids": GIVEN, "empty_rows": "count"},
+        {"mode": "seq_mean_token_mean", "mask": PACKED, "empty_rows": "count"},
         {"mode": "seq_mean_token_mean", "empty_rows": "count"},
         {"mode": "prompt_mean", "group_ids": GIVEN, "num_groups": GIVEN, "empty_rows": "count"},
     ],
@@ -337,12 +342,27 @@ def names_of(about: inspect.Parameter) -> tuple[str, ...]:
     return next((typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is typing.Literal), ())
 
 
+def takes_segments(name: str) -> bool:
+    """Whether a function has a statistic of each sequence, by its docstring; all others take the mask alone."""
+    return "`Segments`" in (inspect.getdoc(getattr(kljax, name)) or "")
+
+
+def _number_of_groups(name: str) -> list[str]:
+    """The parameter that says how many groups there are, where ids are required and do not say it themselves."""
+    ids = parameters(name).get("group_ids")
+    needed = ids is not None and ids.default is ids.empty and "num_groups" in parameters(name)
+    return ["num_groups"] if needed else []
+
+
 def _plain_options(name: str) -> Options:
     known = parameters(name)
     required = {parameter: GIVEN for parameter, about in known.items() if about.default is about.empty}
     # A pair of bounds of which one is needed; and a mask, which hardly anything does without.
     extra = ["upper"] if {"lower", "upper"} <= set(known) and known["upper"].default is None else []
-    return {**required, **{parameter: GIVEN for parameter in (*extra, "mask") if parameter in known}}
+    return {
+        **required,
+        **{parameter: GIVEN for parameter in (*extra, "mask", *_number_of_groups(name)) if parameter in known},
+    }
 
 
 def _option_sets(name: str) -> Iterator[Options]:
@@ -352,6 +372,10 @@ def _option_sets(name: str) -> Iterator[Options]:
     together = TOGETHER.get(name, {})
     if together:
         yield {**plain, **together}
+    if takes_segments(name):
+        yield {**plain, **_companions(name, "mask", PACKED), "mask": PACKED}
+    if "group_ids" in plain:
+        yield {**plain, **dict.fromkeys(_number_of_groups(name)), "group_ids": GROUPED}
     for parameter, about in parameters(name).items():
         if parameter in together:
             continue
@@ -457,7 +481,7 @@ def _is_array(about: inspect.Parameter) -> bool:
     kinds = (about.annotation, *typing.get_args(about.annotation))
     # With their shapes checked, see `typed_calls`, annotations are jaxtyping's, which know the type of their array.
     return about.name in (*TREES, "per_token") or any(
-        kind in (ArrayLike, np.ndarray) or hasattr(kind, "array_type") for kind in kinds
+        kind in (ArrayLike, Mask, np.ndarray) or hasattr(kind, "array_type") for kind in kinds
     )
 
 
@@ -490,6 +514,11 @@ def _shape(name: str, parameter: str) -> tuple[int, ...]:
 # By name where the docstring speaks of any leading axes.
 SHAPES = {"hidden": "BTD", "ref_hidden": "BTD", "head": "DV", "ref_head": "DV", "targets": "BT", "kept_ids": "BTK"}
 TREES = ("tree", "params", "reference", "policy")
+
+
+def mask_of(call: Call) -> np.ndarray:
+    """The mask of a call, of packed rows without the padding."""
+    return np.asarray(check_mask(call.data["mask"]))
 
 
 def mask(seed: int) -> jax.Array:
@@ -526,7 +555,7 @@ DRAWS: dict[str, Draw] = {
         np.roll([0, 1, 0, 2, 1, 0, 0, 1], seed).reshape(ROWS, *(1,) * (len(shape) - 1)), shape
     ),
     # The sequences of a row; of the first seed with padding before them.
-    "segment_ids": lambda rng, shape, seed: np.broadcast_to(np.arange(shape[-1]) // 6 - (seed == 0), shape),
+    ".ids": lambda rng, shape, seed: np.broadcast_to(np.arange(shape[-1]) // 6 - (seed == 0), shape),
     "lengths": lambda rng, shape, seed: rng.integers(0, LENGTH // 2, shape),
     "step": lambda rng, shape, seed: np.asarray(1 + seed),
     "targets": lambda rng, shape, seed: rng.integers(0, SIZES["V"], shape),

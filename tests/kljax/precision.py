@@ -70,11 +70,13 @@ def rows(call: Call, log_probs: np.ndarray, other: np.ndarray, advantages: np.nd
     known = {"log_probs": log_probs, "advantages": advantages, "weights": ones}
     known |= {"rejected_log_probs": -ones, "rejected_ref_log_probs": -ones}
     arrays = {name: known.get(name, other) for name in call.arrays}
-    data = {name: jnp.ones(ones.shape, bool) if "mask" in name else value for name, value in call.data.items()}
-    data |= {name: jnp.zeros(ones.shape, int) for name in data if "segment_ids" in name}
-    return {name: jnp.asarray(value)[:, None] for name, value in arrays.items()}, {
-        name: value[:, None] if value.shape == ones.shape else value for name, value in data.items()
-    }
+    every = jnp.ones((ones.size, 1), bool)
+
+    def all_set(mask: Any) -> Any:
+        return kljax.Segments(every, jnp.zeros(every.shape, int)) if isinstance(mask, kljax.Segments) else every
+
+    data = {name: all_set(value) if "mask" in name else value for name, value in call.data.items()}
+    return {name: jnp.asarray(value)[:, None] for name, value in arrays.items()}, data
 
 
 def value_and_slope(call: Call, arrays: Any, data: Any) -> Any:

@@ -177,7 +177,7 @@ MASK = jnp.ones((2, 3), bool)
         ({"mode": "prompt_mean", "num_groups": 2}, r"group_ids: got None, but mode 'prompt_mean' needs it"),
         (
             {"mode": "prompt_mean", "group_ids": jnp.zeros(2, int)},
-            r"num_groups: got None, but mode 'prompt_mean' needs",
+            r"num_groups: got None, expected the number of groups beside group_ids, or kljax.Groups",
         ),
         ({"mode": "token_mean", "max_length": 3}, r"max_length: has no meaning in mode 'token_mean'"),
         ({"mode": "token_sum", "denominator": 3}, r"denominator: has no meaning in mode 'token_sum'"),
@@ -197,3 +197,13 @@ def test_shape_and_dtype_errors() -> None:
         kljax.aggregate(jnp.ones((3, 2)), MASK, mode="token_mean")
     with pytest.raises(TypeError, match="mask: got dtype float64"):
         kljax.token_weights(jnp.ones((2, 3)), mode="token_mean")
+
+
+def test_groups_stand_for_the_prompts_of_rows() -> None:
+    ids, options = jnp.array([0, 1]), {"mode": "prompt_mean"}
+    of_groups = kljax.token_weights(MASK, group_ids=kljax.Groups(ids, 2, jnp.array([True, False])), **options)
+    chex.assert_trees_all_equal(
+        of_groups, kljax.token_weights(MASK, group_ids=jnp.array([0, -1]), num_groups=2, **options)
+    )
+    with pytest.raises(ValueError, match=r"group_ids\.axis_name: got 'rows', expected axis_name = None"):
+        kljax.token_weights(MASK, group_ids=kljax.Groups(ids, 2, axis_name="rows"), **options)

@@ -68,12 +68,16 @@ def test_local_rows_are_those_that_were_given(name: str) -> None:
 @pytest.mark.parametrize("name", MESHES)
 def test_groups_whose_rows_are_on_several_devices(name: str) -> None:
     for function in (
-        functools.partial(kljax.grpo_advantages, num_groups=GROUPS, scale="batch_std"),
-        functools.partial(kljax.pass_at_k_advantages, num_groups=GROUPS),
+        functools.partial(kljax.grpo_advantages, scale="batch_std"),
+        kljax.pass_at_k_advantages,
     ):
-        whole = function(REWARDS, IDS)
+
+        def of_groups(rewards: Any, ids: Any, axis_name: AxisName = None, function: Any = function) -> jax.Array:
+            return function(rewards, kljax.Groups(ids, GROUPS, axis_name=axis_name))
+
+        whole = of_groups(REWARDS, IDS)
         assert np.any(whole != 0)
-        np.testing.assert_allclose(on_mesh(name, function, REWARDS, IDS), whole, 1e-12, 1e-14)
+        np.testing.assert_allclose(on_mesh(name, of_groups, REWARDS, IDS), whole, 1e-12, 1e-14)
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -81,7 +85,7 @@ def test_roles_see_the_rows_in_the_order_of_the_whole_batch(name: str) -> None:
     start = np.linspace(-1, 1, GROUPS)
 
     def rae(rewards: jax.Array, ids: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, jax.Array]:
-        return kljax.rae_advantages(rewards, start, ids, axis_name=axis_name)
+        return kljax.rae_advantages(rewards, start, kljax.Groups(ids, GROUPS, axis_name=axis_name))
 
     axes = MESHES[name].axis_names
     found = on_mesh(name, rae, REWARDS, IDS, out_specs=(P(axes), P()))

@@ -205,6 +205,8 @@ def on_every_device(call: Call, arrays: Any, data: Any) -> Any:
     results = zip(calls_of(call.of), jitted(call.of)[0], strict=True)
     whole = next(out for each, (out, _) in results if each.name == call.name)
     add = {"axis_name": "rows"} if "axis_name" in calls.parameters(call.of) else {}
+    if "group_ids" in data and not add:
+        call, data = of_groups(call, data)
     if {*call.static, *call.scalars} & {*REPLACE_AXIS_NAME}:
         add = {}
 
@@ -217,6 +219,16 @@ def on_every_device(call: Call, arrays: Any, data: Any) -> Any:
     devices = Mesh(np.array(jax.devices()[:8]), ("rows",))
     specs = by_rows((arrays, data))
     return jax.shard_map(on_one, mesh=devices, in_specs=specs, out_specs=by_rows(whole))(arrays, data)
+
+
+def of_groups(call: Call, data: Any) -> tuple[Call, Any]:
+    """The call with its groups spread over the axis."""
+    groups, known = data["group_ids"], {**call.static, **call.scalars}
+    if not isinstance(groups, kljax.Groups):
+        groups = kljax.Groups(groups, known.get("num_groups", calls.GROUPS))
+    groups = dataclasses.replace(groups, axis_name="rows")
+    static = {name: value for name, value in call.static.items() if name != "num_groups"}
+    return call._replace(static=static), {**data, "group_ids": groups}
 
 
 def by_rows(tree: Any) -> Any:
@@ -331,7 +343,7 @@ TRACES = {"traced in vmap": "vmap", "traced in shard_map": "shard_map"}
 
 
 def adds_over_devices(name: str) -> bool:
-    return "axis_name" in calls.parameters(name) or name in GATHERED
+    return bool({"axis_name", "group_ids"} & calls.parameters(name).keys()) or name in GATHERED
 
 
 def applies(name: str, transformation: str) -> bool:

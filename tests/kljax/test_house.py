@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 import kljax
-from kljax.typing import ArrayLike
+from kljax.typing import ArrayLike, Mask
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIBRARY = sorted((ROOT / "kljax").rglob("*.py"))
@@ -24,7 +24,7 @@ SOURCES = LIBRARY + sorted((ROOT / "train").rglob("*.py"))
 
 # A module imports from its own layer or a lower one.
 LAYERS = [
-    {"_typing", "typing", "_checks", "_numerics", "_devices", "_narrow", "_npy", "checkpoint"},
+    {"_typing", "typing", "batches", "_checks", "_numerics", "_devices", "_narrow", "_npy", "checkpoint"},
     {"rows"},
     {"masking"},
     {"log_probs", "kl", "ratios"},
@@ -245,7 +245,8 @@ POSITIONAL = {
 @pytest.mark.parametrize("name", public_functions())
 def test_arrays_are_positional_and_all_else_is_keyword_only(name: str) -> None:
     for parameter in inspect.signature(thing_of(name)).parameters.values():
-        is_array = ArrayLike in (parameter.annotation, *typing.get_args(parameter.annotation))
+        kinds = (parameter.annotation, *typing.get_args(parameter.annotation))
+        is_array = any(kind in (ArrayLike, Mask) for kind in kinds)
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             assert is_array or parameter.name in POSITIONAL, f"{name}: {parameter.name} should be keyword-only"
         else:
@@ -283,7 +284,8 @@ def test_no_configuration_by_guessing(path: pathlib.Path) -> None:
 def test_help_shows_arrays_by_name() -> None:
     text = pydoc.plain(pydoc.render_doc(kljax.token_weights))
     signature = text[: text.index("The weight of each token")]
-    assert "mask: kljax.typing.ArrayLike" in signature
+    assert "mask: kljax.typing.Mask" in signature
+    assert "kljax.typing.ArrayLike" in signature
     assert "ndarray" not in signature
 
 

@@ -52,7 +52,7 @@ def lying_under(call: Call) -> list[str]:
 
 def hidden(call: Call, array: Any) -> np.ndarray | None:
     """Where the mask hides an array, in its shape; None for one that is neither of tokens nor of rows."""
-    mask = np.asarray(call.data["mask"])
+    mask = calls.mask_of(call)
     if not isinstance(array, jax.Array):
         return None
     if array.shape[:2] == mask.shape:
@@ -108,8 +108,8 @@ def test_masked_results_and_gradients_are_exactly_zero(name: str) -> None:
         for leaf in jax.tree.leaves((out, grads)):
             assert np.isfinite(leaf).all(), call.name
         for leaf in jax.tree.leaves(out):
-            if leaf.shape == call.data["mask"].shape:
-                assert not leaf[~np.asarray(call.data["mask"])].any(), call.name
+            if leaf.shape == calls.mask_of(call).shape:
+                assert not leaf[~calls.mask_of(call)].any(), call.name
         for parameter in lying_under(call):
             assert not grads[parameter][hidden(call, call.arrays[parameter])].any(), f"{call.name}, {parameter}"
 

@@ -1,10 +1,8 @@
 """Packed rows: every statistic of a segment is that of the same sequence in a row of its own."""
 
-import ast
 import functools
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ import pytest
 
 import kljax
 from kljax import rows
+from kljax.typing import Mask
 from tests.kljax import calls
 
 # Masks of the sequences: holes, no token at all, a single one, every one, padding within a sequence.
@@ -49,6 +48,11 @@ def unpacked(tokens: jax.Array) -> list[np.ndarray]:
     return [np.asarray(tokens)[np.asarray(places) == number] for number in range(len(SEQUENCES))]
 
 
+def in_segments(mask: jax.Array) -> kljax.Segments:
+    """A mask of packed rows with the sequences in them."""
+    return kljax.Segments(mask, segment_ids())
+
+
 def segment_ids() -> jax.Array:
     """Numbered from 0 in every row; gaps and the rest of the row belong to none."""
     inner = {member: place for members in PACKED for place, member in enumerate(members) if member is not GAP}
@@ -72,8 +76,8 @@ def test_the_layout_is_what_it_says() -> None:
 
 STATISTICS: dict[str, Callable[..., jax.Array]] = {
     "sum": rows.row_sum,
-    "count": lambda values, mask, **ids: rows.row_count(mask, **ids),
-    "any": lambda values, mask, **ids: rows.row_any(mask, **ids),
+    "count": lambda values, mask: rows.row_count(mask),
+    "any": lambda values, mask: rows.row_any(mask),
     "mean": rows.row_mean,
     "max": functools.partial(rows.row_max, initial=-jnp.inf),
 }
@@ -83,9 +87,9 @@ STATISTICS: dict[str, Callable[..., jax.Array]] = {
 def test_a_statistic_of_a_segment_is_that_of_its_sequence(name: str) -> None:
     ids, statistic = segment_ids(), jax.jit(STATISTICS[name])
     whole = np.where(ids >= 0, packed(draw(0)), np.nan)
-    per_segment = statistic(whole, packed(MASKS), segment_ids=ids)
+    per_segment = statistic(whole, in_segments(packed(MASKS)))
     assert per_segment.shape == (len(PACKED), LENGTH)
-    parts = unpacked(rows.to_tokens(per_segment, LENGTH, segment_ids=ids))
+    parts = unpacked(rows.to_tokens(per_segment, in_segments(packed(MASKS))))
     for part, values, mask in zip(parts, draw(0), MASKS, strict=True):
         expected = statistic(values, mask)
         assert (expected.dtype, expected.shape) == (per_segment.dtype, (1,))
@@ -95,17 +99,17 @@ def test_a_statistic_of_a_segment_is_that_of_its_sequence(name: str) -> None:
 @pytest.mark.parametrize("name", ["last", "cumsum"])
 def test_marks_and_running_sums_stay_within_their_segment(name: str) -> None:
     @jax.jit
-    def of(values: jax.Array, mask: jax.Array, **ids: Any) -> jax.Array:
-        return rows.row_last(mask, **ids) if name == "last" else rows.row_cumsum(jnp.where(mask, values, 0), **ids)
+    def of(values: jax.Array, mask: Mask) -> jax.Array:
+        return rows.row_last(mask) if name == "last" else rows.row_cumsum(kljax.masked(values, mask), mask)
 
-    parts = unpacked(of(packed(draw(0)), packed(MASKS), segment_ids=segment_ids()))
+    parts = unpacked(of(packed(draw(0)), in_segments(packed(MASKS))))
     for part, values, mask in zip(parts, draw(0), MASKS, strict=True):
         np.testing.assert_allclose(part, of(values, mask), **EXACT)
 
 
 def test_the_first_token_of_a_segment_is_a_position_of_the_row() -> None:
     ids, mask = segment_ids(), packed(MASKS)
-    first = rows.to_tokens(rows.row_first(mask, segment_ids=ids), LENGTH, segment_ids=ids)
+    first = rows.to_tokens(rows.row_first(in_segments(mask)), in_segments(mask))
     for row, own_ids, own_mask in zip(first, ids, mask, strict=True):
         for segment in set(np.asarray(own_ids)[np.asarray(own_mask)]):
             inside = np.asarray(own_ids) == segment
@@ -117,15 +121,17 @@ def check_per_sequence(function: Callable[..., Any], arrays: list[list[np.ndarra
     """Checks values and gradients of `function(*arrays, mask)` against each sequence by itself, without padding."""
 
     @jax.jit
-    def value_and_grads(*arrays: jax.Array, mask: jax.Array, **ids: jax.Array) -> Any:
+    def value_and_grads(*arrays: jax.Array, mask: Mask) -> Any:
         def per_token(*arrays: jax.Array) -> Any:
             # A number of a row by itself is given to its tokens.
-            return jax.tree.map(lambda leaf: jnp.where(mask, leaf, 0), function(*arrays, mask, **ids))
+            return jax.tree.map(
+                lambda leaf: kljax.masked(jnp.broadcast_to(leaf, arrays[0].shape), mask), function(*arrays, mask)
+            )
 
         value, pull = jax.vjp(per_token, *arrays)
         return value, pull(jax.tree.map(jnp.ones_like, value))
 
-    together = value_and_grads(*map(packed, arrays), mask=packed(MASKS), segment_ids=segment_ids())
+    together = value_and_grads(*map(packed, arrays), mask=in_segments(packed(MASKS)))
     for leaf in jax.tree.leaves(together):
         np.testing.assert_array_equal(np.asarray(leaf)[np.asarray(segment_ids()) < 0], 0)
     of_sequences = [unpacked(leaf) for leaf in jax.tree.leaves(together)]
@@ -153,7 +159,7 @@ def test_advantages(rule: str) -> None:
 
 
 def test_last_tokens() -> None:
-    last = unpacked(kljax.last_token_mask(packed(MASKS), segment_ids=segment_ids()))
+    last = unpacked(kljax.last_token_mask(in_segments(packed(MASKS))))
     for part, mask in zip(last, MASKS, strict=True):
         np.testing.assert_array_equal(part, kljax.last_token_mask(jnp.asarray(mask)))
 
@@ -178,12 +184,12 @@ def test_token_weights(mode: str, empty_rows: str, denominator: float | None) ->
     per_token = packed([np.full(len(mask), prompt) for mask, prompt in zip(MASKS, PROMPTS, strict=True)], -1)
     prompts = ({"group_ids": jnp.asarray(PROMPTS)}, {"group_ids": per_token}) if mode == "prompt_mean" else ({}, {})
     alone = kljax.token_weights(padded(MASKS), **options, **prompts[0])
-    together = kljax.token_weights(packed(MASKS), **options, **prompts[1], segment_ids=segment_ids())
+    together = kljax.token_weights(in_segments(packed(MASKS)), **options, **prompts[1])
     assert together.dtype == alone.dtype
     for part, expected in zip(unpacked(together), alone, strict=True):
         np.testing.assert_allclose(part, expected[: len(part)], **EXACT)
     np.testing.assert_allclose(together.sum(), alone.sum(), **EXACT)
-    total = kljax.aggregate(packed(draw(0)), packed(MASKS), **options, **prompts[1], segment_ids=segment_ids())
+    total = kljax.aggregate(packed(draw(0)), in_segments(packed(MASKS)), **options, **prompts[1])
     expected = kljax.aggregate(padded(draw(0)), padded(MASKS), **options, **prompts[0])
     np.testing.assert_allclose(total, expected, **EXACT)
 
@@ -191,23 +197,35 @@ def test_token_weights(mode: str, empty_rows: str, denominator: float | None) ->
 def test_segments_are_checked() -> None:
     mask = jnp.ones((2, 3), bool)
     for ids, wrong in {
-        "T": ([[0, 0, 0], [0, 1, 3]], "segment_ids: got 3, expected ids below T = 3"),
-        "run": ([[0, 0, 0], [0, 1, 0]], r"segment_ids: got \[0, 1, 0\], expected each id in one run"),
-        "gap": ([[0, 0, 0], [1, -1, 1]], r"segment_ids: got \[1, -1, 1\], expected each id in one run"),
-        "shape": ([0, 0, 0], r"shapes differ: segment_ids \[3\], mask \[2, 3\]"),
+        "T": ([[0, 0, 0], [0, 1, 3]], "segments.ids: got 3, expected ids below T = 3"),
+        "run": ([[0, 0, 0], [0, 1, 0]], r"segments.ids: got \[0, 1, 0\], expected each id in one run"),
+        "gap": ([[0, 0, 0], [1, -1, 1]], r"segments.ids: got \[1, -1, 1\], expected each id in one run"),
+        "shape": ([0, 0, 0], r"segments.ids: got shape \[3\], expected \[2, 3\] as segments.mask has"),
     }.values():
         with pytest.raises(ValueError, match=wrong):
-            kljax.last_token_mask(mask, segment_ids=jnp.asarray(ids))
-    with pytest.raises(TypeError, match="segment_ids: got dtype float64, expected an integer type"):
-        kljax.last_token_mask(mask, segment_ids=jnp.zeros((2, 3)))
-    chosen = kljax.last_token_mask(mask, segment_ids=jnp.asarray([[-1, -1, 0], [1, 1, 0]]))
+            kljax.Segments(mask, jnp.asarray(ids))
+    with pytest.raises(TypeError, match=r"segments\.ids: got dtype float64, expected an integer type"):
+        kljax.Segments(mask, jnp.zeros((2, 3)))
+    with pytest.raises(TypeError, match=r"mask.mask: got dtype float64, expected bool"):
+        kljax.last_token_mask(kljax.Segments(jnp.ones((2, 3)), jnp.zeros((2, 3), int)))
+    chosen = kljax.last_token_mask(kljax.Segments(mask, jnp.asarray([[-1, -1, 0], [1, 1, 0]])))
     np.testing.assert_array_equal(chosen, [[False, False, True], [False, True, True]])
 
 
 def test_an_id_that_cannot_be_seen_makes_nan() -> None:
     ids = jnp.array([[0, 5, 5]])
-    ratios = jax.jit(lambda ids: kljax.sequence_ratios(*jnp.ones((2, 1, 3)), jnp.ones((1, 3), bool), segment_ids=ids))
+    mask = jnp.ones((1, 3), bool)
+    ratios = jax.jit(lambda ids: kljax.sequence_ratios(*jnp.ones((2, 1, 3)), kljax.Segments(mask, ids)))
     np.testing.assert_array_equal(ratios(ids), [[1, np.nan, np.nan]])
+
+
+def test_segments_are_a_pytree_that_holds_anything() -> None:
+    packed = kljax.Segments(jnp.ones((2, 3), bool), jnp.zeros((2, 3), int))
+    assert [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(packed)] == [".mask", ".ids"]
+    # Cotangents of integers have no ids, and a spec is none.
+    assert jax.tree.map(lambda leaf: np.zeros(leaf.shape), packed).shape == (2, 3)
+    spec = jax.sharding.PartitionSpec("rows")
+    assert kljax.Segments(spec, spec).ids == spec
 
 
 # How to call each function of `test_packed_rows_are_separate_rows`; its arrays are those of its signature.
@@ -261,6 +279,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "kl_shaped_rewards": [{"coef": 0.3}],
     "remax_advantages": [{}],
     "iw_opd_advantages": [{}],
+    "correct_rollout": [{"steps": (functools.partial(kljax.rejection_mask, level="geometric", upper=1.2),)}],
     "opo_advantages": [{"num_groups": 3}, {"num_groups": 3, "singleton": "reward", "valid": True}],
     "otb_advantages": [
         {"num_groups": 3, "align": align, "zero_tail": zero_tail, "singleton": "reward", "valid": valid}
@@ -268,6 +287,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
 }
 # Of one number per sequence: `[N]` of separate rows, `[..., T]` of packed ones.
+PLACES_ZEROS = "distillation_rewards"  # a reward of 0 at the last token of each sequence
+MASKED = [name for name in calls.callable_functions() if "mask" in calls.parameters(name)]
 OF_SEQUENCES = ("scores", "rewards", "baselines", "group_ids", "valid")
 OWN_TESTS = {
     *("last_token_mask", "sequence_ratios", "geometric_ratios", "gae", "reinforce_plus_plus_returns"),
@@ -306,14 +327,16 @@ def test_packed_rows_are_separate_rows(name: str) -> None:
     floats = [key for key, parts in arrays.items() if parts[0].dtype.kind == "f"]
     cotangent = draw(99)
 
-    def value_and_grads(given: dict[str, jax.Array], cotangent: jax.Array, **ids: jax.Array) -> list[Any]:
+    def value_and_grads(given: dict[str, Any], cotangent: jax.Array) -> list[Any]:
         def run(case: dict[str, Any]) -> Any:
             options = {key: value for key, value in case.items() if key not in optional}
             used = {key: value for key, value in given.items() if key not in optional or case.get(key)}
             data = {key: value for key, value in used.items() if key not in floats}
+            if "group_ids" in data:
+                data["group_ids"] = kljax.Groups(data["group_ids"], options.pop("num_groups"), data.pop("valid", None))
 
             def values(arrays: dict[str, jax.Array]) -> Any:
-                out = getattr(kljax, name)(**arrays, **data, **options, **ids)
+                out = getattr(kljax, name)(**arrays, **data, **options)
                 return jax.tree.map(lambda leaf: per_token(leaf, given["mask"]), out)
 
             def total(arrays: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
@@ -327,10 +350,10 @@ def test_packed_rows_are_separate_rows(name: str) -> None:
 
     own = {key: in_own_rows(key, parts) for key, parts in arrays.items()} | {"mask": padded(MASKS)}
     shared = {key: in_packed_rows(parts) for key, parts in arrays.items()} | {"mask": in_packed_rows(MASKS)}
-    ids = {key: segment_ids() for key in ("segment_ids", "rejected_segment_ids") if key in signature}
+    shared = {key: in_segments(value) if "mask" in key else value for key, value in shared.items()}
 
-    def run(own: dict[str, jax.Array], shared: dict[str, jax.Array]) -> Any:
-        return value_and_grads(own, padded(cotangent)), value_and_grads(shared, packed(cotangent), **ids)
+    def run(own: dict[str, jax.Array], shared: dict[str, Any]) -> Any:
+        return value_and_grads(own, padded(cotangent)), value_and_grads(shared, packed(cotangent))
 
     for (grads, out), (packed_grads, packed_out) in zip(*calls.compiled(run, own, shared), strict=True):
         for part, whole in zip(jax.tree.leaves(out), jax.tree.leaves(packed_out), strict=True):
@@ -360,13 +383,27 @@ def check_leaf(expected: np.ndarray, whole: np.ndarray) -> None:
 
 
 def test_every_function_that_takes_segments_is_compared() -> None:
-    taking = {name for name in calls.public_functions() if "segment_ids" in calls.parameters(name)}
-    assert taking == CASES.keys() | OWN_TESTS
+    assert {name for name in calls.public_functions() if calls.takes_segments(name)} == CASES.keys() | OWN_TESTS
+
+
+@pytest.mark.parametrize("name", sorted(set(MASKED) - CASES.keys() - OWN_TESTS))
+def test_segments_are_a_mask_to_every_other_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, reductions = calls.calls_of(name)[0], []
+    monkeypatch.setattr(rows, "segment_ids", reductions.append)
+    ids = jnp.broadcast_to(jnp.arange(calls.LENGTH) // 6 - 1, call.data["mask"].shape)
+
+    def both(arrays: Any, data: Any) -> Any:
+        alone = {**data, "mask": data["mask"] & (ids >= 0)}
+        return call(arrays, {**data, "mask": kljax.Segments(data["mask"], ids)}), call(arrays, alone)
+
+    jax.tree.map(np.testing.assert_array_equal, *calls.compiled(both, call.arrays, call.data))
+    # A statistic of sequences says so in its docstring, and is compared above.
+    assert not reductions or name == PLACES_ZEROS
 
 
 def test_advantages_of_segments_are_given_to_their_tokens() -> None:
     def to_tokens(advantages: jax.Array) -> jax.Array:
-        return kljax.broadcast_to_tokens(advantages, in_packed_rows(MASKS), segment_ids=segment_ids())
+        return kljax.broadcast_to_tokens(advantages, in_segments(in_packed_rows(MASKS)))
 
     numbers = jnp.arange(12.0).reshape(3, 4)
     tokens, pull = jax.vjp(to_tokens, numbers)
@@ -382,34 +419,16 @@ def test_advantages_of_segments_are_given_to_their_tokens() -> None:
 
 
 def test_what_needs_an_array_per_token_says_so() -> None:
-    mask, ids, scores = jnp.ones((2, 3), bool), jnp.zeros((2, 3), int), jnp.ones(2)
-    with pytest.raises(ValueError, match=r"scores: got shape \[2\], expected \[2, 3\]: with segment_ids each token"):
-        kljax.place_rewards(scores, mask, segment_ids=ids)
+    mask, scores = kljax.Segments(jnp.ones((2, 3), bool), jnp.zeros((2, 3), int)), jnp.ones(2)
+    with pytest.raises(ValueError, match=r"scores: got shape \[2\], expected \[2, 3\]: with kljax.Segments each"):
+        kljax.place_rewards(scores, mask)
     for function in (
-        lambda: kljax.remax_advantages(jnp.ones((2, 3)), scores, mask, segment_ids=ids),
-        lambda: kljax.opo_advantages(scores, jnp.zeros(2, int), mask, num_groups=1, segment_ids=ids),
-        lambda: kljax.otb_advantages(*jnp.ones((3, 2, 3)), mask, jnp.zeros(2, int), num_groups=1, segment_ids=ids),
+        lambda: kljax.remax_advantages(jnp.ones((2, 3)), scores, mask),
+        lambda: kljax.opo_advantages(scores, jnp.zeros(2, int), mask, num_groups=1),
+        lambda: kljax.otb_advantages(*jnp.ones((3, 2, 3)), mask, jnp.zeros(2, int), num_groups=1),
     ):
         with pytest.raises(ValueError, match="shapes differ"):
             function()
-    pairs = {"rejected_log_probs": jnp.ones((2, 3)), "rejected_ref_log_probs": jnp.ones((2, 3)), "rejected_mask": mask}
-    with pytest.raises(ValueError, match="segment_ids, rejected_segment_ids: got one of the two"):
-        kljax.dpo_loss(*jnp.ones((2, 2, 3)), mask, **pairs, segment_ids=ids)
-
-
-def test_no_reduction_of_the_library_leaves_the_segments_out() -> None:
-    of_segments = {
-        name
-        for name, function in inspect.getmembers(rows, inspect.isfunction)
-        if "segment_ids" in inspect.signature(function).parameters
-        and name.startswith(("row_", "to_tokens"))
-        and name not in {"row_starts", "row_ends"}
-    }
-    seen = set()
-    for path in Path(kljax.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in of_segments:
-                seen.add(node.func.id)
-                where = f"{path.name}:{node.lineno}: {node.func.id} without segment_ids"
-                assert "segment_ids" in {keyword.arg for keyword in node.keywords}, where
-    assert {"row_sum", "row_mean", "row_any", "to_tokens"} <= seen
+    pairs = dict.fromkeys(("rejected_log_probs", "rejected_ref_log_probs"), jnp.ones((2, 3)))
+    with pytest.raises(ValueError, match=r"mask, rejected_mask: got kljax\.Segments for one of the two"):
+        kljax.dpo_loss(*jnp.ones((2, 2, 3)), mask, **pairs, rejected_mask=mask.mask)

@@ -276,7 +276,7 @@ def settings(entry: Entry) -> dict[str, Any]:
         if "scale" in entry.sources and call.scale != 1:
             found["scale"] = call.scale
         for name, parameter in inspect.signature(getattr(kljax, call.function)).parameters.items():
-            array = any(word in str(parameter.annotation) for word in ("ArrayLike", "Callable"))
+            array = any(word in str(parameter.annotation) for word in ("ArrayLike", "Callable", "Mask"))
             given = name in call.arguments
             if name in entry.sources and (given or (parameter.kind is parameter.KEYWORD_ONLY and not array)):
                 default = None if parameter.default is REQUIRED else parameter.default

@@ -4,7 +4,7 @@ Each family is one table from a name to a function of the library or of optax. T
 defaults and meanings, come from the signature and the docstring of its function, so that a new entry is one line.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args
 
@@ -221,7 +221,12 @@ def make_variant(base: type[Any], name: str, target: str, *, hidden: tuple[str, 
 
 
 def make_union(variants: list[type[Any]], default: str | None = None) -> Any:
-    """Makes the union of the sections of a family: `{type: name, ...}`, or the name alone.
+    """Makes the union of the sections of a family: `{type: name, ...}`, or the name alone; see `choice_of`."""
+    return Annotated[Union[tuple(variants)], Field(discriminator="type"), choice_of(variants, default)]  # noqa: UP007
+
+
+def choice_of(variants: Sequence[type[Any]], default: str | None = None) -> BeforeValidator:
+    """Makes the validator that reads a name, `{type: name, ...}`, or a function of the user as a section.
 
     Args:
       variants: the sections.
@@ -235,10 +240,10 @@ def make_union(variants: list[type[Any]], default: str | None = None) -> Any:
         value = value if default is None else {"type": default, **value}
         return _user_function(value, variants) if ":" in str(value.get("type")) else value
 
-    return Annotated[Union[tuple(variants)], Field(discriminator="type"), BeforeValidator(expand)]  # noqa: UP007
+    return BeforeValidator(expand)
 
 
-def _user_function(value: dict[str, Any], variants: list[type[Any]]) -> dict[str, Any]:
+def _user_function(value: dict[str, Any], variants: Sequence[type[Any]]) -> dict[str, Any]:
     """Rewrites `{type: module:function, any: 1}` to the section `custom`, with `any` among its arguments."""
     section = next((item for item in variants if "function" in item.model_fields), None)
     if section is None:

@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from train.config.types import (
+    Arguments,
     Count,
     CountOrZero,
     Fraction,
+    FunctionName,
     Judge,
     Length,
     NonNegative,
@@ -46,10 +48,18 @@ def arithmetic_lengths(data: Mapping[str, Any]) -> dict[str, int]:
 
 def task_lengths(task: Any, data: Mapping[str, Any]) -> dict[str, int]:
     """Returns the default lengths of a task."""
+    if isinstance(task, str) and ":" in task:
+        return LENGTHS["jsonl"]
     return LENGTHS[task] if isinstance(task, str) and task in LENGTHS else arithmetic_lengths(data)
 
 
 class Data(Section):
+    arguments: Arguments = Table()
+    """module:function: keyword arguments of the function that `task` names."""
+    tokenizer: FunctionName | None = None
+    """Your tokenizer: `module:function` or `path/to/file.py:function`; null: that of model.path, or bytes."""
+    tokenizer_arguments: Arguments = Table()
+    """Keyword arguments of data.tokenizer."""
     train: PathText | None = None
     """gsm8k, math, jsonl: training set: JSON lines, or datasets:NAME:CONFIG:SPLIT."""
     eval: PathText | None = None

@@ -1,7 +1,7 @@
 """The schema as a table of dotted paths, which error messages and --help read."""
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -94,7 +94,7 @@ def _walk(model: type[BaseModel], prefix: str, variant: str = "", list_path: str
             Known(
                 path=path,
                 expected=describe(info.annotation, tuple(info.metadata)),
-                choices=_choices(info.annotation),
+                choices=_choices(info.annotation) or _suggestions(info.metadata),
                 default=info.get_default(),
                 required=info.is_required(),
                 doc=info.description or _inherited_doc(model, name),
@@ -135,6 +135,11 @@ def _choices(annotation: Any) -> tuple[str, ...]:
     if get_origin(annotation) is Literal:
         return tuple(str(choice) for choice in get_args(annotation))
     return tuple(choice for item in get_args(annotation) for choice in _choices(item))
+
+
+def _suggestions(metadata: Iterable[Any]) -> tuple[str, ...]:
+    """Returns the names that are suggested for a text that others may be, too: a tuple in the metadata."""
+    return next((item for item in metadata if isinstance(item, tuple)), ())
 
 
 def _merged(first: Known, other: Known) -> Known:

@@ -36,7 +36,7 @@ ALIASES = tuple(f"kl.{name}.controller" for name in ("reward", "advantage"))
 
 
 @dataclass(frozen=True)
-class Entry:
+class AlgorithmHelp:
     """One algorithm: its name, its function, the first line of the function's docstring, the fields of its own."""
 
     name: str
@@ -45,7 +45,7 @@ class Entry:
     fields: tuple[Known, ...]
 
 
-def algorithms(section: str) -> Iterator[Entry]:
+def algorithms(section: str) -> Iterator[AlgorithmHelp]:
     """Yields the algorithms of a section of `FAMILIES`, in the order of its table."""
     fields = variant_fields()
     for name, target in FAMILIES[section].items():
@@ -55,7 +55,7 @@ def algorithms(section: str) -> Iterator[Entry]:
             for (path, variant), known in fields.items()
             if variant == name and path.startswith(start) and "." not in path.removeprefix(start) and _is_own(path)
         ]
-        yield Entry(name, target.replace(":", "."), read_signature(target).doc, tuple(own))
+        yield AlgorithmHelp(name, target.replace(":", "."), read_signature(target).doc, tuple(own))
 
 
 def field_help() -> str:

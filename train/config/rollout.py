@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
+from train.config.algorithms import UserFunction, choice_of
 from train.config.model import DType
 from train.config.types import (
     Ahead,
@@ -16,7 +17,6 @@ from train.config.types import (
     Section,
     Size,
     Text,
-    tag_defaults_to,
 )
 
 Url = Annotated[str, Field(pattern="^https?://"), "text that starts with http:// or https://"]
@@ -26,7 +26,7 @@ Stops = Annotated[tuple[Text, ...], Field(strict=False), "a list of texts"]
 
 class JaxSource(Section):
     type: Literal["jax"]
-    """`jax`: this process samples; `openai`: an OpenAI-compatible server such as vLLM; `file`: recorded completions."""
+    """`jax`: this process; `openai`: a server such as vLLM; `file`: recorded completions; `module:function`: yours."""
 
 
 class OpenAISource(Section):
@@ -63,8 +63,14 @@ class FileSource(Section):
     """file: host memory in MiB for log-probs of a constant reference, which then scores each row once; 0: none."""
 
 
+class UserSource(UserFunction):
+    type: Literal["custom"]
+
+
 CompletionSource = Annotated[
-    JaxSource | OpenAISource | FileSource, Field(discriminator="type"), BeforeValidator(tag_defaults_to("type", "jax"))
+    JaxSource | OpenAISource | FileSource | UserSource,
+    Field(discriminator="type"),
+    choice_of((JaxSource, OpenAISource, FileSource, UserSource), default="jax"),
 ]
 
 

@@ -167,7 +167,7 @@ class Config(Section):
     temperature: Positive = 1.0
     """Temperature of the sampler and of every log-prob."""
     task: TaskName = "arithmetic"
-    """The task to train on."""
+    """The task to train on; `module:function` or `path/to/file.py:function`: yours, which returns a `Task`."""
     data: Data = Data()
     """Prompts and lengths."""
     rewards: Rewards = Rewards()

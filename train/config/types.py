@@ -24,7 +24,7 @@ RejectedTokens = Literal["drop", "count"]
 OldLogProbs = Literal["trainer", "sampler"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Operations = Literal["+", "+-"]
-TaskName = Literal["arithmetic", "gsm8k", "math", "countdown", "jsonl"]
+TASKS = ("arithmetic", "gsm8k", "math", "countdown", "jsonl")
 Judge = Literal["math_verify", "strict"]
 
 
@@ -34,7 +34,8 @@ def _without_repeats(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-# A plain string in the metadata is the text after "expected" in an error; otherwise type and range make it.
+# A plain string in the metadata is the text after "expected" in an error; otherwise type and range make it. A tuple
+# has the names to suggest.
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 # Sizes that memory bounds: larger ones are slips of the pen, and would end in the allocator.
@@ -65,6 +66,9 @@ RunName = Annotated[
     "text of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
 ]
 FunctionName = Annotated[str, Field(pattern=r"^[^:]+:\w+$"), "text of the form module:function"]
+TaskName = Annotated[
+    str, Field(pattern=rf"^({'|'.join(TASKS)}|[^:]+:\w+)$"), f"one of {', '.join(TASKS)}, or module:function", TASKS
+]
 LoraTargets = Annotated[
     tuple[LoraTarget, ...],
     Field(min_length=1, strict=False),

@@ -75,7 +75,7 @@ class Peer:
         self.beats, self.progress = beats, progress
 
 
-class Watch:
+class PeerWatch:
     """The progress of all processes, as this process has read them.
 
     Attributes:
@@ -186,7 +186,7 @@ def _text(progress: Progress) -> str:
     return f"step {progress.step} ({progress.phase})"
 
 
-_watch: Watch | None = None
+_watch: PeerWatch | None = None
 
 
 def enter(step: int, phase: str) -> None:
@@ -203,7 +203,7 @@ def watching() -> Iterator[None]:
         yield
         return
     names = exchange_json("the names of the processes", f"{socket.gethostname()}, pid {os.getpid()}")
-    _watch = Watch(names, coordination(), process())
+    _watch = PeerWatch(names, coordination(), process())
     over = threading.Event()
     thread = threading.Thread(target=_beat_until, args=(_watch, over), name="watch", daemon=True)
     watch = _watch
@@ -217,7 +217,7 @@ def watching() -> Iterator[None]:
             _watch = None
 
 
-def _beat_until(watch: Watch, over: threading.Event) -> None:
+def _beat_until(watch: PeerWatch, over: threading.Event) -> None:
     # The service answers some ten thousand values a second.
     seconds = BEAT_SECONDS * max(1.0, len(watch.peers) / 128)
     while not over.wait(seconds):

@@ -25,10 +25,11 @@ from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
 from train.rl.state import HOST, TrainState, policy_of
 from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
+from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts import evaluation_programs, rollout_programs, rollout_rows, rollout_sampling
 from train.rollouts.context import RunContext
 from train.rollouts.layout import device_bytes
-from train.rollouts.sampler.draw import kept_tokens
+from train.rollouts.sampler.draw import describe_draws
 
 Tree = Any
 
@@ -204,15 +205,16 @@ class AbstractRun:
         def array(dtype: Any, *shape: int) -> Any:
             return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
 
-        sampling = rollout_sampling(config)
-        kept = kept_tokens(sampling, self.context.model.config.vocab_size)
+        draws = describe_draws(rollout_sampling(config), self.context.model.config.vocab_size)
+        fields = {name: x for name, x in draws.items() if name in TOKEN_FIELDS and TOKEN_FIELDS[name].recorded}
+        log_probs = fields.pop("log_probs")
         return Batch(
             tokens=array(jnp.int32, length),
             token_mask=array(jnp.bool, length),
             completion_mask=array(jnp.bool, length),
             group_ids=array(jnp.int32),
-            rollout_log_probs=array(jnp.float32, length) if config.rollout.record_log_probs else None,
-            kept_ids=None if kept is None else array(jnp.int32, length, kept),
+            rollout_log_probs=array(log_probs.dtype, length) if config.rollout.record_log_probs else None,
+            fields={name: array(x.dtype, length, *x.shape[1:]) for name, x in fields.items()},
         )
 
     def _tiles(self) -> dict[str, float]:

@@ -22,7 +22,7 @@ from train.rl.policy import ScoredPolicy, abstract_adapter, abstract_params
 from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState
 from train.weights.huggingface import check_folder, load_params
-from train.weights.orbax import Checkpoints, check_saved
+from train.weights.orbax import RunCheckpoints, check_saved
 from train.weights.peft import check_adapter, load_adapter
 
 Tree = Any
@@ -64,7 +64,7 @@ def start_reference(
     *,
     base: Tree,
     read_base: Callable[[], Tree],
-    checkpoints: Checkpoints,
+    checkpoints: RunCheckpoints,
     record: Path,
 ) -> tuple[FrozenWeights, TrainState, np.ndarray | None]:
     """Loads, or continues, the reference of a run.
@@ -109,7 +109,7 @@ def load_reference(
     mesh: Mesh,
     *,
     read_base: Callable[[], Tree],
-    checkpoints: Checkpoints,
+    checkpoints: RunCheckpoints,
 ) -> ScoredPolicy | None:
     """Loads the reference policy, or returns None if no term uses it. For an average, this is the initial one.
 

@@ -19,7 +19,7 @@ from train.weights.files import read_record, write_record
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class RecordedReference:
     """One reference of a run.
 
     Attributes:
@@ -48,7 +48,7 @@ def assert_unchanged(frozen: FrozenWeights, before: np.ndarray | None) -> None:
         raise RuntimeError("the reference policy changed during the run: every KL that was measured against it is void")
 
 
-def entry_of(config: Config, fingerprint: np.ndarray | None, step: int) -> Entry:
+def entry_of(config: Config, fingerprint: np.ndarray | None, step: int) -> RecordedReference:
     """Makes the record entry of this config's reference with this fingerprint, loaded at this step."""
     section = config.reference
     named: dict[str, Any] = {name: getattr(section, name) for name in ("step", "path") if hasattr(section, name)}
@@ -56,10 +56,10 @@ def entry_of(config: Config, fingerprint: np.ndarray | None, step: int) -> Entry
         named["path"] = str(Path(named["path"]).absolute())
     identity = {"source": section.source, **named, "moves": follows_policy(config)}
     digest = None if fingerprint is None else hashlib.sha256(fingerprint.astype("<u4").tobytes()).hexdigest()[:16]
-    return Entry(step, identity, digest)
+    return RecordedReference(step, identity, digest)
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[RecordedReference]:
     """Reads the references that the run has had, the present one last.
 
     Raises:
@@ -68,7 +68,7 @@ def read_entries(path: Path) -> list[Entry]:
     if not path.is_file():
         return []
     hint = "restore it from a copy, or delete it if the weights of the reference are certain"
-    return [Entry(**entry) for entry in read_record(path, hint)["references"]]
+    return [RecordedReference(**entry) for entry in read_record(path, hint)["references"]]
 
 
 def saved_entries(path: Path) -> list[dict[str, Any]]:

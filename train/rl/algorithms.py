@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
@@ -66,7 +67,7 @@ def estimate_advantages(plan: Plan, section: Advantage, token_rewards: Array, ba
         name: functools.partial(_field, batch, field) for name, field in ADVANTAGE_ARRAYS.items() if name not in arrays
     }
     if section.empty_rows == "drop":
-        arrays["valid"] = lambda: mask.any(-1)
+        arrays["group_ids"] = lambda: jnp.where(mask.any(-1), _field(batch, "group_ids"), -1)
     assert plan.advantage is not None  # the loss reads advantages
     result = call_by_name(plan.advantage, section, arrays, num_groups=plan.num_groups)
     advantages, returns = result if isinstance(result, tuple) else (result, None)

@@ -79,7 +79,7 @@ class Sequences:
     @classmethod
     def of(cls, batch: Batch, layout: Layout, packed: PackedRows | None = None) -> "Sequences":
         """Returns the rows of a batch, whose completions are scored."""
-        return cls(batch.tokens, batch.token_mask, batch.completion_mask, batch.kept_ids, packed, layout)
+        return cls(batch.tokens, batch.token_mask, batch.completion_mask, batch.fields.get("kept_ids"), packed, layout)
 
 
 def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh) -> Tree:

@@ -67,7 +67,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
 
         def score_rows(part: Batch, packed: PackedRows | None = None) -> Batch:
             per_token: dict[str, jax.Array] = {}
-            states: dict[str, jax.Array] = {}
+            states: dict[str, Any] = {}
             hidden = ref_hidden = exact = None
             sequences = Sequences.of(part, layout, packed)
             if in_one_pass and reference is not None:
@@ -91,7 +91,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
                 if plan.value_head:
                     per_token["values"] = token_values(trainable["value_head"], hidden)
             masked = {name: kljax.masked(value, part.completion_mask) for name, value in per_token.items()}
-            return dataclasses.replace(part, **jax.lax.stop_gradient(masked | states))
+            return dataclasses.replace(part, **jax.lax.stop_gradient(states | masked))
 
         if packed is None:
             return map_micro_batches(score_rows, batch, score_parts, group=layout.group)

@@ -1,5 +1,8 @@
 """Construction of the source that `rollout.source` names."""
 
+from typing import cast
+
+from train.config.user_functions import make_with
 from train.rollouts.context import RunContext
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.recorded import FileSource, open_recording
@@ -15,7 +18,7 @@ def open_source(context: RunContext, *, continued: bool = False) -> Source:
       continued: whether the run is resumed, and may overwrite its recordings.
 
     Raises:
-      UserError: a server or file is missing or invalid; names the field.
+      UserError: a server or file is missing or invalid, or a function of the user fails; names the field.
     """
     section, record = context.config.rollout.source, context.config.rollout.record
     if record is not None:
@@ -25,4 +28,8 @@ def open_source(context: RunContext, *, continued: bool = False) -> Source:
     if section.type == "openai":
         server = ServerSource(context, section)
         return AheadSource(context, server) if context.config.rollout.ahead else server
+    if section.type == "custom":
+        members = ("update", "sample", "close")
+        made = make_with("rollout.source", section.function, members, context, **section.arguments)
+        return cast("Source", made)
     return JaxSource(context)

@@ -20,7 +20,7 @@ from train.references import (
     make_reference_store,
     with_abstract_reference,
 )
-from train.rl.batch import Batch
+from train.rl.batch import Batch, present_arrays
 from train.rl.keys import purpose_key
 from train.rl.metrics import LargestToken, metric_values, single
 from train.rl.objective import coefficients
@@ -29,7 +29,7 @@ from train.rl.reference import FrozenWeights, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import SCORED, make_control, make_prepare, make_score, make_update, update_rows
 from train.rollouts import (
-    Drawn,
+    Rollout,
     Sampler,
     Source,
     SourceError,
@@ -42,7 +42,7 @@ from train.rollouts import (
 from train.rollouts.context import RunContext
 from train.rollouts.recorded import FileSource
 from train.run.evaluate import evaluate
-from train.run.guard import Watch
+from train.run.guard import StepGuard
 from train.run.metrics import Metrics
 
 Tree = Any
@@ -143,7 +143,7 @@ def rl_step(
         "rewards": judged - rollout.arrived,
         "update": time.perf_counter() - judged,
     }
-    return state, values, seconds | rollout.timings | dict(packing.programs)
+    return state, values, seconds | dict(rollout.completions.timings) | dict(packing.programs)
 
 
 def _score(
@@ -151,7 +151,7 @@ def _score(
     programs: Programs,
     weights: FrozenWeights,
     state: TrainState,
-    drawn: Drawn,
+    drawn: Rollout,
     *,
     packing: StepPacking,
 ) -> Batch:
@@ -169,9 +169,9 @@ def _score(
 
 def require_fields(batch: Batch, names: Iterable[str]) -> None:
     """Raises `UserError` naming the fields of a batch that the objective reads and that are missing."""
-    missing = [name for name in names if getattr(batch, name) is None]
+    present = present_arrays(batch)
+    missing = [name for name in names if name not in present]
     if missing:
-        present = [field.name for field in dataclasses.fields(batch) if getattr(batch, field.name) is not None]
         raise UserError(
             f"the batch lacks {', '.join(missing)}, which the objective of this config needs; present: "
             f"{', '.join(present)}"
@@ -207,7 +207,7 @@ def train(
     state: TrainState,
     *,
     writer: Metrics,
-    watch: Watch,
+    watch: StepGuard,
     interrupt: Interrupt,
     advance: Callable[[str], None],
 ) -> TrainState:

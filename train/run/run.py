@@ -28,7 +28,7 @@ from train.rollouts.context import RunContext
 from train.rollouts.server import AheadSource
 from train.run.base import ExpectedBase, check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
-from train.run.guard import Watch
+from train.run.guard import StepGuard
 from train.run.loop import Programs, train, write_evaluation
 from train.run.metrics import Metrics, open_metrics, read_metrics
 from train.run.output import check_output
@@ -37,7 +37,7 @@ from train.run.report import Start, default_console, print_comparison, progress,
 from train.run.setup import check_examples, check_start, data_digest, first_state, make_base, make_context
 from train.run.supervise import is_supervised, tell_supervisor
 from train.weights.abandoned_reads import quiet_abandoned_reads
-from train.weights.orbax import Checkpoints, carried_with
+from train.weights.orbax import RunCheckpoints, carried_with
 
 Tree = Any
 ACCURACIES = ("accuracy", "accuracy_greedy")
@@ -56,7 +56,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
         open_run(config, resume=resume) as directory,
         jax.set_mesh(context.mesh),
         closing(source),
-        closing(Checkpoints(directory.checkpoints, config.checkpoint, pinned_steps(config))) as checkpoints,
+        closing(RunCheckpoints(directory.checkpoints, config.checkpoint, pinned_steps(config))) as checkpoints,
         ending_alone(),
         progress(console) as bars,
     ):
@@ -116,7 +116,7 @@ def _start_of_leader(config: Config, resume: bool) -> tuple[Config, bool]:
 
 
 def _begin(
-    context: RunContext, directory: RunDirectory, checkpoints: Checkpoints, bars: Start, *, continued: bool
+    context: RunContext, directory: RunDirectory, checkpoints: RunCheckpoints, bars: Start, *, continued: bool
 ) -> tuple[Tree, TrainState, Metrics]:
     """Returns base and state: of the last complete checkpoint, or new ones. The base is None without LoRA.
 
@@ -140,7 +140,7 @@ def _begin(
     return base if config.lora is not None else None, state, writer
 
 
-def _continue_records(directory: RunDirectory, checkpoints: Checkpoints, step: int | None) -> Metrics:
+def _continue_records(directory: RunDirectory, checkpoints: RunCheckpoints, step: int | None) -> Metrics:
     """Continues the metrics and the record of references after a step, compared with its checkpoint or with the base.
 
     Raises:
@@ -161,7 +161,7 @@ def _reinforce(
     state: TrainState,
     *,
     directory: RunDirectory,
-    checkpoints: Checkpoints,
+    checkpoints: RunCheckpoints,
     writer: Metrics,
     bars: Start,
     interrupt: Interrupt,
@@ -170,7 +170,7 @@ def _reinforce(
     if isinstance(source, AheadSource):
         source.attach(checkpoints, int(state.step))
     programs = Programs.of(context, state, source)
-    watch = Watch(context.config, checkpoints, directory.nonfinite, context.tokenizer)
+    watch = StepGuard(context.config, checkpoints, directory.nonfinite, context.tokenizer)
     if not checkpoints.steps():
         write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
         watch.save(state, 0)

@@ -98,7 +98,7 @@ def check_saved(step: int, saved: Sequence[int]) -> None:
         raise UserError(f"reference.step: got {step}, but this run has no such checkpoint; there are: {allowed}")
 
 
-class Checkpoints:
+class RunCheckpoints:
     """The numbered checkpoints of one run: `<directory>/<step>/state`, with `reference` and `batch` beside it.
 
     `reference` is there if it is updated, `batch` if the batch of the next step was drawn before the save.

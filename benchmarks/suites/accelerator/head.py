@@ -15,10 +15,10 @@ import jax
 
 from benchmarks.harness.process import Remote, start
 from benchmarks.harness.race import Contenders, MissingError, measurable, merged, noted
-from benchmarks.harness.results import Measured, Result, ratio
+from benchmarks.harness.results import ContenderResult, Measured, ratio
 from benchmarks.harness.worker import Worker
 from benchmarks.suites.head.forms import FORMS, GROUPS, Form, choose
-from benchmarks.suites.head.problem import QUICK, QUICK_TILE, Options, Size, make_inputs
+from benchmarks.suites.head.problem import QUICK, QUICK_TILE, HeadOptions, Size, make_inputs
 from benchmarks.suites.head.rates import MATMULS
 from benchmarks.suites.head.suite import HeadSuite, compare
 
@@ -40,7 +40,7 @@ class DeviceHead(HeadSuite):
       shared: options of every process; compared: size at which loss and gradients are compared.
     """
 
-    def __init__(self, shared: Options, compared: Size) -> None:
+    def __init__(self, shared: HeadOptions, compared: Size) -> None:
         super().__init__(shared)
         self.compared = compared
 
@@ -85,7 +85,7 @@ class DeviceHead(HeadSuite):
 def enlarge(contenders: Contenders, size: Size) -> None:
     """Lets each process draw arrays of a size; an error is a problem of its contenders."""
     for framework, remote in contenders.remotes.items():
-        drawn = Result(framework)
+        drawn = ContenderResult(framework)
         with noted(drawn):
             remote.ask(do="redraw", **dataclasses.asdict(size))
         for name, result in measurable(contenders.results):
@@ -100,7 +100,7 @@ class HeadContender:
         platform = jax.default_backend()
         device = platform if platform in ("cpu", "tpu") else "gpu"
         tile = QUICK_TILE if tiny else None
-        self.suite = DeviceHead(Options(device, "bf16", threads=0, tile=tile), QUICK if tiny else COMPARED)
+        self.suite = DeviceHead(HeadOptions(device, "bf16", threads=0, tile=tile), QUICK if tiny else COMPARED)
         self.size, self.rounds = (QUICK, 1) if tiny else (LARGE, ROUNDS)
         self._versions: dict[str, str] = {}
 

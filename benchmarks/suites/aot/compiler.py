@@ -11,7 +11,7 @@ from typing import Any
 import kljax
 from benchmarks.harness import environments
 from benchmarks.harness.process import ROOT, start
-from benchmarks.suites.aot.plans import DEVICES, Order, Plan
+from benchmarks.suites.aot.plans import DEVICES, CompiledPlan, Order
 from benchmarks.suites.aot.programs import build, mesh_of
 from train.plan.compiler import hlo
 from train.plan.compiler.buffers import largest_buffers
@@ -41,7 +41,7 @@ def missing(directory: pathlib.Path, platform: str) -> str | None:
     return None
 
 
-def compile_in(directory: pathlib.Path, order: Order) -> Plan:
+def compile_in(directory: pathlib.Path, order: Order) -> CompiledPlan:
     """Compiles an order in a process of an environment.
 
     Raises:
@@ -50,22 +50,22 @@ def compile_in(directory: pathlib.Path, order: Order) -> Plan:
     python = environments.interpreter(directory)
     with start("benchmarks.suites.aot.compiler", python=python, settings=QUIET, quiet=True) as remote:
         remote.ask(do="load")
-        return Plan(**remote.ask(do="plan", order=dataclasses.asdict(order)))
+        return CompiledPlan(**remote.ask(do="plan", order=dataclasses.asdict(order)))
 
 
-def plan(order: Order) -> Plan:
+def plan(order: Order) -> CompiledPlan:
     """Compiles an order, and reads the plan from the program and from its buffer assignment."""
     mesh = mesh_of(order.device, order.layout)
     tile = None if order.tile is None else kljax.Tile(*order.tile)
     try:
         compiled = compile_program(build(order.program, mesh, order.problem, tile).lower(), effort=order.effort)
     except DoesNotFitError as error:
-        return Plan(temp_bytes=error.needed, fits=False)
+        return CompiledPlan(temp_bytes=error.needed, fits=False)
     if order.keep is not None:
         compiled.write(pathlib.Path(order.keep), str(order).replace(" ", "-"))
     module, hertz = hlo.parse(compiled.text), DEVICES[order.device].hertz
     moved = collectives(module)
-    return Plan(
+    return CompiledPlan(
         temp_bytes=compiled.temporary,
         seconds=None if hertz is None else hlo.estimated_cycles(module) / hertz,
         collective_bytes=round(sum(one.total for one in moved)),

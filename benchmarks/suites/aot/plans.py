@@ -25,7 +25,7 @@ _SHARDED = ("naive", "tunix", "kljax", "naive_forward", "kljax_forward", "kljax_
 _GPU = ("naive", "tunix", "kljax", "naive_forward", "kljax_forward", "naive_kl", "kljax_kl")
 
 
-class Device(NamedTuple):
+class Accelerator(NamedTuple):
     """A kind of accelerator, which need not be here.
 
     Attributes:
@@ -42,16 +42,16 @@ class Device(NamedTuple):
 
 
 DEVICES = {
-    "v5e": Device("tpu", "v5e:2x2", "v5e:4x4", 1.5e9),
-    "v5p": Device("tpu", "v5p:2x2x1", "v5p:2x2x4", 1.75e9),
-    "v6e": Device("tpu", "v6e:2x2", "v6e:4x4", 1.75e9),
-    "h100": Device("cuda", "h100:1"),
-    "h200": Device("cuda", "h200:1"),
+    "v5e": Accelerator("tpu", "v5e:2x2", "v5e:4x4", 1.5e9),
+    "v5p": Accelerator("tpu", "v5p:2x2x1", "v5p:2x2x4", 1.75e9),
+    "v6e": Accelerator("tpu", "v6e:2x2", "v6e:4x4", 1.75e9),
+    "h100": Accelerator("cuda", "h100:1"),
+    "h200": Accelerator("cuda", "h200:1"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class HeadSizes:
     """Tokens and sequences of a device, model width, vocabulary, and tokens of one chunk of Tunix's form."""
 
     tokens: int = 16_384
@@ -61,12 +61,12 @@ class Problem:
     chunk: int = 1024
 
 
-# Device, layout and program.
+# Accelerator, layout and program.
 Key = tuple[str, str, str]
 
-FULL = Problem()
+FULL = HeadSizes()
 # A smoke test with sizes that divide nothing.
-QUICK = Problem(tokens=512, rows=4, width=256, vocab=2200, chunk=128)
+QUICK = HeadSizes(tokens=512, rows=4, width=256, vocab=2200, chunk=128)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Order:
     program: str
     tile: tuple[int, int] | None = None
     effort: float | None = None
-    problem: Problem = FULL
+    problem: HeadSizes = FULL
     keep: str | None = None
 
     def __str__(self) -> str:
@@ -102,11 +102,11 @@ class Order:
     def from_json(cls, fields: Mapping[str, Any]) -> "Order":
         """Reads an order from plain data, where a tile is a list."""
         tile = None if fields["tile"] is None else tuple(fields["tile"])
-        return cls(**{**fields, "tile": tile, "problem": Problem(**fields["problem"])})
+        return cls(**{**fields, "tile": tile, "problem": HeadSizes(**fields["problem"])})
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CompiledPlan:
     """The plan of a compiler for one run on one device; nothing ran.
 
     Attributes:
@@ -132,7 +132,7 @@ class Plan:
     failed: str | None = None
 
 
-Compiled = Sequence[tuple[Order, Plan]]
+Compiled = Sequence[tuple[Order, CompiledPlan]]
 
 
 def programs_of(device: str) -> list[Key]:
@@ -143,7 +143,7 @@ def programs_of(device: str) -> list[Key]:
 
 
 class PlanTarget(NamedTuple):
-    """A bound of a field of `Plan`, for all devices of a platform or each, over another program's if there is one."""
+    """A bound of a field of `CompiledPlan`, for all devices of a platform or each, over another program's or alone."""
 
     title: str
     platform: str
@@ -168,7 +168,7 @@ TARGETS = (
 )
 
 
-def checks(plans: Mapping[Key, Plan]) -> list[Check]:
+def checks(plans: Mapping[Key, CompiledPlan]) -> list[Check]:
     """Compares the plans of each device and layout with their targets; a program that is not there has none."""
     rows = []
     for device, layout, target in itertools.product(DEVICES, LAYOUTS, TARGETS):
@@ -185,7 +185,7 @@ def checks(plans: Mapping[Key, Plan]) -> list[Check]:
     return rows
 
 
-def markdown(compiled: Compiled, versions: Mapping[str, str], problem: Problem, *, date: str, goals: bool) -> str:
+def markdown(compiled: Compiled, versions: Mapping[str, str], problem: HeadSizes, *, date: str, goals: bool) -> str:
     """Returns the conditions, and the tables of plans and targets, or of tiles if the orders have some.
 
     `goals` says whether there is a table of targets.
@@ -201,7 +201,7 @@ def markdown(compiled: Compiled, versions: Mapping[str, str], problem: Problem, 
     return join([head, *plans_tables(plans), *([targets(checks(known))] if goals else [])])
 
 
-def plans_tables(plans: Mapping[Key, Plan]) -> list[str]:
+def plans_tables(plans: Mapping[Key, CompiledPlan]) -> list[str]:
     """Returns a table for each device and layout, after its title."""
     parts = []
     for device, (layout, title) in itertools.product(DEVICES, LAYOUTS.items()):
@@ -223,12 +223,12 @@ def tiles_table(compiled: Compiled) -> str:
     return table([("device", ""), ("layout", ""), ("tile", ""), *COLUMNS[1:3]], rows)
 
 
-def _row(title: str, plan: Plan) -> list[Any]:
+def _row(title: str, plan: CompiledPlan) -> list[Any]:
     moved = _mib(plan.collective_bytes) if plan.collective_executions else None
     return [title, _memory(plan), _milliseconds(plan), moved, plan.collective_executions or None]
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: CompiledPlan) -> str:
     return "failed" if plan.failed else f"{_mib(plan.temp_bytes)}{'' if plan.fits else ', does not fit'}"
 
 
@@ -236,5 +236,5 @@ def _mib(size: int) -> str:
     return f"{size / MIB:,.1f}" if size < 100 * MIB else f"{size / MIB:,.0f}"
 
 
-def _milliseconds(plan: Plan) -> float | None:
+def _milliseconds(plan: CompiledPlan) -> float | None:
     return None if plan.seconds is None or not plan.fits else plan.seconds * 1e3

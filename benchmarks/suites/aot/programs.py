@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import kljax
-from benchmarks.suites.aot.plans import DEVICES, Problem
-from benchmarks.suites.head.jax_forms import Constants, Stats, naive, of_kind, tiled, tunix_chunk
+from benchmarks.suites.aot.plans import DEVICES, HeadSizes
+from benchmarks.suites.head.jax_forms import Stats, TokenConstants, naive, of_kind, tiled, tunix_chunk
 from kljax.log_probs._head import default_tile
 from train.plan.compiler.topology import parse_topology, topology_devices
 
@@ -44,7 +44,7 @@ class Program(NamedTuple):
         return jax.jit(self.run, out_shardings=self.out_shardings).lower(*self.arguments)
 
 
-def build(name: str, mesh: Mesh, problem: Problem, tile: kljax.Tile | None = None) -> Program:
+def build(name: str, mesh: Mesh, problem: HeadSizes, tile: kljax.Tile | None = None) -> Program:
     """Builds a program by name: loss with gradients to hidden states and head, unless the name ends in another kind."""
     contender, _, kind = name.partition("_")
     devices = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -60,12 +60,14 @@ def build(name: str, mesh: Mesh, problem: Problem, tile: kljax.Tile | None = Non
     return Program(of_kind(stats[contender], kind), _arguments(problem, devices, tokens, head), outputs)
 
 
-def _arguments(problem: Problem, devices: int, tokens: NamedSharding, head: NamedSharding) -> tuple[Any, ...]:
+def _arguments(problem: HeadSizes, devices: int, tokens: NamedSharding, head: NamedSharding) -> tuple[Any, ...]:
     count = problem.tokens * devices
 
     def per_token(dtype: Any, *width: int) -> Any:
         return jax.ShapeDtypeStruct((count, *width), dtype, sharding=tokens)
 
     hidden = per_token(jnp.bfloat16, problem.width)
-    data = Constants(per_token(jnp.int32), per_token(jnp.float32), per_token(jnp.float32), per_token(jnp.bool), hidden)
+    data = TokenConstants(
+        per_token(jnp.int32), per_token(jnp.float32), per_token(jnp.float32), per_token(jnp.bool), hidden
+    )
     return hidden, jax.ShapeDtypeStruct((problem.width, problem.vocab), jnp.bfloat16, sharding=head), data

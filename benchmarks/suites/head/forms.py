@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import measure
-from benchmarks.harness.cli import UsageError
+from benchmarks.harness.cli import OptionError
 from benchmarks.harness.measure import Seconds
-from benchmarks.suites.head.problem import QUICK, Inputs, Options, make_inputs
+from benchmarks.suites.head.problem import QUICK, HeadOptions, Inputs, make_inputs
 
 # Relative; rounding and another order of sums leave 1e-6 in float32.
 TOLERANCE = {"float32": 1e-4, "bf16": 3e-2}
@@ -86,7 +86,7 @@ def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]
     """Returns the forms of a device by name: all, or the named ones with their baselines.
 
     Raises:
-      UsageError: if a name is unknown on the device.
+      OptionError: if a name is unknown on the device.
     """
     # PyTorch runs on no TPU here.
     known = {
@@ -95,7 +95,7 @@ def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]
     if names is None:
         return known
     if unknown := sorted(set(names) - set(known)):
-        raise UsageError(f"argument --contenders: got {unknown}, expected some of {sorted(known)} on this device")
+        raise OptionError(f"argument --contenders: got {unknown}, expected some of {sorted(known)} on this device")
     chosen = set(names) | {known[name].baseline for name in names}
     return {name: form for name, form in known.items() if name in chosen}
 
@@ -107,7 +107,7 @@ class FormsContender(abc.ABC):
       inputs: of the problem; options: of the process; releases: directory of the releases, for PyTorch.
     """
 
-    def __init__(self, inputs: Inputs, options: Options, releases: pathlib.Path | None = None) -> None:
+    def __init__(self, inputs: Inputs, options: HeadOptions, releases: pathlib.Path | None = None) -> None:
         self.inputs, self.options, self.releases = inputs, options, releases
 
     @abc.abstractmethod
@@ -178,6 +178,6 @@ def loader(contender: type[FormsContender]) -> Callable[..., FormsContender]:
 
     def load(inputs: str, options: dict[str, Any], releases: str | None = None) -> FormsContender:
         directory = None if releases is None else pathlib.Path(releases)
-        return contender(Inputs.load(pathlib.Path(inputs)), Options(**options), directory)
+        return contender(Inputs.load(pathlib.Path(inputs)), HeadOptions(**options), directory)
 
     return load

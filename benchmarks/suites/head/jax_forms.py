@@ -12,7 +12,7 @@ import numpy as np
 import kljax
 from benchmarks.harness import machine
 from benchmarks.suites.head.forms import FormsContender, loader
-from benchmarks.suites.head.problem import CLIP, ENTROPY_COEF, KL_COEF, Inputs, Options
+from benchmarks.suites.head.problem import CLIP, ENTROPY_COEF, KL_COEF, HeadOptions, Inputs
 from benchmarks.suites.head.rates import RATES, build_rate
 
 Array = jax.Array
@@ -21,7 +21,7 @@ Stats = tuple[Array, Array | None, Array | None]
 TUNIX_CHUNK = 256
 
 
-class Constants(NamedTuple):
+class TokenConstants(NamedTuple):
     """Non-differentiable `[N]` inputs, and the `[N, D]` hidden states of the reference."""
 
     targets: Array
@@ -41,7 +41,7 @@ def pick(values: Array, targets: Array) -> Array:
     return jnp.take_along_axis(values, targets[:, None], axis=-1)[:, 0]
 
 
-def naive(hidden: Array, head: Array, data: Constants, *, entropy: bool = True, kl: bool = False) -> Stats:
+def naive(hidden: Array, head: Array, data: TokenConstants, *, entropy: bool = True, kl: bool = False) -> Stats:
     """Takes the log-softmax of all logits."""
     log_probs = jax.nn.log_softmax(logits_of(hidden, head))
     probs = jnp.exp(log_probs) if entropy or kl else None
@@ -53,7 +53,7 @@ def naive(hidden: Array, head: Array, data: Constants, *, entropy: bool = True, 
     return pick(log_probs, data.targets), entropies, divergence
 
 
-def tunix_full(hidden: Array, head: Array, data: Constants) -> Stats:
+def tunix_full(hidden: Array, head: Array, data: TokenConstants) -> Stats:
     """Follows `compute_per_token_logps` of google/tunix: logits in the head's type, two float32 normalisations."""
     logits = jnp.dot(hidden, head).astype(jnp.float32)
     log_probs = jax.nn.log_softmax(logits)
@@ -62,7 +62,7 @@ def tunix_full(hidden: Array, head: Array, data: Constants) -> Stats:
 
 
 def tunix_chunk(
-    hidden: Array, head: Array, data: Constants, *, rows: int | None = None, columns: int = TUNIX_CHUNK
+    hidden: Array, head: Array, data: TokenConstants, *, rows: int | None = None, columns: int = TUNIX_CHUNK
 ) -> Stats:
     """Follows `compute_chunked_logps` of google/tunix: a rematerialised scan over chunks of `columns` of all rows.
 
@@ -92,7 +92,7 @@ def tunix_chunk(
 def tiled(
     hidden: Array,
     head: Array,
-    data: Constants,
+    data: TokenConstants,
     *,
     tile: kljax.Tile | None,
     sharding: kljax.HeadSharding | None = None,
@@ -115,7 +115,7 @@ def tiled(
 def fused(
     hidden: Array,
     head: Array,
-    data: Constants,
+    data: TokenConstants,
     *,
     tile: kljax.Tile | None,
     entropy: bool = True,
@@ -153,7 +153,7 @@ def per_token_loss(stats: Stats, old_log_probs: Array, advantages: Array, mask: 
     return per_token
 
 
-def loss(stats: Stats, data: Constants) -> Array:
+def loss(stats: Stats, data: TokenConstants) -> Array:
     """Returns the mean loss of the unmasked tokens."""
     per_token = per_token_loss(stats, data.old_log_probs, data.advantages, data.mask)
     return jnp.where(data.mask, per_token, 0).sum() / data.mask.sum()
@@ -163,7 +163,7 @@ def gradient_of(objective: Callable[..., Array], kind: str) -> Callable[..., tup
     """Returns `(hidden, head, data) -> (loss, *gradients)` of a loss; a frozen head has no gradient."""
     differentiate = jax.value_and_grad(objective, argnums=(0,) if kind in FROZEN else (0, 1))
 
-    def run(hidden: Array, head: Array, data: Constants) -> tuple[Array, ...]:
+    def run(hidden: Array, head: Array, data: TokenConstants) -> tuple[Array, ...]:
         value, gradients = differentiate(hidden, head, data)
         return (value, *gradients)
 
@@ -173,7 +173,7 @@ def gradient_of(objective: Callable[..., Array], kind: str) -> Callable[..., tup
 def forward_of(stats: Callable[..., Stats]) -> Callable[..., tuple[Array, ...]]:
     """Returns `(hidden, head, data) -> (mean log-prob, log-probs, entropies)`."""
 
-    def run(hidden: Array, head: Array, data: Constants) -> tuple[Array, ...]:
+    def run(hidden: Array, head: Array, data: TokenConstants) -> tuple[Array, ...]:
         log_probs, entropies, _ = stats(hidden, head, data)
         assert entropies is not None
         return log_probs.mean(), log_probs, entropies
@@ -208,7 +208,7 @@ def build(name: str, tile: Sequence[int] | None) -> Callable[..., tuple[Array, .
 class JaxForms(FormsContender):
     """The forms of JAX on a device. Each is compiled at its first use, for these arrays."""
 
-    def __init__(self, inputs: Inputs, options: Options, releases: pathlib.Path | None = None) -> None:
+    def __init__(self, inputs: Inputs, options: HeadOptions, releases: pathlib.Path | None = None) -> None:
         super().__init__(inputs, options, releases)
         self.device = jax.devices(options.device)[0]
         self._put(inputs)
@@ -224,8 +224,8 @@ class JaxForms(FormsContender):
         self._hidden, self._head = put(inputs.hidden, dtype), put(inputs.head, dtype)
         rest = put(inputs.targets), put(inputs.advantages), put(inputs.old_log_probs)
         ref_hidden = put(inputs.ref_hidden, dtype)
-        self._all = Constants(*rest, put(np.ones_like(inputs.mask)), ref_hidden)
-        self._half = Constants(*rest, put(inputs.mask), ref_hidden)
+        self._all = TokenConstants(*rest, put(np.ones_like(inputs.mask)), ref_hidden)
+        self._half = TokenConstants(*rest, put(inputs.mask), ref_hidden)
 
     def versions(self) -> dict[str, str]:
         return machine.versions()

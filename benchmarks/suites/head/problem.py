@@ -38,7 +38,7 @@ QUICK_TILE = (32, 256)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class HeadOptions:
     """Options of a process.
 
     Attributes:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.suites.head.problem import Options, Size
+from benchmarks.suites.head.problem import HeadOptions, Size
 from kljax.log_probs._head import default_tile
 
 # The matmuls of a tile, by their results.
@@ -40,7 +40,7 @@ class Rates:
     moved: float | None
 
 
-def rates_of(size: Size, options: Options, kind: str, seconds: Mapping[str, float], ours: float | None) -> Rates:
+def rates_of(size: Size, options: HeadOptions, kind: str, seconds: Mapping[str, float], ours: float | None) -> Rates:
     """Computes the rates from seconds.
 
     Args:
@@ -77,7 +77,7 @@ def describe(rates: Rates) -> str:
     return f"{text}."
 
 
-def tile_of(size: Size, options: Options, kind: str) -> tuple[int, int]:
+def tile_of(size: Size, options: HeadOptions, kind: str) -> tuple[int, int]:
     """Returns tokens and vocabulary of the tile that kljax uses."""
     tile = default_tile(kind)
     tokens, vocab = options.tile or (tile.tokens, tile.vocab)
@@ -90,7 +90,7 @@ def copy_bytes(size: Size) -> int:
 
 
 def build_rate(
-    name: str, size: Size, options: Options, device: jax.Device
+    name: str, size: Size, options: HeadOptions, device: jax.Device
 ) -> tuple[Callable[..., tuple[jax.Array, ...]], tuple[Any, ...]]:
     """Returns the function of a rate, and its arguments."""
     tokens, vocab = tile_of(size, options, device.device_kind)

@@ -14,12 +14,12 @@ import jax
 from benchmarks.harness import environments
 from benchmarks.harness.process import Remote, start
 from benchmarks.harness.race import Contenders, MissingError, log, measurable, noted, race
-from benchmarks.harness.results import Check, Measured, Result, Target, check, ratio
+from benchmarks.harness.results import Check, ContenderResult, Measured, Target, check, ratio
 from benchmarks.harness.suite import Suite, Table
 from benchmarks.harness.worker import Worker
 from benchmarks.suites.head import jax_forms
 from benchmarks.suites.head.forms import FORMS, GROUPS, TITLES, TOLERANCE, Form, choose
-from benchmarks.suites.head.problem import SIZES, Options, Size, make_inputs
+from benchmarks.suites.head.problem import SIZES, HeadOptions, Size, make_inputs
 from benchmarks.suites.head.rates import RATES, Rates, describe, rates_of
 
 REQUIREMENTS = ("torch==2.13.0", "numpy==2.4.6", "packaging==25.0")
@@ -76,7 +76,7 @@ class HeadSuite(Suite):
     titles = TITLES
     other_clock = "in CPU seconds"
 
-    def __init__(self, shared: Options) -> None:
+    def __init__(self, shared: HeadOptions) -> None:
         self.shared, self.device = shared, shared.device
         self.tolerances = dict.fromkeys(("loss", "gradients"), TOLERANCE[shared.dtype])
 
@@ -131,7 +131,7 @@ class HeadSuite(Suite):
 
     def race(self, contenders: Contenders, size: Size, rounds: int) -> Rates:
         """Times all forms and the rates of the machine in the same rounds."""
-        rates = {name: Result(name) for name in RATES}
+        rates = {name: ContenderResult(name) for name in RATES}
         contenders.processes |= dict.fromkeys(rates, "jax")
         race(rates | contenders.results, rounds, lambda name: contenders.ask(name, "run", name=name))
         seconds = {name: result.best("wall") or float("nan") for name, result in rates.items()}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.suites.head.forms import FormsContender, loader
-from benchmarks.suites.head.problem import CLIP, ENTROPY_COEF, Inputs, Options
+from benchmarks.suites.head.problem import CLIP, ENTROPY_COEF, HeadOptions, Inputs
 
 TRL_CHUNK = 32_768  # `_CHUNKED_LOGPROB_CHUNK_SIZE` of its trainers
 TOKEN_CHUNK = 1024
@@ -88,7 +88,7 @@ def _bare(root: pathlib.Path, name: str) -> None:
 class TorchForms(FormsContender):
     """The forms of PyTorch on a device."""
 
-    def __init__(self, inputs: Inputs, options: Options, releases: pathlib.Path | None = None) -> None:
+    def __init__(self, inputs: Inputs, options: HeadOptions, releases: pathlib.Path | None = None) -> None:
         super().__init__(inputs, options, releases)
         self.device = torch.device("cuda" if options.device == "gpu" else "cpu")
         if options.threads and options.device == "cpu":

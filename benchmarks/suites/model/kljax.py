@@ -13,7 +13,7 @@ from benchmarks.harness import machine
 from benchmarks.harness.learner import Learner, bare_context
 from benchmarks.harness.measure import Clock, Memory
 from benchmarks.suites.model import problem
-from benchmarks.suites.model.problem import ModelContender, Work
+from benchmarks.suites.model.problem import ModelContender, ModelWork
 from train.config.load import parse
 from train.config.plan import Layout
 from train.config.schema import Config
@@ -26,12 +26,12 @@ from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.names import LeafMapping, layout, leaf_mappings
 
 
-def model_of(work: Work) -> Decoder:
+def model_of(work: ModelWork) -> Decoder:
     """Returns the decoder. Tunix keeps all activations; it keeps the products of matrices, which fit in memory."""
     return Decoder(decoder_config({"model_type": "qwen3", **problem.hf_config(work)}, remat="dots"))
 
 
-def save_weights(work: Work, directory: pathlib.Path) -> None:
+def save_weights(work: ModelWork, directory: pathlib.Path) -> None:
     """Draws float32 weights, and writes them where `problem.load_weights` finds them.
 
     Matrices preserve the scale of their inputs; norms are near 1.
@@ -45,7 +45,7 @@ def save_weights(work: Work, directory: pathlib.Path) -> None:
     np.savez(directory / "weights.npz", **weights)
 
 
-def params_of(work: Work, weights: Mapping[str, np.ndarray]) -> Any:
+def params_of(work: ModelWork, weights: Mapping[str, np.ndarray]) -> Any:
     """Returns the parameters of the decoder."""
 
     def leaf(mapping: LeafMapping) -> np.ndarray:
@@ -57,7 +57,7 @@ def params_of(work: Work, weights: Mapping[str, np.ndarray]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(layout(model)), [leaf(one) for one in leaf_mappings(model)])
 
 
-def config_of(work: Work) -> Config:
+def config_of(work: ModelWork) -> Config:
     """Returns the config of GRPO with a KL to the base in the loss, and AdamW."""
     raw = {
         "steps": 1,
@@ -98,7 +98,7 @@ class KljaxContender(ModelContender):
             samples = jax.block_until_ready(self._draw(kljax.Policy(learner.state.trainable["params"])))
             tokens = self._tokens(samples)
         with parts.part("update"):
-            learner.update(self.batch(samples.tokens, samples.log_probs, problem.rewards(tokens)))
+            learner.update(self.batch(samples.tokens, samples.fields["log_probs"], problem.rewards(tokens)))
 
     def learn(self, path: str) -> None:
         """Does the update of another contender's file, and adds the log-probs of the sequences after it as "ours"."""

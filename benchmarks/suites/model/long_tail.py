@@ -23,7 +23,7 @@ from benchmarks.harness.race import race_programs
 from benchmarks.harness.report import Report, join, table
 from benchmarks.harness.results import Check, ratio
 from benchmarks.suites.model.kljax import model_of
-from benchmarks.suites.model.problem import Work
+from benchmarks.suites.model.problem import ModelWork
 from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.rl.policy import init_params
@@ -67,7 +67,7 @@ class Tail:
 
     def model(self) -> tuple[Decoder, Mesh, Any]:
         """Returns the decoder, a mesh of one device and the weights."""
-        model, mesh = model_of(Work(vocab=self.vocab, layers=self.layers)), make_mesh(1, 1, 1)
+        model, mesh = model_of(ModelWork(vocab=self.vocab, layers=self.layers)), make_mesh(1, 1, 1)
         return model, mesh, init_params(model, jax.random.key(0), mesh)
 
 

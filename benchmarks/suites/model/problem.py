@@ -17,7 +17,7 @@ NORM_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ModelWork:
     """A Qwen 3 with a tied head, and a batch whose completions all have full length.
 
     Attributes:
@@ -69,11 +69,11 @@ class Work:
         return self.vocab
 
 
-QUICK = Work(vocab=160, layers=2, width=32, heads=2, kv_heads=1, head_dim=16, mlp_width=48,
+QUICK = ModelWork(vocab=160, layers=2, width=32, heads=2, kv_heads=1, head_dim=16, mlp_width=48,
              prompts=2, samples=2, prompt_length=6, completion_length=5)  # fmt: skip
 
 
-def hf_config(work: Work) -> dict[str, Any]:
+def hf_config(work: ModelWork) -> dict[str, Any]:
     """Returns the model as transformers' configuration of a Qwen 3 has it."""
     return {
         "vocab_size": work.vocab,
@@ -90,12 +90,12 @@ def hf_config(work: Work) -> dict[str, Any]:
     }
 
 
-def make_prompts(work: Work, seed: int = 1) -> np.ndarray:
+def make_prompts(work: ModelWork, seed: int = 1) -> np.ndarray:
     """Draws `[prompts, prompt_length]` int32 ids, uniform."""
     return np.random.default_rng(seed).integers(0, work.vocab, (work.prompts, work.prompt_length), np.int32)
 
 
-def make_sequences(work: Work, seed: int = 2) -> np.ndarray:
+def make_sequences(work: ModelWork, seed: int = 2) -> np.ndarray:
     """Draws `[rows, length]` int32 prompts with completions, to compare log-probs on."""
     drawn = np.random.default_rng(seed).integers(0, work.vocab, (work.rows, work.completion_length), np.int32)
     return np.concatenate([np.repeat(make_prompts(work), work.samples, axis=0), drawn], axis=1)
@@ -116,11 +116,11 @@ class ModelContender:
     """Answers the requests about one model: "versions" and those below, most of which a subclass computes.
 
     Args:
-      work: fields of `Work`; directory: of the weights.
+      work: fields of `ModelWork`; directory: of the weights.
     """
 
     def __init__(self, work: dict[str, Any], directory: str) -> None:
-        self.work = Work(**work)
+        self.work = ModelWork(**work)
 
     def log_probs(self) -> np.ndarray:
         """Returns the `[rows, completion]` log-probs of the sequences that all contenders score."""

@@ -24,7 +24,7 @@ from benchmarks.harness.race import race_programs
 from benchmarks.harness.report import Report, join, table
 from benchmarks.suites.model import problem
 from benchmarks.suites.model.kljax import KljaxContender, save_weights
-from benchmarks.suites.model.problem import Work
+from benchmarks.suites.model.problem import ModelWork
 from benchmarks.suites.model.suite import VOCAB, works_of
 from train.config.plan import Layout
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states
@@ -66,7 +66,7 @@ def programs(contender: KljaxContender) -> dict[str, Callable[[], Any]]:
     }
 
 
-def operations(work: Work) -> tuple[float, float]:
+def operations(work: ModelWork) -> tuple[float, float]:
     """Counts multiplications and additions of a forward pass of the layers, with each prompt once, and of the head."""
     heads = work.heads * work.head_dim
     weights = work.width * (2 * heads + 2 * work.kv_heads * work.head_dim + 3 * work.mlp_width)
@@ -76,7 +76,7 @@ def operations(work: Work) -> tuple[float, float]:
     return work.layers * 2 * (tokens * weights + 2 * attended * heads), 2 * completions * work.width * work.vocab
 
 
-def rows(work: Work, seconds: Mapping[str, float]) -> list[tuple[str, float, float | None, float]]:
+def rows(work: ModelWork, seconds: Mapping[str, float]) -> list[tuple[str, float, float | None, float]]:
     """Returns the parts of an update, which add up to it: CPU seconds, share, and seconds of the matmuls alone."""
     (layers, head), rate = operations(work), rate_of(seconds)
     gradients, update = seconds["layers, gradient"], seconds["update"]
@@ -98,7 +98,7 @@ def rate_of(seconds: Mapping[str, float]) -> float:
     return 2 * SQUARE**3 / seconds["product"]
 
 
-def markdown(works: Iterable[Work], rounds: int) -> str:
+def markdown(works: Iterable[ModelWork], rounds: int) -> str:
     """Measures the profile of each model."""
     parts = []
     for work in works:

@@ -18,10 +18,10 @@ from benchmarks.harness.measure import relative_distance
 from benchmarks.harness.process import Remote, start
 from benchmarks.harness.race import Contenders, MissingError, log, measurable, merged, noted, race
 from benchmarks.harness.report import Report
-from benchmarks.harness.results import ALL, Check, Measured, Result, Target, check, ratio
+from benchmarks.harness.results import ALL, Check, ContenderResult, Measured, Target, check, ratio
 from benchmarks.harness.suite import Section, Suite, Table
 from benchmarks.suites.model.kljax import save_weights
-from benchmarks.suites.model.problem import QUICK, Work
+from benchmarks.suites.model.problem import QUICK, ModelWork
 
 VOCABS = (4096, 32_768)
 VOCAB = cli.option("--vocab", action="append", type=cli.positive, metavar="V",
@@ -84,7 +84,7 @@ class ModelSuite(Suite):
         self.part = part
         self.parts = ("rollout",) if part == "rollout" else ("rollout", "update")
 
-    def measure(self, size: Work, options: argparse.Namespace) -> tuple[Measured, dict[str, str]]:
+    def measure(self, size: ModelWork, options: argparse.Namespace) -> tuple[Measured, dict[str, str]]:
         names = ["kljax", *(name for name in options.contenders if name != "kljax")]
         with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
             directory = pathlib.Path(scratch)
@@ -99,7 +99,7 @@ class ModelSuite(Suite):
             self.measure_memory(contenders.results, start)
         return Measured(size, contenders.results), merged(versions)
 
-    def measure_memory(self, results: Mapping[str, Result], start: Callable[..., Process]) -> None:
+    def measure_memory(self, results: Mapping[str, ContenderResult], start: Callable[..., Process]) -> None:
         """Measures peak memory in fresh processes."""
         for name, result in measurable(results):
             log(f"{name}: measures memory")
@@ -114,7 +114,7 @@ class ModelSuite(Suite):
             *(f"without {instructions.TITLES[name]}, which it lacks" for name in fields.get("lacking", ())),
         ]
 
-    def heading(self, size: Work) -> list[str]:
+    def heading(self, size: ModelWork) -> list[str]:
         return [
             f"### V={size.vocab:,}{instructions.title(size.isa)}",
             f"{size.layers} layers, width {size.width}, {size.heads} heads x {size.head_dim}, {size.kv_heads} KV "
@@ -151,9 +151,9 @@ def title(target: Target) -> str:
     return f"{PARTS[target.part].lower()}: {MEASURES[target.measure]} of kljax over {TITLES[target.against]}{unit}"
 
 
-def works_of(options: argparse.Namespace) -> list[Work]:
+def works_of(options: argparse.Namespace) -> list[ModelWork]:
     """Lists the models of a command line."""
-    return [QUICK] if options.quick else [Work(vocab=vocab) for vocab in options.vocab or VOCABS]
+    return [QUICK] if options.quick else [ModelWork(vocab=vocab) for vocab in options.vocab or VOCABS]
 
 
 def options_of(contenders: Sequence[str]) -> list[cli.Option]:
@@ -175,7 +175,7 @@ def report(options: argparse.Namespace, part: str, section: Section | None) -> R
         make_envs(options.make_envs, options.python312)
         return Report({}, f"made; now give --envs {options.make_envs}\n")
     if options.rounds < 1:
-        raise cli.UsageError(f"argument --rounds: got {options.rounds}, expected 1 or more")
+        raise cli.OptionError(f"argument --rounds: got {options.rounds}, expected 1 or more")
     options.rounds = min(options.rounds, 2) if options.quick else options.rounds
     cli.limit_threads(options.threads)
     jax.config.update("jax_platforms", "cpu")
@@ -205,7 +205,7 @@ def make_envs(directory: pathlib.Path, python312: str | None = None) -> None:
 
 @contextlib.contextmanager
 def process(
-    work: Work, directory: pathlib.Path, options: argparse.Namespace, name: str, settings: Mapping[str, str] = {}
+    work: ModelWork, directory: pathlib.Path, options: argparse.Namespace, name: str, settings: Mapping[str, str] = {}
 ) -> Iterator[Remote]:
     """Starts the process of a contender, which loads the weights of the directory.
 

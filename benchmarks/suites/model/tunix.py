@@ -20,13 +20,13 @@ from tunix.rl.rollout import base_rollout
 
 from benchmarks.harness.measure import Clock, Memory
 from benchmarks.suites.model import problem
-from benchmarks.suites.model.problem import ModelContender, Work
+from benchmarks.suites.model.problem import ModelContender, ModelWork
 
 
-class Tokenizer:
+class IdTokenizer:
     """Writes ids as words; the ids of end and padding are outside the vocabulary."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: ModelWork) -> None:
         self.work = work
 
     def encode(self, text: str) -> list[int]:
@@ -45,7 +45,7 @@ class Tokenizer:
         return self.work.end + 1
 
 
-def model_of(work: Work, weights: dict[str, np.ndarray]) -> qwen3.Qwen3:
+def model_of(work: ModelWork, weights: dict[str, np.ndarray]) -> qwen3.Qwen3:
     """Returns the model with these weights."""
     config = qwen3.ModelConfig(
         num_layers=work.layers,
@@ -117,7 +117,7 @@ class TunixContender(ModelContender):
     def __init__(self, work: dict[str, Any], directory: str, threads: int = 0) -> None:
         super().__init__(work, directory)
         self.weights = problem.load_weights(pathlib.Path(directory))
-        self.tokenizer = Tokenizer(self.work)
+        self.tokenizer = IdTokenizer(self.work)
         self.model = model_of(self.work, self.weights)
         self.sampler: tunix_sampler.Sampler | None = None
         self._draws = 0

@@ -15,7 +15,7 @@ QUICK = {"width": 16, "completion_length": 4}
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StepSizes:
     """Sizes of the model and of a batch."""
 
     width: int = 256
@@ -29,7 +29,7 @@ class Work:
         return self.prompts * self.samples
 
 
-def config_of(work: Work, **rollout: Any) -> Config:
+def config_of(work: StepSizes, **rollout: Any) -> Config:
     """Returns the config of a run that neither evaluates nor ends by itself."""
     heads = {"layers": 4, "width": work.width, "heads": 4, "kv_heads": 2, "head_dim": work.width // 4}
     raw = {

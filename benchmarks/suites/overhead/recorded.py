@@ -11,7 +11,7 @@ import jax
 
 from benchmarks.harness.measure import Seconds
 from benchmarks.harness.race import log
-from benchmarks.suites.overhead.problem import Work, config_of, learner_of
+from benchmarks.suites.overhead.problem import StepSizes, config_of, learner_of
 from train.rollouts import open_source
 from train.run.loop import Programs, rl_step
 
@@ -33,10 +33,10 @@ def title(updates: int, kept: str) -> str:
     return f"{updates} update{'s' if updates > 1 else ''} on a batch, {kept}"
 
 
-class Steps:
+class RecordedSteps:
     """One contender: a run of its own on the recording."""
 
-    def __init__(self, work: Work, path: pathlib.Path, updates: int, kept: str) -> None:
+    def __init__(self, work: StepSizes, path: pathlib.Path, updates: int, kept: str) -> None:
         source = {"type": "file", "path": str(path), "max_reference_mib": KEPT[kept]}
         config = config_of(work, source=source)
         learner = learner_of(config.model_copy(update={"optim": config.optim.model_copy(update={"epochs": updates})}))
@@ -56,7 +56,7 @@ class Steps:
         return (time.perf_counter() - began[0]) / EPOCH, (time.process_time() - began[1]) / EPOCH
 
 
-def write_recording(work: Work, path: pathlib.Path) -> None:
+def write_recording(work: StepSizes, path: pathlib.Path) -> None:
     """Writes completions of random digits."""
     draw = random.Random(0)
     with path.open("w") as file:
@@ -67,13 +67,13 @@ def write_recording(work: Work, path: pathlib.Path) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def measure(work: Work, rounds: int) -> list[dict[str, Seconds]]:
+def measure(work: StepSizes, rounds: int) -> list[dict[str, Seconds]]:
     """Times epochs in interleaved rounds; returns the seconds of a step of each round, by contender."""
     found = list[dict[str, Seconds]]()
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         path = pathlib.Path(directory) / "rows.jsonl"
         write_recording(work, path)
-        contenders = {title(*name): Steps(work, path, *name) for name in names()}
+        contenders = {title(*name): RecordedSteps(work, path, *name) for name in names()}
         stack.enter_context(jax.set_mesh(next(iter(contenders.values())).learner.context.mesh))
         # The first round compiles, and is the first epoch.
         for number in range(rounds + 1):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from benchmarks.harness.learner import Learner
 from benchmarks.harness.race import log
-from benchmarks.suites.overhead.problem import Work, config_of, learner_of
+from benchmarks.suites.overhead.problem import StepSizes, config_of, learner_of
 from train.config.schema import Config
 from train.rollouts import open_source
 from train.run.loop import rl_step
@@ -78,7 +78,7 @@ def serving(answers: Answers) -> Iterator[str]:
         thread.join()
 
 
-class Steps:
+class ServerSteps:
     """One contender: a source, and the state of its own run."""
 
     def __init__(self, learner: Learner, config: Config, stack: contextlib.ExitStack) -> None:
@@ -101,7 +101,7 @@ class Steps:
         return {"step": step, "answer": parts["rollout"], "update": step - parts["rollout"]}
 
 
-def measure(work: Work, rounds: int) -> list[dict[str, dict[str, float]]]:
+def measure(work: StepSizes, rounds: int) -> list[dict[str, dict[str, float]]]:
     """Times steps in interleaved rounds, in which an answer takes as long as the updates of the round before.
 
     Returns:
@@ -114,7 +114,7 @@ def measure(work: Work, rounds: int) -> list[dict[str, dict[str, float]]]:
         configs = {name: config_of(work, source=source, ahead=ahead) for ahead, name in enumerate(CONTENDERS)}
         learner = learner_of(configs[CONTENDERS[0]])
         stack.enter_context(jax.set_mesh(learner.context.mesh))
-        contenders = {name: Steps(learner, config, stack) for name, config in configs.items()}
+        contenders = {name: ServerSteps(learner, config, stack) for name, config in configs.items()}
         # The first round compiles.
         for number in range(rounds + 1):
             seconds = {name: contender.block() for name, contender in contenders.items()}

@@ -12,16 +12,16 @@ import jax
 
 from benchmarks.harness.measure import Seconds
 from benchmarks.harness.race import log
-from benchmarks.suites.overhead.problem import Work, config_of, learner_of
+from benchmarks.suites.overhead.problem import StepSizes, config_of, learner_of
 from train.config.schema import Checkpoint
 from train.data.tasks import Example
 from train.process.interrupt import Interrupt
 from train.rl.state import TrainState
 from train.rollouts import open_source
-from train.run.guard import Watch
+from train.run.guard import StepGuard
 from train.run.loop import train
 from train.run.metrics import MetricsWriter
-from train.weights.orbax import Checkpoints
+from train.weights.orbax import RunCheckpoints
 
 CYCLE = ("after", "plain", "logged", "verified", "plain", "logged", "saved")
 """The kinds of steps in turns: nothing is written in a plain one, and a save goes on during the step after it."""
@@ -36,7 +36,7 @@ def kind_of(step: int) -> str:
     return CYCLE[(step - 1) % len(CYCLE)]
 
 
-class Writer:
+class TimedWriter:
     """Passes the metrics of the logged kinds of steps on, and times the calls."""
 
     def __init__(self, writer: MetricsWriter, clocks: "Clocks") -> None:
@@ -58,7 +58,7 @@ class Writer:
         """No-op: nothing is evaluated."""
 
 
-class TimedWatch(Watch):
+class TimedWatch(StepGuard):
     """Times the saves."""
 
     clocks: "Clocks"
@@ -112,7 +112,7 @@ class Clocks:
         return time.perf_counter(), time.process_time()
 
 
-def measure(work: Work, rounds: int) -> tuple[list[dict[str, list[Step]]], int]:
+def measure(work: StepSizes, rounds: int) -> tuple[list[dict[str, list[Step]]], int]:
     """Runs the loop; returns the seconds of the steps of each round by kind, and the bytes of a state."""
     config = config_of(work).model_copy(update={"checkpoint": Checkpoint(every=len(CYCLE))})
     learner, interrupt = learner_of(config), Interrupt()
@@ -127,7 +127,7 @@ def measure(work: Work, rounds: int) -> tuple[list[dict[str, list[Step]]], int]:
     with tempfile.TemporaryDirectory() as directory, jax.set_mesh(context.mesh):
         root = pathlib.Path(directory)
         with (
-            contextlib.closing(Checkpoints(root / "checkpoints", config.checkpoint)) as checkpoints,
+            contextlib.closing(RunCheckpoints(root / "checkpoints", config.checkpoint)) as checkpoints,
             contextlib.closing(MetricsWriter(root)) as writer,
             contextlib.closing(open_source(context)) as source,
         ):
@@ -140,7 +140,7 @@ def measure(work: Work, rounds: int) -> tuple[list[dict[str, list[Step]]], int]:
                 source,
                 learner.frozen,
                 learner.state,
-                writer=Writer(writer, clocks),  # type: ignore[arg-type]
+                writer=TimedWriter(writer, clocks),  # type: ignore[arg-type]
                 watch=watch,
                 interrupt=interrupt,
                 advance=clocks.advance,

@@ -16,7 +16,7 @@ VLLM_BOUNDS = {
 }
 GROUP_REWARDS = {"rewards": "the weighted sum of the reward functions", "group_ids": "i // num_generations"}
 WINDOW_TOKENS = "max(tokens, 1), of one accumulation window over all processes"
-NAN_ROWS = "a row whose rewards are all NaN is left out and gets 0: `valid` here"
+NAN_ROWS = "a row whose rewards are all NaN is left out and gets 0: `valid` of `Groups` here"
 PPO = "PPO: max(-A min(r, delta), -A clip(r))"
 INSIDE_BOUND = "-A r inside the bound that applies, else 0"
 NAME_IS_REDUCTION = "the name chooses the reduction; the loss per token is that of grpo"

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import kljax
+
 IDS = np.array([0, 1, 0, 2, 1, 0, 1, -1, -1])
 REWARDS = np.array([1.0, 0.5, 0.0, 3.0, -2.0, 0.25, 4.0, np.nan, np.inf])
 REAL = IDS >= 0
@@ -24,10 +26,10 @@ def dtype_of(advantages: Callable[[jax.Array], jax.Array], dtype: type) -> jnp.d
 
 def check_rows(advantages: Callable[..., jax.Array], expected: np.ndarray) -> None:
     """Checks values, jit, padding rows by id and by `valid`, gradients, dtypes, and that a NaN stays in its group."""
-    of_ids = jax.jit(lambda r: advantages(r, IDS))
+    of_ids = jax.jit(lambda r: advantages(r, kljax.Groups(IDS, GROUPS)))
     np.testing.assert_allclose(of_ids(REWARDS), expected, 1e-12, 1e-14)
-    marked = advantages(REWARDS, np.where(REAL, IDS, 1), valid=REAL)
-    np.testing.assert_array_equal(marked, advantages(REWARDS, IDS))
+    marked = advantages(REWARDS, kljax.Groups(np.where(REAL, IDS, 1), GROUPS, REAL))
+    np.testing.assert_array_equal(marked, of_ids(REWARDS))
     gradient = jax.jit(jax.grad(lambda r: jnp.square(of_ids(r)).sum()))(REWARDS)
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[~REAL], 0)

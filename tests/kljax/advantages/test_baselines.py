@@ -23,7 +23,7 @@ def less_baseline(baseline, singleton: str) -> np.ndarray:
 @pytest.mark.parametrize("singleton", ["zero", "reward"])
 @pytest.mark.parametrize("tau", [0.01, 0.5, 20.0])
 def test_opmd_subtracts_the_soft_value(tau: float, singleton: str) -> None:
-    options = {"num_groups": GROUPS, "tau": tau, "singleton": singleton}
+    options = {"tau": tau, "singleton": singleton}
     expected = less_baseline(lambda r: tau * (logsumexp(r / tau) - np.log(len(r))), singleton)
     check_rows(functools.partial(kljax.opmd_advantages, **options), expected)
     check_rows(functools.partial(kljax.opmd_advantages, baseline="mean", **options), less_baseline(np.mean, singleton))
@@ -49,7 +49,7 @@ def test_the_soft_value_lies_between_the_mean_and_the_maximum_in_float32() -> No
 @pytest.mark.parametrize("singleton", ["zero", "reward"])
 def test_asymre_shifts_the_baseline_but_not_of_a_row_alone(singleton: str) -> None:
     expected = less_baseline(lambda r: r.mean() - 0.1, singleton)
-    check_rows(functools.partial(kljax.asymre_advantages, num_groups=GROUPS, singleton=singleton), expected)
+    check_rows(functools.partial(kljax.asymre_advantages, singleton=singleton), expected)
 
 
 def test_equal_rewards_have_no_soft_advantage() -> None:
@@ -89,7 +89,7 @@ def test_rae_in_parts_is_rae_of_the_whole() -> None:
     second, after = kljax.rae_advantages(REWARDS[4:], between, IDS[4:])
     np.testing.assert_array_equal(np.concatenate([first, second]), whole)
     np.testing.assert_array_equal(after, last)
-    marked = kljax.rae_advantages(REWARDS, start, np.where(REAL, IDS, 1), valid=REAL)
+    marked = kljax.rae_advantages(REWARDS, start, kljax.Groups(np.where(REAL, IDS, 1), GROUPS, REAL))
     jax.tree.map(np.testing.assert_array_equal, marked, (whole, last))
     gradient = jax.grad(lambda r: kljax.rae_advantages(r, start, IDS)[0].sum())(jnp.asarray(REWARDS))
     assert np.isfinite(gradient).all()
@@ -114,5 +114,7 @@ def test_errors_name_the_argument() -> None:
         kljax.rae_advantages(r, r, ids, decay=-1)
     with pytest.raises(ValueError, match="group_ids: got 3, expected ids below num_groups = 2"):
         kljax.rae_advantages(r, np.zeros(2), np.array([0, 3, 1]))
+    with pytest.raises(ValueError, match="baselines: got 2, expected 3, one for each group"):
+        kljax.rae_advantages(r, np.zeros(2), kljax.Groups(ids, 3))
     with pytest.raises(ValueError, match=r"advantages: got shape \[3\]"):
         kljax.remax_advantages(np.zeros(MASK.shape), r, MASK)

@@ -11,10 +11,10 @@ LENGTHS = np.array([3, 1, 7, 2, 0, 5, 4, 9, 9])
 TOKENS = np.arange(9)[::-1] < LENGTHS[:, None]
 
 FUNCTIONS = {
-    "grpo": lambda r, ids, **kw: kljax.grpo_advantages(r, ids, num_groups=GROUPS, **kw),
-    "centered": lambda r, ids, **kw: kljax.reinforce_plus_plus_baseline_advantages(r, ids, num_groups=GROUPS, **kw),
-    "rloo": lambda r, ids, **kw: kljax.rloo_advantages(r, ids, num_groups=GROUPS, **kw),
-    "opo": lambda r, ids, **kw: kljax.opo_advantages(r, ids, TOKENS, num_groups=GROUPS, **kw),
+    "grpo": kljax.grpo_advantages,
+    "centered": kljax.reinforce_plus_plus_baseline_advantages,
+    "rloo": kljax.rloo_advantages,
+    "opo": lambda r, groups, **kw: kljax.opo_advantages(r, groups, TOKENS, **kw),
 }
 
 
@@ -40,15 +40,15 @@ def by_hand(name: str, *, singleton: str = "zero") -> np.ndarray:
 @pytest.mark.parametrize("singleton", ["zero", "reward"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_row_is_compared_with_its_group(name: str, singleton: str) -> None:
-    got = jax.jit(lambda r: FUNCTIONS[name](r, IDS, singleton=singleton))(REWARDS)
+    got = jax.jit(lambda r: FUNCTIONS[name](r, kljax.Groups(IDS, GROUPS), singleton=singleton))(REWARDS)
     np.testing.assert_allclose(got, by_hand(name, singleton=singleton), 1e-12, 1e-14)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_padding_rows_count_in_nothing(name: str) -> None:
-    marked = FUNCTIONS[name](REWARDS, np.where(REAL, IDS, 1), valid=REAL)
-    np.testing.assert_array_equal(marked, FUNCTIONS[name](REWARDS, IDS))
-    without = jax.jit(jax.grad(lambda r: jnp.square(FUNCTIONS[name](r, IDS)).sum()))(REWARDS)
+    marked = FUNCTIONS[name](REWARDS, kljax.Groups(np.where(REAL, IDS, 1), GROUPS, REAL))
+    np.testing.assert_array_equal(marked, FUNCTIONS[name](REWARDS, kljax.Groups(IDS, GROUPS)))
+    without = jax.jit(jax.grad(lambda r: jnp.square(FUNCTIONS[name](r, kljax.Groups(IDS, GROUPS))).sum()))(REWARDS)
     assert np.isfinite(without).all()
     np.testing.assert_array_equal(without[~REAL], 0)
 
@@ -57,7 +57,7 @@ def test_padding_rows_count_in_nothing(name: str) -> None:
 def test_equal_rewards_have_no_advantage_and_no_gradient_that_is_nan(name: str) -> None:
     @jax.jit
     def value_and_slope(r: jax.Array) -> tuple[jax.Array, jax.Array]:
-        value, pull = jax.vjp(lambda r: FUNCTIONS[name](r, np.where(REAL, 0, -1)), r)
+        value, pull = jax.vjp(lambda r: FUNCTIONS[name](r, kljax.Groups(np.where(REAL, 0, -1), 1)), r)
         return value, pull(jnp.ones_like(value))[0]
 
     value, slope = value_and_slope(np.full(len(IDS), 0.1, np.float32))  # the float32 mean of seven 0.1 is not 0.1
@@ -67,8 +67,8 @@ def test_equal_rewards_have_no_advantage_and_no_gradient_that_is_nan(name: str) 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_low_precision_rewards_give_float32(name: str) -> None:
-    assert dtype_of(lambda r: FUNCTIONS[name](r, IDS), jnp.bfloat16) == jnp.float32
-    assert dtype_of(lambda r: FUNCTIONS[name](r, IDS), jnp.float64) == jnp.float64
+    assert dtype_of(lambda r: FUNCTIONS[name](r, kljax.Groups(IDS, GROUPS)), jnp.bfloat16) == jnp.float32
+    assert dtype_of(lambda r: FUNCTIONS[name](r, kljax.Groups(IDS, GROUPS)), jnp.float64) == jnp.float64
 
 
 def test_grpo_options() -> None:
@@ -160,6 +160,28 @@ def test_errors_name_the_argument() -> None:
         with pytest.raises(ValueError, match=r"mask: got shape .*, expected \[3, T\], the tokens of each row"):
             kljax.opo_advantages(r, ids, mask, num_groups=1)
     with pytest.raises(ValueError, match="shapes differ: rewards"):
-        kljax.opo_advantages(r, np.ones((3, 4), int), np.ones((3, 4), int), num_groups=1)
+        kljax.opo_advantages(r, np.zeros((3, 4), int), np.ones((3, 4), int), num_groups=1)
     with pytest.raises(ValueError, match=r"advantages: got shape \[3\], expected \[6\]"):
         kljax.broadcast_to_tokens(r, MASK)
+
+
+def test_errors_about_groups_name_the_field() -> None:
+    r, ids = np.zeros(3), np.zeros(3, int)
+    with pytest.raises(ValueError, match=r"groups\.count: got 0, expected a number >= 1"):
+        kljax.Groups(ids, 0)
+    with pytest.raises(ValueError, match="num_groups: got None, expected the number of groups"):
+        kljax.rloo_advantages(r, ids)
+    with pytest.raises(ValueError, match=r"num_groups: has no meaning with kljax\.Groups"):
+        kljax.rloo_advantages(r, kljax.Groups(ids, 1), num_groups=1)
+    with pytest.raises(ValueError, match=r"group_ids\.ids: got 1, expected ids below group_ids\.count = 1"):
+        kljax.rloo_advantages(r, kljax.Groups(ids + 1, 1))
+    with pytest.raises(ValueError, match=r"shapes differ: group_ids\.ids \[3\], group_ids\.valid \[2\]"):
+        kljax.rloo_advantages(r, kljax.Groups(ids, 1, np.ones(2, bool)))
+    with pytest.raises(TypeError, match=r"group_ids\.ids: got dtype float64"):
+        kljax.rloo_advantages(r, kljax.Groups(r, 1))
+
+
+def test_a_row_that_is_not_valid_may_have_any_id() -> None:
+    rewards, ids = np.array([1.0, 0.0, 9.0]), np.array([0, 0, 7], np.uint8)
+    got = kljax.rloo_advantages(rewards, kljax.Groups(ids, 1, np.array([True, True, False])))
+    np.testing.assert_array_equal(got, [1, -1, 0])

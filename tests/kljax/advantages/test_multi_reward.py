@@ -32,14 +32,15 @@ def test_each_reward_is_compared_by_itself(scale: str) -> None:
 
 
 def test_normalized_over_rows_as_trl_has_it() -> None:
-    options = {"num_groups": GROUPS, "weights": WEIGHTS, "eps": 1e-4, "normalize": "rows"}
+    options = {"weights": WEIGHTS, "eps": 1e-4, "normalize": "rows"}
     total = by_hand(np.broadcast_to(REAL[:, None], REWARDS.shape), eps=1e-4)
     expected = np.where(REAL, (total - total[REAL].mean()) / (total[REAL].std(ddof=1) + 1e-4), 0)
 
     @jax.jit
     def both(rewards: jax.Array) -> list[jax.Array]:
-        marked = {"group_ids": np.where(REAL, IDS, 0), "valid": REAL}
-        return [kljax.gdpo_advantages(rewards, **ids, **options) for ids in ({"group_ids": IDS}, marked)]
+        marked = kljax.Groups(np.where(REAL, IDS, 0), GROUPS, REAL)
+        by_id = kljax.gdpo_advantages(rewards, IDS, num_groups=GROUPS, **options)
+        return [by_id, kljax.gdpo_advantages(rewards, marked, **options)]
 
     for got in both(REWARDS):
         np.testing.assert_allclose(got, expected, 1e-12, 1e-14)
@@ -48,15 +49,15 @@ def test_normalized_over_rows_as_trl_has_it() -> None:
 def test_a_reward_that_is_missing_counts_in_nothing_and_its_row_keeps_the_others() -> None:
     there = np.array(np.broadcast_to(REAL[:, None], REWARDS.shape))
     there[0, 1] = there[4, :] = False
-    compare = jax.jit(kljax.gdpo_advantages, static_argnames=("num_groups", "normalize"))
-    options = {"num_groups": GROUPS, "weights": WEIGHTS, "eps": 1e-4, "valid": there}
-    got = compare(np.where(there, REWARDS, np.nan), IDS, **options)
+    compare = jax.jit(kljax.gdpo_advantages, static_argnames="normalize")
+    options, groups = {"weights": WEIGHTS, "eps": 1e-4}, kljax.Groups(IDS, GROUPS, there)
+    got = compare(np.where(there, REWARDS, np.nan), groups, **options)
     np.testing.assert_allclose(got, by_hand(there, eps=1e-4), 1e-12, 1e-14)
     assert got[4] == 0
     assert got[0] != 0
     rows = REAL & there.any(1)
     total = by_hand(there, eps=1e-4)
-    normalized = compare(REWARDS, IDS, **options, normalize="rows")
+    normalized = compare(REWARDS, groups, **options, normalize="rows")
     expected = np.where(rows, (total - total[rows].mean()) / (total[rows].std(ddof=1) + 1e-4), 0)
     np.testing.assert_allclose(normalized, expected, 1e-12, 1e-14)
 
@@ -93,8 +94,8 @@ def test_errors_name_the_argument() -> None:
         kljax.gdpo_advantages(r[:, 0], ids, num_groups=1)
     with pytest.raises(ValueError, match=r"weights: got shape \[3\], expected \[2\]"):
         kljax.gdpo_advantages(r, ids, num_groups=1, weights=np.ones(3))
-    with pytest.raises(ValueError, match=r"valid: got shape \[3, 4\]"):
-        kljax.gdpo_advantages(r, ids, num_groups=1, valid=np.ones((3, 4), bool))
+    with pytest.raises(ValueError, match=r"group_ids.valid: got shape \[3, 4\]"):
+        kljax.gdpo_advantages(r, kljax.Groups(ids, 1, np.ones((3, 4), bool)))
     with pytest.raises(ValueError, match="normalize: got 'batch'"):
         kljax.gdpo_advantages(r, ids, num_groups=1, normalize="batch")
     with pytest.raises(ValueError, match="scale: got 'row'"):

@@ -7,7 +7,7 @@ import pytest
 from scipy.special import softmax
 
 import kljax
-from tests.kljax.advantages.rows import GROUPS, IDS, REAL, REWARDS, check_rows, groups
+from tests.kljax.advantages.rows import IDS, REAL, REWARDS, check_rows, groups
 
 
 @pytest.mark.parametrize("singleton", ["zero", "reward"])
@@ -18,7 +18,7 @@ def test_maxrl_divides_by_a_positive_mean(singleton: str) -> None:
         expected[rows] = (r - r.mean()) / (r.mean() + 0.01) if r.mean() > 0 else 0.0
         if len(rows) == 1:
             expected[rows] = r if singleton == "reward" else 0.0
-    check_rows(functools.partial(kljax.maxrl_advantages, num_groups=GROUPS, eps=0.01, singleton=singleton), expected)
+    check_rows(functools.partial(kljax.maxrl_advantages, eps=0.01, singleton=singleton), expected)
 
 
 def test_maxrl_of_failures_alone_is_nothing() -> None:
@@ -58,7 +58,7 @@ def test_gpg_scales_with_the_share_of_rows_that_have_a_reward(singleton: str) ->
         expected[rows] = factor * (r - r.mean())
         if len(rows) == 1:
             expected[rows] = factor * r if singleton == "reward" else 0.0
-    check_rows(functools.partial(kljax.gpg_advantages, num_groups=GROUPS, singleton=singleton), expected)
+    check_rows(functools.partial(kljax.gpg_advantages, singleton=singleton), expected)
     nothing = kljax.gpg_advantages(np.zeros(3), np.zeros(3, int), num_groups=1, singleton=singleton)
     np.testing.assert_array_equal(nothing, 0)
 
@@ -72,7 +72,7 @@ def test_pass_at_k_rewards_the_best_row_with_what_it_adds(scale: str) -> None:
             low, high = np.sort(r)[-2:]
             divisor = r.std(ddof=1) + 1e-6 if scale == "std" else 1.0
             expected[rows[r.argmax()]] = (high - low) / divisor
-    check_rows(functools.partial(kljax.pass_at_k_advantages, num_groups=GROUPS, scale=scale), expected)
+    check_rows(functools.partial(kljax.pass_at_k_advantages, scale=scale), expected)
 
 
 def test_pass_at_k_is_what_the_best_of_the_group_loses_without_the_row() -> None:

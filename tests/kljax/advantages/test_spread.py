@@ -26,7 +26,8 @@ def test_groups_whose_standard_deviation_is_above_the_threshold(threshold: float
     jitted = jax.jit(lambda r: kljax.groups_with_spread(r, IDS, **options))(REWARDS)
     np.testing.assert_array_equal(jitted, expected)
     valid = np.arange(len(IDS)) != 1
-    got = kljax.groups_with_spread(REWARDS, IDS, valid=valid, **options)
+    groups = kljax.Groups(IDS, GROUPS, valid)
+    got = kljax.groups_with_spread(REWARDS, groups, threshold=threshold, ddof=ddof)
     np.testing.assert_array_equal(got, by_hand(threshold, ddof, valid & (IDS >= 0)))
 
 
@@ -38,7 +39,7 @@ def test_equal_rewards_that_float32_rounds_have_no_spread() -> None:
 def test_as_valid_rows_the_groups_are_left_out_of_advantages() -> None:
     spread = kljax.groups_with_spread(REWARDS, IDS, num_groups=GROUPS)
     options = {"num_groups": GROUPS, "singleton": "reward"}
-    got = kljax.rloo_advantages(REWARDS, IDS, valid=spread[IDS], **options)
+    got = kljax.rloo_advantages(REWARDS, kljax.Groups(IDS, GROUPS, spread[IDS]), singleton="reward")
     everything = kljax.rloo_advantages(REWARDS, IDS, **options)
     np.testing.assert_array_equal(got, np.where(np.isin(IDS, [0, 4]), everything, 0))
 

@@ -26,7 +26,7 @@ def test_every_step_has_the_advantage_of_its_trajectory(divide: bool) -> None:
 
 def test_step_wise_grpo_of_trinity() -> None:
     shared = kljax.broadcast_to_steps(
-        kljax.grpo_advantages(STEP_REWARDS, np.where(REAL, PROMPT, -1), num_groups=2, valid=LAST),
+        kljax.grpo_advantages(STEP_REWARDS, kljax.Groups(np.where(REAL, PROMPT, -1), 2, valid=LAST)),
         TRAJECTORY,
         num_groups=6,
     )
@@ -44,7 +44,7 @@ def test_gigpo_of_trinity() -> None:
     by_step[TRAJECTORY[REAL], position[REAL]], there[TRAJECTORY[REAL], position[REAL]] = STEP_REWARDS[REAL], True
     returns = kljax.reinforce_plus_plus_returns(by_step, there, gamma=gamma)[TRAJECTORY, position]
     episodes = np.where(LAST, by_step.sum(1)[TRAJECTORY], 0)
-    episode = kljax.grpo_advantages(episodes, np.where(REAL, PROMPT, -1), num_groups=2, scale="none", valid=LAST)
+    episode = kljax.grpo_advantages(episodes, kljax.Groups(np.where(REAL, PROMPT, -1), 2, LAST), scale="none")
     step = kljax.grpo_advantages(returns, STATES, num_groups=3, scale="none")
     got = kljax.broadcast_to_steps(episode, TRAJECTORY, num_groups=6) + omega * step
 

@@ -106,10 +106,8 @@ def test_a_policy_that_is_certain_has_no_baseline() -> None:
 def test_padding_rows_count_in_nothing(align: str) -> None:
     spoiled = np.where((IDS >= 0)[:, None], REWARDS, np.nan)
     np.testing.assert_array_equal(advantages(rewards=spoiled, align=align), advantages(align=align))
-    other = np.where(IDS < 0, 0, IDS)
-    marked, _ = kljax.otb_advantages(
-        spoiled, LOG_PROBS, SQUARES, MASK, other, num_groups=GROUPS, align=align, valid=IDS >= 0
-    )
+    groups = kljax.Groups(np.where(IDS < 0, 0, IDS), GROUPS, IDS >= 0)
+    marked, _ = kljax.otb_advantages(spoiled, LOG_PROBS, SQUARES, MASK, groups, align=align)
     np.testing.assert_array_equal(marked, advantages(align=align))
 
 

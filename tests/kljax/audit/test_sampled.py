@@ -6,7 +6,7 @@ import pytest
 
 import kljax
 from kljax.audit import Audit
-from kljax.audit.logits import Block, Options, measure
+from kljax.audit.logits import AuditOptions, Block, measure
 from tests.other_seeds import example
 
 METRICS = {"value": ("mean", "variance"), "gradient": ("gain", "variance")}
@@ -86,7 +86,7 @@ def test_grouping_of_positions_changes_nothing(one: list[np.ndarray]) -> None:
     whole = kljax.audit.audit_logits(policy, ref, draws=3, bootstrap=10)
     parts = kljax.audit.audit_logits(policy, ref, draws=3, bootstrap=10, chunk_size=3)
     blocks = [Block.of(policy[start : start + 2], ref[start : start + 2]) for start in range(0, 5, 2)]
-    options = Options(3, 10, 0.95, 2.0, None, 3, None)
+    options = AuditOptions(3, 10, 0.95, 2.0, None, 3, None)
     by_rows = measure(blocks, np.ones((5, 2), bool), options, "logits")
     for other in (parts, by_rows):
         for a, b in zip(whole.results, other.results, strict=True):

@@ -162,10 +162,11 @@ def trl(entry: Entry, case: Case) -> None:
     valid = ~jnp.isnan(rewards)  # a reward that is NaN does not count
     rewards = jnp.where(valid, rewards, 0)
     if call_of(entry).function == "gdpo_advantages":
-        more = {"weights": jnp.array(case.params["reward_weights"]), "valid": valid}
+        more = {"weights": jnp.array(case.params["reward_weights"])}
     elif rewards.ndim == 2:
-        rewards, more = rewards.sum(-1), {"valid": valid.any(-1)}
-    result = run(call_of(entry), {**PAIRS, "rewards": rewards}, num_groups=3, **more)
+        rewards, valid = rewards.sum(-1), valid.any(-1)
+    groups = kljax.Groups(PAIRS["group_ids"], 3, valid)
+    result = run(call_of(entry), {"rewards": rewards, "group_ids": groups}, **more)
     case.assert_matches(result, case.result("advantages"))
 
 
@@ -190,7 +191,7 @@ def trl_rloo(entry: Entry, case: Case) -> None:
 def step_wise(entry: Entry, case: Case) -> None:
     # Trajectories of two steps; the last one has the reward, and the advantage is given to both.
     mask = case.given("mask")
-    arrays = {"rewards": case.given("rewards"), "group_ids": case.given("prompt_ids"), "num_groups": 2}
-    arrays |= {"run_ids": case.given("run_ids"), "num_runs": 3, "valid": jnp.arange(len(mask)) % 2 == 1}
+    tasks = kljax.Groups(case.given("prompt_ids"), 2, valid=jnp.arange(len(mask)) % 2 == 1)
+    arrays = {"rewards": case.given("rewards"), "group_ids": tasks, "run_ids": case.given("run_ids"), "num_runs": 3}
     steps = systems.get(entry.key)(arrays, **options(entry, case))
     case.assert_matches(kljax.broadcast_to_tokens(steps, mask), case.result("advantages"))

@@ -66,16 +66,17 @@ def from_hidden(rows: Arrays, heads: Arrays, *, mesh: Mesh | None) -> Arrays:
 def over_rows(rows: Arrays, *, axis_name: tuple[str, ...] | None) -> Arrays:
     """Functions with statistics of all rows: whitening, advantages, and each reduction as token weights."""
     values, mask = rows["values"], rows["mask"]
+    groups = kljax.Groups(rows["groups"], GROUPS, axis_name=axis_name)
     found = {
         "whitened": kljax.masked_whiten(values, mask, axis_name=axis_name),
         "mean": jnp.broadcast_to(kljax.masked_mean(values, mask, axis_name=axis_name), mask.shape),
-        "grpo": kljax.grpo_advantages(rows["rewards"], rows["groups"], num_groups=GROUPS, axis_name=axis_name),
-        "rloo": kljax.rloo_advantages(rows["rewards"], rows["groups"], num_groups=GROUPS, axis_name=axis_name),
+        "grpo": kljax.grpo_advantages(rows["rewards"], groups),
+        "rloo": kljax.rloo_advantages(rows["rewards"], groups),
     }
     for mode in get_args(kljax.aggregation.Reduction):
         options: Arrays = {"max_length": 9} if "norm" in mode else {}
         if "prompt" in mode:
-            options |= {"group_ids": rows["groups"], "num_groups": GROUPS}
+            options |= {"group_ids": groups}
         found[mode] = kljax.token_weights(mask, mode=mode, axis_name=axis_name, **options)
     return found
 

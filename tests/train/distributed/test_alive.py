@@ -44,7 +44,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def watches(clock):
     service = Service()
-    return [alive.Watch(NAMES, service, number) for number in range(3)]
+    return [alive.PeerWatch(NAMES, service, number) for number in range(3)]
 
 
 def pass_seconds(clock, seconds: int, *watches) -> None:

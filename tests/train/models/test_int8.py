@@ -250,7 +250,7 @@ def sampled(model: Decoder, unroll: bool) -> Samples:
 def test_the_sampler_draws_what_the_weights_draw(unroll):
     got, expected = sampled(INT8, unroll), sampled(FLOAT, False)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
-    np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(got.fields["log_probs"], expected.fields["log_probs"], rtol=0, atol=5e-6)
 
 
 def test_a_pair_of_adapters_goes_over_one_base():

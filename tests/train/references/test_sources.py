@@ -18,7 +18,7 @@ from train.rl.keys import purpose_key
 from train.rl.policy import ScoredPolicy, abstract_params, init_adapter
 from train.rl.reference import FrozenWeights
 from train.rl.state import GuardState, TrainState
-from train.weights.orbax import Checkpoints, restore_base, save_base
+from train.weights.orbax import RunCheckpoints, restore_base, save_base
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj]}"
 NEEDED = "kl.loss.coef=0.1"
@@ -48,7 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     roots = {lora: tmp_path_factory.mktemp("lora" if lora else "full") for lora in (False, True)}
     for lora, root in roots.items():
         save_base(root / "base", jax.tree.map(jax.numpy.asarray, tiny.host_params()))
-        checkpoints = Checkpoints(root / "checkpoints", Checkpoint(every=1, keep=2))
+        checkpoints = RunCheckpoints(root / "checkpoints", Checkpoint(every=1, keep=2))
         for step in (0, 3):
             checkpoints.save(state_of(lora, step), step)
         checkpoints.close()
@@ -57,7 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 def load(config: Config, root: Path) -> kljax.Policy | None:
     model, mesh = tiny.model_of(config), tiny.mesh_of(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    checkpoints = Checkpoints(root / "checkpoints", Checkpoint(every=1, keep=2))
+    checkpoints = RunCheckpoints(root / "checkpoints", Checkpoint(every=1, keep=2))
 
     def read_base():
         return restore_base(root / "base", abstract_params(model, mesh), "base")

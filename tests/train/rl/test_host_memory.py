@@ -17,7 +17,7 @@ from train.rl.host_memory import make_run_optimizer
 from train.rl.objective import coefficients
 from train.rl.state import HOST
 from train.rl.step import make_prepare, make_score, make_update
-from train.weights.orbax import Checkpoints
+from train.weights.orbax import RunCheckpoints
 
 IN_HOST = "optim.host_memory=true"
 ADAMW = "optim.optimizer={type: adamw, weight_decay: 0.1}"
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_one_memory_continues_in_the_other(tmp_path, saved_in_ho
     (config, state), (_, like) = state_with(saved_in_host), state_with(not saved_in_host)
     marked = jax.tree.map(lambda x: jax.device_put(np.asarray(x) + 3, x.sharding), state.opt_state)
     state = dataclasses.replace(state, opt_state=marked)
-    with closing(Checkpoints(tmp_path, config.checkpoint)) as checkpoints:
+    with closing(RunCheckpoints(tmp_path, config.checkpoint)) as checkpoints:
         checkpoints.save(state, 1)
         restored = checkpoints.restore_last(like)
     assert memories(state.opt_state) != memories(restored.opt_state) == memories(like.opt_state)

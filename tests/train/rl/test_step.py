@@ -391,7 +391,7 @@ def test_kept_tokens_renormalise_the_log_probs_of_every_policy():
     source.update(policy_of(state.trainable, None), 0)
     batch = collect(context, source, 0).batch
     mask = np.asarray(batch.completion_mask)
-    assert ((np.asarray(batch.kept_ids)[mask] >= 0).sum(-1) > 1).any()
+    assert ((np.asarray(batch.fields["kept_ids"])[mask] >= 0).sum(-1) > 1).any()
     scored = make_score(config, MODEL, tiny.mesh_of())(state.trainable, None, moved_reference(), batch)
     np.testing.assert_allclose(scored.old_log_probs, np.where(mask, batch.rollout_log_probs, 0), atol=2e-5)
     hidden = jax.jit(hidden_states)(
@@ -399,7 +399,7 @@ def test_kept_tokens_renormalise_the_log_probs_of_every_policy():
     )
     logits = np.asarray(hidden, np.float64) @ np.asarray(head(MODEL, moved_reference().policy.params), np.float64) / 0.8
     for row, column in zip(*np.nonzero(mask), strict=True):
-        before, ids = logits[row, column - 1], np.asarray(batch.kept_ids[row, column])
+        before, ids = logits[row, column - 1], np.asarray(batch.fields["kept_ids"][row, column])
         expected = before[batch.tokens[row, column]] - np.logaddexp.reduce(before[ids[ids >= 0]])
         np.testing.assert_allclose(scored.ref_log_probs[row, column], expected, atol=2e-5)
     prepared, _, _ = make_prepare(config, tiny.mesh_of())(scored, state.controllers)

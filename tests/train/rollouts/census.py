@@ -13,7 +13,7 @@ MOVES = ("all-gather", "all-to-all", "collective-permute")
 """An all-reduce adds up products of activations; none is of weights."""
 
 
-def weight_collectives(module: hlo.Module, params: Any, mesh: Mesh) -> list[str]:
+def weight_collectives(module: hlo.HloModule, params: Any, mesh: Mesh) -> list[str]:
     """Lists the collectives over arrays that have a part of a weight's shape.
 
     Activations have rows, so their numbers of rows and columns must be none of the sizes of weights.

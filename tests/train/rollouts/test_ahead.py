@@ -18,9 +18,9 @@ from train.data.tasks.reward_function import RewardError
 from train.data.tokenizers import ByteTokenizer
 from train.process.interrupt import Interrupt
 from train.rollouts import SourceError, open_source
-from train.run.guard import Watch
+from train.run.guard import StepGuard
 from train.run.loop import train
-from train.weights.orbax import Checkpoints
+from train.weights.orbax import RunCheckpoints
 
 EOS = ByteTokenizer().eos_id
 SOURCE = "rollout.source={{type: openai, url: '{}', model: m, retries: 0, timeout: 20.0}}"
@@ -81,7 +81,7 @@ def go_on(steps, tmp_path, monkeypatch):
         with serving(server) as url, jax.set_mesh(steps.context.mesh):
             config = tiny.config_of(*OPTIONS, *AHEAD, SOURCE.format(url), f"steps={count}", *options)
             context = dataclasses.replace(steps.context, config=config, **dict(changes))
-            checkpoints = Checkpoints(tmp_path / name, config.checkpoint)
+            checkpoints = RunCheckpoints(tmp_path / name, config.checkpoint)
             first = steps.first(0)
             with closing(open_source(context)) as source, closing(checkpoints):
                 state = checkpoints.restore_last(first) or first
@@ -93,7 +93,7 @@ def go_on(steps, tmp_path, monkeypatch):
                     FROZEN,
                     state,
                     writer=writer,
-                    watch=Watch(config, checkpoints, tmp_path / "nonfinite"),
+                    watch=StepGuard(config, checkpoints, tmp_path / "nonfinite"),
                     interrupt=interrupt,
                     advance=advance,
                 )
@@ -173,7 +173,7 @@ def test_a_server_that_dies_ahead_ends_the_next_step(go_on, tmp_path, capsys, ev
     assert first.startswith("rollout.source.url: POST http://127.0.0.1:")
     assert last == "The run is saved after step 2; continue it with --resume"
     assert ("the batch that was requested ahead is lost: rollout.source" in capsys.readouterr().err) == (every == 1)
-    assert Checkpoints(tmp_path / "run", Checkpoint()).steps()[-1] == 2
+    assert RunCheckpoints(tmp_path / "run", Checkpoint()).steps()[-1] == 2
     # Its batch was never answered: it is requested again, from the weights of its own step.
     server = Server(EOS)
     _, rest = go_on("run", server, 3)

@@ -17,9 +17,9 @@ from train.data.tokenizers import ByteTokenizer
 from train.process.interrupt import Interrupt
 from train.rl.policy import init_adapter, init_params
 from train.rollouts import SourceError, open_source
-from train.run.guard import Watch
+from train.run.guard import StepGuard
 from train.run.loop import train
-from train.weights.orbax import Checkpoints
+from train.weights.orbax import RunCheckpoints
 
 EOS = ByteTokenizer().eos_id
 
@@ -46,7 +46,7 @@ def go_on(steps, server: Digits, directory, count: int, *options: str):
     with serving(server) as url, jax.set_mesh(steps.context.mesh):
         config = tiny.config_of(*OPTIONS, *rare, source.format(url), *options)
         context = dataclasses.replace(steps.context, config=config)
-        checkpoints = Checkpoints(directory, config.checkpoint)
+        checkpoints = RunCheckpoints(directory, config.checkpoint)
         first = steps.first(0)
         with closing(open_source(context)) as answers, closing(checkpoints):
             state = train(
@@ -56,7 +56,7 @@ def go_on(steps, server: Digits, directory, count: int, *options: str):
                 FROZEN,
                 checkpoints.restore_last(first) or first,
                 writer=writer,
-                watch=Watch(config, checkpoints, directory.with_name("nonfinite")),
+                watch=StepGuard(config, checkpoints, directory.with_name("nonfinite")),
                 interrupt=Interrupt(),
                 advance=lambda note: None,
             )
@@ -73,7 +73,7 @@ def test_a_run_survives_the_death_of_its_server(steps, tmp_path, monkeypatch):
     first, last = str(caught.value).split("\n")
     assert "/v1/completions failed once in 0 s" in first
     assert last == "The run is saved after step 2; continue it with --resume"
-    assert Checkpoints(tmp_path / "broken", Checkpoint()).steps() == [2]
+    assert RunCheckpoints(tmp_path / "broken", Checkpoint()).steps() == [2]
     continued, rest = go_on(steps, Digits(EOS), tmp_path / "broken", 3)
     assert rest == records[2:]
     jax.tree.map(np.testing.assert_array_equal, continued.trainable, whole.trainable)
@@ -96,7 +96,7 @@ def test_an_answer_that_cannot_be_used_leaves_a_run_to_continue(steps, tmp_path,
     first, last = str(caught.value).split("\n")
     assert first.startswith("rollout.source: logprobs.token_logprobs of the answer: got nan, expected finite numbers")
     assert last == "The run is saved after step 2; continue it with --resume"
-    assert Checkpoints(tmp_path, Checkpoint()).steps() == [2]
+    assert RunCheckpoints(tmp_path, Checkpoint()).steps() == [2]
     _, rest = go_on(steps, Digits(EOS), tmp_path, 3)
     assert [record["step"] for record in rest] == [3]
 
@@ -168,4 +168,4 @@ def test_a_recording_that_cannot_be_written_leaves_a_run_to_continue(steps, tmp_
     first, last = str(caught.value).split("\n")
     assert first == f"rollout.record: cannot write {record / '00000001.jsonl'}: Is a directory"
     assert last == "The run is saved after step 1; continue it with --resume"
-    assert Checkpoints(tmp_path / "run", Checkpoint()).steps() == [1]
+    assert RunCheckpoints(tmp_path / "run", Checkpoint()).steps() == [1]

@@ -11,7 +11,7 @@ from tests import tiny
 from train.config.schema import Checkpoint
 from train.rl.state import TrainState
 from train.rollouts import initial_past, next_past, sampling_policy
-from train.weights.orbax import Checkpoints, abstract
+from train.weights.orbax import RunCheckpoints, abstract
 
 
 def numbered(lag: int) -> TrainState:
@@ -75,7 +75,7 @@ def test_the_ring_is_saved_and_restored(steps, tmp_path):
     """So a run that is continued samples with the very policies that the other would have."""
     whole, metrics = steps.run(steps.first(2), 4)
     half, _ = steps.run(steps.first(2), 2)
-    checkpoints = Checkpoints(tmp_path, Checkpoint())
+    checkpoints = RunCheckpoints(tmp_path, Checkpoint())
     checkpoints.save(half, 2)
     checkpoints.wait()
     restored = checkpoints.restore_last(half)

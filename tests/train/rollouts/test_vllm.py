@@ -73,7 +73,7 @@ def test_log_probs_of_vllm_are_the_trainers(name):
         other = played[1 - step][1]
         assert record.log_prob_error(context, completions, other) > 1
         assert not completions.finished.all()
-        assert completions.log_probs[~completions.completion_mask].max() == 0
+        assert completions.fields["log_probs"][~completions.completion_mask].max() == 0
 
 
 def test_stop_texts_end_a_completion_and_belong_to_it():
@@ -94,7 +94,9 @@ def test_the_id_that_ends_a_completion_is_among_its_ids():
     answers = read_answers(
         first["response"].encode(), prompt=[1], samples=1, max_new_tokens=4, vocab_size=264, log_probs=True
     )
-    assert [(len(answer.tokens), len(answer.log_probs), answer.finished) for answer in answers] == [(1, 1, True)]
+    assert [(len(answer.tokens), len(answer.fields["log_probs"]), answer.finished) for answer in answers] == [
+        (1, 1, True)
+    ]
 
 
 def opened(answers: list[dict], *overrides: str) -> ServerSource:
@@ -203,4 +205,4 @@ def test_rows_are_prompts_and_completions_with_their_log_probs():
         real, own = completions.token_mask[row], completions.completion_mask[row]
         assert completions.tokens[row][real].tolist() == [*prompt, *ids]
         assert completions.tokens[row][own].tolist() == ids
-        np.testing.assert_allclose(completions.log_probs[row][own], log_probs, rtol=1e-6)
+        np.testing.assert_allclose(completions.fields["log_probs"][row][own], log_probs, rtol=1e-6)

@@ -14,7 +14,7 @@ from train.rl.step import make_score
 from train.rollouts import JaxSource
 from train.rollouts.server import Client
 from train.run.loop import Programs, rl_step
-from train.weights.orbax import Checkpoints
+from train.weights.orbax import RunCheckpoints
 
 LAGGED = tiny.config_of(
     "rollout.policy_lag=1",
@@ -41,7 +41,7 @@ def test_corrected_steps_compile_once_and_continue_as_they_would_have(tmp_path):
             return state, metrics
 
         state, first = steps(state, 2)
-        checkpoints = Checkpoints(tmp_path, Checkpoint())
+        checkpoints = RunCheckpoints(tmp_path, Checkpoint())
         checkpoints.save(state, 2)
         checkpoints.wait()
         restored = checkpoints.restore_last(state)

@@ -31,7 +31,7 @@ def knows(digits: set[int], seen: list[int]):
             tokens=jax.numpy.concatenate([prompts, tokens], axis=1),
             token_mask=jax.numpy.asarray(mask),
             completion_mask=jax.numpy.asarray(mask),
-            log_probs=jax.numpy.zeros(mask.shape),
+            fields={"log_probs": jax.numpy.zeros(mask.shape)},
             finished=jax.numpy.ones(len(answers), bool),
         )
 

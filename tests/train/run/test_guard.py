@@ -17,8 +17,8 @@ from train.config.errors import GuardError
 from train.data.tokenizers import ByteTokenizer
 from train.rl.algorithms import make_optimizer
 from train.rl.metrics import SHARE, LargestToken
-from train.run.guard import Watch, describe_token
-from train.weights.orbax import Checkpoints
+from train.run.guard import StepGuard, describe_token
+from train.weights.orbax import RunCheckpoints
 
 MONITOR = "reference.monitor=true"
 VALUES = {"skipped_updates": 0.0, "kl_reference": 0.2, "entropy": 1.0}
@@ -51,12 +51,12 @@ def watch_of(tmp_path):
 
     def make(*overrides):
         config = tiny.config_of(*overrides)
-        checkpoints = Checkpoints(tmp_path / f"checkpoints-{len(opened)}", config.checkpoint)
+        checkpoints = RunCheckpoints(tmp_path / f"checkpoints-{len(opened)}", config.checkpoint)
         opened.append(checkpoints)
         state = tiny.state_of(config, make_optimizer(config.optim))
         checkpoints.save(state, 0)
         checkpoints.wait()
-        return Watch(config, checkpoints, tmp_path / "nonfinite", ByteTokenizer()), state
+        return StepGuard(config, checkpoints, tmp_path / "nonfinite", ByteTokenizer()), state
 
     yield make
     for checkpoints in opened:

@@ -21,7 +21,7 @@ from train.rl.metrics import metric_values
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rollouts import JaxSource
-from train.run.guard import Watch
+from train.run.guard import StepGuard
 from train.run.loop import Programs, require_fields, rl_step, train
 
 CONTROLLER = "{type: adaptive, target: 0.1, horizon: 100}"
@@ -102,7 +102,7 @@ def test_a_reward_function_that_fails_leaves_a_saved_run(monkeypatch, tmp_path):
             None,
             state,
             writer=None,
-            watch=Watch(CONFIG, checkpoints, tmp_path / "nonfinite"),
+            watch=StepGuard(CONFIG, checkpoints, tmp_path / "nonfinite"),
             interrupt=Interrupt(),
             advance=lambda note: None,
         )

@@ -28,7 +28,7 @@ from train.rl.reference import FrozenWeights
 from train.rl.step import make_control, make_prepare, make_score, make_update
 from train.run import loop
 from train.run.loop import Programs, rl_step
-from train.weights.orbax import Checkpoints
+from train.weights.orbax import RunCheckpoints
 
 RAW = {
     **tiny.RAW,
@@ -222,7 +222,7 @@ def run_two_steps(config: Config, scores: Scores, directory: Any = None) -> None
         assert np.isfinite([*values.values()]).all(), values
         after = None
         if directory is not None:
-            checkpoints = Checkpoints(directory, Checkpoint(every=1, keep=1))
+            checkpoints = RunCheckpoints(directory, Checkpoint(every=1, keep=1))
             checkpoints.save(state, 1)
             restored = checkpoints.restore_last(with_abstract_reference(config, state))
             checkpoints.close()

@@ -23,7 +23,7 @@ from train.config.schema import Checkpoint
 from train.models.sharding import replicated
 from train.rl.state import TrainState, initial_state
 from train.weights.abandoned_reads import quiet_abandoned_reads
-from train.weights.orbax import Checkpoints, abstract, restore_base, save_base
+from train.weights.orbax import RunCheckpoints, abstract, restore_base, save_base
 
 SECTION = Checkpoint(every=1, keep=2)
 CONTROLLERS = {"reward": kljax.fixed_kl(0.1), "loss": kljax.pi_kl(0.1, target=0.1, kp=0.1, ki=0.1)}
@@ -49,7 +49,7 @@ def state_of(step: int, width: int = 4, **more) -> TrainState:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run with checkpoints of steps 0 to 4."""
     root = tmp_path_factory.mktemp("run")
-    checkpoints = Checkpoints(root / "checkpoints", SECTION)
+    checkpoints = RunCheckpoints(root / "checkpoints", SECTION)
     for step in range(5):
         checkpoints.save(state_of(step), step)
     checkpoints.close()
@@ -62,8 +62,8 @@ def run(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
-def opened(run: Path) -> Checkpoints:
-    return Checkpoints(run / "checkpoints", SECTION)
+def opened(run: Path) -> RunCheckpoints:
+    return RunCheckpoints(run / "checkpoints", SECTION)
 
 
 def test_step_0_and_the_newest_are_kept(saved):
@@ -78,12 +78,12 @@ def test_step_0_and_the_newest_are_kept(saved):
 
 def test_steps_that_a_number_divides_are_kept_too(tmp_path):
     section = Checkpoint(every=1, keep=1, keep_every=3)
-    with contextlib.closing(Checkpoints(tmp_path, section, pinned=[2])) as checkpoints:
+    with contextlib.closing(RunCheckpoints(tmp_path, section, pinned=[2])) as checkpoints:
         for step in range(9):
             checkpoints.save(state_of(step), step)
         checkpoints.wait()
         assert checkpoints.steps() == [0, 2, 3, 6, 8]
-    with contextlib.closing(Checkpoints(tmp_path, SECTION)) as checkpoints:
+    with contextlib.closing(RunCheckpoints(tmp_path, SECTION)) as checkpoints:
         checkpoints.save(state_of(9), 9)
         checkpoints.wait()
         assert checkpoints.steps() == [0, 8, 9]
@@ -234,7 +234,7 @@ def test_a_damaged_base_is_named(tmp_path, damage):
 def test_a_reference_that_moves_is_an_item_of_its_own(tmp_path):
     """A state looks the same whatever it is measured against: switching the reference finds every checkpoint."""
     moving, plain = {"w": jnp.arange(3.0), "b": jnp.full(2, 0.25)}, state_of(1)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", SECTION)
+    checkpoints = RunCheckpoints(tmp_path / "checkpoints", SECTION)
     checkpoints.save(plain, 0)
     checkpoints.save(dataclasses.replace(plain, reference=moving), 1)
     checkpoints.wait()
@@ -247,7 +247,7 @@ def test_a_reference_that_moves_is_an_item_of_its_own(tmp_path):
     assert checkpoints.restore_last(other).reference is None, "that of another layout is not it"
     shutil.rmtree(tmp_path / "checkpoints" / "1")
     checkpoints.close()
-    fresh = Checkpoints(tmp_path / "checkpoints", SECTION)
+    fresh = RunCheckpoints(tmp_path / "checkpoints", SECTION)
     restored = fresh.restore_last(like)
     fresh.close()
     chex.assert_trees_all_equal(restored, plain)
@@ -264,7 +264,7 @@ def test_a_state_without_a_controller_comes_back(tmp_path):
 
 
 def test_every_item_carries_the_digests_of_its_arrays(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", SECTION)
+    checkpoints = RunCheckpoints(tmp_path / "checkpoints", SECTION)
     state = dataclasses.replace(state_of(1), reference={"w": jnp.arange(3.0)})
     checkpoints.carry = lambda: {"note": [1, 2]}
     checkpoints.save(state, 1)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from train.config.checks.functions import function_problems
 from train.config.checks.problem import Problem, changed, problem
 from train.config.schema import Config
 
@@ -26,7 +27,8 @@ def _files(config: Config) -> Iterator[Problem]:
     for name, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if task not in FROM_FILES:
             if path is not None:
-                text = f"got {path!r}, but task {task} makes its own problems; set task=gsm8k or leave it null"
+                reads = "reads data.arguments alone" if ":" in task else "makes its own problems"
+                text = f"got {path!r}, but task {task} {reads}; set task=gsm8k or leave it null"
                 yield problem(text, name, "task")
         elif path is None:
             yield problem(f"missing; task {task} needs a file of JSON lines: {name}=PATH", name, "task")
@@ -85,12 +87,27 @@ def _rewards(config: Config) -> Iterator[Problem]:
         yield problem(f"task {config.task} does not read it, only jsonl", f"rewards.{name}", "task")
 
 
-CHECKS = (_files, _arithmetic, _owned, _template, _rewards)
+def _functions(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if ":" in config.task:
+        yield from function_problems(config.task, data.arguments, "task", "data.arguments", supplied=())
+    elif data.arguments:
+        yield problem(f"task {config.task} does not read it, only module:function", "data.arguments", "task")
+    if data.tokenizer is not None:
+        yield from function_problems(data.tokenizer, data.tokenizer_arguments, "data.tokenizer", supplied=())
+        for name in ("chat", "system", "chat_template", "template_arguments"):
+            if getattr(data, name):
+                yield problem("not read, because data.tokenizer writes the prompts", f"data.{name}", "data.tokenizer")
+    elif data.tokenizer_arguments:
+        yield problem("read by data.tokenizer alone, which is null", "data.tokenizer_arguments", "data.tokenizer")
+
+
+CHECKS = (_files, _arithmetic, _owned, _functions, _template, _rewards)
 
 
 def warnings(config: Config) -> Iterator[str]:
     """Warns of chat fields that a model without a folder does not read."""
-    if config.model.path is None:
+    if config.model.path is None and config.data.tokenizer is None:
         for name in ("chat", "system", "chat_template", "template_arguments"):
             if getattr(config.data, name):
                 yield f"data.{name}: not read, because without model.path prompts are bytes and no conversation"

@@ -2,21 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 
-from train.config.algorithms import SET_BY_TRAINER, Algorithm, UserFunction
+from train.config.algorithms import Algorithm, UserFunction
+from train.config.checks.functions import function_problems
 from train.config.checks.problem import Problem, problem
-from train.config.messages import did_you_mean
 from train.config.plan import (
     ADVANTAGE_ARRAYS,
     CORRECTION_ARRAYS,
     LOSS_ARRAYS,
     Plan,
     advantage_signature,
-    array_name,
     divides_by_length,
 )
 from train.config.schema import Config
-from train.config.signatures import read_signature
-from train.config.types import Table
 
 
 def user_functions(config: Config) -> Iterator[Problem]:
@@ -28,35 +25,8 @@ def user_functions(config: Config) -> Iterator[Problem]:
     ]
     for path, section, available in chosen:
         if isinstance(section, UserFunction):
-            yield from _user_function(path, section.function, section.arguments, available)
-
-
-def _user_function(
-    section: str, target: str, arguments: Mapping[str, object] | Table, available: Mapping[str, str]
-) -> Iterator[Problem]:
-    try:
-        signature = read_signature(target)
-    except LookupError as error:
-        yield problem(f"got {target!r}, but {error.args[0]}", f"{section}.function")
-        return
-    options = {p.name for p in signature.parameters if array_name(p) not in available} - {*SET_BY_TRAINER}
-    for name in arguments:
-        if name not in options:
-            expected = f"expected some of {', '.join(sorted(options))}" if options else "it takes no arguments"
-            hint = did_you_mean(name, options)
-            yield problem(f"{target} has no argument {name!r}, {expected}{hint}", f"{section}.arguments")
-    for parameter in signature.parameters:
-        known = parameter.name in arguments or parameter.name in SET_BY_TRAINER or array_name(parameter) in available
-        if known or not parameter.required:
-            continue
-        if parameter.keyword or parameter.type is not None:
-            text = f"{target} needs the argument {parameter.name!r}; set {section}.arguments={{{parameter.name}: ...}}"
-            yield problem(text, f"{section}.arguments")
-        else:
-            hint = did_you_mean(parameter.name, available)
-            listed = ", ".join(available)
-            text = f"{target} reads the array {parameter.name!r}, which does not exist; available: {listed}{hint}"
-            yield problem(text, f"{section}.function")
+            function, arguments = f"{path}.function", f"{path}.arguments"
+            yield from function_problems(section.function, section.arguments, function, arguments, available)
 
 
 def _value_head(config: Config) -> Iterator[Problem]:
@@ -133,7 +103,7 @@ def _groups(config: Config) -> Iterator[Problem]:
 def _rows_and_tokens(config: Config) -> Iterator[Problem]:
     """Checks the rows and the tokens that the advantages leave out."""
     section = config.advantage
-    if section.empty_rows == "drop" and "valid" not in advantage_signature(config):
+    if section.empty_rows == "drop" and "group_ids" not in advantage_signature(config):
         yield problem(
             f"got drop, but advantage.type {section.type} compares no rows; leave it at count",
             "advantage.empty_rows",

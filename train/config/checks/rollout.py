@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from train.config.address import url_problem, without_password
+from train.config.checks.functions import function_problems
 from train.config.checks.problem import Problem, changed, problem
 from train.config.plan import Plan
 from train.config.schema import Config
@@ -21,6 +22,7 @@ def _ignored(config: Config) -> Iterator[Problem]:
         "jax": ("ahead",),
         "openai": ("slots", "record_kept_tokens"),
         "file": (*SAMPLING, "slots", "record_kept_tokens", "policy_lag", "ahead", "record"),
+        "custom": ("ahead",),
     }[kind]
     for name, value, default in changed(section, ignored):
         off = "false" if default is False else {None: "null", (): "[]"}.get(default, default)
@@ -112,4 +114,11 @@ def _kept_tokens(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS = (_ignored, _file, _server, _slots, _kept_tokens)
+def _user_source(config: Config) -> Iterator[Problem]:
+    source = config.rollout.source
+    if source.type == "custom":
+        name, arguments = "rollout.source.function", "rollout.source.arguments"
+        yield from function_problems(source.function, source.arguments, name, arguments, supplied=("context",))
+
+
+CHECKS = (_ignored, _file, _user_source, _server, _slots, _kept_tokens)

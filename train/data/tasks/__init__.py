@@ -1,6 +1,11 @@
 """Tasks with a verifier, by name."""
 
+import dataclasses
+from typing import cast
+
+from train.config.errors import UserError
 from train.config.schema import Config
+from train.config.user_functions import make_with
 from train.data.tasks import arithmetic, boxed_math, countdown, gsm8k, jsonl
 from train.data.tasks.rewards import check_names
 from train.data.tasks.task import Example, Task
@@ -48,6 +53,15 @@ def _jsonl(config: Config) -> Task:
     )
 
 
+def _user_task(config: Config) -> Task:
+    members = tuple(field.name for field in dataclasses.fields(Task))
+    task = make_with("task", config.task, members, **config.data.arguments)
+    for split in ("train", "eval"):
+        if not getattr(task, split):
+            raise UserError(f"task: {config.task} returned a task without examples in {split}")
+    return cast("Task", task)
+
+
 _TASKS = {"arithmetic": _arithmetic, "gsm8k": _gsm8k, "math": _math, "countdown": _countdown, "jsonl": _jsonl}
 
 
@@ -55,9 +69,10 @@ def load_task(config: Config) -> Task:
     """Loads the task named by `config.task` with the settings of `config.data` and `config.eval`.
 
     Raises:
-      UserError: a split is empty, a file is missing or malformed, or `rewards.weights` names an unknown reward.
+      UserError: a function of the user fails, a split is empty, a file is missing or malformed, or `rewards.weights`
+        names an unknown reward.
     """
-    task = _TASKS[config.task](config)
+    task = _user_task(config) if ":" in config.task else _TASKS[config.task](config)
     if task.rewards:
         check_names(config.rewards.weights, (*task.rewards, "reward"))
     return task

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from train.config.errors import UserError
-from train.config.signatures import load_function
 from train.config.types import fits_float32
+from train.config.user_functions import find_function
 from train.data.tasks.task import Example
 from train.data.workers.process import START_SECONDS, NoAnswer, NotStarted, WorkerPool
 
@@ -25,23 +25,6 @@ class Wrong(Exception):
 
 class _Late(BaseException):
     """Raised in a reward function that takes too long."""
-
-
-def find_function(name: str) -> RewardFunction:
-    """Imports `module:function` or `path/to/file.py:function`.
-
-    Raises:
-      UserError: the import fails, or the object is not callable.
-    """
-    try:
-        function = load_function(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # any error of the user's module, also SystemExit
-        raise UserError(f"data.reward: cannot import {name!r}: {type(error).__name__}: {error}") from error
-    if not callable(function):
-        raise UserError(f"data.reward: got {name!r}, a {type(function).__name__}, expected a function")
-    return function
 
 
 def _number(value: Any) -> float | None:
@@ -130,7 +113,7 @@ class Verifier:
             self._pool = WorkerPool("reward", name, workers=workers, output=True, environment={"JAX_PLATFORMS": "cpu"})
             self._start(self._pool)
         else:
-            self._function = find_function(name)
+            self._function = find_function("data.reward", name)
 
     def _start(self, pool: WorkerPool) -> None:
         """Starts a process, which imports the function."""

@@ -1,28 +1,37 @@
 """Tokenizers: bytes by default, or the tokenizer and chat template of a Hugging Face folder."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from train.config.user_functions import make_with
 from train.data.tokenizers.byte import ByteTokenizer
 from train.data.tokenizers.protocol import UNKNOWN, Tokenizer
 
 if TYPE_CHECKING:
     from train.config.schema import Config
 
+MEMBERS = (
+    *("bos_id", "eos_ids", "pad_id", "vocab_size"),
+    *("encode", "decode", "prompt_ids", "solution_ids", "token_bytes"),
+)
+"""Attributes and methods of `Tokenizer`."""
 __all__ = ["UNKNOWN", "ByteTokenizer", "Tokenizer", "load_tokenizer", "vocabulary_bytes"]
 
 
 def load_tokenizer(config: "Config") -> Tokenizer:
-    """Loads the tokenizer of `model.path` with the chat settings of `data`; bytes if there is no folder.
+    """Loads `data.tokenizer`, or the tokenizer of `model.path` with the chat settings of `data`, or else bytes.
 
     Raises:
-      UserError: the folder has no usable tokenizer, or lacks the chat template that `data` requires.
+      UserError: the function of the user fails, or the folder has no usable tokenizer, or lacks the chat template that
+        `data` requires.
     """
-    path = config.model.path
+    path, data = config.model.path, config.data
+    if data.tokenizer is not None:
+        made = make_with("data.tokenizer", data.tokenizer, MEMBERS, **data.tokenizer_arguments)
+        return cast("Tokenizer", made)
     if path is None:
         return ByteTokenizer()
     from train.data.tokenizers.files import load_folder  # the library is needed only here
 
-    data = config.data
     return load_folder(
         path, chat=data.chat, system=data.system, template=data.chat_template, arguments=data.template_arguments
     )

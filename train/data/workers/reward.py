@@ -4,7 +4,8 @@ import sys
 from typing import Any
 
 from train.config.errors import UserError
-from train.data.tasks.reward_function import RewardFunction, Wrong, call, find_function
+from train.config.user_functions import find_function
+from train.data.tasks.reward_function import RewardFunction, Wrong, call
 from train.data.workers.serve import serve
 
 
@@ -18,7 +19,7 @@ class _Answers:
     def __call__(self, question: Any) -> dict[str, Any]:
         try:
             if question is None:
-                self._function = find_function(self._name)
+                self._function = find_function("data.reward", self._name)
                 return {}
             assert self._function is not None
             return {"rewards": call(self._function, question["record"], question["completion"], question["finished"])}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.plan.compiler.hlo import Instruction, Module, array_bytes, executions
+from train.plan.compiler.hlo import HloModule, Instruction, array_bytes, executions
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
           "collective-broadcast")  # fmt: skip
@@ -50,14 +50,14 @@ class Collective:
         return self.payload * self.executions
 
 
-class Sent(NamedTuple):
+class SentBytes(NamedTuple):
     """Bytes that a device sends: over the links of its slice or host, and over the network between these."""
 
     links: float
     network: float
 
 
-def collectives(module: Module, expected: Mapping[str, float] | None = None) -> list[Collective]:
+def collectives(module: HloModule, expected: Mapping[str, float] | None = None) -> list[Collective]:
     """Lists the collectives, largest first; equal ones at different places are merged.
 
     Args:
@@ -94,7 +94,7 @@ def bytes_by_kind(operations: Sequence[Collective]) -> dict[str, tuple[float, fl
     return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
 
 
-def sent(collective: Collective, islands: Sequence[int]) -> Sent:
+def sent(collective: Collective, islands: Sequence[int]) -> SentBytes:
     """Computes the bytes that a device sends in one run, at least, by the best algorithm of the kind.
 
     In a group of n, an all-gather brings (n - 1) / n of its payload to every device; an all-reduce is a reduce-scatter
@@ -106,17 +106,17 @@ def sent(collective: Collective, islands: Sequence[int]) -> Sent:
       islands: [devices], the slice (TPU) or host (GPU) of each device in the order of the mesh.
     """
     if collective.kind.startswith(BETWEEN_SLICES):
-        return Sent(0, collective.total)
+        return SentBytes(0, collective.total)
     if collective.kind == "collective-permute":
         pairs = [(islands[a], islands[b]) for a, b in group_members(collective.groups, len(islands)) if a != b]
         crossing = sum(a != b for a, b in pairs) / max(len(pairs), 1)
-        return Sent(collective.total * (1 - crossing), collective.total * crossing)
+        return SentBytes(collective.total * (1 - crossing), collective.total * crossing)
     group = group_members(collective.groups, len(islands))[0]
     members, parts = len(group), len({islands[device] for device in group})
     twice = 2 if collective.kind == "all-reduce" else 1
     neighbours = members / parts
     across = twice * collective.total * (1 - 1 / parts) / neighbours
-    return Sent(twice * collective.total * (1 - 1 / neighbours), across)
+    return SentBytes(twice * collective.total * (1 - 1 / neighbours), across)
 
 
 def group_members(groups: str, devices: int) -> list[list[int]]:

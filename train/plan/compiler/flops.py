@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from train.plan.compiler.hlo import Instruction, Module, array_sizes, executions
+from train.plan.compiler.hlo import HloModule, Instruction, array_sizes, executions
 
 Sizes = tuple[int, ...]
 # Matmuls of the kernels of splash attention, which skip the keys after a query.
@@ -19,7 +19,7 @@ _FLOPS = re.compile(r'"flops":"?(\d+)')
 _WINDOW = ("stride", "lhs_dilate", "rhs_dilate", "pad")
 
 
-def count_flops(module: Module, expected: Mapping[str, float] | None = None) -> float:
+def count_flops(module: HloModule, expected: Mapping[str, float] | None = None) -> float:
     """Counts two operations for each multiplication of a matmul or convolution, on one device in one run.
 
     Splash attention counts the products of each query with the keys up to it, cuDNN those with all keys.

@@ -57,14 +57,14 @@ class Instruction(NamedTuple):
         return dict(_CALLED.findall(self.line)).get(attribute, "").lstrip("%")
 
 
-class Module(NamedTuple):
+class HloModule(NamedTuple):
     """All computations by name, and the name of the entry computation."""
 
     computations: dict[str, tuple[Instruction, ...]]
     entry: str
 
 
-def parse(text: str) -> Module:
+def parse(text: str) -> HloModule:
     """Parses the text of a module.
 
     Raises:
@@ -83,10 +83,10 @@ def parse(text: str) -> Module:
             current.append(Instruction(found["name"], found["shape"], found["opcode"], line))
     if entry is None:
         raise ValueError(f"text: got {text[:80]!r}..., expected a compiled module with an ENTRY computation")
-    return Module({name: tuple(lines) for name, lines in computations.items()}, entry)
+    return HloModule({name: tuple(lines) for name, lines in computations.items()}, entry)
 
 
-def trip_count(module: Module, loop: Instruction, expected: Mapping[str, float] | None = None) -> float:
+def trip_count(module: HloModule, loop: Instruction, expected: Mapping[str, float] | None = None) -> float:
     """Returns the number of iterations of a `while`.
 
     The GPU's compiler writes it into the program. The TPU's does not; there it is the constant in the condition, which
@@ -114,7 +114,7 @@ def trip_count(module: Module, loop: Instruction, expected: Mapping[str, float] 
 
 
 def executions(
-    module: Module, *, kernels: bool = True, expected: Mapping[str, float] | None = None
+    module: HloModule, *, kernels: bool = True, expected: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """Counts the executions of each computation that runs; without `kernels`, computations of fusions do not count.
 
@@ -149,7 +149,7 @@ def array_bytes(shape: str) -> list[int]:
     return [math.prod(sizes) * _BITS[kind] // 8 for kind, sizes in array_sizes(shape)]
 
 
-def estimated_cycles(module: Module) -> float:
+def estimated_cycles(module: HloModule) -> float:
     """Sums the TPU compiler's estimates over all executions.
 
     The model is static: operations run one after the other, without unforeseen waits for memory, and collectives and

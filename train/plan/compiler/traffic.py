@@ -8,7 +8,7 @@ import functools
 import re
 from collections.abc import Mapping
 
-from train.plan.compiler.hlo import CONTROL, Instruction, Module, array_bytes, executions
+from train.plan.compiler.hlo import CONTROL, HloModule, Instruction, array_bytes, executions
 
 _FREE = CONTROL | {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
@@ -22,7 +22,7 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _ELSEWHERE = re.compile(r"\w+\[[\d,]*\]\{[^{}]*S\([1-9]\d*\)[^{}]*\}")
 
 
-def count_traffic(module: Module, expected: Mapping[str, float] | None = None) -> float:
+def count_traffic(module: HloModule, expected: Mapping[str, float] | None = None) -> float:
     """Counts the bytes of the main memory that one device reads and writes in one run.
 
     Args:
@@ -45,7 +45,7 @@ def memory_bytes(shape: str) -> int:
 class _Kernels:
     """The kernels of a program; what a fusion reads and writes is found once."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: HloModule) -> None:
         self._module = module
         self.read, self.written = functools.cache(self._read), functools.cache(self._written)
 

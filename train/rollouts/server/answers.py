@@ -2,12 +2,12 @@
 
 import reprlib
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from train.config.types import FLOAT32_MAX
-from train.rollouts.source import MAX_LOG_PROB
+from train.rl.token_fields import MAX_LOG_PROB
 
 IDS_NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
 
@@ -77,10 +77,10 @@ _Parsed = TypeVar("_Parsed", bound=_Form)
 
 
 class Answer(NamedTuple):
-    """One completion: the sampled ids, including EOS, and their log-probs if requested."""
+    """One completion: the sampled ids, including EOS, and their `TOKEN_FIELDS`: log-probs if requested."""
 
     tokens: list[int]
-    log_probs: list[float] | None
+    fields: dict[str, list[Any]]
     finished: bool
 
 
@@ -119,7 +119,8 @@ def _read(choice: _Choice, prompt: Sequence[int], max_new_tokens: int, vocab_siz
         raise _wrong("token_ids", f"{len(tokens)} tokens", f"at most max_tokens = {max_new_tokens}")
     if outside := [token for token in tokens if token >= vocab_size]:
         raise _wrong("token_ids", outside[0], f"an id below {vocab_size}, the vocabulary that is trained")
-    return Answer(tokens, _log_probs(choice, len(tokens)) if log_probs else None, choice.finish_reason == "stop")
+    fields = {"log_probs": _log_probs(choice, len(tokens))} if log_probs else {}
+    return Answer(tokens, fields, choice.finish_reason == "stop")
 
 
 def _log_probs(choice: _Choice, count: int) -> list[float]:
