@@ -94,7 +94,7 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
     def read() -> None:
         base = load_initial_base(config, model, mesh)
         state = first_state(config, model, mesh, base, context.optimizer)
-        reference = load_reference(config, model, mesh, read_base=lambda: base, checkpoints=none)
+        reference = load_reference(config, model, mesh, saved=None, read_base=lambda: base, checkpoints=none)
         keep(base=base, state=state, reference=reference)
 
     def sample() -> None:

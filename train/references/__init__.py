@@ -1,6 +1,6 @@
 """Reference policies: found, loaded, followed, recorded, and checked to be unchanged at the end."""
 
-from train.references.find import locate, run_directory_of, warn_of_other_base
+from train.references.find import SavedReference, locate, run_directory_of, warn_of_other_base
 from train.references.follow import (
     current_reference,
     make_follow,
@@ -20,6 +20,7 @@ from train.references.store import ReferenceStore, make_reference_store
 
 __all__ = [
     "ReferenceStore",
+    "SavedReference",
     "assert_unchanged",
     "check_reference",
     "current_reference",

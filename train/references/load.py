@@ -28,32 +28,37 @@ from train.weights.peft import check_adapter, load_adapter
 Tree = Any
 
 
-def check_reference(config: Config, model: Decoder, mesh: Mesh, saved: Sequence[int]) -> None:
+def check_reference(config: Config, model: Decoder, mesh: Mesh, steps: Sequence[int]) -> SavedReference | None:
     """Checks the reference from metadata alone, before anything starts or is written.
 
     Args:
-      saved: the steps that the run has checkpoints of; step 0 exists once RL begins.
+      steps: the steps that the run has checkpoints of; step 0 exists once RL begins.
+
+    Returns:
+      The weights at `reference.path`; None if the config names none, or no term uses them.
 
     Raises:
       UserError: naming the field and what there is.
     """
     section = config.reference
     if not Plan.of(config).reference:
-        return
+        return None
     if section.source == "step":
-        check_saved(section.step, sorted({0, *saved}))
-    if section.source in PARTS:
-        with _field_errors("path"):
-            found = find_reference(config, model)
-            if found.format == "peft":
-                check_adapter(found.path, found.model)
-                warn_of_other_base(config, found.path, "reference.path")
-            elif found.format == "folder":
-                abstract_params(found.model, mesh)  # raises where the mesh does not divide a size
-                check_folder(found.path, found.model)
-            else:
-                abstract = abstract_params if section.source == "checkpoint" else abstract_adapter
-                kljax.check_tree(found.path, abstract(found.model, mesh), item=found.item)
+        check_saved(section.step, sorted({0, *steps}))
+    if section.source not in PARTS:
+        return None
+    with _field_errors("path"):
+        saved = find_reference(config, model)
+        if saved.format == "peft":
+            check_adapter(saved.path, saved.model)
+            warn_of_other_base(config, saved.path, "reference.path")
+        elif saved.format == "folder":
+            abstract_params(saved.model, mesh)  # raises where the mesh does not divide a size
+            check_folder(saved.path, saved.model)
+        else:
+            abstract = abstract_params if section.source == "checkpoint" else abstract_adapter
+            kljax.check_tree(saved.path, abstract(saved.model, mesh), item=saved.item)
+    return saved
 
 
 def start_reference(
@@ -63,6 +68,7 @@ def start_reference(
     state: TrainState,
     *,
     base: Tree,
+    saved: SavedReference | None,
     read_base: Callable[[], Tree],
     checkpoints: RunCheckpoints,
     record: Path,
@@ -74,6 +80,7 @@ def start_reference(
 
     Args:
       base: the weights under the trained adapter, or None without one.
+      saved: the weights at `reference.path`, as `check_reference` returns them.
       read_base: reads the weights before RL.
       record: the file where the run records its references.
 
@@ -89,7 +96,7 @@ def start_reference(
     # A reference that follows the policy has no frozen weights but the base that it shares.
     reference: ScoredPolicy | None = ScoredPolicy(model, kljax.Policy(None))
     if state.reference is None or not on_leader("references", lambda: is_recorded(record, config)):
-        loaded = load_reference(config, model, mesh, read_base=read_base, checkpoints=checkpoints)
+        loaded = load_reference(config, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
         following = None
         if loaded is not None and follows_policy(config):
             following = start_following(config, loaded, state.trainable)
@@ -108,6 +115,7 @@ def load_reference(
     model: Decoder,
     mesh: Mesh,
     *,
+    saved: SavedReference | None,
     read_base: Callable[[], Tree],
     checkpoints: RunCheckpoints,
 ) -> ScoredPolicy | None:
@@ -118,6 +126,7 @@ def load_reference(
     checkpoint.
 
     Args:
+      saved: the weights at `reference.path`, as `check_reference` returns them; None for other sources.
       read_base: reads the weights before RL from the run directory.
 
     Raises:
@@ -126,11 +135,10 @@ def load_reference(
     section = config.reference
     if not Plan.of(config).reference:
         return None
-    with _field_errors("path" if section.source in PARTS else "source"):
-        if section.source in PARTS:
-            found = find_reference(config, model)
+    with _field_errors("source" if saved is None else "path"):
+        if saved is not None:
             base = read_base() if section.source == "adapter" and model.config.lora is None else None
-            return ScoredPolicy(found.model, _load_saved(found, mesh, base, config.model.allow_nonfinite))
+            return ScoredPolicy(saved.model, _load_saved(saved, mesh, base, config.model.allow_nonfinite))
         if section.source == "step":
             return ScoredPolicy(model, _load_step(checkpoints.path(section.step), model, mesh))
         # An average starts at the policy, so nothing is read for it.

@@ -12,7 +12,8 @@ from train.config.errors import UserError
 from train.config.schema import Config, Lora, WarmStart
 from train.models import Decoder
 from train.models.config import LoraConfig
-from train.references import check_reference, load_reference
+from train.references import SavedReference, check_reference, find, load_reference
+from train.references import load as references_load
 from train.rl.policy import ScoredPolicy
 from train.run.setup import check_start
 from train.weights.huggingface import load_params
@@ -32,17 +33,17 @@ def model_of(policy: Path, lora: LoraConfig | None = None) -> Decoder:
     return Decoder(decoder_config(policy, lora=lora))
 
 
-def check(config: Config, model: Decoder) -> None:
-    check_reference(config, model, tiny.mesh_of(), [])
+def check(config: Config, model: Decoder) -> SavedReference | None:
+    return check_reference(config, model, tiny.mesh_of(), [])
 
 
 def load(config: Config, model: Decoder) -> ScoredPolicy:
-    check(config, model)
     path = config.model.path
     return load_reference(
         config,
         model,
         tiny.mesh_of(),
+        saved=check(config, model),
         read_base=lambda: load_params(path, Decoder(dataclasses.replace(model.config, lora=None)), tiny.mesh_of()),
         checkpoints=None,
     )
@@ -53,6 +54,16 @@ def test_a_folder_of_another_family_is_run_by_a_decoder_of_its_own():
     assert found.model == model_of(LLAMA)
     assert found.policy.adapter is None
     chex.assert_trees_all_equal(found.policy.params, load_params(LLAMA, model_of(LLAMA), tiny.mesh_of()))
+
+
+def test_loading_takes_the_checked_reference_and_finds_none_again(monkeypatch):
+    config, model = config_of(QWEN2, f"{{source: checkpoint, path: {LLAMA}}}"), model_of(QWEN2, LORA)
+    saved = check(config, model)
+    assert (saved.format, saved.model) == ("folder", model_of(LLAMA))
+    monkeypatch.setattr(find, "find_reference", None)
+    monkeypatch.setattr(references_load, "find_reference", None)
+    found = load_reference(config, model, tiny.mesh_of(), saved=saved, read_base=lambda: None, checkpoints=None)
+    assert found.model == saved.model
 
 
 @pytest.mark.parametrize("lora", [None, LORA])

@@ -70,7 +70,7 @@ def test_scores_gradients_and_metrics_are_those_of_the_weights_it_stands_for(bas
 def test_every_reference_on_the_base_is_the_base_itself():
     config = tiny.config_of(LORA, "model.quantization=int8", *NEEDED, "reference={source: base}")
     model = tiny.model_of(config)
-    found = load_reference(config, model, tiny.mesh_of(), read_base=lambda: None, checkpoints=None)
+    found = load_reference(config, model, tiny.mesh_of(), saved=None, read_base=lambda: None, checkpoints=None)
     assert found.shares_base
     assert found.policy.adapter is None
     assert found.model == model

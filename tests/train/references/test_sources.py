@@ -63,7 +63,8 @@ def load(config: Config, root: Path) -> kljax.Policy | None:
         return restore_base(root / "base", abstract_params(model, mesh), "base")
 
     try:
-        found = load_reference(config, model, mesh, read_base=read_base, checkpoints=checkpoints)
+        saved = check_reference(config, model, mesh, checkpoints.steps())
+        found = load_reference(config, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
     finally:
         checkpoints.close()
     return None if found is None else found.policy

@@ -16,7 +16,7 @@ from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.references.find import check_vocabulary, find_reference
-from train.references.load import load_reference
+from train.references.load import check_reference, load_reference
 from train.rl.objective import coefficients
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states, init_params
 from train.rl.reference import reference_head
@@ -36,6 +36,12 @@ def teacher_params() -> dict:
 
 def distil(*overrides: str) -> Config:
     return tiny.config_of(*DISTIL, "kl.loss={coef: 1.0, estimator: exact}", *overrides)
+
+
+def load(config: Config) -> ScoredPolicy:
+    model, mesh = tiny.model_of(config), tiny.mesh_of()
+    saved = check_reference(config, model, mesh, [])
+    return load_reference(config, model, mesh, saved=saved, read_base=lambda: None, checkpoints=None)
 
 
 def log_probs(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
@@ -111,7 +117,7 @@ def test_a_reference_from_another_run_has_the_decoder_of_that_run(other_run):
     weights = init_params(tiny.model_of(WIDER), jax.random.key(3), tiny.mesh_of())
     save_base(other_run / "base", weights)
     config = distil(f"reference={{source: checkpoint, path: {other_run / 'base'}}}")
-    found = load_reference(config, tiny.model_of(config), tiny.mesh_of(), read_base=lambda: None, checkpoints=None)
+    found = load(config)
     assert found.model == tiny.model_of(WIDER)
     chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
 
@@ -128,7 +134,7 @@ def test_the_base_of_a_run_that_quantises_it_is_a_reference_before_that(other_ru
     config = distil(
         f"reference={{source: checkpoint, path: {other_run / 'base'}}}", "lora={rank: 2}", "model.quantization=int8"
     )
-    found = load_reference(config, tiny.model_of(config), tiny.mesh_of(), read_base=lambda: None, checkpoints=None)
+    found = load(config)
     assert found.model == tiny.model_of(WIDER)
     chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
 
