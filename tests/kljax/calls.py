@@ -107,7 +107,7 @@ SAMPLES: Options = {
 }
 
 
-class Stand(NamedTuple):
+class StandIn(NamedTuple):
     """Stands for the sample, or the drawn array, of a parameter; in this shape if not in the documented one.
 
     With `fields`, the array is the first field of the type that `TYPES` has for the parameter, and these are others.
@@ -117,17 +117,17 @@ class Stand(NamedTuple):
     fields: tuple[tuple[str, Any], ...] = ()
 
 
-GIVEN = Stand()
+GIVEN = StandIn()
 TYPES = {
     **{"head": kljax.Head, "ref_head": kljax.Head, "reference": kljax.ReferenceStates},
     **{"mask": kljax.Segments, "rejected_mask": kljax.Segments, "group_ids": kljax.Groups},
 }
 CAPPED = (("softcap", 2.0), ("logit_scale", 0.8), ("vocab_size", SIZES["V"] - 2), ("tile", kljax.Tile(24, 4)))
-HEAD = Stand("DV", (("bias", Stand("V")), *CAPPED))
-TURNED = Stand("VD", (("bias", Stand("V")), ("softcap", 1.5), ("vocab_size", SIZES["V"] - 2), ("layout", "vd")))
-NAIVE = Stand("DV", (("implementation", "reference"),))
-PACKED = Stand("", (("ids", Stand("BT")),))
-GROUPED = Stand("", (("count", GROUPS), ("valid", Stand("B"))))
+HEAD = StandIn("DV", (("bias", StandIn("V")), *CAPPED))
+TURNED = StandIn("VD", (("bias", StandIn("V")), ("softcap", 1.5), ("vocab_size", SIZES["V"] - 2), ("layout", "vd")))
+NAIVE = StandIn("DV", (("implementation", "reference"),))
+PACKED = StandIn("", (("ids", StandIn("BT")),))
+GROUPED = StandIn("", (("count", GROUPS), ("valid", StandIn("B"))))
 
 # An option, or one value of it, that has a meaning only beside others, where the function has those. Keys may name the
 # function: `function.option='value'`.
@@ -148,13 +148,13 @@ COMPANIONS: dict[str, Options] = {
     "divergence_mask.mask": {"level": "sequence"},
     "rejection_mask.mask": {"level": "geometric", "upper": GIVEN},
     "dpo_loss.mask": {"rejected_mask": PACKED},
-    "broadcast_to_tokens.mask": {"advantages": Stand("BG")},
-    "place_rewards.mask": {"scores": Stand("BT")},
-    "subtract_kl.mask": {"rewards": Stand("BT")},
-    "kl_shaped_rewards.mask": {"scores": Stand("BT")},
-    "remax_advantages.mask": {"baselines": Stand("BT")},
-    "opo_advantages.mask": {"rewards": Stand("BT"), "group_ids": Stand("BT")},
-    "otb_advantages.mask": {"group_ids": Stand("BT")},
+    "broadcast_to_tokens.mask": {"advantages": StandIn("BG")},
+    "place_rewards.mask": {"scores": StandIn("BT")},
+    "subtract_kl.mask": {"rewards": StandIn("BT")},
+    "kl_shaped_rewards.mask": {"scores": StandIn("BT")},
+    "remax_advantages.mask": {"baselines": StandIn("BT")},
+    "opo_advantages.mask": {"rewards": StandIn("BT"), "group_ids": StandIn("BT")},
+    "otb_advantages.mask": {"group_ids": StandIn("BT")},
 }
 # Combinations of options that single ones do not cover.
 VARIANTS: dict[str, list[Options]] = {
@@ -175,19 +175,19 @@ VARIANTS: dict[str, list[Options]] = {
     "clip_fraction": [{"level": "geometric", "clip_low": 0.02, "clip_high": 0.02}],
     "rejection_mask": [{"level": "geometric", "lower": 0.9, "upper": 1.1}],
     "log_probs_from_hidden": [
-        {"entropy": True, "head": Stand("DV", CAPPED), "reference": GIVEN},
-        {"entropy": "constant", "reference": Stand("", (("direction", "forward"),))},
+        {"entropy": True, "head": StandIn("DV", CAPPED), "reference": GIVEN},
+        {"entropy": "constant", "reference": StandIn("", (("direction", "forward"),))},
         {"head": TURNED},
         {"head": NAIVE, "entropy": True},
     ],
     "renormalized_log_probs": [
-        {"entropy": True, "head": Stand("DV", CAPPED), "reference": GIVEN},
+        {"entropy": True, "head": StandIn("DV", CAPPED), "reference": GIVEN},
         {"head": NAIVE},
     ],
     "kl_from_hidden": [{"head": HEAD, "ref_head": TURNED}, {"head": NAIVE, "ref_head": GIVEN}],
     "jsd_from_hidden": [{"head": HEAD, "ref_head": TURNED, "beta": 0.3}, {"head": NAIVE, "ref_head": GIVEN}],
     "token_loss_from_hidden": [
-        {"entropy": "constant", "reference": Stand("", (("direction", "forward"),))},
+        {"entropy": "constant", "reference": StandIn("", (("direction", "forward"),))},
         {"head": TURNED},
         {"head": NAIVE},
     ],
@@ -422,7 +422,7 @@ def _call(name: str, options: Options, seed: int) -> FunctionCall:
                 kinds["scalars"][parameter] = about.default
             continue
         value = options[parameter]
-        if _is_array(about) and isinstance(value, Stand):
+        if _is_array(about) and isinstance(value, StandIn):
             shape = tuple(SIZES[letter] for letter in value.shape) or _shape(name, parameter)
             value = _built(parameter, value, _draw(name, parameter, shape, seed, position), seed)
             is_float = jax.tree.all(jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), value))
@@ -437,7 +437,7 @@ def _call(name: str, options: Options, seed: int) -> FunctionCall:
     fields = [
         f"{parameter}.{field}" + ("" if isinstance(setting, tuple) else f"={setting}")
         for parameter, value in options.items()
-        if isinstance(value, Stand)
+        if isinstance(value, StandIn)
         for field, setting in value.fields
     ]
     listed = ", ".join(
@@ -450,12 +450,12 @@ def _call(name: str, options: Options, seed: int) -> FunctionCall:
     return _of_controller(FunctionCall(f"{name}({listed})", name, function, **kinds), seed)
 
 
-def _built(parameter: str, given: Stand, drawn: Any, seed: int) -> Any:
+def _built(parameter: str, given: StandIn, drawn: Any, seed: int) -> Any:
     """The drawn array, or the type of the parameter with it and the fields that are given."""
     if not given.fields:
         return drawn
     first = drawn if isinstance(drawn, tuple) else (drawn,)
-    shapes = {name: value.shape for name, value in given.fields if isinstance(value, Stand)}
+    shapes = {name: value.shape for name, value in given.fields if isinstance(value, StandIn)}
     arrays = {
         name: _draw("", name, tuple(SIZES[letter] for letter in shape), seed, 99) for name, shape in shapes.items()
     }

@@ -13,6 +13,7 @@ import torch
 from tests.goldens.systems import release, verl_distillation
 from tests.goldens.systems.controllers import trajectory
 from tests.goldens.systems.record import Call, InputTensors
+from tests.goldens.systems.verl_distillation import VerlConfig
 
 Params = Mapping[str, Any]
 Outputs = Mapping[str, Any]
@@ -29,14 +30,6 @@ POLICY_LOSSES = (
     "dro",
     "cispo",
 )
-
-
-class VerlConfig(types.SimpleNamespace):
-    """A config object of verl: attributes that also answer to `get`."""
-
-    def get(self, name: str, default: object = None) -> Any:
-        """The attribute, or the default where there is none."""
-        return getattr(self, name, default)
 
 
 def load(root: pathlib.Path) -> tuple[types.ModuleType, types.ModuleType, types.ModuleType]:

@@ -33,8 +33,8 @@ def forward_kl(top: Callable[..., Any], bounded: Callable[..., Any], given: Inpu
     return {"value": losses}
 
 
-class VerlDistillationConfig(types.SimpleNamespace):
-    """A config object of verl."""
+class VerlConfig(types.SimpleNamespace):
+    """A config object of verl: attributes that also answer to `get`."""
 
     def get(self, name: str, default: object = None) -> Any:
         """The attribute, or the default where there is none."""
@@ -43,7 +43,7 @@ class VerlDistillationConfig(types.SimpleNamespace):
 
 def distillation(methods: Mapping[str, Callable[..., Any]], given: InputTensors, params: Params) -> Outputs:
     """The distillation loss, or the policy loss of which it is the cost."""
-    loss = VerlDistillationConfig(**CLIPS, **params, global_batch_info={}, policy_loss_mode="vanilla")
+    loss = VerlConfig(**CLIPS, **params, global_batch_info={}, policy_loss_mode="vanilla")
     actor = types.SimpleNamespace(
         loss_agg_mode="token-mean", global_batch_info={}, loss_scale_factor=None, strategy="fsdp"
     )

@@ -34,17 +34,10 @@ def config_of(url: str, *overrides: str) -> Config:
     return tiny.config_of(*SHAPE, source, *overrides)
 
 
-class SameExamples:
-    """The same prompts at every step."""
-
-    def batch(self, step: int) -> list[Example]:
-        """`PROMPTS`."""
-        return [Example(prompt, "3", "3") for prompt in PROMPTS]
-
-
 def context_of(config: Config) -> RunContext:
     """The context of a config, with the prompts of the recording."""
-    return dataclasses.replace(tiny.context_of(config), prompts=SameExamples())
+    prompts = tiny.SamePrompts([Example(prompt, "3", "3") for prompt in PROMPTS])
+    return dataclasses.replace(tiny.context_of(config), prompts=prompts)
 
 
 def _drawn(name: str, shape: tuple[int, ...], seed: int) -> jax.Array:

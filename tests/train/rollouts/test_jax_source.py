@@ -48,20 +48,13 @@ def scripted(texts: list[str], finished: list[bool]):
     return draw
 
 
-class SamePrompts:
-    """The same prompts at every step."""
-
-    def batch(self, step: int) -> list[Example]:
-        return EXAMPLES
-
-
 TEXTS = ["3", "4", "7", "77", "10", "", "8", "8"]
 FINISHED = [True, True, True, True, True, False, False, True]
 
 
 def collected(*overrides: str):
     context = tiny.context_of(tiny.config_of(*overrides), task=TASK)
-    context = dataclasses.replace(context, prompts=SamePrompts())
+    context = dataclasses.replace(context, prompts=tiny.SamePrompts(EXAMPLES))
     source = JaxSource(context, scripted(TEXTS, FINISHED))
     source.update(kljax.Policy({}), 0)
     return collect(context, source, 0)
