@@ -93,7 +93,8 @@ class Plan:
       reference: whether a term or a metric reads the reference.
       ref_log_probs: whether one reads its log-probs of the sampled tokens; the exact KL does not.
       keeps_ref_log_probs: whether these are kept for the rows of a recording, which the reference then scores once.
-      exact_loss: whether the loss has the exact KL, which reads the hidden states of the reference.
+      exact_kl: whether an update computes the exact KL, as a term or a metric, from the hidden states of the reference.
+      exact_loss: whether it is a term of the loss.
       exact_reward: whether the reward has the exact KL.
       shares_head: whether policy and reference share the LM head, which is then frozen.
       old_log_probs: whether old log-probs take a pass. With one update per batch they are those of that update, unless
@@ -117,6 +118,7 @@ class Plan:
     reference: bool
     ref_log_probs: bool
     keeps_ref_log_probs: bool
+    exact_kl: bool
     exact_loss: bool
     exact_reward: bool
     shares_head: bool
@@ -177,7 +179,7 @@ class Plan:
             "old_log_probs": self.old_log_probs,
             "rollout_log_probs": self.rollout_log_probs,
             "ref_log_probs": self.ref_log_probs,
-            "ref_hidden": self.exact_loss,
+            "ref_hidden": self.exact_kl,
             "ref_exact_kl": self.exact_reward,
             "values": self.value_head,
             "sum_squared_probs": self.sum_squared_probs,
@@ -253,16 +255,22 @@ def _plan(config: Config) -> Plan:
     sampler = config.loss.old_log_probs == "sampler"
     mismatch = bool(config.correction) or config.rollout.mismatch_by_position > 0
     several = config.optim.updates_per_batch * config.optim.epochs > 1
-    ref_log_probs = config.reference.monitor or bool(sampled) or "ref_log_probs" in fields
+    monitor = config.reference.monitor
+    exact_kl = monitor == "exact" or on.get("loss") == "exact"
+    ref_log_probs = monitor is True or bool(sampled) or "ref_log_probs" in fields
     return Plan(
         loss=loss,
         advantage=advantage,
         corrections=correction_signatures(config),
         controllers=tuple(on),
         moving=tuple(name for name in on if terms[name].controller.type != DEFAULT_CONTROLLER.type),
-        reference=ref_log_probs or bool(on),
+        reference=ref_log_probs or exact_kl or bool(on),
         ref_log_probs=ref_log_probs,
-        keeps_ref_log_probs=ref_log_probs and "exact" not in on.values() and _rows_return_alike(config),
+        keeps_ref_log_probs=ref_log_probs
+        and not exact_kl
+        and "exact" not in on.values()
+        and _rows_return_alike(config),
+        exact_kl=exact_kl,
         exact_loss=on.get("loss") == "exact",
         exact_reward=on.get("reward") == "exact",
         shares_head=config.lora is not None and config.reference.source != "checkpoint",

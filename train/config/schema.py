@@ -15,6 +15,7 @@ from train.config.types import (
     Count,
     CountOrZero,
     Decay,
+    Monitor,
     PathText,
     Positive,
     RunName,
@@ -73,8 +74,8 @@ class BaseReference(Section):
     """`base`: adapter off, or the weights before RL; `step`: of this run; others: saved, or an average."""
     refresh_every: Count | None = None
     """base, step: replace the reference by the policy every so many steps; null: never."""
-    monitor: bool = False
-    """Compute the reference KL as a metric even if no coefficient needs it."""
+    monitor: Monitor = False
+    """Measure the KL to the reference even if no coefficient needs it; `exact`: over the whole vocabulary."""
 
 
 class StepReference(Section):
@@ -82,27 +83,27 @@ class StepReference(Section):
     step: CountOrZero
     """step: the step of this run that is the reference; 0 is the policy before RL."""
     refresh_every: Count | None = None
-    monitor: bool = False
+    monitor: Monitor = False
 
 
 class AdapterReference(Section):
     source: Literal["adapter"]
     path: PathText
     """adapter: a PEFT folder or orbax directory; checkpoint: a Hugging Face folder or orbax directory."""
-    monitor: bool = False
+    monitor: Monitor = False
 
 
 class CheckpointReference(Section):
     source: Literal["checkpoint"]
     path: PathText
-    monitor: bool = False
+    monitor: Monitor = False
 
 
 class EmaReference(Section):
     source: Literal["ema"]
     decay: Decay = 0.99
     """ema: weight of the old average after each step; the new policy has the rest."""
-    monitor: bool = False
+    monitor: Monitor = False
 
 
 ReferenceSection = Annotated[

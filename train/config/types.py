@@ -19,6 +19,7 @@ else:
         for name in ("Reduction", "Direction", "EmptyRows", "Estimator", "KLGradient")
     )
 EstimatorOrExact = Literal[Estimator, "exact"]
+Monitor = bool | Literal["exact"]
 RolloutEstimator = Literal["k1", "abs", "k2", "k3"]
 RejectedTokens = Literal["drop", "count"]
 OldLogProbs = Literal["trainer", "sampler"]

@@ -333,12 +333,13 @@ def _with_old_log_probs(batch: Batch, stats: kljax.TokenStats) -> Batch:
 def _exact_reference(
     plan: Plan, section: LossKL, batch: Batch, ref_head: kljax.Head | None
 ) -> kljax.ReferenceStates | None:
-    """Returns the reference of the loss's exact KL, or None without one."""
-    if not plan.exact_loss:
+    """Returns the reference of an update's exact KL, or None without one."""
+    if not plan.exact_kl:
         return None
     if ref_head is None and not plan.shares_head:
         raise ValueError("ref_head: got None, expected the head of the reference, which is not the policy's")
-    return kljax.ReferenceStates(required(batch.ref_hidden), ref_head, section.direction)
+    direction = section.direction if plan.exact_loss else "reverse"
+    return kljax.ReferenceStates(required(batch.ref_hidden), ref_head, direction)
 
 
 def _reference_kl(plan: Plan, section: LossKL, stats: kljax.TokenStats, batch: Batch) -> Array:

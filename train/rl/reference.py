@@ -29,7 +29,7 @@ def reference_head(plan: Plan, reference: ScoredPolicy | None) -> kljax.Head | N
 
     None if no term needs it, or if it is the policy's own head, which is then frozen.
     """
-    if reference is None or plan.shares_head or not (plan.exact_loss or plan.exact_reward):
+    if reference is None or plan.shares_head or not (plan.exact_kl or plan.exact_reward):
         return None
     decoder = reference.model.config
     return kljax.Head(

@@ -78,7 +78,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
                     per_token["ref_log_probs"] = ref_stats.log_prob
                 if plan.exact_reward:
                     exact = kljax.ReferenceStates(ref_hidden, reference_head(plan, reference))
-                if plan.exact_loss:
+                if plan.exact_kl:
                     states["ref_hidden"] = ref_hidden
             if plan.scores_policy:
                 options = {"reference": exact, "sum_squared_probs": plan.sum_squared_probs}

@@ -209,6 +209,7 @@ def test_kept_log_probs_lie_as_those_of_the_program():
         (("reference.refresh_every=2",), False),
         (("reference={source: step, step: 0, refresh_every: 2}",), False),
         (("kl.loss.estimator=exact", "reference.monitor=true"), False),
+        (("reference.monitor=exact",), False),
         (("optim.packing=true",), False),
         (("rollout.source.max_reference_mib=0",), False),
         (("rollout.source={type: jax}",), False),

@@ -507,6 +507,7 @@ def test_a_batch_needs_what_the_config_reads():
     assert fields(tiny.config_of()) == always
     assert fields(tiny.config_of("kl.rollout.coef=0.1")) == [*always, "rollout_log_probs"]
     assert fields(tiny.config_of("reference.monitor=true")) == [*always, "ref_log_probs"]
+    assert fields(tiny.config_of("reference.monitor=exact")) == [*always, "ref_hidden"]
     exact = ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}")
     assert fields(tiny.config_of(*exact)) == [*always, "ref_hidden", "ref_exact_kl"]
     both = fields(tiny.config_of(*exact, "kl.advantage.coef=0.1"))

@@ -236,6 +236,21 @@ def test_an_unchanged_policy_has_a_ratio_of_1_and_no_kl(shape, options):
     assert not batch.old_log_probs[~mask].any()
 
 
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_a_measured_exact_kl_is_that_of_the_loss_and_moves_nothing(loss):
+    """`ppo` is fused with the LM head; `gspo` reads whole completions."""
+    reference = moved_reference().policy.params
+    base = (f"loss={{type: {loss}}}", "kl.loss={coef: 0.3, estimator: k3}")
+    _, alone, plain = exact_update(tiny.config_of(*base), (1, 1, 1), reference)
+    _, gradient, metrics = exact_update(tiny.config_of(*base, "reference.monitor=exact"), (1, 1, 1), reference)
+    _, _, trained = exact_update(tiny.config_of(f"loss={{type: {loss}}}", EXACT[0]), (1, 1, 1), reference)
+    np.testing.assert_allclose(metrics["kl_reference_exact"], trained["kl_reference_exact"], rtol=1e-6)
+    assert metrics["kl_reference_exact"] > 0
+    assert "kl_reference_exact" not in plain
+    roundings = rounding.of_decoder(layers=tiny.LAYERS, longest_sum=256, passes=3)
+    rounding.assert_close_by_norm(gradient, alone, roundings=roundings)
+
+
 def model_applications(jaxpr: jax.extend.core.Jaxpr) -> int:
     """How often the scan over the layers of the model stands in a program."""
     found = 0
