@@ -256,7 +256,8 @@ def _plan(config: Config) -> Plan:
     mismatch = bool(config.correction) or config.rollout.mismatch_by_position > 0
     several = config.optim.updates_per_batch * config.optim.epochs > 1
     monitor = config.reference.monitor
-    exact_kl = monitor == "exact" or on.get("loss") == "exact"
+    exact_loss, exact_reward = (on.get(name) == "exact" for name in ("loss", "reward"))
+    exact_kl = exact_loss or monitor == "exact"
     ref_log_probs = monitor is True or bool(sampled) or "ref_log_probs" in fields
     return Plan(
         loss=loss,
@@ -266,13 +267,10 @@ def _plan(config: Config) -> Plan:
         moving=tuple(name for name in on if terms[name].controller.type != DEFAULT_CONTROLLER.type),
         reference=ref_log_probs or exact_kl or bool(on),
         ref_log_probs=ref_log_probs,
-        keeps_ref_log_probs=ref_log_probs
-        and not exact_kl
-        and "exact" not in on.values()
-        and _rows_return_alike(config),
+        keeps_ref_log_probs=ref_log_probs and not (exact_kl or exact_reward) and _rows_return_alike(config),
         exact_kl=exact_kl,
-        exact_loss=on.get("loss") == "exact",
-        exact_reward=on.get("reward") == "exact",
+        exact_loss=exact_loss,
+        exact_reward=exact_reward,
         shares_head=config.lora is not None and config.reference.source != "checkpoint",
         old_log_probs=(several and not sampler)
         or bool(sampled & {"reward", "advantage"})

@@ -338,8 +338,7 @@ def _exact_reference(
         return None
     if ref_head is None and not plan.shares_head:
         raise ValueError("ref_head: got None, expected the head of the reference, which is not the policy's")
-    direction = section.direction if plan.exact_loss else "reverse"
-    return kljax.ReferenceStates(required(batch.ref_hidden), ref_head, direction)
+    return kljax.ReferenceStates(required(batch.ref_hidden), ref_head, section.direction)
 
 
 def _reference_kl(plan: Plan, section: LossKL, stats: kljax.TokenStats, batch: Batch) -> Array:

@@ -27,7 +27,7 @@ class FrozenWeights:
 def reference_head(plan: Plan, reference: ScoredPolicy | None) -> kljax.Head | None:
     """Returns the reference's LM head for the exact KL, with its own layout and softcap.
 
-    None if no term needs it, or if it is the policy's own head, which is then frozen.
+    None if no term or metric needs it, or if it is the policy's own head, which is then frozen.
     """
     if reference is None or plan.shares_head or not (plan.exact_kl or plan.exact_reward):
         return None
