@@ -16,6 +16,15 @@ from benchmarks.harness.process import ROOT
 CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 
+def conditions(device: str | None = None) -> dict[str, Any]:
+    """Returns the first fields of a report: machine, versions and load; the command adds the load at the end.
+
+    Args:
+      device: platform of JAX; None takes the default one.
+    """
+    return {"machine": describe(jax.devices(device)[0]), "versions": versions(), "load": [load(), None]}
+
+
 def describe(device: jax.Device) -> dict[str, Any]:
     """Returns date, processor, memory and system, the kind of a GPU, and the flags of XLA."""
     text = CPUINFO.read_text() if CPUINFO.exists() else ""

@@ -76,11 +76,7 @@ def resident(field: str) -> int:
 
 
 def relative_distance(array: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the norm of the difference over the norm of `expected`; infinity if it is not finite.
-
-    Raises:
-      ValueError: if the shapes differ.
-    """
+    """Returns the norm of the difference over the norm of `expected`; infinity if it is not finite."""
     if array.shape != expected.shape:
         raise ValueError(f"array: got the shape {array.shape}, expected {expected.shape}")
     distance = np.linalg.norm(array - expected) / np.linalg.norm(expected)

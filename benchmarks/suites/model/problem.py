@@ -21,8 +21,7 @@ class ModelWork:
     """A Qwen 3 with a tied head, and a batch whose completions all have full length.
 
     Attributes:
-      vocab, layers, width, heads, kv_heads, head_dim, mlp_width: of the model.
-      prompts, samples: prompts of a batch, and completions per prompt.
+      samples: completions per prompt.
       prompt_length, completion_length: tokens, none of them padding.
       isa: the instruction set that its contenders are limited to; "" for all of the machine.
     """
@@ -45,23 +44,11 @@ class ModelWork:
 
     @property
     def rows(self) -> int:
-        """Returns the number of completions."""
         return self.prompts * self.samples
 
     @property
     def length(self) -> int:
-        """Returns the tokens of a prompt with its completion."""
         return self.prompt_length + self.completion_length
-
-    @property
-    def new_tokens(self) -> int:
-        """Returns the number of sampled tokens of a rollout."""
-        return self.rows * self.completion_length
-
-    @property
-    def tokens(self) -> int:
-        """Returns the number of tokens of an update, prompts included."""
-        return self.rows * self.length
 
     @property
     def end(self) -> int:
@@ -74,7 +61,7 @@ QUICK = ModelWork(vocab=160, layers=2, width=32, heads=2, kv_heads=1, head_dim=1
 
 
 def hf_config(work: ModelWork) -> dict[str, Any]:
-    """Returns the model as transformers' configuration of a Qwen 3 has it."""
+    """Returns the fields of the configuration of transformers."""
     return {
         "vocab_size": work.vocab,
         "hidden_size": work.width,

@@ -43,13 +43,11 @@ class TimedWriter:
         self._writer, self._clocks = writer, clocks
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
-        """Writes the values of a step."""
         if kind_of(step) in LOGGED:
             with self._clocks.stalled():
                 self._writer.write(phase, step, values)
 
     def timing(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes the timings of a step."""
         if kind_of(step) in LOGGED:
             with self._clocks.stalled():
                 self._writer.timing(step, values)
