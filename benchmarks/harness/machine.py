@@ -17,11 +17,7 @@ CPUINFO = pathlib.Path("/proc/cpuinfo")
 
 
 def conditions(device: str | None = None) -> dict[str, Any]:
-    """Returns the first fields of a report: machine, versions and load; the command adds the load at the end.
-
-    Args:
-      device: platform of JAX; None takes the default one.
-    """
+    """Returns the first fields of a report: machine, versions and load; the command adds the load at the end."""
     return {"machine": describe(jax.devices(device)[0]), "versions": versions(), "load": [load(), None]}
 
 

@@ -43,6 +43,13 @@ def test_weights_have_the_names_and_shapes_of_a_checkpoint_and_of_the_decoder(wo
     np.testing.assert_array_equal(kernel, weights["model.layers.1.mlp.down_proj.weight"].T)
 
 
+def test_rewards_differ_where_parities_do_not():
+    """As those of the tiny model, whose group with equal rewards had no advantage and no update to compare."""
+    first, second = problem.rewards(np.array([[23, 109, 13, 38, 138], [23, 50, 53, 20, 36]]))
+    assert first.dtype == np.float32
+    assert first != second
+
+
 def test_an_update_moves_the_policy_and_runs_have_their_parts(worker):
     held, directory = worker
     held.ask(do="score", path=str(directory / "kljax.npy"))

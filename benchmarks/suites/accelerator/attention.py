@@ -45,7 +45,6 @@ class AttentionContender:
         self.shapes = shapes
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of the libraries."""
         return {"jax": jax.__version__}
 
     def rows(self, of: str, seconds: float) -> list[dict[str, Any]]:

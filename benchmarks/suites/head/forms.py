@@ -95,11 +95,7 @@ def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]
 
 
 class FormsContender(abc.ABC):
-    """Answers the requests about the forms of one framework, which a subclass computes on its device.
-
-    Args:
-      inputs: of the problem; options: of the process; releases: directory of the releases, for PyTorch.
-    """
+    """Answers the requests about the forms of one framework, which a subclass computes on its device."""
 
     def __init__(self, inputs: Inputs, options: HeadOptions, releases: pathlib.Path | None = None) -> None:
         self.inputs, self.options, self.releases = inputs, options, releases
