@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.harness import cli
-from benchmarks.harness.machine import load
+from benchmarks.harness.measure import load
 from benchmarks.harness.process import RemoteError, start
 from benchmarks.harness.report import Report, table
 from benchmarks.suites.accelerator import packages

@@ -11,7 +11,6 @@ memory that PyTorch allocates), less the gradients. A missed target does not fai
 """
 
 import argparse
-import dataclasses
 import functools
 import os
 import sys
@@ -45,8 +44,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         chosen = (shared, size, options.contenders, options.rounds)
         measured, versions = suite.race_forms(*chosen, torch, fresh=not options.quick)
         fields["versions"] |= versions
-        targets = [check.as_json() for check in suite.checks(measured, shared.device)]
-        fields["sizes"].append({**dataclasses.asdict(measured), "targets": targets})
+        fields["sizes"].append(measured.as_json(suite.checks(measured, shared.device)))
     return fields
 
 

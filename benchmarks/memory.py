@@ -23,6 +23,7 @@ import tokenizers
 import kljax
 from benchmarks.harness import cli, machine
 from benchmarks.harness.measure import begin_peak, known, resident
+from benchmarks.harness.measure import load as load_average
 from benchmarks.harness.race import log
 from benchmarks.harness.report import Report, table
 from train.config.load import load
@@ -135,6 +136,7 @@ def report(fields: Mapping[str, Any]) -> Report:
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if not known():
         raise cli.EndError("this system does not tell the peak memory of a process")
+    load_before = load_average()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or pathlib.Path(scratch, MODEL)
         if not folder.exists():
@@ -151,7 +153,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             peaks[name] = resident("VmHWM")
             log(f"{name}: {peaks[name] / 2**20:,.0f} MiB")
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return machine.conditions() | {"weights": weights, "peaks": peaks}
+    return machine.conditions() | {"load": [load_before, None], "weights": weights, "peaks": peaks}
 
 
 main = cli.command(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from benchmarks.harness import machine
+from benchmarks.harness.measure import load
 from benchmarks.harness.report import Report
 
 Option = tuple[str, dict[str, Any]]
@@ -71,7 +71,7 @@ def command(
             print(f"ERROR {end}" if end.status else end, file=sys.stderr if end.status else sys.stdout)
             return end.status
         if "load" in fields:
-            fields["load"][1] = machine.load()
+            fields["load"][1] = load()
         done = report(json.loads(json.dumps(fields)))
         if done.checks:
             fields["targets"] = [check.as_json() for check in done.checks]

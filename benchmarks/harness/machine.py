@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 import kljax
+from benchmarks.harness.measure import load
 from benchmarks.harness.process import ROOT
 
 CPUINFO = pathlib.Path("/proc/cpuinfo")
@@ -41,11 +42,6 @@ def describe(device: jax.Device) -> dict[str, Any]:
     if os.environ.get("XLA_FLAGS"):
         fields["flags"] = f"`XLA_FLAGS={os.environ['XLA_FLAGS']}`"
     return fields
-
-
-def load() -> float | None:
-    """Returns the load average of the last minute, or None if the system has none."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import os
 import pathlib
 import time
 from collections.abc import Iterator
@@ -54,6 +55,11 @@ class Memory:
         yield
         self.parts[name] = resident("VmHWM") - self._start
         self._start = begin_peak()
+
+
+def load() -> float | None:
+    """Returns the load average of the last minute, or None if the system has none."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def known() -> bool:

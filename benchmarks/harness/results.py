@@ -1,7 +1,7 @@
 """Measurements of contenders, and the targets that they are compared with."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from benchmarks.harness.measure import Seconds
@@ -53,6 +53,10 @@ class Measured:
         """Reads a size of a JSON file."""
         results = {name: ContenderResult(**result) for name, result in fields["results"].items()}
         return cls(size(**fields["size"]), results, fields.get("rates") and rates(**fields["rates"]))
+
+    def as_json(self, checks: Iterable["Check"]) -> dict[str, Any]:
+        """Returns all fields and the targets."""
+        return {**dataclasses.asdict(self), "targets": [check.as_json() for check in checks]}
 
     def failures(self, tolerances: Mapping[str, float]) -> list[str]:
         """Lists the contenders that failed or differ by more from their baseline, a line each."""

@@ -3,12 +3,14 @@
 import dataclasses
 import io
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from benchmarks.harness import environments, measure, worker
-from benchmarks.harness.process import RemoteError, start
+from benchmarks.harness.process import ROOT, RemoteError, start
 from benchmarks.harness.results import ContenderResult, Measured
 from benchmarks.suites.head import jax_forms, suite
 from benchmarks.suites.head.forms import FormsContender
@@ -186,6 +188,12 @@ def test_another_process_compares_and_measures_its_memory(tmp_path):
     assert found["differences"]["gradients"] < 2e-6
     # The naive form holds the logits, 32 MiB, at least twice.
     assert peak is None or peak > 2 * 4 * size.tokens * size.vocab * 0.9
+
+
+def test_processes_of_other_environments_need_no_jax():
+    modules = ("harness.worker", "harness.measure", "suites.head.forms", "suites.model.problem")
+    program = f"import sys; sys.modules['jax'] = None; import {', '.join(f'benchmarks.{one}' for one in modules)}"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_a_process_that_cannot_load_or_start_is_an_error_and_not_a_hang(tmp_path):

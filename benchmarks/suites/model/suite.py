@@ -95,8 +95,7 @@ def measure(options: argparse.Namespace, part: str) -> dict[str, Any]:
     for work in [dataclasses.replace(work, isa=isa) for work in works_of(options) for isa in limits]:
         measured, versions = _race(work, options, part)
         fields["versions"] |= versions
-        targets = [check.as_json() for check in checks(measured, part)]
-        fields["sizes"].append({**dataclasses.asdict(measured), "targets": targets})
+        fields["sizes"].append(measured.as_json(checks(measured, part)))
     return fields
 
 
