@@ -93,7 +93,7 @@ def rewards(tokens: np.ndarray) -> np.ndarray:
 
     Two completions hardly ever tie, also short ones: without an advantage, an update is that of rounding alone.
     """
-    return np.mean(tokens, axis=1, dtype=np.float32)
+    return np.asarray(np.mean(tokens, axis=1), np.float32)
 
 
 def load_weights(directory: pathlib.Path) -> dict[str, np.ndarray]:
