@@ -1,7 +1,15 @@
 """The decoder and its adapters."""
 
 from train.models.cache import GroupCache, KeyValues, LayerCache, SlotCache
-from train.models.config import DecoderConfig, LinearScaling, Llama3Scaling, LoraConfig, Rope, YarnScaling
+from train.models.config import (
+    DecoderConfig,
+    LayerKind,
+    LinearScaling,
+    Llama3Scaling,
+    LoraConfig,
+    Rope,
+    YarnScaling,
+)
 from train.models.decoder import Decoder
 from train.models.layers import ValueHead
 from train.models.rope import RopeTables, rope_tables
@@ -13,6 +21,7 @@ __all__ = [
     "GroupCache",
     "KeyValues",
     "LayerCache",
+    "LayerKind",
     "LinearScaling",
     "Llama3Scaling",
     "LoraConfig",

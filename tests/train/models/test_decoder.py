@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from tests import other_seeds, rounding
-from train.models import Decoder, DecoderConfig, GroupCache, LoraConfig, Rope
+from train.models import Decoder, DecoderConfig, GroupCache, LayerKind, LoraConfig, Rope
 from train.models.attention import attend, causal_mask, token_positions
 from train.models.layers import RMSNorm, matmul
 from train.models.rope import apply_rope, rope_cos_sin
@@ -208,9 +208,9 @@ def test_depth_changes_neither_the_trace_nor_the_operations(sliding):
     """Also with layers of two kinds: what differs between layers is data."""
 
     def operations(layers: int) -> tuple[int, Counter[str]]:
-        kinds = tuple("full" if (layer + 1) % 3 else "sliding" for layer in range(layers)) if sliding else None
+        pattern = (LayerKind(), LayerKind(), LayerKind("sliding" if sliding else "full"))
         config = dataclasses.replace(
-            CONFIG, layers=layers, layer_kinds=kinds, sliding_window=2 if sliding else None, local_rope=Rope(10.0)
+            CONFIG, layers=layers, pattern=pattern, sliding_window=2 if sliding else None, local_rope=Rope(10.0)
         )
         model = Decoder(config)
         shapes = model.structure().params

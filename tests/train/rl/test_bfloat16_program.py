@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 
-from train.models import Decoder, DecoderConfig, GroupCache, KeyValues
+from train.models import Decoder, DecoderConfig, GroupCache, KeyValues, LayerKind
 from train.models.config import Rope
 
 SHAPE = {"vocab_size": 20, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 24, "qk_norm": True}
 # SiLU in both: the activation's tanh, which is in bfloat16, would be counted among those of the attention.
 GEMMA = {
     "layers": 2,
-    "layer_kinds": ("sliding", "full"),
+    "pattern": (LayerKind("sliding"), LayerKind("full")),
     "sliding_window": 3,
     "local_rope": Rope(100.0),
     "norm_offset": True,

@@ -9,7 +9,7 @@ import pytest
 
 import kljax
 from tests import other_seeds, tiny
-from train.models import Decoder, DecoderConfig
+from train.models import Decoder, DecoderConfig, LayerKind
 from train.models.sharding import make_mesh
 from train.rollouts.sampler import Sampling, WindowedSampler, sample, stop_table, windows
 from train.rollouts.sampler.windows import window_widths
@@ -18,7 +18,7 @@ from train.rollouts.sampler.windows import window_widths
 MODEL = Decoder(
     DecoderConfig(
         vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, sliding_window=5,
-        layer_kinds=("sliding", "full"), tie_embeddings=True,
+        pattern=(LayerKind("sliding"), LayerKind("full")), tie_embeddings=True,
     )
 )  # fmt: skip
 WIDTH, LIMIT, GROUP, PROMPTS = 6, 14, 4, 2
