@@ -26,6 +26,7 @@ from benchmarks.harness.measure import begin_peak, known, resident
 from benchmarks.harness.race import log
 from benchmarks.harness.report import Report, join, table, where
 from train.config.load import load
+from train.config.plan import Plan
 from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.plan.shapes import PUBLISHED
@@ -33,7 +34,7 @@ from train.references import load_reference
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients
 from train.rl.policy import init_params
-from train.rl.reference import drop_shared_base, reference_head
+from train.rl.reference import reference_head
 from train.rl.state import policy_of
 from train.rl.step import update_rows
 from train.rollouts import collect, open_source, sampling_policy
@@ -93,7 +94,7 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
     def read() -> None:
         base = load_initial_base(config, model, mesh)
         state = first_state(config, model, mesh, base, context.optimizer)
-        reference = load_reference(config, model, mesh, base=base, read_base=none, checkpoints=none)
+        reference = load_reference(config, model, mesh, saved=None, read_base=lambda: base, checkpoints=none)
         keep(base=base, state=state, reference=reference)
 
     def sample() -> None:
@@ -101,9 +102,7 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
         keep(batch=collect(context, source, 0).batch)
 
     def score() -> None:
-        base = kept["base"]
-        shared = drop_shared_base(kept["reference"], base)
-        keep(batch=programs.score(kept["state"].trainable, base, shared, kept["batch"]))
+        keep(batch=programs.score(kept["state"].trainable, kept["base"], kept["reference"], kept["batch"]))
 
     def prepare() -> None:
         batch, controllers, _ = programs.prepare(kept["batch"], kept["state"].controllers)
@@ -111,7 +110,7 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
 
     def update() -> None:
         (rows,) = update_rows(config, purpose_key(config.seed, "rows", 0))
-        coefs, head = coefficients(config, kept["controllers"]), reference_head(config, kept["reference"])
+        coefs, head = coefficients(config, kept["controllers"]), reference_head(Plan.of(config), kept["reference"])
         keep(state=programs.update(kept["state"], kept["base"], kept["batch"], rows, coefs, ref_head=head)[0])
 
     def evaluate_once() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kljax._typing import Array, ArrayLike, Mask, Scalar
-from kljax.batches import Groups, Segments
+from kljax.batches import Groups, Segments, has_known_values
 
 
 def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
@@ -74,8 +74,7 @@ def as_groups(group_ids: ArrayLike | Groups, num_groups: int | None, *, unknown:
         check_same_shape(**{name: ids, "group_ids.valid": groups.valid})
         ids = jnp.where(check_mask(groups.valid, "group_ids.valid"), ids.astype(int), -1)
     beyond = ids >= groups.count
-    seen = not isinstance(beyond, jax.core.Tracer) and beyond.is_fully_addressable
-    if seen and not unknown and beyond.any():
+    if has_known_values(beyond) and not unknown and beyond.any():
         raise ValueError(f"{name}: got {ids.max()}, expected ids below {limit} = {groups.count}")
     return dataclasses.replace(groups, ids=ids, valid=None)
 

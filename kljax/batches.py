@@ -106,14 +106,18 @@ class Groups:
             raise ValueError(f"groups.count: got {self.count}, expected a number >= 1")
 
 
+def has_known_values(array: jax.Array | np.ndarray) -> bool:
+    """Whether the values can be read: they are neither traced nor partly on devices of other processes."""
+    return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
+
+
 def _check_segment_ids(ids: jax.Array | np.ndarray, shape: tuple[int, ...]) -> None:
     """Checks all that is known; under jit shape and type."""
     if ids.shape != shape:
         raise ValueError(f"segments.ids: got shape {list(ids.shape)}, expected {list(shape)} as segments.mask has")
     if not np.issubdtype(ids.dtype, np.integer):
         raise TypeError(f"segments.ids: got dtype {ids.dtype}, expected an integer type")
-    traced = isinstance(ids, jax.core.Tracer) or (isinstance(ids, jax.Array) and not ids.is_fully_addressable)
-    if traced or not ids.size:
+    if not has_known_values(ids) or not ids.size:
         return
     ids = np.asarray(ids)
     if ids.max() >= ids.shape[-1]:

@@ -80,7 +80,7 @@ CONFIGS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Layout(NamedTuple):
+class ProcessLayout(NamedTuple):
     """Processes, devices of each, and the sizes of the mesh axes data, fsdp and tensor."""
 
     processes: int
@@ -92,14 +92,14 @@ class Layout(NamedTuple):
         return f"{self.processes} x {self.devices} | {shape}"
 
 
-ONE = Layout(1, 1, (1, 1, 1))
+ONE = ProcessLayout(1, 1, (1, 1, 1))
 LAYOUTS = (
-    *(Layout(1, 8, mesh) for mesh in ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2))),
-    *(Layout(2, 4, mesh) for mesh in ((2, 2, 2), (1, 8, 1))),
-    Layout(4, 2, (2, 2, 2)),
+    *(ProcessLayout(1, 8, mesh) for mesh in ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2))),
+    *(ProcessLayout(2, 4, mesh) for mesh in ((2, 2, 2), (1, 8, 1))),
+    ProcessLayout(4, 2, (2, 2, 2)),
 )
 # Axis tensor of the first spans both processes, so that they hold the same rows.
-QUICK = (Layout(2, 2, (1, 2, 2)), Layout(2, 1, (1, 1, 2)))
+QUICK = (ProcessLayout(2, 2, (1, 2, 2)), ProcessLayout(2, 1, (1, 1, 2)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Distance:
         return self.same_tokens and max(self.loss, self.weights) <= TOLERANCE and self.kl <= KL_TOLERANCE
 
 
-def run(layout: Layout, changes: tuple[str, ...], output: pathlib.Path, env: Mapping[str, str]) -> pathlib.Path:
+def run(layout: ProcessLayout, changes: tuple[str, ...], output: pathlib.Path, env: Mapping[str, str]) -> pathlib.Path:
     """Runs a config; returns the run directory, with the recorded rollouts in `rollouts`."""
     data, fsdp, tensor = layout.mesh
     mesh, size = f"mesh={{data: {data}, fsdp: {fsdp}, tensor: {tensor}}}", data * fsdp * tensor
@@ -198,8 +198,8 @@ def write_adapter(path: pathlib.Path) -> None:
 
 
 def measure(
-    names: list[str], layouts: tuple[Layout, ...], scratch: pathlib.Path
-) -> Iterator[tuple[str, Layout, Distance]]:
+    names: list[str], layouts: tuple[ProcessLayout, ...], scratch: pathlib.Path
+) -> Iterator[tuple[str, ProcessLayout, Distance]]:
     """Runs every config on one device and on every layout, and yields the distances."""
     env = environment(scratch)
     for number, name in enumerate(names):

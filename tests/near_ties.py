@@ -66,7 +66,7 @@ def assert_same_samples(
     for name in ("tokens", "completion_mask"):
         one, other = (np.where(before, np.asarray(getattr(samples, name)), 0) for samples in (actual, expected))
         np.testing.assert_array_equal(one, other, err_msg=name)
-    one, other = (np.where(before, np.asarray(samples.log_probs), 0) for samples in (actual, expected))
+    one, other = (np.where(before, np.asarray(samples.fields["log_probs"]), 0) for samples in (actual, expected))
     rounding.assert_close_by_norm(one, other, roundings=roundings)
     for row in np.flatnonzero(first < actual.tokens.shape[1]):
         column = int(first[row])

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 @dataclasses.dataclass
-class Peer:
+class StartedProcess:
     """One started process, and the files that take its output."""
 
     process: subprocess.Popen[bytes]
@@ -49,7 +49,7 @@ def free_port() -> int:
 @contextlib.contextmanager
 def started(
     module: str, *arguments: object, processes: int, devices: int, env: Mapping[str, str]
-) -> Iterator[list[Peer]]:
+) -> Iterator[list[StartedProcess]]:
     """Starts `python -m MODULE ARGUMENTS` as processes with `devices` virtual CPU devices each; kills those left over.
 
     With more than one process each gets `--coordinator`, `--process` and `--processes`.
@@ -73,11 +73,11 @@ def started(
                 )
             stack.callback(process.wait)
             stack.callback(process.kill)
-            peers.append(Peer(process, out, err))
+            peers.append(StartedProcess(process, out, err))
         yield peers
 
 
-def wait(peers: Sequence[Peer], seconds: float) -> None:
+def wait(peers: Sequence[StartedProcess], seconds: float) -> None:
     """Waits until all processes have ended.
 
     Raises:

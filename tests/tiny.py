@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,10 +16,11 @@ import kljax
 from train.config.load import apply_overrides, parse
 from train.config.schema import Config
 from train.data.prompts import Prompts
-from train.data.tasks import load_task
+from train.data.tasks import Example, load_task
 from train.data.tokenizers import ByteTokenizer
+from train.distributed import RowSplit
 from train.models import Decoder
-from train.models.sharding import make_mesh
+from train.models.sharding import batch_sharding, make_mesh
 from train.rl.batch import Batch
 from train.rl.host_memory import make_run_optimizer
 from train.rl.state import TrainState
@@ -169,7 +171,18 @@ def full_batch(log_probs: np.ndarray, seed: int = 0) -> Batch:
 
 def rollout_of(context: RunContext, completions: Completions) -> Rollout:
     """Shards the rows of completions over the devices, and judges them."""
-    return judge_rows(context, shard_completions(context, completions))
+    rows = RowSplit.of(batch_sharding(context.mesh), len(completions.examples))
+    return judge_rows(context, shard_completions(context, completions, rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class SamePrompts:
+    """The same prompts at every step."""
+
+    examples: Sequence[Example]
+
+    def batch(self, step: int) -> Sequence[Example]:
+        return self.examples
 
 
 def context_of(config: Config, **changes: Any) -> RunContext:

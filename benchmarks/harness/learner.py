@@ -16,7 +16,8 @@ from train.plan.shapes import TokenIds
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.objective import coefficients
-from train.rl.reference import FrozenWeights, Reference, drop_shared_base
+from train.rl.policy import ScoredPolicy
+from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState
 from train.rl.step import update_rows
 from train.rollouts.context import RunContext
@@ -46,7 +47,7 @@ class Learner:
         # An update donates the weights that it trains.
         first, base = (jax.tree.map(jnp.copy, params), None) if config.lora is None else (params, params)
         state = first_state(config, model, context.mesh, first, context.optimizer)
-        frozen = FrozenWeights(base, drop_shared_base(Reference(model, kljax.Policy(params)), base))
+        frozen = FrozenWeights(base, ScoredPolicy(model, kljax.Policy(params if base is None else None)))
         return cls(context, Programs.of(context, state), frozen, state)
 
     def score(self, batch: Batch) -> Batch:

@@ -45,18 +45,18 @@ def test_a_larger_limit_needs_no_more_cache(tmp_path, monkeypatch):
 
 
 def test_limits_that_draw_different_tokens_are_an_error(monkeypatch):
-    class Wrong:
+    class OtherTokens:
         def __init__(self, *_: object, max_new_tokens: int, **__: object) -> None:
             self.limit = max_new_tokens
 
-        def __call__(self, *arguments: object) -> "Wrong":
+        def __call__(self, *arguments: object) -> "OtherTokens":
             return self
 
         @property
         def tokens(self) -> np.ndarray:
             return np.full((TAIL.rows, TAIL.prompt_length + self.limit), self.limit)
 
-    monkeypatch.setattr(limits, "WindowedSampler", Wrong)
+    monkeypatch.setattr(limits, "WindowedSampler", OtherTokens)
     with pytest.raises(RuntimeError, match="differ"):
         limits.measure(TAIL, (8, 16), 0)
 

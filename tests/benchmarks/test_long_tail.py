@@ -30,7 +30,7 @@ def test_the_queue_saves_the_steps_of_the_longest_rows(tmp_path, monkeypatch):
 def test_ways_that_differ_are_an_error(monkeypatch):
     def of(token: int) -> Samples:
         whole = np.full((2, 3), token)
-        return Samples(whole, whole > 0, whole > 0, whole * -1.0, np.ones(2, bool))
+        return Samples(whole, whole > 0, whole > 0, np.ones(2, bool), {"log_probs": whole * -1.0})
 
     programs = {"continuous": lambda: [of(1)], "static": lambda: [of(2)]}
     monkeypatch.setattr(long_tail, "programs_of", lambda tail: programs)

@@ -164,7 +164,7 @@ def test_processes_race_and_what_is_missing_says_so(tmp_path, monkeypatch):
     """The driver with a stub of kljax's process, without JAX: what is asked, and in which order."""
     asked = []
 
-    class Remote:
+    class CountingContender:
         def ask(self, **request):
             asked.append(request["do"])
             if request["do"] == "score":
@@ -177,7 +177,7 @@ def test_processes_race_and_what_is_missing_says_so(tmp_path, monkeypatch):
         if name != "kljax":
             return real(work, directory, options, name, *settings)
         asked.append("start for memory" if settings == (suite.RETURN_AT_ONCE,) else "start")
-        return suite.contextlib.nullcontext(Remote())
+        return suite.contextlib.nullcontext(CountingContender())
 
     monkeypatch.setattr(suite, "process", process)
     files = tmp_path / "found.json", tmp_path / "found.md"
@@ -199,7 +199,7 @@ def test_processes_race_and_what_is_missing_says_so(tmp_path, monkeypatch):
 def test_races_run_under_each_instruction_set(tmp_path, monkeypatch):
     started = []
 
-    class Remote:
+    class StartedContender:
         def ask(self, **request):
             if request["do"] == "score":
                 np.save(request["path"], np.zeros((2, 2)))
@@ -208,7 +208,7 @@ def test_races_run_under_each_instruction_set(tmp_path, monkeypatch):
 
     def start(module, *, settings, **_):
         started.append(dict(settings))
-        return suite.contextlib.nullcontext(Remote())
+        return suite.contextlib.nullcontext(StartedContender())
 
     monkeypatch.setattr(suite, "start", start)
     monkeypatch.setattr(instructions, "lacking", lambda names: [name for name in names if name == "avx512"])

@@ -11,6 +11,8 @@ from tests import tiny
 from tests.faults.case import Fault, raised
 from tests.train.rollouts.test_recorded import BAD, SOURCE, row
 from train.data.tasks.jsonl import read_examples
+from train.distributed import RowSplit
+from train.models.sharding import batch_sharding
 from train.rollouts import Request, SourceError, open_source
 from train.rollouts.context import RunContext
 from train.rollouts.recorded import write_rows
@@ -44,6 +46,11 @@ def _open(path: pathlib.Path) -> Source:
     return open_source(dataclasses.replace(_context(), config=config))
 
 
+def _request(examples: list[Any]) -> Request:
+    rows = RowSplit.of(batch_sharding(_context().mesh), 2 * len(examples))
+    return Request(examples, 2, 0, key=None, rows=rows)
+
+
 def _line(**changes: Any) -> str:
     return json.dumps({name: value for name, value in (row(1, 1) | changes).items() if value is not None})
 
@@ -66,7 +73,7 @@ def _changed(directory: pathlib.Path, replacement: str) -> str:
     path.write_text("".join(json.dumps(row(number // 2, number % 2)) + "\n" for number in range(4)))
     source = _open(path)
     path.write_text(replacement)
-    request = Request(_context().prompts.batch(0)[:2], 2, 0, key=None)
+    request = _request(_context().prompts.batch(0)[:2])
     return raised(lambda: source.sample(request), f"{path}, line 1: changed since the start", error=SourceError)
 
 
@@ -76,7 +83,7 @@ def _surrogate(directory: pathlib.Path) -> str:
     try:
         write_rows(directory, 0, rows)
         source = _open(directory / "00000000.jsonl")
-        examples = source.sample(Request([None], 2, 0, key=None)).examples
+        examples = source.sample(_request([None])).examples
     except Exception:
         return "traceback"
     return "identical" if [example.prompt for example in examples] == ["a\ud800b"] * 2 else "silent"

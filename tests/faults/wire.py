@@ -69,7 +69,7 @@ def blanks(total: int) -> bytes:
 def wire(reply: Callable[[str], Reply]) -> Iterator[str]:
     """Starts a server and yields its address; `reply` returns the answer to a request of a path."""
 
-    class Handler(socketserver.StreamRequestHandler):
+    class WireHandler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             if self.request.recv(1, MSG_PEEK) == b"\x16":  # the start of TLS, which no server of plain HTTP can read
                 self.request.sendall(response(b"", "400 Bad Request"))
@@ -85,7 +85,7 @@ def wire(reply: Callable[[str], Reply]) -> Iterator[str]:
             with contextlib.suppress(OSError):
                 reply(request[1].decode())(self.request, json.loads(body) if body else {})
 
-    class Server(socketserver.ThreadingTCPServer):
+    class WireServer(socketserver.ThreadingTCPServer):
         daemon_threads = True
         request_queue_size = 64
 
@@ -96,7 +96,7 @@ def wire(reply: Callable[[str], Reply]) -> Iterator[str]:
             """Closes without a half-closed phase, so that a reset stays one."""
             self.close_request(request)
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = WireServer(("127.0.0.1", 0), WireHandler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

@@ -13,7 +13,7 @@ FAR_AWAY = 1e12
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RecordingPlan:
     """One call of one function, on each of the batches."""
 
     function: str
@@ -28,7 +28,7 @@ def grid(**choices: Iterable[Any]) -> list[dict[str, Any]]:
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
 
-def identities(system: str, plans: Iterable[Plan]) -> list[tuple[str, Plan, str]]:
+def identities(system: str, plans: Iterable[RecordingPlan]) -> list[tuple[str, RecordingPlan, str]]:
     """The id, the plan and the batch of every case, in order; ids count per function."""
     counts: dict[str, int] = {}
     cases = []

@@ -14,7 +14,7 @@ from tests.integration.command import LORA, PPO, files, saved_arrays, state_arra
 from train.data.tokenizers import load_tokenizer
 from train.export import main
 from train.models import Decoder
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.run.saved import SavedRun, fitting
 from train.run.setup import config_mesh
 from train.weights.huggingface import load_params
@@ -109,10 +109,14 @@ def test_merged_weights_become_a_folder_of_hugging_face(lora, export):
     whole = Decoder(decoder_config(folder))
     assert whole.config == dataclasses.replace(model.config, lora=None)
     tokens, mask = jax.random.randint(jax.random.key(0), (2, 9), 0, 256), np.ones((2, 9), bool)
-    stats = jax.jit(functools.partial(token_stats, temperature=1.0), static_argnums=0)
-    expected = stats(model, saved.policy(model, mesh, saved.config.steps), tokens, mask)[0].log_prob
-    got = stats(whole, kljax.Policy(load_params(folder, whole, mesh)), tokens, mask)[0].log_prob
-    base = stats(model, saved.policy(model, mesh, 0), tokens, mask)[0].log_prob
+    stats = jax.jit(functools.partial(token_stats, temperature=1.0))
+    expected = stats(ScoredPolicy(model, saved.policy(model, mesh, saved.config.steps)), Sequences(tokens, mask))[
+        0
+    ].log_prob
+    got = stats(ScoredPolicy(whole, kljax.Policy(load_params(folder, whole, mesh))), Sequences(tokens, mask))[
+        0
+    ].log_prob
+    base = stats(ScoredPolicy(model, saved.policy(model, mesh, 0)), Sequences(tokens, mask))[0].log_prob
     np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6)
     assert np.abs(expected - base).max() > 1e-4
 

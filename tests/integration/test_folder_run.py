@@ -16,7 +16,7 @@ from train.data.tokenizers import load_tokenizer
 from train.export import export
 from train.models import Decoder
 from train.models.sharding import make_mesh
-from train.rl.policy import init_params, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, init_params, token_stats
 from train.run.run import run
 from train.run.saved import SavedRun
 from train.weights.files import read_record
@@ -61,7 +61,11 @@ def log_probs(config_path: Path, overrides: list[str], *policies_of) -> list[np.
     config, mesh = load(config_path, overrides).config, make_mesh()
     model = make_model(config, load_tokenizer(config))
     tokens = np.random.default_rng(0).integers(0, 320, (2, 12)).astype(np.int32)
-    score = jax.jit(lambda policy: token_stats(model, policy, tokens, tokens >= 0, temperature=1.0)[0].log_prob)
+    score = jax.jit(
+        lambda policy: (
+            token_stats(ScoredPolicy(model, policy), Sequences(tokens, tokens >= 0), temperature=1.0)[0].log_prob
+        )
+    )
     return [np.asarray(score(policy_of(model, mesh))) for policy_of in policies_of]
 
 

@@ -15,7 +15,7 @@ from train.eval import main as evaluate
 from train.export import main as export
 from train.models import Decoder
 from train.models.int8 import is_int8
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.run.saved import SavedRun, fitting
 from train.run.setup import config_mesh
 from train.weights.huggingface import load_params
@@ -91,14 +91,16 @@ def test_a_config_that_starts_from_the_saved_base_is_evaluated_as_the_run_began(
 def test_what_is_exported_has_the_log_probs_of_the_run(run, capsys, tmp_path):
     model, mesh, policy = policy_of(run, STEPS)
     tokens, mask = jax.random.randint(jax.random.key(0), (2, 9), 0, 256), np.ones((2, 9), bool)
-    stats = jax.jit(functools.partial(token_stats, temperature=1.0), static_argnums=0)
-    expected = stats(model, policy, tokens, mask)[0].log_prob
+    stats = jax.jit(functools.partial(token_stats, temperature=1.0))
+    expected = stats(ScoredPolicy(model, policy), Sequences(tokens, mask))[0].log_prob
     folder = tmp_path / "merged"
     assert export([str(run), "--to", str(folder), "--merge"]) == 0
     assert "The base was held in int8: these are the weights that it stands for" in capsys.readouterr().out
     whole = Decoder(decoder_config(folder))
     assert whole.config == dataclasses.replace(model.config, lora=None, quantization=None)
-    got = stats(whole, kljax.Policy(load_params(folder, whole, mesh)), tokens, mask)[0].log_prob
+    got = stats(ScoredPolicy(whole, kljax.Policy(load_params(folder, whole, mesh))), Sequences(tokens, mask))[
+        0
+    ].log_prob
     np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6)
     assert export([str(run), "--to", str(tmp_path / "adapter")]) == 0
     assert "int8" not in capsys.readouterr().out

@@ -107,7 +107,7 @@ SAMPLES: Options = {
 }
 
 
-class Given(NamedTuple):
+class StandIn(NamedTuple):
     """Stands for the sample, or the drawn array, of a parameter; in this shape if not in the documented one.
 
     With `fields`, the array is the first field of the type that `TYPES` has for the parameter, and these are others.
@@ -117,17 +117,17 @@ class Given(NamedTuple):
     fields: tuple[tuple[str, Any], ...] = ()
 
 
-GIVEN = Given()
+GIVEN = StandIn()
 TYPES = {
     **{"head": kljax.Head, "ref_head": kljax.Head, "reference": kljax.ReferenceStates},
     **{"mask": kljax.Segments, "rejected_mask": kljax.Segments, "group_ids": kljax.Groups},
 }
 CAPPED = (("softcap", 2.0), ("logit_scale", 0.8), ("vocab_size", SIZES["V"] - 2), ("tile", kljax.Tile(24, 4)))
-HEAD = Given("DV", (("bias", Given("V")), *CAPPED))
-TURNED = Given("VD", (("bias", Given("V")), ("softcap", 1.5), ("vocab_size", SIZES["V"] - 2), ("layout", "vd")))
-NAIVE = Given("DV", (("implementation", "reference"),))
-PACKED = Given("", (("ids", Given("BT")),))
-GROUPED = Given("", (("count", GROUPS), ("valid", Given("B"))))
+HEAD = StandIn("DV", (("bias", StandIn("V")), *CAPPED))
+TURNED = StandIn("VD", (("bias", StandIn("V")), ("softcap", 1.5), ("vocab_size", SIZES["V"] - 2), ("layout", "vd")))
+NAIVE = StandIn("DV", (("implementation", "reference"),))
+PACKED = StandIn("", (("ids", StandIn("BT")),))
+GROUPED = StandIn("", (("count", GROUPS), ("valid", StandIn("B"))))
 
 # An option, or one value of it, that has a meaning only beside others, where the function has those. Keys may name the
 # function: `function.option='value'`.
@@ -148,13 +148,13 @@ COMPANIONS: dict[str, Options] = {
     "divergence_mask.mask": {"level": "sequence"},
     "rejection_mask.mask": {"level": "geometric", "upper": GIVEN},
     "dpo_loss.mask": {"rejected_mask": PACKED},
-    "broadcast_to_tokens.mask": {"advantages": Given("BG")},
-    "place_rewards.mask": {"scores": Given("BT")},
-    "subtract_kl.mask": {"rewards": Given("BT")},
-    "kl_shaped_rewards.mask": {"scores": Given("BT")},
-    "remax_advantages.mask": {"baselines": Given("BT")},
-    "opo_advantages.mask": {"rewards": Given("BT"), "group_ids": Given("BT")},
-    "otb_advantages.mask": {"group_ids": Given("BT")},
+    "broadcast_to_tokens.mask": {"advantages": StandIn("BG")},
+    "place_rewards.mask": {"scores": StandIn("BT")},
+    "subtract_kl.mask": {"rewards": StandIn("BT")},
+    "kl_shaped_rewards.mask": {"scores": StandIn("BT")},
+    "remax_advantages.mask": {"baselines": StandIn("BT")},
+    "opo_advantages.mask": {"rewards": StandIn("BT"), "group_ids": StandIn("BT")},
+    "otb_advantages.mask": {"group_ids": StandIn("BT")},
 }
 # Combinations of options that single ones do not cover.
 VARIANTS: dict[str, list[Options]] = {
@@ -175,19 +175,19 @@ VARIANTS: dict[str, list[Options]] = {
     "clip_fraction": [{"level": "geometric", "clip_low": 0.02, "clip_high": 0.02}],
     "rejection_mask": [{"level": "geometric", "lower": 0.9, "upper": 1.1}],
     "log_probs_from_hidden": [
-        {"entropy": True, "head": Given("DV", CAPPED), "reference": GIVEN},
-        {"entropy": "constant", "reference": Given("", (("direction", "forward"),))},
+        {"entropy": True, "head": StandIn("DV", CAPPED), "reference": GIVEN},
+        {"entropy": "constant", "reference": StandIn("", (("direction", "forward"),))},
         {"head": TURNED},
         {"head": NAIVE, "entropy": True},
     ],
     "renormalized_log_probs": [
-        {"entropy": True, "head": Given("DV", CAPPED), "reference": GIVEN},
+        {"entropy": True, "head": StandIn("DV", CAPPED), "reference": GIVEN},
         {"head": NAIVE},
     ],
     "kl_from_hidden": [{"head": HEAD, "ref_head": TURNED}, {"head": NAIVE, "ref_head": GIVEN}],
     "jsd_from_hidden": [{"head": HEAD, "ref_head": TURNED, "beta": 0.3}, {"head": NAIVE, "ref_head": GIVEN}],
     "token_loss_from_hidden": [
-        {"entropy": "constant", "reference": Given("", (("direction", "forward"),))},
+        {"entropy": "constant", "reference": StandIn("", (("direction", "forward"),))},
         {"head": TURNED},
         {"head": NAIVE},
     ],
@@ -214,7 +214,7 @@ QUICK = {
 }
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """One call: a name to read in a failure, the public function it is of, what is called, and the arguments by kind.
 
     `arrays` are floats that a gradient can be taken to; `data` are masks, ids, keys; `scalars` are numbers that may
@@ -269,7 +269,7 @@ def parameters(name: str) -> Mapping[str, inspect.Parameter]:
 
 
 @functools.cache
-def calls_of(name: str, seed: int = 0) -> tuple[Call, ...]:
+def calls_of(name: str, seed: int = 0) -> tuple[FunctionCall, ...]:
     """Every call of a public function; another seed draws other arrays for the same calls.
 
     The arrays are in float64 whichever test asks first: one that lowers in float32 may be the first of its worker.
@@ -283,7 +283,7 @@ def inputs(name: str, seed: int = 0) -> list[tuple[Any, Any]]:
     return [(call.arrays, call.data) for call in calls_of(name, seed)]
 
 
-def each_call(name: str, run: Callable[[Call, Any, Any], Any]) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
+def each_call(name: str, run: Callable[[FunctionCall, Any, Any], Any]) -> Callable[[list[tuple[Any, Any]]], list[Any]]:
     """A function of the inputs of every call of `name`, which runs them one after the other."""
 
     calls = calls_of(name)
@@ -410,7 +410,7 @@ def _companions(name: str, parameter: str, value: Any) -> Options:
     return {other: sample for other, sample in found.items() if other in parameters(name)}
 
 
-def _call(name: str, options: Options, seed: int) -> Call:
+def _call(name: str, options: Options, seed: int) -> FunctionCall:
     function = getattr(kljax, name)
     known = parameters(name)
     kinds: dict[str, Options] = {"arrays": {}, "data": {}, "scalars": {}, "static": {}}
@@ -422,7 +422,7 @@ def _call(name: str, options: Options, seed: int) -> Call:
                 kinds["scalars"][parameter] = about.default
             continue
         value = options[parameter]
-        if _is_array(about) and isinstance(value, Given):
+        if _is_array(about) and isinstance(value, StandIn):
             shape = tuple(SIZES[letter] for letter in value.shape) or _shape(name, parameter)
             value = _built(parameter, value, _draw(name, parameter, shape, seed, position), seed)
             is_float = jax.tree.all(jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.floating), value))
@@ -437,7 +437,7 @@ def _call(name: str, options: Options, seed: int) -> Call:
     fields = [
         f"{parameter}.{field}" + ("" if isinstance(setting, tuple) else f"={setting}")
         for parameter, value in options.items()
-        if isinstance(value, Given)
+        if isinstance(value, StandIn)
         for field, setting in value.fields
     ]
     listed = ", ".join(
@@ -447,22 +447,22 @@ def _call(name: str, options: Options, seed: int) -> Call:
             *(k if callable(v) or isinstance(v, tuple) else f"{k}={v}" for k, v in sorted(unusual.items())),
         ]
     )
-    return _of_controller(Call(f"{name}({listed})", name, function, **kinds), seed)
+    return _of_controller(FunctionCall(f"{name}({listed})", name, function, **kinds), seed)
 
 
-def _built(parameter: str, given: Given, drawn: Any, seed: int) -> Any:
+def _built(parameter: str, given: StandIn, drawn: Any, seed: int) -> Any:
     """The drawn array, or the type of the parameter with it and the fields that are given."""
     if not given.fields:
         return drawn
     first = drawn if isinstance(drawn, tuple) else (drawn,)
-    shapes = {name: value.shape for name, value in given.fields if isinstance(value, Given)}
+    shapes = {name: value.shape for name, value in given.fields if isinstance(value, StandIn)}
     arrays = {
         name: _draw("", name, tuple(SIZES[letter] for letter in shape), seed, 99) for name, shape in shapes.items()
     }
     return TYPES[parameter](*first, **{**dict(given.fields), **arrays})
 
 
-def _of_controller(call: Call, seed: int) -> Call:
+def _of_controller(call: FunctionCall, seed: int) -> FunctionCall:
     """A controller is a pair of functions: what is called is one update of its first state."""
     if inspect.signature(call.function).return_annotation is not kljax.Controller:
         return call
@@ -516,7 +516,7 @@ SHAPES = {"hidden": "BTD", "ref_hidden": "BTD", "head": "DV", "ref_head": "DV", 
 TREES = ("tree", "params", "reference", "policy")
 
 
-def mask_of(call: Call) -> np.ndarray:
+def mask_of(call: FunctionCall) -> np.ndarray:
     """The mask of a call, of packed rows without the padding."""
     return np.asarray(check_mask(call.data["mask"]))
 

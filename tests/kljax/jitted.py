@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from tests.kljax import calls
-from tests.kljax.calls import Call, calls_of, each_call, inputs
+from tests.kljax.calls import FunctionCall, calls_of, each_call, inputs
 
 
 @functools.cache
@@ -18,7 +18,7 @@ def traced_calls(name: str) -> dict[str, Callable[..., Any]]:
     JAX keeps its trace for the transformations that use it.
     """
 
-    def traced(call: Call) -> Callable[..., Any]:
+    def traced(call: FunctionCall) -> Callable[..., Any]:
         def value_and_grads(arrays: Any, data: Any, scalars: Any) -> Any:
             return call.value_and_grads(arrays, data, scalars)
 

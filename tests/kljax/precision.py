@@ -17,7 +17,7 @@ import numpy as np
 
 import kljax
 from tests.kljax import calls
-from tests.kljax.calls import Call, callable_functions, calls_of, each_call
+from tests.kljax.calls import FunctionCall, callable_functions, calls_of, each_call
 
 MODULES = ("kljax.kl", "kljax.ratios", "kljax.losses")
 # Their answer for a token depends on the others, or on more than a log-ratio.
@@ -61,7 +61,7 @@ def functions() -> list[str]:
     return [name for name in callable_functions() if is_of_log_ratios(name) and "log_probs" in calls.parameters(name)]
 
 
-def rows(call: Call, log_probs: np.ndarray, other: np.ndarray, advantages: np.ndarray) -> tuple[Any, Any]:
+def rows(call: FunctionCall, log_probs: np.ndarray, other: np.ndarray, advantages: np.ndarray) -> tuple[Any, Any]:
     """Inputs of a call with one token per row, `[N, 1]`; importance weights are 1, every token is unmasked.
 
     A row that another is compared with has not moved, so that the loss of a pair is one of a single log-ratio as well.
@@ -79,7 +79,7 @@ def rows(call: Call, log_probs: np.ndarray, other: np.ndarray, advantages: np.nd
     return {name: jnp.asarray(value)[:, None] for name, value in arrays.items()}, data
 
 
-def value_and_slope(call: Call, arrays: Any, data: Any) -> Any:
+def value_and_slope(call: FunctionCall, arrays: Any, data: Any) -> Any:
     """`[N]` values of tokens or rows and their gradients to the log-probs; None for a result that is no such array."""
 
     def value(log_probs: jax.Array) -> jax.Array:
@@ -96,7 +96,7 @@ def value_and_slope(call: Call, arrays: Any, data: Any) -> Any:
 def program(name: str) -> Any:
     """All calls of a function, in float32 and in float64; compiled once for each number of rows."""
 
-    def run(call: Call, arrays: Any, data: Any) -> Any:
+    def run(call: FunctionCall, arrays: Any, data: Any) -> Any:
         wide = jax.tree.map(lambda x: x.astype(jnp.float64), arrays)
         return value_and_slope(call, arrays, data), value_and_slope(call, wide, data)
 

@@ -29,7 +29,7 @@ from tests.kljax.calls import (
     LENGTH,
     NOT_CALLED,
     ROWS,
-    Call,
+    FunctionCall,
     callable_functions,
     calls_of,
     compiled,
@@ -187,20 +187,20 @@ def traced_in_vmap(name: str) -> None:
 
 
 def in_scan(name: str) -> None:
-    def run(call: Call, arrays: Any, data: Any) -> Any:
+    def run(call: FunctionCall, arrays: Any, data: Any) -> Any:
         return jax.lax.scan(lambda carry, x: (carry, call.value_and_grads(*x)), (), (arrays, data))[1]
 
     check_both(name, compiled(each_call(name, run), stacked(name)))
 
 
 def in_remat(name: str) -> None:
-    def run(call: Call, arrays: Any, data: Any) -> Any:
+    def run(call: FunctionCall, arrays: Any, data: Any) -> Any:
         return calls.value_and_grads(jax.checkpoint(lambda arrays: call(arrays, data)), arrays)
 
     check(name, compiled(each_call(name, run), inputs(name)), jitted(name)[0], SAME_ORDER)
 
 
-def on_every_device(call: Call, arrays: Any, data: Any) -> Any:
+def on_every_device(call: FunctionCall, arrays: Any, data: Any) -> Any:
     """The call inside `shard_map`, each device holding some of the rows, put together to the result of all rows."""
     results = zip(calls_of(call.of), jitted(call.of)[0], strict=True)
     whole = next(out for each, (out, _) in results if each.name == call.name)
@@ -221,7 +221,7 @@ def on_every_device(call: Call, arrays: Any, data: Any) -> Any:
     return jax.shard_map(on_one, mesh=devices, in_specs=specs, out_specs=by_rows(whole))(arrays, data)
 
 
-def of_groups(call: Call, data: Any) -> tuple[Call, Any]:
+def of_groups(call: FunctionCall, data: Any) -> tuple[FunctionCall, Any]:
     """The call with its groups spread over the axis."""
     groups, known = data["group_ids"], {**call.static, **call.scalars}
     if not isinstance(groups, kljax.Groups):
@@ -261,7 +261,7 @@ def own_part(result: jax.Array) -> jax.Array:
     return jax.lax.pmean(result, "rows") if mean else jax.lax.pmax(result, "rows")
 
 
-def value_and_grads_on_every_device(call: Call, arrays: Any, data: Any) -> Any:
+def value_and_grads_on_every_device(call: FunctionCall, arrays: Any, data: Any) -> Any:
     return calls.value_and_grads(lambda arrays: on_every_device(call, arrays, data), arrays)
 
 

@@ -54,6 +54,16 @@ def public_names() -> list[str]:
     return [*kljax.__all__, *inner]
 
 
+def test_class_name_stands_once_in_the_repository() -> None:
+    places: dict[str, list[str]] = {}
+    for folder in ("kljax", "train", "benchmarks", "tests", "docs"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def thing_of(name: str) -> typing.Any:
     return operator.attrgetter(name)(kljax)
 

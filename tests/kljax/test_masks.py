@@ -16,7 +16,7 @@ import pytest
 import kljax
 from tests import oracles
 from tests.kljax import calls
-from tests.kljax.calls import Call, callable_functions, calls_of
+from tests.kljax.calls import FunctionCall, callable_functions, calls_of
 from tests.kljax.jitted import program
 
 POISON = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
@@ -40,17 +40,17 @@ COMPARE = {
 Inputs = list[tuple[Any, Any]]
 
 
-def looks_under(call: Call) -> bool:
+def looks_under(call: FunctionCall) -> bool:
     """Whether a call, or every call of its function, looks under the mask."""
     return bool({call.name, call.name.partition("(")[0]} & LOOK_UNDER_THE_MASK.keys())
 
 
-def lying_under(call: Call) -> list[str]:
+def lying_under(call: FunctionCall) -> list[str]:
     """The float arrays of a call that hold something for each token or for each row."""
     return [name for name, array in call.arrays.items() if hidden(call, array) is not None]
 
 
-def hidden(call: Call, array: Any) -> np.ndarray | None:
+def hidden(call: FunctionCall, array: Any) -> np.ndarray | None:
     """Where the mask hides an array, in its shape; None for one that is neither of tokens nor of rows."""
     mask = calls.mask_of(call)
     if not isinstance(array, jax.Array):
@@ -66,7 +66,7 @@ MASKED = [name for name in callable_functions() if "mask" in calls.parameters(na
 def filled(name: str, value: float, only: str | None = None) -> Inputs:
     """The inputs of every call with `value` where the mask hides them, in all arrays or in one, else harmless."""
 
-    def fill(call: Call, parameter: str, array: Any) -> Any:
+    def fill(call: FunctionCall, parameter: str, array: Any) -> Any:
         at = hidden(call, array)
         return array if at is None else np.where(at, value if only in (None, parameter) else HARMLESS, array)
 

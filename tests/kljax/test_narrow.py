@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from tests.kljax import calls
-from tests.kljax.calls import Call, callable_functions, calls_of
+from tests.kljax.calls import FunctionCall, callable_functions, calls_of
 
 # These move arrays of any type, and keep it.
 KEEP_THE_DTYPE = {"ema_reference", "refreshed_reference", "shift_right"}
@@ -56,7 +56,7 @@ def computes_in(dtype: Any, equation: Any) -> bool:
     return any(getattr(aval, "dtype", None) == dtype for aval in avals)
 
 
-def check_computed_in_float32(call: Call, dtype: Any) -> None:
+def check_computed_in_float32(call: FunctionCall, dtype: Any) -> None:
     """Reads off the program, not its numbers: XLA may keep a sum in float32 on one device that it rounds on another."""
     arrays = in_dtype(call.arrays, dtype)
     program, shapes = jax.make_jaxpr(call.value_and_grads, return_shape=True)(arrays, call.data)
@@ -121,7 +121,7 @@ OF_BITS = {"fingerprint"}
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(set(callable_functions()) - OF_BITS))
 def test_narrow_inputs_give_the_numbers_of_the_same_inputs_in_float32(name: str) -> None:
-    def run(call: Call, arrays: Any, data: Any) -> Any:
+    def run(call: FunctionCall, arrays: Any, data: Any) -> Any:
         if name in KEEP_THE_DTYPE:  # a sum over its results would itself round
             return [(call(x, data), ()) for x in arrays]
         return [call.value_and_grads(x, data) for x in arrays]

@@ -13,7 +13,7 @@ from jax.test_util import check_grads
 
 import kljax
 from tests.kljax import calls, precision
-from tests.kljax.calls import Call, callable_functions, calls_of
+from tests.kljax.calls import FunctionCall, callable_functions, calls_of
 
 INF = np.inf
 
@@ -367,7 +367,7 @@ DETACHED = {
 ATTACHED = ("gradient=sequence", "gradient=value", "estimator=none", "(ref_head")
 
 
-def is_detached(call: Call) -> bool:
+def is_detached(call: FunctionCall) -> bool:
     return call.name.startswith(tuple(DETACHED)) and not any(option in call.name for option in ATTACHED)
 
 
@@ -375,12 +375,12 @@ def differentiated() -> list[str]:
     return [name for name in callable_functions() if getattr(kljax, name).__module__.startswith(DIFFERENTIATED)]
 
 
-def of_floats(call: Call) -> bool:
+def of_floats(call: FunctionCall) -> bool:
     shapes = jax.eval_shape(call, call.arrays, call.data)
     return bool(call.arrays) and any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(shapes))
 
 
-def only_first_order(call: Call) -> bool:
+def only_first_order(call: FunctionCall) -> bool:
     """Whether it is computed tile by tile, with a gradient in closed form that is not differentiated again."""
     heads = [x for x in jax.tree.leaves(call.arrays, is_leaf=is_head) if is_head(x)]
     return "head" in calls.parameters(call.of) and not any(head.implementation == "reference" for head in heads)
@@ -390,7 +390,7 @@ def is_head(node: Any) -> bool:
     return isinstance(node, kljax.Head)
 
 
-def total(chosen: list[Call]) -> Any:
+def total(chosen: list[FunctionCall]) -> Any:
     """All results of some calls in one number, as a function of the arrays of each."""
 
     def add(arrays: list[Any]) -> jax.Array:

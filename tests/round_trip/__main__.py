@@ -30,7 +30,7 @@ from train.data.tokenizers import load_tokenizer
 from train.export import export
 from train.models.sharding import make_mesh
 from train.process.console import quiet_orbax
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.run.run import run
 from train.run.saved import SavedRun
 from train.weights.model import make_model
@@ -88,7 +88,9 @@ def train_and_export(name: str, directory: Path) -> np.ndarray:
     saved = SavedRun.at(root)
     model, mesh, tokens = make_model(saved.config, load_tokenizer(saved.config)), make_mesh(), tokens_to_score()
     policy = saved.policy(model, mesh, STEPS)
-    stats, _ = jax.jit(lambda p: token_stats(model, p, tokens, tokens >= 0, temperature=1.0))(policy)
+    stats, _ = jax.jit(lambda p: token_stats(ScoredPolicy(model, p), Sequences(tokens, tokens >= 0), temperature=1.0))(
+        policy
+    )
     return np.asarray(stats.log_prob)
 
 

@@ -75,6 +75,16 @@ def test_compute_core_needs_config_distributed_and_models_alone() -> None:
         assert {folder_of(name) for name in reached(module) - {"train"}} <= {"config", "distributed", "models", "rl"}
 
 
+def test_compute_core_takes_the_config_in_makers_alone() -> None:
+    """Below them a function takes the plan and the sections that it reads, so that its signature says which."""
+    host = ("coefficients", "update_rows", "_make_stats")
+    for module in (name for name in MODULES if folder_of(name) == "rl"):
+        for node in ast.walk(ast.parse(MODULES[module].read_text())):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("make_") and node.name not in host:
+                types = [ast.unparse(x.annotation) for x in (*node.args.args, *node.args.kwonlyargs) if x.annotation]
+                assert "Config" not in types, f"{module}.{node.name}"
+
+
 def test_a_config_loads_without_jax() -> None:
     """Nor flax nor tokenizers: a config is checked on any machine."""
     for module in (name for name in MODULES if folder_of(name) == "config"):

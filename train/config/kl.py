@@ -26,7 +26,7 @@ class KLSchedule(Algorithm):
     """scheduled: how the coefficient goes on from `coef`; steps are RL steps."""
 
 
-class Controller(Algorithm):
+class KLController(Algorithm):
     """The controller of a KL coefficient; its fields are the parameters of the function of the library."""
 
     type: str
@@ -43,20 +43,20 @@ else:
     KLScheduleSection = make_union(KL_SCHEDULE_VARIANTS, "linear")
 
 
-class ScheduledController(Controller):
+class ScheduledController(KLController):
     type: Literal["scheduled"]
     schedule: KLScheduleSection
     """scheduled: the schedule of optax that the coefficient follows."""
 
 
 CONTROLLER_VARIANTS: list[type[Any]] = [
-    ScheduledController if name == "scheduled" else make_variant(Controller, name, target, hidden=("coef",))
+    ScheduledController if name == "scheduled" else make_variant(KLController, name, target, hidden=("coef",))
     for name, target in CONTROLLERS.items()
 ]
-DEFAULT_CONTROLLER: Controller = CONTROLLER_VARIANTS[0](type="fixed")
+DEFAULT_CONTROLLER: KLController = CONTROLLER_VARIANTS[0](type="fixed")
 
 if TYPE_CHECKING:
-    ControllerSection = Controller
+    ControllerSection = KLController
 else:
     ControllerSection = make_union(CONTROLLER_VARIANTS, "fixed")
 

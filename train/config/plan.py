@@ -56,6 +56,31 @@ FROM_ZERO = ("pi", "scheduled")
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How rows `[prompt, left-padded to P | completion, right-padded]` are arranged. Static in compiled programs.
+
+    Attributes:
+      prompt_length: P, the first column that may be scored; at least 1, as column 0 has no prediction.
+      group: consecutive rows that share one prompt, which goes through the layers once for all of them.
+    """
+
+    prompt_length: int = 1
+    group: int = 1
+
+    @classmethod
+    def of(cls, config: Config) -> "Layout":
+        """Returns the layout of a rollout batch: as many rows share a prompt as a device has in one micro-batch."""
+        if not config.optim.share_prompts:
+            return cls(config.data.max_prompt_length)
+        group = math.gcd(config.rollout.samples_per_prompt, config.rows_per_micro_batch())
+        return cls(config.data.max_prompt_length, group)
+
+
+ROWS = Layout()
+"""Rows of their own, scored from column 1 on."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """The passes, fields and terms that a config needs. Steps, objective and loop read it; it is made once.
 
@@ -68,7 +93,8 @@ class Plan:
       reference: whether a term or a metric reads the reference.
       ref_log_probs: whether one reads its log-probs of the sampled tokens; the exact KL does not.
       keeps_ref_log_probs: whether these are kept for the rows of a recording, which the reference then scores once.
-      exact_loss: whether the loss has the exact KL, which reads the hidden states of the reference.
+      exact_kl: whether an update computes the exact KL, as a term or a metric, from the hidden states of the reference.
+      exact_loss: whether it is a term of the loss.
       exact_reward: whether the reward has the exact KL.
       shares_head: whether policy and reference share the LM head, which is then frozen.
       old_log_probs: whether old log-probs take a pass. With one update per batch they are those of that update, unless
@@ -80,6 +106,8 @@ class Plan:
       entropies: whether the loss differentiates entropies.
       key: whether the loss draws random numbers.
       scope: the tokens that the loss of a token depends on; None for a function of the user, of which nothing is known.
+      layout: of the rows of a rollout batch.
+      num_groups: prompts of a rollout batch.
     """
 
     loss: Signature | None
@@ -90,6 +118,7 @@ class Plan:
     reference: bool
     ref_log_probs: bool
     keeps_ref_log_probs: bool
+    exact_kl: bool
     exact_loss: bool
     exact_reward: bool
     shares_head: bool
@@ -101,6 +130,8 @@ class Plan:
     entropies: bool
     key: bool
     scope: Scope | None
+    layout: Layout
+    num_groups: int
 
     @staticmethod
     def of(config: Config) -> "Plan":
@@ -148,37 +179,12 @@ class Plan:
             "old_log_probs": self.old_log_probs,
             "rollout_log_probs": self.rollout_log_probs,
             "ref_log_probs": self.ref_log_probs,
-            "ref_hidden": self.exact_loss,
+            "ref_hidden": self.exact_kl,
             "ref_exact_kl": self.exact_reward,
             "values": self.value_head,
             "sum_squared_probs": self.sum_squared_probs,
         }
         return tuple(name for name, needed in needs.items() if needed)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How rows `[prompt, left-padded to P | completion, right-padded]` are arranged. Static in compiled programs.
-
-    Attributes:
-      prompt_length: P, the first column that may be scored; at least 1, as column 0 has no prediction.
-      group: consecutive rows that share one prompt, which goes through the layers once for all of them.
-    """
-
-    prompt_length: int = 1
-    group: int = 1
-
-    @classmethod
-    def of(cls, config: Config) -> "Layout":
-        """Returns the layout of a rollout batch: as many rows share a prompt as a device has in one micro-batch."""
-        if not config.optim.share_prompts:
-            return cls(config.data.max_prompt_length)
-        group = math.gcd(config.rollout.samples_per_prompt, config.rows_per_micro_batch())
-        return cls(config.data.max_prompt_length, group)
-
-
-ROWS = Layout()
-"""Rows of their own, scored from column 1 on."""
 
 
 def array_name(parameter: Parameter) -> str:
@@ -249,18 +255,22 @@ def _plan(config: Config) -> Plan:
     sampler = config.loss.old_log_probs == "sampler"
     mismatch = bool(config.correction) or config.rollout.mismatch_by_position > 0
     several = config.optim.updates_per_batch * config.optim.epochs > 1
-    ref_log_probs = config.reference.monitor or bool(sampled) or "ref_log_probs" in fields
+    monitor = config.reference.monitor
+    exact_loss, exact_reward = (on.get(name) == "exact" for name in ("loss", "reward"))
+    exact_kl = exact_loss or monitor == "exact"
+    ref_log_probs = monitor is True or bool(sampled) or "ref_log_probs" in fields
     return Plan(
         loss=loss,
         advantage=advantage,
         corrections=correction_signatures(config),
         controllers=tuple(on),
         moving=tuple(name for name in on if terms[name].controller.type != DEFAULT_CONTROLLER.type),
-        reference=ref_log_probs or bool(on),
+        reference=ref_log_probs or exact_kl or bool(on),
         ref_log_probs=ref_log_probs,
-        keeps_ref_log_probs=ref_log_probs and "exact" not in on.values() and _rows_return_alike(config),
-        exact_loss=on.get("loss") == "exact",
-        exact_reward=on.get("reward") == "exact",
+        keeps_ref_log_probs=ref_log_probs and not (exact_kl or exact_reward) and _rows_return_alike(config),
+        exact_kl=exact_kl,
+        exact_loss=exact_loss,
+        exact_reward=exact_reward,
         shares_head=config.lora is not None and config.reference.source != "checkpoint",
         old_log_probs=(several and not sampler)
         or bool(sampled & {"reward", "advantage"})
@@ -273,6 +283,8 @@ def _plan(config: Config) -> Plan:
         entropies=config.loss.entropy_coef > 0 or "entropies" in read,
         key="key" in read,
         scope=_scope(config.loss, loss),
+        layout=Layout.of(config),
+        num_groups=config.rollout.prompts_per_step,
     )
 
 

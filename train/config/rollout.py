@@ -24,12 +24,12 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 Stops = Annotated[tuple[Text, ...], Field(strict=False), "a list of texts"]
 
 
-class JaxSource(Section):
+class JaxSourceSection(Section):
     type: Literal["jax"]
     """`jax`: this process; `openai`: a server such as vLLM; `file`: recorded completions; `module:function`: yours."""
 
 
-class OpenAISource(Section):
+class OpenAISourceSection(Section):
     type: Literal["openai"]
     url: Url
     """openai: the address of the server, without /v1."""
@@ -53,7 +53,7 @@ class OpenAISource(Section):
     """openai: requests at one time, one for each prompt."""
 
 
-class FileSource(Section):
+class FileSourceSection(Section):
     type: Literal["file"]
     path: PathText
     """file: JSON lines or Parquet, one completion per row, or a directory of files, as `rollout.record` writes."""
@@ -63,14 +63,14 @@ class FileSource(Section):
     """file: host memory in MiB for log-probs of a constant reference, which then scores each row once; 0: none."""
 
 
-class UserSource(UserFunction):
+class UserSourceSection(UserFunction):
     type: Literal["custom"]
 
 
 CompletionSource = Annotated[
-    JaxSource | OpenAISource | FileSource | UserSource,
+    JaxSourceSection | OpenAISourceSection | FileSourceSection | UserSourceSection,
     Field(discriminator="type"),
-    choice_of((JaxSource, OpenAISource, FileSource, UserSource), default="jax"),
+    choice_of((JaxSourceSection, OpenAISourceSection, FileSourceSection, UserSourceSection), default="jax"),
 ]
 
 
@@ -81,12 +81,12 @@ class SamplingMesh(Section):
     """Devices that split the weights, the KV cache by heads, and the vocabulary."""
 
 
-class Rollout(Section):
+class RolloutSection(Section):
     prompts_per_step: Size = 16
     """Prompts in a rollout batch."""
     samples_per_prompt: Size = 8
     """Completions of each prompt, which form a group."""
-    source: CompletionSource = JaxSource(type="jax")
+    source: CompletionSource = JaxSourceSection(type="jax")
     """Source of the completions."""
     top_k: CountOrZero = 0
     """Sample from the k most probable tokens; 0: from all."""

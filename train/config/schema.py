@@ -10,11 +10,12 @@ from train.config.kl import KL
 from train.config.loss import DEFAULT_ADVANTAGE, DEFAULT_LOSS, AdvantageSection, LossSection
 from train.config.model import MODEL_EXPECTED, Lora, Model, without_warm_start
 from train.config.optim import Optim
-from train.config.rollout import Rollout
+from train.config.rollout import RolloutSection
 from train.config.types import (
     Count,
     CountOrZero,
     Decay,
+    Monitor,
     PathText,
     Positive,
     RunName,
@@ -39,7 +40,7 @@ class Mesh(Section):
     """Slices of TPUs, or groups of hosts, that only a network connects; each has an equal part of data."""
 
 
-class Tile(Section):
+class TileSection(Section):
     tokens: Count
     """Tokens of a tile; more tokens read the LM head less often."""
     vocab: Count
@@ -47,7 +48,7 @@ class Tile(Section):
 
 
 class LogProbs(Section):
-    tile: Tile | None = None
+    tile: TileSection | None = None
     """Tile size of the chunked LM head, which changes memory and speed; null: chosen by the kind of device."""
     token_chunk: Count | None = None
     """Tokens whose logits are held at once where the loss is fused with the head; null: by the kind of device."""
@@ -73,8 +74,8 @@ class BaseReference(Section):
     """`base`: adapter off, or the weights before RL; `step`: of this run; others: saved, or an average."""
     refresh_every: Count | None = None
     """base, step: replace the reference by the policy every so many steps; null: never."""
-    monitor: bool = False
-    """Compute the reference KL as a metric even if no coefficient needs it."""
+    monitor: Monitor = False
+    """Measure the KL to the reference even if no coefficient needs it; `exact`: over the whole vocabulary."""
 
 
 class StepReference(Section):
@@ -82,27 +83,27 @@ class StepReference(Section):
     step: CountOrZero
     """step: the step of this run that is the reference; 0 is the policy before RL."""
     refresh_every: Count | None = None
-    monitor: bool = False
+    monitor: Monitor = False
 
 
 class AdapterReference(Section):
     source: Literal["adapter"]
     path: PathText
     """adapter: a PEFT folder or orbax directory; checkpoint: a Hugging Face folder or orbax directory."""
-    monitor: bool = False
+    monitor: Monitor = False
 
 
 class CheckpointReference(Section):
     source: Literal["checkpoint"]
     path: PathText
-    monitor: bool = False
+    monitor: Monitor = False
 
 
 class EmaReference(Section):
     source: Literal["ema"]
     decay: Decay = 0.99
     """ema: weight of the old average after each step; the new policy has the rest."""
-    monitor: bool = False
+    monitor: Monitor = False
 
 
 ReferenceSection = Annotated[
@@ -182,7 +183,7 @@ class Config(Section):
     """How log-probs are computed; logits of all positions never exist."""
     warm_start: WarmStart = WarmStart()
     """Supervised steps before RL."""
-    rollout: Rollout = Rollout()
+    rollout: RolloutSection = RolloutSection()
     """Sampling of completions."""
     correction: CorrectionSection = ()
     """Weights and masks for the mismatch of trainer and sampler, in this order; on by default with a server."""

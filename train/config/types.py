@@ -19,6 +19,7 @@ else:
         for name in ("Reduction", "Direction", "EmptyRows", "Estimator", "KLGradient")
     )
 EstimatorOrExact = Literal[Estimator, "exact"]
+Monitor = bool | Literal["exact"]
 RolloutEstimator = Literal["k1", "abs", "k2", "k3"]
 RejectedTokens = Literal["drop", "count"]
 OldLogProbs = Literal["trainer", "sampler"]
@@ -65,9 +66,10 @@ RunName = Annotated[
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100),
     "text of at most 100 letters, digits, '.', '_' and '-' that starts with a letter or digit",
 ]
-FunctionName = Annotated[str, Field(pattern=r"^[^:]+:\w+$"), "text of the form module:function"]
+_FUNCTION = r"[^:]+:\w+"
+FunctionName = Annotated[str, Field(pattern=f"^{_FUNCTION}$"), "text of the form module:function"]
 TaskName = Annotated[
-    str, Field(pattern=rf"^({'|'.join(TASKS)}|[^:]+:\w+)$"), f"one of {', '.join(TASKS)}, or module:function", TASKS
+    str, Field(pattern=f"^({'|'.join(TASKS)}|{_FUNCTION})$"), f"one of {', '.join(TASKS)}, or module:function", TASKS
 ]
 LoraTargets = Annotated[
     tuple[LoraTarget, ...],

@@ -1,5 +1,6 @@
 """Functions of the user, which a config names: imported and called, with errors that name the field."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,13 +29,13 @@ def find_function(field: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def make_with(field: str, name: str, members: tuple[str, ...], /, *values: Any, **arguments: Any) -> Any:
+def make_with(field: str, name: str, kind: type, /, *values: Any, **arguments: Any) -> Any:
     """Calls a function of the user that makes an object of the trainer.
 
     Args:
       field: of the config, for errors.
       name: of the function.
-      members: attributes that the object has.
+      kind: a protocol or a dataclass, whose members the object has.
       *values: what the trainer passes.
       **arguments: what the config passes.
 
@@ -48,6 +49,7 @@ def make_with(field: str, name: str, members: tuple[str, ...], /, *values: Any, 
         raise
     except BaseException as error:  # any error of the user's function, also SystemExit
         raise UserError(f"{field}: {name} failed: {type(error).__name__}: {error}") from error
+    members = [member for member in {**inspect.get_annotations(kind), **vars(kind)} if not member.startswith("_")]
     missing = [member for member in members if not hasattr(made, member)]
     if missing:
         returned = f"{name} returned {type(made).__name__!r} without {', '.join(missing)}"

@@ -49,7 +49,7 @@ def encode_prompts(examples: Sequence[Example], tokenizer: Tokenizer, length: in
       ValueError: a prompt is longer than `length`; filter the examples with `keep_prompts` first.
     """
     prompts = [_prompt_ids(example, tokenizer) for example in examples]
-    rows = pad_rows(prompts, [()] * len(prompts), None, lengths=(length, 0), pad_id=tokenizer.pad_id)
+    rows = pad_rows(prompts, [()] * len(prompts), lengths=(length, 0), pad_id=tokenizer.pad_id)
     return rows["tokens"], rows["token_mask"]
 
 
@@ -60,7 +60,7 @@ def encode_solutions(
     prompts = [_prompt_ids(example, tokenizer) for example in examples]
     solutions = [_solution_ids(example, tokenizer) for example in examples]
     lengths = (prompt_length, completion_length)
-    rows = pad_rows(prompts, solutions, None, lengths=lengths, pad_id=tokenizer.pad_id)
+    rows = pad_rows(prompts, solutions, lengths=lengths, pad_id=tokenizer.pad_id)
     return SupervisedBatch(rows["tokens"], rows["token_mask"], rows["completion_mask"])
 
 

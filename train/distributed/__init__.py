@@ -17,6 +17,7 @@ from train.distributed.exchange import (
 )
 from train.distributed.peers import is_leader, peers_of, process, processes, start, stop
 from train.distributed.rows import (
+    RowSplit,
     device_count,
     gather_rows,
     held_rows,
@@ -31,6 +32,7 @@ from train.distributed.rows import (
 )
 
 __all__ = [
+    "RowSplit",
     "agree",
     "any_of",
     "cause",

@@ -1,5 +1,6 @@
 """Rows of global arrays: which process holds and judges them, onto the devices, and back to the host."""
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -55,6 +56,31 @@ def held_rows(sharding: Sharding, rows: int) -> np.ndarray:
     """Lists the rows that the devices of this process hold, in order; several processes may hold one row."""
     bounds = {_bounds(index[0], rows) for index in sharding.addressable_devices_indices_map((rows,)).values() if index}
     return np.concatenate([np.arange(*pair) for pair in sorted(bounds)]) if bounds else np.zeros(0, int)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSplit:
+    """The rows of global arrays that this process has to do with.
+
+    Attributes:
+      count: number of rows of all processes.
+      held: the rows that the devices of this process hold, in order; several processes may hold one row.
+      own: those of them that it judges, in order; every row belongs to one process.
+    """
+
+    count: int
+    held: np.ndarray
+    own: np.ndarray
+
+    @classmethod
+    def of(cls, sharding: Sharding, count: int) -> "RowSplit":
+        """Returns the split of arrays `[count, ...]`."""
+        return cls(count, held_rows(sharding, count), own_rows(sharding, count))
+
+    def select_own(self, array: Any) -> np.ndarray:
+        """Copies the own rows to the host, from an array on the devices or one of the held rows."""
+        host = to_host_rows(array) if isinstance(array, jax.Array) else array
+        return host[np.searchsorted(self.held, self.own)]
 
 
 def place_rows(tree: Tree, sharding: Sharding) -> Tree:

@@ -89,12 +89,13 @@ def attend_shared(
     return jnp.concatenate([first, later.reshape(rows, -1, *later.shape[2:])], axis=1)
 
 
-def pack_rows(x: jax.Array, packed: PackedRows) -> jax.Array:
-    """Packs values of tokens, [B, T] to [R, W]; 0 or False in slots without a token."""
-    parts = axis_size("rows")
+def pack_rows(x: jax.Array, packed: PackedRows, fill: float = 0) -> jax.Array:
+    """Packs values of tokens, [B, T, ...] to [R, W, ...], with `fill` in slots without a token."""
+    parts, trailing = axis_size("rows"), x.shape[2:]
     slots = packed.tokens.reshape(parts, -1)
-    values = _take(x.reshape(parts, -1), slots)
-    return constrain(jnp.where(slots >= 0, values, 0).astype(x.dtype).reshape(packed.tokens.shape), "rows", None)
+    has_token = (slots >= 0).reshape(*slots.shape, *[1] * len(trailing))
+    values = jnp.where(has_token, _take(x.reshape(parts, -1, *trailing), slots), fill).astype(x.dtype)
+    return constrain(values.reshape(*packed.tokens.shape, *trailing), "rows", *[None] * (1 + len(trailing)))
 
 
 def packed_positions(token_mask: jax.Array, packed: PackedRows) -> jax.Array:

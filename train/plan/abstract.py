@@ -15,8 +15,7 @@ from train.models.sharding import replicated
 from train.references import with_abstract_reference
 from train.references.find import PARTS, find_reference
 from train.rl.algorithms import make_controllers
-from train.rl.policy import abstract_adapter, abstract_params, abstract_value_head
-from train.rl.reference import Reference
+from train.rl.policy import ScoredPolicy, abstract_adapter, abstract_params, abstract_value_head
 from train.rl.state import GuardState, TrainState, abstract_optimizer_state
 from train.weights.model import field_errors
 
@@ -61,7 +60,7 @@ def _copy(trainable: dict[str, Tree]) -> dict[str, Tree]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), weights)
 
 
-def abstract_reference(config: Config, model: Decoder, mesh: Mesh, state: TrainState) -> Reference | None:
+def abstract_reference(config: Config, model: Decoder, mesh: Mesh, state: TrainState) -> ScoredPolicy | None:
     """Describes the reference at this state, without weights that it shares with the policy; None if no term uses it.
 
     Raises:
@@ -74,13 +73,13 @@ def abstract_reference(config: Config, model: Decoder, mesh: Mesh, state: TrainS
         with field_errors("reference.path"):
             found = find_reference(config, model).model
         if section.source == "checkpoint":
-            return Reference(found, kljax.Policy(abstract_params(found, mesh)))
-        return Reference(found, kljax.Policy(None, abstract_adapter(found, mesh)))
+            return ScoredPolicy(found, kljax.Policy(abstract_params(found, mesh)))
+        return ScoredPolicy(found, kljax.Policy(None, abstract_adapter(found, mesh)))
     weights = abstract_params(model, mesh) if config.lora is None else abstract_adapter(model, mesh)
     if state.reference is not None:
         # Averages are stored in float32, and cast to the dtypes of the policy before they are scored.
         weights = jax.tree.map(lambda x, like: x if x.dtype == like.dtype else like, state.reference, weights)
     if config.lora is None:
-        return Reference(model, kljax.Policy(weights))
+        return ScoredPolicy(model, kljax.Policy(weights))
     without = section.source == "base" and state.reference is None
-    return Reference(model, kljax.Policy(None, None if without else weights))
+    return ScoredPolicy(model, kljax.Policy(None, None if without else weights))

@@ -21,13 +21,15 @@ from train.plan.shapes import planned_model
 from train.rl.batch import Batch
 from train.rl.host_memory import has_host_memory, make_run_optimizer
 from train.rl.objective import coefficients, tile
-from train.rl.reference import Reference, drop_shared_base, reference_head
+from train.rl.policy import ScoredPolicy
+from train.rl.reference import reference_head
 from train.rl.state import HOST, TrainState, policy_of
 from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
+from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts import evaluation_programs, rollout_programs, rollout_rows, rollout_sampling
 from train.rollouts.context import RunContext
 from train.rollouts.layout import device_bytes
-from train.rollouts.sampler.draw import kept_tokens
+from train.rollouts.sampler.draw import describe_draws
 
 Tree = Any
 
@@ -67,7 +69,7 @@ class AbstractRun:
     context: RunContext
     state: TrainState
     base: Tree
-    reference: Reference | None
+    reference: ScoredPolicy | None
 
     @classmethod
     def of(cls, config: Config, mesh: Mesh) -> "AbstractRun":
@@ -203,28 +205,29 @@ class AbstractRun:
         def array(dtype: Any, *shape: int) -> Any:
             return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=batch_sharding(mesh))
 
-        sampling = rollout_sampling(config)
-        kept = kept_tokens(sampling, self.context.model.config.vocab_size)
+        draws = describe_draws(rollout_sampling(config), self.context.model.config.vocab_size)
+        fields = {name: x for name, x in draws.items() if name in TOKEN_FIELDS and TOKEN_FIELDS[name].recorded}
+        log_probs = fields.pop("log_probs")
         return Batch(
             tokens=array(jnp.int32, length),
             token_mask=array(jnp.bool, length),
             completion_mask=array(jnp.bool, length),
             group_ids=array(jnp.int32),
-            rollout_log_probs=array(jnp.float32, length) if config.rollout.record_log_probs else None,
-            kept_ids=None if kept is None else array(jnp.int32, length, kept),
+            rollout_log_probs=array(log_probs.dtype, length) if config.rollout.record_log_probs else None,
+            fields={name: array(x.dtype, length, *x.shape[1:]) for name, x in fields.items()},
         )
 
     def _tiles(self) -> dict[str, float]:
         """Counts the tiles of tokens that the LM head scores in a micro-batch of a device, if all tokens are real."""
         config, mesh = self.context.config, self.context.mesh
         tokens = config.rows_per_micro_batch() * config.data.max_completion_length
-        size = tile(config) or default_tile(mesh.devices.flat[0].device_kind)
+        size = tile(config.log_probs) or default_tile(mesh.devices.flat[0].device_kind)
         return {"token_tiles": math.ceil(tokens / size.tokens)}
 
     def _score(self, batch: Batch, tiles: Mapping[str, float]) -> tuple[Tree, list[LoweredProgram]]:
         """Lowers the scoring of a batch: one program, or that of the reference apart, which new rows alone need."""
         config, model, mesh = self.context.config, self.context.model, self.context.mesh
-        plan, reference, programs = Plan.of(config), drop_shared_base(self.reference, self.base), []
+        plan, reference, programs = Plan.of(config), self.reference, []
         scored: dict[str, Any] = {}
         if plan.keeps_ref_log_probs:
             arguments: tuple[Any, ...] = (self.base, reference, batch)
@@ -251,7 +254,7 @@ class AbstractRun:
             coefs["key"] = key
         update = make_update(config, context.model, context.optimizer, state, context.mesh)
         arguments = (state, self.base, batch, with_sharding(numbers[0], whole), with_sharding(coefs, whole))
-        head = reference_head(config, self.reference)
+        head = reference_head(Plan.of(config), self.reference)
         # The sum over the micro-batches, and that of the current one.
         parts = {"gradients": 2 * device_bytes(state.trainable)}
         _, program = self._traced("update", update, arguments, parts, tiles, ref_head=head)

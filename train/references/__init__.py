@@ -1,9 +1,8 @@
 """Reference policies: found, loaded, followed, recorded, and checked to be unchanged at the end."""
 
-from train.references.find import locate, run_directory_of, warn_of_other_base
+from train.references.find import SavedReference, locate, run_directory_of, warn_of_other_base
 from train.references.follow import (
     current_reference,
-    frozen_part,
     make_follow,
     start_following,
     with_abstract_reference,
@@ -21,10 +20,10 @@ from train.references.store import ReferenceStore, make_reference_store
 
 __all__ = [
     "ReferenceStore",
+    "SavedReference",
     "assert_unchanged",
     "check_reference",
     "current_reference",
-    "frozen_part",
     "is_recorded",
     "load_reference",
     "locate",

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import kljax
 from train.config.plan import Plan, follows_policy
 from train.config.schema import Config
-from train.models import Decoder
-from train.rl.reference import Reference
+from train.rl.policy import ScoredPolicy
 from train.rl.state import TrainState, policy_part
 from train.rl.tracing import traced_once
 
@@ -33,8 +32,8 @@ def with_abstract_reference(config: Config, state: TrainState) -> TrainState:
     return dataclasses.replace(state, reference=following)
 
 
-def start_following(config: Config, loaded: Reference, trainable: dict[str, Tree]) -> tuple[Reference, Tree]:
-    """Splits a loaded reference into its frozen part and the part that follows the policy.
+def start_following(config: Config, loaded: ScoredPolicy, trainable: dict[str, Tree]) -> Tree:
+    """Returns the part of a loaded reference that follows the policy.
 
     An average starts at the policy; a refreshed copy at the loaded reference. A missing adapter becomes zeros.
     """
@@ -48,15 +47,10 @@ def start_following(config: Config, loaded: Reference, trainable: dict[str, Tree
         copied = jnp.array(x, _stored_dtype(config, like.dtype), copy=True)
         return jax.device_put(copied, like.sharding)
 
-    return frozen_part(loaded.model, loaded.policy.params, trainable), jax.tree.map(copy, start, part)
+    return jax.tree.map(copy, start, part)
 
 
-def frozen_part(model: Decoder, base: Tree, trainable: dict[str, Tree]) -> Reference:
-    """Returns the part of a following reference that never changes: the base under an adapter, else nothing."""
-    return Reference(model, kljax.Policy(base if policy_part(trainable) == "adapter" else None))
-
-
-def current_reference(reference: Reference | None, state: TrainState) -> Reference | None:
+def current_reference(reference: ScoredPolicy | None, state: TrainState) -> ScoredPolicy | None:
     """Returns the reference at this state, with the part that follows the policy cast to the policy's dtypes."""
     if reference is None or state.reference is None:
         return reference

@@ -16,10 +16,10 @@ from train.config.schema import Config
 from train.distributed import on_leader
 from train.models import Decoder
 from train.references.find import PARTS, SavedReference, find_reference, warn_of_other_base
-from train.references.follow import frozen_part, start_following
+from train.references.follow import start_following
 from train.references.record import is_recorded, record_reference, reference_fingerprint
-from train.rl.policy import abstract_adapter, abstract_params
-from train.rl.reference import Reference
+from train.rl.policy import ScoredPolicy, abstract_adapter, abstract_params
+from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState
 from train.weights.huggingface import check_folder, load_params
 from train.weights.orbax import RunCheckpoints, check_saved
@@ -28,32 +28,37 @@ from train.weights.peft import check_adapter, load_adapter
 Tree = Any
 
 
-def check_reference(config: Config, model: Decoder, mesh: Mesh, saved: Sequence[int]) -> None:
+def check_reference(config: Config, model: Decoder, mesh: Mesh, steps: Sequence[int]) -> SavedReference | None:
     """Checks the reference from metadata alone, before anything starts or is written.
 
     Args:
-      saved: the steps that the run has checkpoints of; step 0 exists once RL begins.
+      steps: the steps that the run has checkpoints of; step 0 exists once RL begins.
+
+    Returns:
+      The weights at `reference.path`; None if the config names none, or no term uses them.
 
     Raises:
       UserError: naming the field and what there is.
     """
     section = config.reference
     if not Plan.of(config).reference:
-        return
+        return None
     if section.source == "step":
-        check_saved(section.step, sorted({0, *saved}))
-    if section.source in PARTS:
-        with _field_errors("path"):
-            found = find_reference(config, model)
-            if found.format == "peft":
-                check_adapter(found.path, found.model)
-                warn_of_other_base(config, found.path, "reference.path")
-            elif found.format == "folder":
-                abstract_params(found.model, mesh)  # raises where the mesh does not divide a size
-                check_folder(found.path, found.model)
-            else:
-                abstract = abstract_params if section.source == "checkpoint" else abstract_adapter
-                kljax.check_tree(found.path, abstract(found.model, mesh), item=found.item)
+        check_saved(section.step, sorted({0, *steps}))
+    if section.source not in PARTS:
+        return None
+    with _field_errors("path"):
+        saved = find_reference(config, model)
+        if saved.format == "peft":
+            check_adapter(saved.path, saved.model)
+            warn_of_other_base(config, saved.path, "reference.path")
+        elif saved.format == "folder":
+            abstract_params(saved.model, mesh)  # raises where the mesh does not divide a size
+            check_folder(saved.path, saved.model)
+        else:
+            abstract = abstract_params if section.source == "checkpoint" else abstract_adapter
+            kljax.check_tree(saved.path, abstract(saved.model, mesh), item=saved.item)
+    return saved
 
 
 def start_reference(
@@ -63,41 +68,46 @@ def start_reference(
     state: TrainState,
     *,
     base: Tree,
+    saved: SavedReference | None,
     read_base: Callable[[], Tree],
     checkpoints: RunCheckpoints,
     record: Path,
-) -> tuple[Reference | None, TrainState, np.ndarray | None]:
+) -> tuple[FrozenWeights, TrainState, np.ndarray | None]:
     """Loads, or continues, the reference of a run.
 
     A reference that follows the policy continues from the saved state. A reference that the config names for the
     first time is loaded, and starts to follow from there.
 
     Args:
-      base: the weights under the policy's adapter, or None without one.
+      base: the weights under the trained adapter, or None without one.
+      saved: the weights at `reference.path`, as `check_reference` returns them.
       read_base: reads the weights before RL.
       record: the file where the run records its references.
 
     Returns:
-      The reference (its frozen part, if it follows the policy), the state with the part that follows, and the
-      fingerprint of the frozen part.
+      The base and the reference (its frozen part, if it follows the policy), the state with the part that follows, and
+      the fingerprint of the frozen part.
 
     Raises:
       UserError: the reference is missing, does not fit, or differs from the recorded one.
     """
     if not Plan.of(config).reference:
-        return None, dataclasses.replace(state, reference=None), None
-    if state.reference is not None and on_leader("references", lambda: is_recorded(record, config)):
-        reference: Reference | None = frozen_part(model, base, state.trainable)
-    else:
-        reference = load_reference(config, model, mesh, base=base, read_base=read_base, checkpoints=checkpoints)
+        return FrozenWeights(base, None), dataclasses.replace(state, reference=None), None
+    # A reference that follows the policy has no frozen weights but the base that it shares.
+    reference: ScoredPolicy | None = ScoredPolicy(model, kljax.Policy(None))
+    if state.reference is None or not on_leader("references", lambda: is_recorded(record, config)):
+        loaded = load_reference(config, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
         following = None
-        if reference is not None and follows_policy(config):
-            reference, following = start_following(config, reference, state.trainable)
+        if loaded is not None and follows_policy(config):
+            following = start_following(config, loaded, state.trainable)
+        else:
+            reference = loaded
         state = dataclasses.replace(state, reference=following)
-    fingerprint = reference_fingerprint(reference)
+    frozen = FrozenWeights(base, reference)
+    fingerprint = reference_fingerprint(frozen)
     step = int(state.step)
     on_leader("references", lambda: record_reference(record, config, fingerprint, step))
-    return reference, state, fingerprint
+    return frozen, state, fingerprint
 
 
 def load_reference(
@@ -105,17 +115,18 @@ def load_reference(
     model: Decoder,
     mesh: Mesh,
     *,
-    base: Tree,
+    saved: SavedReference | None,
     read_base: Callable[[], Tree],
     checkpoints: RunCheckpoints,
-) -> Reference | None:
+) -> ScoredPolicy | None:
     """Loads the reference policy, or returns None if no term uses it. For an average, this is the initial one.
 
-    With LoRA, `base` and `adapter` references share the base arrays of the policy. Without LoRA the policy's own
-    weights move, so `base` is read back from the run directory. A step of this run is read from its checkpoint.
+    With LoRA it shares the frozen base of the policy, unless it is a checkpoint of whole weights. Without LoRA the
+    policy's own weights move, so the base is read back from the run directory. A step of this run is read from its
+    checkpoint.
 
     Args:
-      base: the weights under the policy's adapter, or None without one.
+      saved: the weights at `reference.path`, as `check_reference` returns them; None for other sources.
       read_base: reads the weights before RL from the run directory.
 
     Raises:
@@ -124,17 +135,15 @@ def load_reference(
     section = config.reference
     if not Plan.of(config).reference:
         return None
-    with _field_errors("path" if section.source in PARTS else "source"):
-        if section.source in PARTS:
-            found = find_reference(config, model)
-            shared = found.model.config.lora is not None
-            base = (read_base() if base is None else base) if shared else None
-            return _load_saved(found, mesh, base, config.model.allow_nonfinite)
+    with _field_errors("source" if saved is None else "path"):
+        if saved is not None:
+            base = read_base() if section.source == "adapter" and model.config.lora is None else None
+            return ScoredPolicy(saved.model, _load_saved(saved, mesh, base, config.model.allow_nonfinite))
         if section.source == "step":
-            return Reference(model, _load_step(checkpoints.path(section.step), model, mesh, base))
+            return ScoredPolicy(model, _load_step(checkpoints.path(section.step), model, mesh))
         # An average starts at the policy, so nothing is read for it.
-        in_memory = base is not None or section.source == "ema"
-        return Reference(model, kljax.Policy(base if in_memory else read_base()))
+        in_memory = model.config.lora is not None or section.source == "ema"
+        return ScoredPolicy(model, kljax.Policy(None if in_memory else read_base()))
 
 
 def pinned_steps(config: Config) -> list[int]:
@@ -151,26 +160,23 @@ def _field_errors(field: str) -> Iterator[None]:
         raise UserError(f"reference.{field}: {error}") from error
 
 
-def _load_saved(saved: SavedReference, mesh: Mesh, base: Tree, allow_nonfinite: bool) -> Reference:
-    """Loads a saved reference; `base` holds the weights under it if it is an adapter."""
+def _load_saved(saved: SavedReference, mesh: Mesh, base: Tree, allow_nonfinite: bool) -> kljax.Policy:
+    """Loads a saved reference; `base` holds the weights under it if it is an adapter that does not share them."""
     if saved.format == "peft":
-        adapter = load_adapter(saved.path, saved.model, mesh, allow_nonfinite=allow_nonfinite)
-        return Reference(saved.model, kljax.Policy(base, adapter))
+        return kljax.Policy(base, load_adapter(saved.path, saved.model, mesh, allow_nonfinite=allow_nonfinite))
     if saved.format == "folder":
-        params = load_params(saved.path, saved.model, mesh, allow_nonfinite=allow_nonfinite)
-        return Reference(saved.model, kljax.Policy(params))
-    if base is None:
-        policy = kljax.checkpoint_reference(saved.path, abstract_params(saved.model, mesh), item=saved.item)
-    else:
-        policy = kljax.adapter_reference(
-            kljax.Policy(base), saved.path, abstract_adapter(saved.model, mesh), item=saved.item
-        )
-    return Reference(saved.model, policy)
+        return kljax.Policy(load_params(saved.path, saved.model, mesh, allow_nonfinite=allow_nonfinite))
+    return _load_orbax(saved.path, saved.item, saved.model, mesh, base)
 
 
-def _load_step(path: Path, model: Decoder, mesh: Mesh, base: Tree) -> kljax.Policy:
+def _load_step(path: Path, model: Decoder, mesh: Mesh) -> kljax.Policy:
     """Loads the policy of an earlier step of this run."""
+    part = "params" if model.config.lora is None else "adapter"
+    return _load_orbax(path, f"trainable.{part}", model, mesh, None)
+
+
+def _load_orbax(path: Path, item: str | None, model: Decoder, mesh: Mesh, base: Tree) -> kljax.Policy:
+    """Loads what the policy of a model trains: its weights, or an adapter on `base`."""
     if model.config.lora is None:
-        return kljax.checkpoint_reference(path, abstract_params(model, mesh), item="trainable.params")
-    policy = kljax.Policy(base)
-    return kljax.adapter_reference(policy, path, abstract_adapter(model, mesh), item="trainable.adapter")
+        return kljax.checkpoint_reference(path, abstract_params(model, mesh), item=item)
+    return kljax.adapter_reference(kljax.Policy(base), path, abstract_adapter(model, mesh), item=item)

@@ -14,7 +14,7 @@ from train.config.errors import UserError, warn
 from train.config.plan import follows_policy
 from train.config.schema import Config
 from train.distributed import to_host
-from train.rl.reference import Reference
+from train.rl.reference import FrozenWeights
 from train.weights.files import read_record, write_record
 
 
@@ -33,15 +33,15 @@ class RecordedReference:
     digest: str | None
 
 
-def reference_fingerprint(reference: Reference | None) -> np.ndarray | None:
+def reference_fingerprint(frozen: FrozenWeights) -> np.ndarray | None:
     """Computes a checksum of every frozen weight of the reference, on the host; None without frozen weights."""
-    leaves = [] if reference is None else jax.tree.leaves(reference.policy)
+    leaves = [] if frozen.reference is None else jax.tree.leaves(frozen.reference.on_base(frozen.base))
     return to_host(jax.jit(kljax.fingerprint)(leaves)) if leaves else None
 
 
-def assert_unchanged(reference: Reference | None, before: np.ndarray | None) -> None:
+def assert_unchanged(frozen: FrozenWeights, before: np.ndarray | None) -> None:
     """Raises RuntimeError if a single bit of the reference differs from when `before` was taken."""
-    after = reference_fingerprint(reference)
+    after = reference_fingerprint(frozen)
     if before is None or after is None:
         return
     if not np.array_equal(before, after):

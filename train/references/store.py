@@ -18,7 +18,7 @@ from train.models import Decoder
 from train.models.rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
-from train.rl.reference import Reference
+from train.rl.policy import ScoredPolicy
 from train.rl.step import make_reference_score
 
 Score = Callable[..., tuple[jax.Array, jax.Array]]
@@ -66,7 +66,7 @@ class ReferenceStore:
         self._scored = np.zeros(rows, bool)
         self._under_way: list[tuple[np.ndarray, jax.Array]] = []
 
-    def score(self, base: object, reference: Reference | None, batch: Batch, rows: np.ndarray) -> jax.Array:
+    def score(self, base: object, reference: ScoredPolicy | None, batch: Batch, rows: np.ndarray) -> jax.Array:
         """Returns the log-probs [B, T] of a batch, whose rows have these numbers [B] in the recording.
 
         The reference scores the whole batch if one of its rows is new; does not wait for the devices then.

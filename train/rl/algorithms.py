@@ -17,11 +17,13 @@ import kljax
 from train.config import algorithms as tables
 from train.config.algorithms import Algorithm
 from train.config.kl import ScheduledController
+from train.config.loss import Advantage, Loss
 from train.config.optim import CosineSchedule, LinearSchedule, Optim, WsdSchedule
 from train.config.plan import ADVANTAGE_ARRAYS, LOSS_ARRAYS, Plan, arrays_of
 from train.config.schema import Config
 from train.config.signatures import Signature, load_function
 from train.rl.batch import Batch, required
+from train.rl.metrics import Metrics
 
 Array = jax.Array
 Advantages = tuple[Array, Array | None]
@@ -50,7 +52,7 @@ def call_by_name(signature: Signature, section: Algorithm, arrays: Supply, **oth
     return load_function(signature.target)(**supplied, **fixed, **section.options())
 
 
-def estimate_advantages(config: Config, signature: Signature, token_rewards: Array, batch: Batch) -> Advantages:
+def estimate_advantages(plan: Plan, section: Advantage, token_rewards: Array, batch: Batch) -> Advantages:
     """Computes the advantages [B, T] of a rollout batch, and the returns that values are fitted to, if there are any.
 
     Per-row estimators see the summed rewards of each row; their advantages are given to all tokens of the row.
@@ -64,18 +66,17 @@ def estimate_advantages(config: Config, signature: Signature, token_rewards: Arr
     arrays |= {
         name: functools.partial(_field, batch, field) for name, field in ADVANTAGE_ARRAYS.items() if name not in arrays
     }
-    if config.advantage.empty_rows == "drop":
+    if section.empty_rows == "drop":
         arrays["group_ids"] = lambda: jnp.where(mask.any(-1), _field(batch, "group_ids"), -1)
-    found = call_by_name(signature, config.advantage, arrays, num_groups=config.rollout.prompts_per_step)
-    advantages, returns = found if isinstance(found, tuple) else (found, None)
+    assert plan.advantage is not None  # the loss reads advantages
+    result = call_by_name(plan.advantage, section, arrays, num_groups=plan.num_groups)
+    advantages, returns = result if isinstance(result, tuple) else (result, None)
     if advantages.ndim == 1:
         advantages = kljax.broadcast_to_tokens(advantages, mask)
-    return advantages, returns if Plan.of(config).value_head else None
+    return advantages, returns if plan.value_head else None
 
 
-def policy_loss(
-    config: Config, signature: Signature, stats: kljax.TokenStats, batch: Batch, key: Array | None
-) -> Array:
+def policy_loss(plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch, key: Array | None) -> Array:
     """Computes the policy loss [B, T] of a micro-batch whose old log-probs are filled in."""
     computed: dict[str, Callable[[], Array]] = {
         "log_probs": lambda: stats.log_prob,
@@ -88,19 +89,22 @@ def policy_loss(
         for name, field in LOSS_ARRAYS.items()
         if name not in computed
     }
-    return call_by_name(signature, config.loss, arrays, num_groups=config.rollout.prompts_per_step)
+    assert plan.loss is not None
+    return call_by_name(plan.loss, section, arrays, num_groups=plan.num_groups)
 
 
 def _field(batch: Batch, name: str) -> Array:
     return required(getattr(batch, name))
 
 
-def clip_metric(config: Config, signature: Signature, stats: kljax.TokenStats, batch: Batch) -> dict[str, Any]:
+def clip_metric(plan: Plan, section: Loss, stats: kljax.TokenStats, batch: Batch) -> Metrics:
     """Measures the share of tokens that the loss clips, as `clip_fraction`; nothing if it clips no ratio of a level."""
-    options, function = config.loss.options(), signature.target.rpartition(":")[2]
+    if plan.loss is None:
+        return {}
+    options, function = section.options(), plan.loss.target.rpartition(":")[2]
     level = options.get("level", RATIO_LEVELS.get(function, "token"))
     bounds = {name: options[name] for name in ("clip_low", "clip_high") if name in options}
-    known = signature.target == f"kljax:{function}" and function not in CLIPS_NO_RATIO
+    known = plan.loss.target == f"kljax:{function}" and function not in CLIPS_NO_RATIO
     if not known or len(bounds) < 2 or min(bounds.values()) < 0 or level not in LEVELS:
         return {}
     old, advantages = required(batch.old_log_probs), required(batch.advantages)

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from train.rl.token_fields import TOKEN_FIELDS, TokenFields
+
 Array = jax.Array
 Metadata = Mapping[str, Any]
 
 PER_ROW = {"axes": "row"}
 """Metadata of a field that holds one value a row, `[B, ...]`; every other field is `[B, T, ...]`."""
-TOKEN_IDS = {"padding": -1}
-"""Metadata of lists of token ids, `[B, T, K]`: -1 is no token."""
 GROUP = {**PER_ROW, "padding": -1}
 """Metadata of `group_ids`: an added row belongs to no prompt, so it enters no statistic of one."""
 
@@ -36,8 +36,6 @@ class Batch:
       rewards: [B] scalar reward of each row.
       group_ids: [B] int32, number of the row's prompt in the rollout batch; -1 on rows of padding.
       rollout_log_probs: [B, T] log-probs that the sampler recorded.
-      kept_ids: [B, T, K] int32, the tokens that the sampler's filters kept; -1 pads the lists. If present, all
-        log-probs of the batch are renormalised over these tokens.
       old_log_probs: [B, T] log-probs of the policy before its first update on this batch; None if that is the only
         update, which computes them itself.
       ref_log_probs: [B, T] log-probs of the reference.
@@ -53,6 +51,8 @@ class Batch:
       token_weights: [B, T] weight of each token in the loss of its optimizer batch.
       kl_token_weights: [B, T] the same for the KL of the loss; None if it is reduced as the loss.
       row_numbers: [B] int32, numbers of the rows in the rollout batch, known inside an update.
+      fields: [B, T, ...] by name, the other fields that the source filled in, as `TOKEN_FIELDS` declares them. With
+        `kept_ids`, all log-probs of the batch are renormalised over these tokens.
     """
 
     tokens: Array
@@ -61,7 +61,6 @@ class Batch:
     rewards: Array | None = dataclasses.field(default=None, metadata=PER_ROW)
     group_ids: Array | None = dataclasses.field(default=None, metadata=GROUP)
     rollout_log_probs: Array | None = None
-    kept_ids: Array | None = dataclasses.field(default=None, metadata=TOKEN_IDS)
     old_log_probs: Array | None = None
     ref_log_probs: Array | None = None
     ref_hidden: Array | None = None
@@ -75,6 +74,7 @@ class Batch:
     token_weights: Array | None = None
     kl_token_weights: Array | None = None
     row_numbers: Array | None = dataclasses.field(default=None, metadata=GROUP)
+    fields: TokenFields = dataclasses.field(default_factory=dict)
 
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
@@ -89,9 +89,10 @@ def required(field: Array | None) -> Array:
 
 def per_token_fields(batch: Batch) -> Batch:
     """Returns the batch with the fields that hold one number per token, for functions that treat tokens alone."""
-    shape = batch.tokens.shape
-    dropped: dict[str, Any] = dict.fromkeys(name for name in _present(batch) if getattr(batch, name).shape != shape)
-    return dataclasses.replace(batch, **dropped)
+    shape, arrays = batch.tokens.shape, _own_arrays(batch)
+    dropped: dict[str, Any] = dict.fromkeys(name for name, x in arrays.items() if x.shape != shape)
+    fields = {name: x for name, x in batch.fields.items() if x.shape == shape}
+    return dataclasses.replace(batch, **dropped, fields=fields)
 
 
 def row_count(batch: Batch) -> int:
@@ -145,7 +146,7 @@ def concatenate(batches: Sequence[AnyBatch]) -> AnyBatch:
     Raises:
       ValueError: if a field is present in some of the batches only, naming it.
     """
-    names = [_present(batch) for batch in batches]
+    names = [present_arrays(batch).keys() for batch in batches]
     differing = sorted(set().union(*names) - set(names[0]).intersection(*names))
     if differing:
         raise ValueError(f"{', '.join(differing)}: present in some of the batches and missing in others")
@@ -192,12 +193,20 @@ def map_micro_batches(function: Callable[[Any], Any], batch: Batch, count: int, 
     return merge_micro_batches(done, group=group)
 
 
-def _present(batch: Batch) -> list[str]:
-    return [field.name for field in dataclasses.fields(batch) if getattr(batch, field.name) is not None]
+def present_arrays(batch: Batch) -> dict[str, Array]:
+    """Returns all arrays of a batch by name, those of `fields` among them."""
+    return _own_arrays(batch) | batch.fields
+
+
+def _own_arrays(batch: Batch) -> dict[str, Array]:
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch) if field.name != "fields"}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _map(function: Callable[[Array, Metadata], Array], batch: AnyBatch) -> AnyBatch:
     """Applies `function(array, metadata of the field)` to every field that is present."""
     about = {field.name: field.metadata for field in dataclasses.fields(batch)}
-    changes = {name: function(jnp.asarray(getattr(batch, name)), about[name]) for name in _present(batch)}
+    changes: dict[str, Any] = {name: function(jnp.asarray(x), about[name]) for name, x in _own_arrays(batch).items()}
+    fields = {name: (jnp.asarray(x), {"padding": TOKEN_FIELDS[name].fill}) for name, x in batch.fields.items()}
+    changes["fields"] = {name: function(*arguments) for name, arguments in fields.items()}
     return dataclasses.replace(batch, **changes)

@@ -4,7 +4,7 @@ Everything here is treated as a constant by the updates.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import kljax
 from train.config.correction import Correction
+from train.config.loss import Loss
 from train.config.plan import Plan
 from train.config.schema import Config
 from train.config.signatures import Signature
@@ -20,43 +21,50 @@ from train.rl.batch import Batch, required
 from train.rl.metrics import Metrics, single
 
 Array = jax.Array
+Entry = tuple[Signature, Correction]
 
 
-def correct(config: Config, batch: Batch) -> tuple[Batch, Metrics]:
-    """Adds the weights and the mask of the corrections to a rollout batch, and measures the mismatch.
+def make_correction(config: Config) -> Callable[[Batch], tuple[Batch, Metrics]]:
+    """Makes `batch -> (batch, metrics)`, which adds the weights and the mask of the corrections to a rollout batch.
+
+    The batch is scored, with advantages if there are any; without corrections it stays as it is. The metrics measure
+    the mismatch.
+    """
+    plan, buckets, longest = Plan.of(config), config.rollout.mismatch_by_position, config.data.max_completion_length
+    entries = list(zip(plan.corrections, config.correction, strict=True))
+
+    def correct(batch: Batch) -> tuple[Batch, Metrics]:
+        if not plan.mismatch:
+            return batch, {}
+        metrics = measure_mismatch(batch, buckets=buckets, max_length=longest)
+        if not entries:
+            return batch, metrics
+        old, recorded, mask = _policies(batch)
+        steps = [_step(signature, entry, batch) for signature, entry in entries]
+        corrected = kljax.correct_rollout(old, recorded, mask, steps=steps)
+        rejects = any(signature.returns != "Float" for signature, _ in entries)
+        weights = corrected.weights
+        metrics |= {
+            "correction_sample_size": single(kljax.effective_sample_size(weights, mask)),
+            "correction_clipped": kljax.masked_fraction(_within_bounds(entries, batch), mask),
+            "correction_rejected": kljax.masked_fraction(corrected.kept, mask),
+        }
+        kept = batch.kept_mask
+        if rejects:
+            kept = corrected.kept if kept is None else corrected.kept & kept
+        return dataclasses.replace(batch, correction_weights=weights, kept_mask=kept), metrics
+
+    return correct
+
+
+def measure_mismatch(batch: Batch, *, buckets: int, max_length: int) -> Metrics:
+    """Measures how far the trainer's policy is from the sampler's on the sampled tokens, before the first update.
 
     Args:
-      config: the config; without corrections the batch stays as it is.
-      batch: a scored rollout batch, with advantages if there are any.
-
-    Returns:
-      The batch with `correction_weights` and `kept_mask`, and the metrics.
+      batch: a scored rollout batch.
+      buckets: parts of a completion that are measured on their own; 0: none.
+      max_length: the longest completion.
     """
-    plan = Plan.of(config)
-    if not plan.mismatch:
-        return batch, {}
-    metrics = measure_mismatch(config, batch)
-    if not plan.corrections:
-        return batch, metrics
-    old, recorded, mask = _policies(batch)
-    entries = list(zip(plan.corrections, config.correction, strict=True))
-    steps = [_step(signature, entry, batch) for signature, entry in entries]
-    corrected = kljax.correct_rollout(old, recorded, mask, steps=steps)
-    rejects = any(signature.returns != "Float" for signature, _ in entries)
-    weights = corrected.weights
-    metrics |= {
-        "correction_sample_size": single(kljax.effective_sample_size(weights, mask)),
-        "correction_clipped": kljax.masked_fraction(_within_bounds(config, batch), mask),
-        "correction_rejected": kljax.masked_fraction(corrected.kept, mask),
-    }
-    kept = batch.kept_mask
-    if rejects:
-        kept = corrected.kept if kept is None else corrected.kept & kept
-    return dataclasses.replace(batch, correction_weights=weights, kept_mask=kept), metrics
-
-
-def measure_mismatch(config: Config, batch: Batch) -> Metrics:
-    """Measures how far the trainer's policy is from the sampler's on the sampled tokens, before the first update."""
     old, recorded, mask = _policies(batch)
     metrics: Metrics = {
         "mismatch_k1": kljax.rollout_kl(old, recorded, mask, estimator="k1"),
@@ -64,19 +72,17 @@ def measure_mismatch(config: Config, batch: Batch) -> Metrics:
         "mismatch_chi_squared": kljax.chi_squared(old, recorded, mask),
         "mismatch_perplexity_ratio": kljax.perplexity_ratio(old, recorded, mask),
     }
-    buckets = config.rollout.mismatch_by_position
     if buckets:
-        longest = config.data.max_completion_length
-        places = kljax.kl_by_position(recorded, old, mask, num_buckets=buckets, max_length=longest)
+        places = kljax.kl_by_position(recorded, old, mask, num_buckets=buckets, max_length=max_length)
         for bucket in range(buckets):
             part = jax.tree.map(lambda x, bucket=bucket: x[bucket], places)
             metrics[f"mismatch_k3_part_{bucket + 1}_of_{buckets}"] = part
     return metrics
 
 
-def loss_mask(config: Config, batch: Batch) -> Array:
+def loss_mask(section: Loss, batch: Batch) -> Array:
     """Returns the mask [B, T] that the loss divides by: without rejected tokens, unless they are to count."""
-    if batch.kept_mask is None or config.loss.rejected_tokens == "count":
+    if batch.kept_mask is None or section.rejected_tokens == "count":
         return batch.completion_mask
     return batch.kept_mask
 
@@ -100,19 +106,19 @@ def _step(signature: Signature, entry: Correction, batch: Batch) -> Callable[[Ar
     return step
 
 
-def _within_bounds(config: Config, batch: Batch) -> Array:
+def _within_bounds(entries: Iterable[Entry], batch: Batch) -> Array:
     """Returns where [B, T] no weight is at a bound: the ratio that it comes from lies within them."""
     inside = jnp.ones_like(batch.completion_mask)
-    for level, low, high in _weight_bounds(config):
+    for level, low, high in _weight_bounds(entries):
         ratios = kljax.importance_weights(*_policies(batch), level=level)
         inside &= ratios >= (0 if low is None else low)
         inside &= ratios <= (jnp.inf if high is None else high)
     return inside
 
 
-def _weight_bounds(config: Config) -> Iterator[tuple[Any, float | None, float | None]]:
+def _weight_bounds(entries: Iterable[Entry]) -> Iterator[tuple[Any, float | None, float | None]]:
     """Yields level, lower and upper bound of each entry that gives weights."""
-    for signature, entry in zip(Plan.of(config).corrections, config.correction, strict=True):
+    for signature, entry in entries:
         options = entry.options()
         if signature.returns == "Float" and "level" in options:
             yield options["level"], options.get("lower"), options.get("upper", options.get("max_weight"))

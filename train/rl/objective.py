@@ -7,24 +7,24 @@ a micro-batch of it into a scalar. No formula is written here: every term is a c
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 import kljax
 from kljax.typing import Estimator
-from train.config.kl import LossKL
+from train.config.kl import KL, LossKL, RewardKL
 from train.config.loss import Loss
-from train.config.plan import Layout, Plan
-from train.config.schema import Config
+from train.config.plan import Plan
+from train.config.schema import Config, LogProbs
 from train.models import Decoder
 from train.models.packing import PackedRows
 from train.rl import algorithms
 from train.rl.batch import Batch, per_token_fields, required
-from train.rl.correction import correct, loss_mask
+from train.rl.correction import loss_mask, make_correction
 from train.rl.metrics import LargestToken, Metrics, single
-from train.rl.policy import fused_loss, token_stats, token_values
+from train.rl.policy import ScoredPolicy, Sequences, fused_loss, token_stats, token_values
 from train.rl.state import keep_unless, policy_of
 
 Array = jax.Array
@@ -57,10 +57,9 @@ class LossMetrics(NamedTuple):
         return {**parts, **self.tokens}
 
 
-def tile(config: Config) -> kljax.Tile | None:
+def tile(section: LogProbs) -> kljax.Tile | None:
     """Returns the tile size of the chunked LM head; None leaves it to the library."""
-    section = config.log_probs.tile
-    return None if section is None else kljax.Tile(section.tokens, section.vocab)
+    return None if section.tile is None else kljax.Tile(section.tile.tokens, section.tile.vocab)
 
 
 def coefficients(config: Config, controllers: Controllers | None = None) -> Coefficients:
@@ -82,34 +81,36 @@ def coefficients(config: Config, controllers: Controllers | None = None) -> Coef
     return {name: jnp.asarray(value, float) for name, value in values.items()} | steered
 
 
-def token_weights(config: Config, batch: Batch, section: Loss | LossKL | None = None) -> Array:
+def token_weights(plan: Plan, loss: Loss, batch: Batch, term: LossKL | None = None) -> Array:
     """Computes the token weights of one optimizer batch, before it is split into micro-batches.
 
     Args:
-      section: the section of the config that says how to reduce; None takes that of the loss.
+      plan: has the number of prompts.
+      loss: says how to reduce.
+      batch: the rows of the optimizer batch.
+      term: a KL with a reduction of its own, whose weights are computed then.
     """
-    section = config.loss if section is None else section
-    mode = section.aggregation or config.loss.aggregation
+    section = loss if term is None else term
+    mode = section.aggregation or loss.aggregation
     prompts = mode == "prompt_mean"
     return kljax.token_weights(
-        loss_mask(config, batch),
+        loss_mask(loss, batch),
         mode=mode,
         # The KL may have another reduction than the loss, and only this one divides by a length.
-        max_length=config.loss.max_length if mode == "seq_mean_token_sum_norm" else None,
+        max_length=loss.max_length if mode == "seq_mean_token_sum_norm" else None,
         group_ids=batch.group_ids if prompts else None,
-        num_groups=config.rollout.prompts_per_step if prompts else None,
+        num_groups=plan.num_groups if prompts else None,
         empty_rows=section.empty_rows,
     )
 
 
-def with_token_weights(config: Config, batch: Batch) -> Batch:
+def with_token_weights(plan: Plan, loss: Loss, term: LossKL, batch: Batch) -> Batch:
     """Adds the token weights of the loss, and those of its KL if that has a reduction of its own."""
-    term = config.kl.loss
-    own = "loss" in Plan.of(config).controllers and term.aggregation is not None
+    own = "loss" in plan.controllers and term.aggregation is not None
     return dataclasses.replace(
         batch,
-        token_weights=token_weights(config, batch),
-        kl_token_weights=token_weights(config, batch, term) if own else None,
+        token_weights=token_weights(plan, loss, batch),
+        kl_token_weights=token_weights(plan, loss, batch, term) if own else None,
     )
 
 
@@ -122,6 +123,7 @@ def make_preparation(config: Config) -> Preparation:
     for the old ones.
     """
     plan, controllers, section = Plan.of(config), algorithms.make_controllers(config), config.kl
+    options, correct = config.advantage, make_correction(config)
 
     def with_advantages(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
         metrics: Metrics = {}
@@ -134,19 +136,18 @@ def make_preparation(config: Config) -> Preparation:
         token_rewards = kljax.place_rewards(required(batch.rewards), mask)
         if "reward" in controllers:
             coef = states["reward"].coef
-            token_rewards, kl = _kl_shaped(config, batch, coef)
+            token_rewards, kl = _kl_shaped(plan, section.reward, batch, coef)
             metrics["kl_reward"] = kljax.WeightedSum.of(kl, mask)
             metrics["kl_coef"] = single(coef)
             steer("reward", metrics["kl_reward"].value())
         if plan.advantage is None:
             return batch, following, metrics
-        advantages, returns = algorithms.estimate_advantages(config, plan.advantage, token_rewards, batch)
-        if config.advantage.zeros == "drop":
+        advantages, returns = algorithms.estimate_advantages(plan, options, token_rewards, batch)
+        if options.zeros == "drop":
             batch = dataclasses.replace(batch, kept_mask=mask & (advantages != 0))
-        if config.advantage.scale_by_mean:
-            advantages = _scaled_by_mean(config, batch, advantages)
-        if config.advantage.whiten:
-            options = config.advantage
+        if options.scale_by_mean:
+            advantages = _scaled_by_mean(token_weights(plan, config.loss, batch), advantages)
+        if options.whiten:
             advantages = kljax.masked_whiten(advantages, mask, ddof=options.whiten_ddof, eps=options.whiten_eps)
         if "advantage" in controllers:
             advantages, mean_kl = kljax.centered_kl_advantages(
@@ -166,7 +167,7 @@ def make_preparation(config: Config) -> Preparation:
 
     def prepare(batch: Batch, states: Controllers) -> tuple[Batch, Controllers, Metrics]:
         batch, following, metrics = with_advantages(batch, states)
-        batch, measured = correct(config, batch)
+        batch, measured = correct(batch)
         if config.loss.old_log_probs == "sampler":
             batch = dataclasses.replace(batch, old_log_probs=batch.rollout_log_probs)
         return batch, following, metrics | measured
@@ -174,9 +175,8 @@ def make_preparation(config: Config) -> Preparation:
     return prepare
 
 
-def _scaled_by_mean(config: Config, batch: Batch, advantages: Array) -> Array:
+def _scaled_by_mean(weights: Array, advantages: Array) -> Array:
     """Divides advantages by the weighted mean of their absolute values."""
-    weights = token_weights(config, batch)
     mean = kljax.WeightedSum((jnp.abs(advantages) * weights).sum(), weights.sum()).value()
     return jnp.where(mean > 0, advantages / jnp.where(mean > 0, mean, 1), advantages)
 
@@ -192,10 +192,10 @@ def make_control(config: Config) -> Callable[[Controllers, kljax.WeightedSum, Ar
     return control
 
 
-def _kl_shaped(config: Config, batch: Batch, coef: Array) -> tuple[Array, Array]:
+def _kl_shaped(plan: Plan, section: RewardKL, batch: Batch, coef: Array) -> tuple[Array, Array]:
     """Subtracts the KL from the token rewards, and returns both."""
-    section, mask, rewards = config.kl.reward, batch.completion_mask, required(batch.rewards)
-    if Plan.of(config).exact_reward:
+    mask, rewards = batch.completion_mask, required(batch.rewards)
+    if plan.exact_reward:
         kl = kljax.masked(required(batch.ref_exact_kl), mask)
         return kljax.subtract_kl(rewards, kl, mask, coef=coef), kl
     return kljax.kl_shaped_rewards(
@@ -219,7 +219,10 @@ def make_objective(config: Config, model: Decoder) -> Objective:
     `reference_head`, for the exact KL; `packed` are the places of the rows in packed rows, if there are any. Gradient:
     to `trainable` only. Metrics are treated as constants.
     """
-    plan = Plan.of(config)
+    plan, section, kl = Plan.of(config), config.loss, config.kl
+    entropy: Literal[True, "constant"] = True if plan.entropies else "constant"
+    fixed: dict[str, Any] = {"temperature": config.temperature, "tile": tile(config.log_probs), "entropy": entropy}
+    terms_of = functools.partial(_terms, plan=plan, section=section, kl=kl)
 
     def objective(
         trainable: dict[str, Tree],
@@ -230,28 +233,29 @@ def make_objective(config: Config, model: Decoder) -> Objective:
         *,
         packed: PackedRows | None = None,
     ) -> tuple[Array, LossMetrics]:
-        policy, options = policy_of(trainable, base), _head_options(config, batch, ref_head) | {"packed": packed}
-        arguments = model, policy, batch.tokens, batch.token_mask
+        policy = ScoredPolicy(model, policy_of(trainable, base))
+        sequences = Sequences.of(batch, plan.layout, packed)
+        options = fixed | {"reference": _exact_reference(plan, kl.loss, batch, ref_head)}
         if plan.treats_tokens_alone:
-            score = functools.partial(fused_loss, *arguments, **options, token_chunk=config.log_probs.token_chunk)
-            loss, terms, hidden = _fused_terms(config, score, batch, coefs)
+            options["token_chunk"] = config.log_probs.token_chunk
+            score = functools.partial(fused_loss, policy, sequences, **options)
+            loss, terms, hidden = _fused_terms(terms_of, score, batch, coefs)
         else:
-            stats, hidden = token_stats(*arguments, **options)
-            terms, scale = _terms(config, stats, batch, coefs)
+            stats, hidden = token_stats(policy, sequences, **options)
+            terms, scale = terms_of(stats, batch, coefs)
             loss = sum((scale[name] * term.sum() for name, term in terms.weighted.items()), jnp.float32(0))
         scored = _with_old_log_probs(batch, terms.stats)
         reduced = {name: term.sum() for name, term in terms.weighted.items()}
-        mask, kept = loss_mask(config, batch), _kept(batch)
+        mask, kept = loss_mask(section, batch), _kept(batch)
         if plan.value_head:
             values = token_values(trainable["value_head"], hidden)
             returns, old = required(batch.returns), required(batch.values)
-            term = kljax.value_loss(values, old, returns, mask, clip=config.loss.value_clip)
+            term = kljax.value_loss(values, old, returns, mask, clip=section.value_clip)
             reduced["value"] = (kljax.masked(term, kept) * required(batch.token_weights)).sum()
             loss = loss + coefs["value"] * reduced["value"]
-        metrics = _token_metrics(config, terms.stats, scored)
-        if plan.loss is not None:
-            masked = dataclasses.replace(scored, completion_mask=mask)
-            metrics |= algorithms.clip_metric(config, plan.loss, terms.stats, masked)
+        metrics = _token_metrics(section, kl.loss, terms.stats, scored)
+        masked = dataclasses.replace(scored, completion_mask=mask)
+        metrics |= algorithms.clip_metric(plan, section, terms.stats, masked)
         if plan.steers_loss:
             metrics["kl_loss_per_token"] = kljax.WeightedSum.of(jax.lax.stop_gradient(required(terms.kl)), kept)
         parts = {"loss": loss, **{f"{name}_loss": value for name, value in reduced.items() if name != "entropy"}}
@@ -268,26 +272,16 @@ class _Terms(NamedTuple):
     kl: Array | None
 
 
-def _head_options(config: Config, batch: Batch, ref_head: kljax.Head | None) -> dict[str, Any]:
-    """Returns the options of a pass over the LM head."""
-    return {
-        "temperature": config.temperature,
-        "mask": batch.completion_mask,
-        "entropy": True if Plan.of(config).entropies else "constant",
-        "reference": _exact_reference(config, batch, ref_head),
-        "tile": tile(config),
-        "layout": Layout.of(config),
-        "kept_ids": batch.kept_ids,
-    }
+TermsOf = Callable[[kljax.TokenStats, Batch, Coefficients], tuple[_Terms, dict[str, Array]]]
 
 
 def _fused_terms(
-    config: Config, score: Callable[..., tuple[Array, _Terms, Array]], batch: Batch, coefs: Coefficients
+    terms_of: TermsOf, score: Callable[..., tuple[Array, _Terms, Array]], batch: Batch, coefs: Coefficients
 ) -> tuple[Array, _Terms, Array]:
     """Computes loss, terms and hidden states with a loss that sees one chunk of tokens at a time."""
 
     def token_loss(stats: kljax.TokenStats, inputs: tuple[Batch, Coefficients]) -> tuple[Array, _Terms]:
-        terms, scale = _terms(config, stats, *inputs)
+        terms, scale = terms_of(stats, *inputs)
         loss = sum((scale[name] * term for name, term in terms.weighted.items()), jnp.zeros_like(stats.log_prob))
         return loss, terms
 
@@ -300,30 +294,29 @@ def _kept(batch: Batch) -> Array:
 
 
 def _terms(
-    config: Config, stats: kljax.TokenStats, batch: Batch, coefs: Coefficients
+    stats: kljax.TokenStats, batch: Batch, coefs: Coefficients, *, plan: Plan, section: Loss, kl: KL
 ) -> tuple[_Terms, dict[str, Array]]:
     """Computes the terms of the head, times their token weights, and their coefficients."""
-    plan, weights = Plan.of(config), required(batch.token_weights)
-    mask, kept = loss_mask(config, batch), _kept(batch)
+    weights, mask, kept = required(batch.token_weights), loss_mask(section, batch), _kept(batch)
     batch = dataclasses.replace(_with_old_log_probs(batch, stats), completion_mask=mask)
     terms: dict[str, Array] = {}
     scale: dict[str, Array] = {}
     if plan.loss is not None:
-        terms["policy"] = algorithms.policy_loss(config, plan.loss, stats, batch, coefs.get("key"))
+        terms["policy"] = algorithms.policy_loss(plan, section, stats, batch, coefs.get("key"))
         if batch.correction_weights is not None:
             terms["policy"] *= batch.correction_weights
         scale["policy"] = jnp.float32(1)
     if "loss" in plan.controllers:
-        terms["kl"], scale["kl"] = _reference_kl(config, stats, batch), coefs["kl_loss"]
-    if config.kl.rollout.coef > 0:
+        terms["kl"], scale["kl"] = _reference_kl(plan, kl.loss, stats, batch), coefs["kl_loss"]
+    if kl.rollout.coef > 0:
         terms["rollout_kl"] = kljax.rollout_kl_loss(
             stats.log_prob,
             required(batch.rollout_log_probs),
             mask,
-            **config.kl.rollout.model_dump(exclude={"coef"}),
+            **kl.rollout.model_dump(exclude={"coef"}),
         )
         scale["rollout_kl"] = coefs["rollout_kl"]
-    if config.loss.entropy_coef > 0:
+    if section.entropy_coef > 0:
         terms["entropy"], scale["entropy"] = required(stats.entropy), -coefs["entropy"]
     own = {"kl": weights if batch.kl_token_weights is None else batch.kl_token_weights}
     weighted = {name: kljax.masked(term, kept) * own.get(name, weights) for name, term in terms.items()}
@@ -337,19 +330,19 @@ def _with_old_log_probs(batch: Batch, stats: kljax.TokenStats) -> Batch:
     return dataclasses.replace(batch, old_log_probs=jax.lax.stop_gradient(stats.log_prob))
 
 
-def _exact_reference(config: Config, batch: Batch, ref_head: kljax.Head | None) -> kljax.ReferenceStates | None:
-    """Returns the reference of the loss's exact KL, or None without one."""
-    plan = Plan.of(config)
-    if not plan.exact_loss:
+def _exact_reference(
+    plan: Plan, section: LossKL, batch: Batch, ref_head: kljax.Head | None
+) -> kljax.ReferenceStates | None:
+    """Returns the reference of an update's exact KL, or None without one."""
+    if not plan.exact_kl:
         return None
     if ref_head is None and not plan.shares_head:
         raise ValueError("ref_head: got None, expected the head of the reference, which is not the policy's")
-    return kljax.ReferenceStates(required(batch.ref_hidden), ref_head, config.kl.loss.direction)
+    return kljax.ReferenceStates(required(batch.ref_hidden), ref_head, section.direction)
 
 
-def _reference_kl(config: Config, stats: kljax.TokenStats, batch: Batch) -> Array:
-    section = config.kl.loss
-    if Plan.of(config).exact_loss:
+def _reference_kl(plan: Plan, section: LossKL, stats: kljax.TokenStats, batch: Batch) -> Array:
+    if plan.exact_loss:
         return required(stats.kl)
     return kljax.reference_kl_loss(
         stats.log_prob,
@@ -364,7 +357,7 @@ def _reference_kl(config: Config, stats: kljax.TokenStats, batch: Batch) -> Arra
     )
 
 
-def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Metrics:
+def _token_metrics(loss: Loss, term: LossKL, stats: kljax.TokenStats, batch: Batch) -> Metrics:
     mask = batch.completion_mask
     metrics: Metrics = {
         "entropy": kljax.WeightedSum.of(required(stats.entropy), mask),
@@ -379,13 +372,13 @@ def _token_metrics(config: Config, stats: kljax.TokenStats, batch: Batch) -> Met
         estimates = kljax.estimate_kl(stats.log_prob, batch.ref_log_probs, mask, estimator="k3")
         metrics["kl_reference_max"] = largest(estimates)
     if stats.kl is not None:
-        forward = config.kl.loss.direction == "forward"
+        forward = term.direction == "forward"
         metrics["kl_reference_forward" if forward else "kl_reference_exact"] = kljax.WeightedSum.of(stats.kl, mask)
         if not forward:
             metrics["kl_reference_exact_max"] = largest(stats.kl)
     if batch.rollout_log_probs is not None:
         metrics["rollout_kl"] = kljax.rollout_kl(stats.log_prob, required(batch.rollout_log_probs), mask)
-        if config.loss.old_log_probs == "trainer":
+        if loss.old_log_probs == "trainer":
             # The completions are of this policy, so the error shows how sampler and trainer differ: rounding, or a bug.
             error = jnp.abs(required(batch.old_log_probs) - batch.rollout_log_probs)
             metrics["rollout_log_prob_error"] = kljax.Extremes.of(error, mask)

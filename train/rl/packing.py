@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from train.config.plan import Layout, Plan
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.distributed import to_host
 from train.models import Decoder
@@ -128,7 +128,8 @@ def make_packer(config: Config, model: Decoder, mesh: Mesh) -> Packer | None:
     """
     if not config.optim.packing:
         return None
-    plan, layout, prompt = Plan.of(config), Layout.of(config), config.data.max_prompt_length
+    plan, prompt = Plan.of(config), config.data.max_prompt_length
+    layout = plan.layout
     scores = plan.scores_policy or plan.reference
     # Splash attention has segments, but no keys that several of them share.
     splash = model.config.attention != "xla" and device_kind().startswith("TPU")

@@ -1,4 +1,4 @@
-"""The policy (base parameters, optional adapter): its weights, hidden states, token statistics and values."""
+"""A policy (base parameters, optional adapter): its weights, hidden states, token statistics and values."""
 
 import dataclasses
 import functools
@@ -18,6 +18,8 @@ from train.models.kernels import device_kind
 from train.models.layers import in_pieces, narrow_logits
 from train.models.packing import PackedRows
 from train.models.sharding import axis_size, constrain, divides, mesh_is_set, param_shardings, partition_spec
+from train.rl.batch import Batch
+from train.rl.token_fields import TokenFields
 
 Tree = Any
 TRANSPOSED_BYTES = 2**24
@@ -26,6 +28,59 @@ TRANSPOSED_BYTES = 2**24
 At 4 MiB and 8 rows a product takes 0.20 ms of CPU with the transposed head, and 0.31 ms with the stored one. At 32 MiB
 both take 4.9 ms on one machine, and the stored one 4 ms less on another.
 """
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScoredPolicy:
+    """A policy and the decoder that runs it: the trained policy, or the reference.
+
+    Attributes:
+      model: the policy's decoder, or a teacher's, which has the same vocabulary. Static: part of a compiled program.
+      policy: weights and adapter. `params` of None stand for the frozen base under the trained adapter, which is then
+        one argument of a program; XLA would allocate two.
+    """
+
+    model: Decoder = dataclasses.field(metadata={"static": True})
+    policy: kljax.Policy
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether the weights are the frozen base under the trained adapter."""
+        return self.policy.params is None
+
+    def on_base(self, base: Tree) -> "ScoredPolicy":
+        """Returns the policy with all of its weights: with `base` if it shares that."""
+        return ScoredPolicy(self.model, kljax.Policy(base, self.policy.adapter)) if self.shares_base else self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """Padded rows of tokens, and how they go through the layers and the LM head.
+
+    Attributes:
+      tokens: [B, T] int32.
+      token_mask: [B, T] bool, True at real tokens.
+      completion_mask: [B, T] bool, the tokens to score; others cost nothing. None scores all real tokens.
+      fields: [B, T, ...] by name, as in `Batch`. With `kept_ids`, log-probs are renormalised over these tokens;
+        entropies and the exact KL are over the whole vocabulary.
+      packed: the places of the rows in packed rows, through which the layers run; None: padded rows do.
+      layout: prompt length and groups of the rows, whose prompt goes through the layers once. Columns before
+        `prompt_length` are not scored.
+    """
+
+    tokens: jax.Array
+    token_mask: jax.Array
+    completion_mask: jax.Array | None = None
+    fields: TokenFields = dataclasses.field(default_factory=dict)
+    packed: PackedRows | None = None
+    layout: Layout = dataclasses.field(default=ROWS, metadata={"static": True})
+
+    @classmethod
+    def of(cls, batch: Batch, layout: Layout, packed: PackedRows | None = None) -> "Sequences":
+        """Returns the rows of a batch, whose completions are scored."""
+        return cls(batch.tokens, batch.token_mask, batch.completion_mask, batch.fields, packed, layout)
 
 
 def _with_shardings(shapes: Tree, axes: Tree, mesh: Mesh) -> Tree:
@@ -121,61 +176,36 @@ def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
     return {name: leaf.shape for name, leaf in named_leaves(tree).items()}
 
 
-def hidden_states(
-    model: Decoder,
-    policy: kljax.Policy,
-    tokens: jax.Array,
-    token_mask: jax.Array,
-    *,
-    layout: Layout = ROWS,
-    packed: PackedRows | None = None,
-) -> jax.Array:
+def hidden_states(scored: ScoredPolicy, sequences: Sequences) -> jax.Array:
     """Computes hidden states [B, T, D]; finite but meaningless at padding.
 
-    Args:
-      model: the decoder.
-      policy: its weights.
-      tokens: [B, T] int32.
-      token_mask: [B, T] bool, True at real tokens.
-      layout: rows that share a prompt; the prompt goes through the layers once.
-      packed: the places of the rows in packed rows, through which the layers run. Hidden states are then 0 but where a
-        token of a completion follows.
+    With packed rows they are 0 but where a token of a completion follows.
     """
-    if packed is not None:
-        return bind(model, policy).packed(tokens, token_mask, packed, prompt=layout.prompt_length)
+    transformer, layout = bind(scored.model, scored.policy), sequences.layout
+    tokens, mask = sequences.tokens, sequences.token_mask
+    if sequences.packed is not None:
+        return transformer.packed(tokens, mask, sequences.packed, prompt=layout.prompt_length)
     if layout.group == 1:
-        return bind(model, policy)(tokens, token_mask)
-    return bind(model, policy).grouped(tokens, token_mask, prompt=layout.prompt_length, group=layout.group)
+        return transformer(tokens, mask)
+    return transformer.grouped(tokens, mask, prompt=layout.prompt_length, group=layout.group)
 
 
-def paired_hidden_states(
-    model: Decoder,
-    policy: kljax.Policy,
-    adapter: Tree,
-    tokens: jax.Array,
-    token_mask: jax.Array,
-    *,
-    layout: Layout = ROWS,
-    packed: PackedRows | None = None,
-) -> tuple[jax.Array, jax.Array]:
+def paired_hidden_states(scored: ScoredPolicy, adapter: Tree, sequences: Sequences) -> tuple[jax.Array, jax.Array]:
     """Computes hidden states [B, T, D] of a policy and of its base with another adapter, in one pass over the layers.
 
     The base weights are read, and on a mesh gathered, once for both; activations take twice the memory.
 
     Args:
-      model: the decoder.
-      policy: base parameters and an adapter.
+      scored: base parameters and an adapter.
       adapter: the other adapter, of the same structure; None: off.
-      tokens: [B, T] int32.
-      token_mask: [B, T] bool, True at real tokens.
-      layout: see `hidden_states`.
-      packed: see `hidden_states`.
+      sequences: the rows.
     """
-    other = jax.tree.map(jnp.zeros_like, policy.adapter) if adapter is None else adapter
-    pair = jax.tree.map(lambda *halves: jnp.stack(halves), policy.adapter, other)
+    params, first = scored.policy.params, scored.policy.adapter
+    second = jax.tree.map(jnp.zeros_like, first) if adapter is None else adapter
+    pair = jax.tree.map(lambda *halves: jnp.stack(halves), first, second)
 
     def run(lora: Tree) -> jax.Array:
-        return hidden_states(model, kljax.Policy(policy.params, lora), tokens, token_mask, layout=layout, packed=packed)
+        return hidden_states(ScoredPolicy(scored.model, kljax.Policy(params, lora)), sequences)
 
     # Rows stay the leading axis, which the mesh splits.
     both = jax.vmap(run, out_axes=1)(pair)
@@ -215,23 +245,20 @@ def make_logits(model: Decoder, params: Tree) -> Callable[[jax.Array, jnp.dtype]
     return logits
 
 
-def _lm_head(model: Decoder, params: Tree, tile: kljax.Tile | None, columns: int) -> kljax.Head:
-    """Returns the LM head as the parameters store it, with the cap of the model and the sharding of the mesh.
-
-    Args:
-      columns: scored columns of a row.
-    """
+def _lm_head(scored: ScoredPolicy, sequences: Sequences, tile: kljax.Tile | None) -> kljax.Head:
+    """Returns the LM head as the parameters store it, with the cap of the model and the sharding of the mesh."""
+    model, scored_columns = scored.model, sequences.tokens.shape[1] - sequences.layout.prompt_length
     return kljax.Head(
-        stored_head(model, params),
+        stored_head(model, scored.policy.params),
         softcap=model.config.final_softcap,
         layout="vd" if model.config.tie_embeddings else "dv",
-        sharding=_head_sharding(model, columns),
+        sharding=_head_sharding(model, scored_columns),
         tile=tile,
     )
 
 
 def _head_sharding(model: Decoder, columns: int) -> kljax.HeadSharding | None:
-    """Returns the sharding of rows, columns and head on the mesh; None if no mesh is set."""
+    """Returns the sharding of rows, scored columns and head on the mesh; None if no mesh is set."""
     if not mesh_is_set():
         return None
     axes = ("vocab", "embed") if model.config.tie_embeddings else ("embed", "vocab")
@@ -242,21 +269,15 @@ def _head_sharding(model: Decoder, columns: int) -> kljax.HeadSharding | None:
 
 
 def token_stats(
-    model: Decoder,
-    policy: kljax.Policy,
-    tokens: jax.Array,
-    token_mask: jax.Array,
+    scored: ScoredPolicy,
+    sequences: Sequences,
     *,
     temperature: float | jax.Array,
-    mask: jax.Array | None = None,
     entropy: Literal[False, True, "constant"] = False,
     sum_squared_probs: bool = False,
     reference: kljax.ReferenceStates | None = None,
     tile: kljax.Tile | None = None,
-    layout: Layout = ROWS,
     hidden: jax.Array | None = None,
-    kept_ids: jax.Array | None = None,
-    packed: PackedRows | None = None,
 ) -> tuple[kljax.TokenStats, jax.Array]:
     """Computes statistics of each token given the tokens before it, and the hidden states they come from.
 
@@ -264,22 +285,15 @@ def token_stats(
     time for one.
 
     Args:
-      model: the decoder.
-      policy: its weights.
-      tokens: [B, T] int32.
-      token_mask: [B, T] bool, True at real tokens.
+      scored: the policy.
+      sequences: the rows, and the tokens of them to score.
       temperature: the sampling temperature.
-      mask: [B, T] bool, the tokens to score; others cost nothing. None scores all real tokens.
       entropy: True also computes entropies; "constant" computes them without a gradient.
       sum_squared_probs: True also computes the sums over the vocabulary of the squared probabilities.
       reference: hidden states [B, T, D] of the reference, as this function returns them, and its head, for the exact
         KL; a head of None is the policy's, treated as a constant.
       tile: tile size of the chunked LM head; None takes the library's for this kind of device.
-      layout: prompt length and groups of the rows; columns before `prompt_length` are not scored.
       hidden: the policy's hidden states [B, T, D], if they exist already.
-      kept_ids: [B, T, K] int32, the tokens that the sampler kept, padded with -1; log-probs are renormalised over them,
-        entropies and the exact KL are not. None: over the whole vocabulary.
-      packed: see `hidden_states`.
 
     Returns:
       `TokenStats` of [B, T] (position t is token t; 0 under the mask and before `prompt_length`) and hidden states
@@ -289,37 +303,38 @@ def token_stats(
       ValueError: a prompt length outside 1 to T; both `kept_ids` and `sum_squared_probs`.
     """
     score: Callable[..., kljax.TokenStats]
+    kept_ids = _kept_ids(sequences)
     if kept_ids is None:
         score = functools.partial(kljax.log_probs_from_hidden, sum_squared_probs=sum_squared_probs)
     elif sum_squared_probs:
         raise ValueError("sum_squared_probs: got True and kept_ids, expected one of them")
     else:
-        score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids[:, layout.prompt_length :])
+        score = functools.partial(kljax.renormalized_log_probs, kept_ids=kept_ids)
     if hidden is None:
-        hidden = hidden_states(model, policy, tokens, token_mask, layout=layout, packed=packed)
-    inputs = _head_inputs(hidden, tokens, token_mask if mask is None else mask, layout, reference)
-    head = _lm_head(model, policy.params, tile, tokens.shape[1] - layout.prompt_length)
+        hidden = hidden_states(scored, sequences)
+    inputs, head = _head_inputs(hidden, sequences, reference), _lm_head(scored, sequences, tile)
     stats = score(head=head, temperature=temperature, entropy=entropy, **inputs)
-    return _from_first(stats, layout), hidden
+    return _from_first(stats, sequences.layout), hidden
 
 
-def _head_inputs(
-    hidden: jax.Array,
-    tokens: jax.Array,
-    mask: jax.Array,
-    layout: Layout,
-    reference: kljax.ReferenceStates | None,
-) -> dict[str, Any]:
+def _head_inputs(hidden: jax.Array, sequences: Sequences, reference: kljax.ReferenceStates | None) -> dict[str, Any]:
     """Returns the arguments of the head's functions: hidden states, each with the token that it predicts."""
-    first = layout.prompt_length
+    tokens, first = sequences.tokens, sequences.layout.prompt_length
     if not 1 <= first <= tokens.shape[1]:
         raise ValueError(
             f"layout.prompt_length: got {first}, expected 1 to {tokens.shape[1]} (column 0 has no prediction)"
         )
+    mask = sequences.token_mask if sequences.completion_mask is None else sequences.completion_mask
     before = slice(first - 1, tokens.shape[1] - 1)
     if reference is not None:
         reference = dataclasses.replace(reference, hidden=jnp.asarray(reference.hidden)[:, before])
     return {"hidden": hidden[:, before], "targets": tokens[:, first:], "mask": mask[:, first:], "reference": reference}
+
+
+def _kept_ids(sequences: Sequences) -> jax.Array | None:
+    """Returns the tokens that the sampler kept in the scored columns; None: log-probs are over the whole vocabulary."""
+    kept_ids = sequences.fields.get("kept_ids")
+    return None if kept_ids is None else kept_ids[:, sequences.layout.prompt_length :]
 
 
 def _from_first(per_token: Tree, layout: Layout) -> Tree:
@@ -332,41 +347,29 @@ def _from_first(per_token: Tree, layout: Layout) -> Tree:
 
 
 def fused_loss(
-    model: Decoder,
-    policy: kljax.Policy,
-    tokens: jax.Array,
-    token_mask: jax.Array,
+    scored: ScoredPolicy,
+    sequences: Sequences,
     *,
     token_loss: Callable[[kljax.TokenStats, Any], tuple[jax.Array, Tree]],
     per_token: Tree,
     temperature: float | jax.Array,
-    mask: jax.Array,
     entropy: Literal[False, True, "constant"] = False,
     reference: kljax.ReferenceStates | None = None,
     tile: kljax.Tile | None = None,
     token_chunk: int | None = None,
-    layout: Layout = ROWS,
-    kept_ids: jax.Array | None = None,
-    packed: PackedRows | None = None,
 ) -> tuple[jax.Array, Tree, jax.Array]:
     """Computes a loss that treats tokens alone, with three products with the LM head instead of four.
 
     Args:
-      model: the decoder.
-      policy: its weights.
-      tokens: [B, T] int32.
-      token_mask: [B, T] bool, True at real tokens.
+      scored: the policy.
+      sequences: the rows, and the tokens of them that the loss is the sum of.
       token_loss: as in `kljax.token_loss_from_hidden`.
       per_token: its inputs, arrays [B, T] and scalars.
       temperature: the sampling temperature.
-      mask: [B, T] bool, the tokens that the loss is the sum of.
       entropy: see `token_stats`.
       reference: see `token_stats`.
       tile: see `token_stats`.
       token_chunk: tokens whose logits are held at once; None takes the library's for this kind of device.
-      layout: see `token_stats`.
-      kept_ids: see `token_stats`.
-      packed: see `hidden_states`.
 
     Returns:
       The loss, its metrics [B, T], and hidden states [B, T, D].
@@ -374,19 +377,18 @@ def fused_loss(
     Raises:
       ValueError: a prompt length outside 1 to T.
     """
-    hidden = hidden_states(model, policy, tokens, token_mask, layout=layout, packed=packed)
-    first = layout.prompt_length
+    hidden, first = hidden_states(scored, sequences), sequences.layout.prompt_length
     loss, metrics = kljax.token_loss_from_hidden(
-        **_head_inputs(hidden, tokens, mask, layout, reference),
-        head=_lm_head(model, policy.params, tile, tokens.shape[1] - first),
+        **_head_inputs(hidden, sequences, reference),
+        head=_lm_head(scored, sequences, tile),
         token_loss=token_loss,
         per_token=jax.tree.map(lambda x: x[:, first:] if x.ndim else x, per_token),
         temperature=temperature,
         entropy=entropy,
-        kept_ids=None if kept_ids is None else kept_ids[:, first:],
+        kept_ids=_kept_ids(sequences),
         token_chunk=token_chunk,
     )
-    return loss, _from_first(metrics, layout), hidden
+    return loss, _from_first(metrics, sequences.layout), hidden
 
 
 def token_values(value_head: Tree, hidden: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ Each compiles once, and none of them waits for the host.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ import optax
 from jax.sharding import Mesh
 
 import kljax
-from train.config.plan import Layout, Plan
+from train.config.optim import Optim
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.models.packing import PackedRows
@@ -22,9 +24,9 @@ from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.batch import Batch, map_micro_batches, merge_micro_batches, micro_batches, row_count, take_rows
 from train.rl.metrics import SHARE, Metrics, is_beyond, single
-from train.rl.policy import paired_hidden_states, token_stats, token_values
-from train.rl.reference import Reference, reference_head, restore_shared_base
-from train.rl.state import GuardState, TrainState, keep_unless, policy_of
+from train.rl.policy import ScoredPolicy, Sequences, paired_hidden_states, token_stats, token_values
+from train.rl.reference import reference_head
+from train.rl.state import TrainState, keep_unless, policy_of
 from train.rl.tracing import traced_once
 
 Tree = Any
@@ -36,10 +38,9 @@ SCORED = ("old_log_probs", "ref_log_probs", "ref_hidden", "ref_exact_kl", "value
 def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batch]:
     """Compiles `(trainable, base, reference, batch) -> batch`, which fills in the fields of `SCORED` that are needed.
 
-    The reference comes without weights that are `base` (`drop_shared_base`), so that they are one argument; on a mesh
-    that splits them, both policies go through the layers in one pass. Old and reference log-probs are computed as the
-    objective computes them, at its micro-batch size, so that an unchanged policy has ratio 1 up to the last bit of a
-    log-prob. All results are treated as constants.
+    On a mesh that splits a base which both policies share, they go through the layers in one pass. Old and reference
+    log-probs are computed as the objective computes them, at its micro-batch size, so that an unchanged policy has
+    ratio 1 up to the last bit of a log-prob. All results are treated as constants.
 
     Not computed: the reference if no term needs it; its log-probs if only the exact KL is used, which reads its hidden
     states; the policy if a batch gets one update, whose log-probs are the old ones, and nothing reads them before.
@@ -48,46 +49,40 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
 
     With `rows` and `packed` of a `Packing`, the layers run through packed rows; each of their numbers is a program.
     """
-    layout, plan, stats_of = Layout.of(config), Plan.of(config), _make_stats(config)
+    plan, stats_of = Plan.of(config), _make_stats(config)
+    layout, score_parts = plan.layout, _score_parts(config.optim)
 
     def score(
         trainable: dict[str, Tree],
         base: Tree,
-        reference: Reference | None,
+        reference: ScoredPolicy | None,
         batch: Batch,
         *,
         rows: jax.Array | None = None,
         packed: PackedRows | None = None,
     ) -> Batch:
-        policy = Reference(model, policy_of(trainable, base))
+        policy = ScoredPolicy(model, policy_of(trainable, base))
         in_one_pass = plan.scores_policy and _one_pass(mesh, policy, reference)
-        reference = None if reference is None else restore_shared_base(reference, base)
+        reference = None if reference is None else reference.on_base(base)
 
         def score_rows(part: Batch, packed: PackedRows | None = None) -> Batch:
             per_token: dict[str, jax.Array] = {}
-            states: dict[str, jax.Array] = {}
+            states: dict[str, Any] = {}
             hidden = ref_hidden = exact = None
+            sequences = Sequences.of(part, layout, packed)
             if in_one_pass and reference is not None:
-                hidden, ref_hidden = paired_hidden_states(
-                    model,
-                    policy.policy,
-                    reference.policy.adapter,
-                    part.tokens,
-                    part.token_mask,
-                    layout=layout,
-                    packed=packed,
-                )
+                hidden, ref_hidden = paired_hidden_states(policy, reference.policy.adapter, sequences)
             if reference is not None:
-                ref_stats, ref_hidden = stats_of(reference, part, packed, ref_hidden)
+                ref_stats, ref_hidden = stats_of(reference, sequences, hidden=ref_hidden)
                 if plan.ref_log_probs:
                     per_token["ref_log_probs"] = ref_stats.log_prob
                 if plan.exact_reward:
-                    exact = kljax.ReferenceStates(ref_hidden, reference_head(config, reference))
-                if plan.exact_loss:
+                    exact = kljax.ReferenceStates(ref_hidden, reference_head(plan, reference))
+                if plan.exact_kl:
                     states["ref_hidden"] = ref_hidden
             if plan.scores_policy:
-                options = {"sum_squared_probs": plan.sum_squared_probs}
-                stats, hidden = stats_of(policy, part, packed, hidden, exact, **options)
+                options = {"reference": exact, "sum_squared_probs": plan.sum_squared_probs}
+                stats, hidden = stats_of(policy, sequences, hidden=hidden, **options)
                 per_token["old_log_probs"] = stats.log_prob
                 if stats.kl is not None:
                     per_token["ref_exact_kl"] = stats.kl
@@ -96,10 +91,10 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
                 if plan.value_head:
                     per_token["values"] = token_values(trainable["value_head"], hidden)
             masked = {name: kljax.masked(value, part.completion_mask) for name, value in per_token.items()}
-            return dataclasses.replace(part, **jax.lax.stop_gradient(masked | states))
+            return dataclasses.replace(part, **jax.lax.stop_gradient(states | masked))
 
         if packed is None:
-            return map_micro_batches(score_rows, batch, _score_parts(config), group=layout.group)
+            return map_micro_batches(score_rows, batch, score_parts, group=layout.group)
         parts = micro_batches(batch if rows is None else take_rows(batch, rows), len(packed.tokens))
         split = jax.lax.with_sharding_constraint((parts, packed), _micro_sharding(mesh))
         done = merge_micro_batches(jax.lax.map(lambda part: score_rows(*part), split))
@@ -112,18 +107,19 @@ def make_reference_score(config: Config, model: Decoder, mesh: Mesh) -> Callable
     """Compiles `(base, reference, batch) -> (log_probs, log_probs)`: those of the reference alone, [B, T] float32.
 
     The first are split over the mesh as the batch; the second are whole on every device, for the host. They are
-    computed as in `make_score`, and treated as constants; the reference comes without weights that are `base`.
+    computed as in `make_score`, and treated as constants.
     """
-    layout, stats_of = Layout.of(config), _make_stats(config)
+    layout, stats_of = Plan.of(config).layout, _make_stats(config)
+    score_parts = _score_parts(config.optim)
 
-    def score_reference(base: Tree, reference: Reference, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        reference = restore_shared_base(reference, base)
+    def score_reference(base: Tree, reference: ScoredPolicy, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        reference = reference.on_base(base)
 
         def score_rows(part: Batch) -> jax.Array:
-            stats, _ = stats_of(reference, part, None, None)
+            stats, _ = stats_of(reference, Sequences.of(part, layout))
             return jax.lax.stop_gradient(kljax.masked(stats.log_prob, part.completion_mask))
 
-        log_probs = map_micro_batches(score_rows, batch, _score_parts(config), group=layout.group)
+        log_probs = map_micro_batches(score_rows, batch, score_parts, group=layout.group)
         return log_probs, log_probs
 
     return jax.jit(traced_once(score_reference), out_shardings=(batch_sharding(mesh), replicated(mesh)))
@@ -135,43 +131,16 @@ def packed_size(*_: Any, packed: PackedRows | None = None, **__: Any) -> tuple[i
 
 
 def _make_stats(config: Config) -> Callable[..., tuple[kljax.TokenStats, jax.Array]]:
-    """Makes the function that scores rows with a policy; it returns the statistics and the hidden states."""
-    layout, tile = Layout.of(config), objectives.tile(config)
-
-    def stats_of(
-        scored: Reference,
-        part: Batch,
-        packed: PackedRows | None,
-        hidden: jax.Array | None,
-        reference: kljax.ReferenceStates | None = None,
-        *,
-        sum_squared_probs: bool = False,
-    ) -> tuple[kljax.TokenStats, jax.Array]:
-        return token_stats(
-            scored.model,
-            scored.policy,
-            part.tokens,
-            part.token_mask,
-            temperature=config.temperature,
-            mask=part.completion_mask,
-            sum_squared_probs=sum_squared_probs,
-            reference=reference,
-            tile=tile,
-            layout=layout,
-            hidden=hidden,
-            kept_ids=part.kept_ids,
-            packed=packed,
-        )
-
-    return stats_of
+    """Makes the function that scores rows with a policy, `token_stats` at the temperature of the config."""
+    return functools.partial(token_stats, temperature=config.temperature, tile=objectives.tile(config.log_probs))
 
 
-def _one_pass(mesh: Mesh, policy: Reference, reference: Reference | None) -> bool:
+def _one_pass(mesh: Mesh, policy: ScoredPolicy, reference: ScoredPolicy | None) -> bool:
     """Whether policy and reference go through the layers together: one base, two adapters, weights to be gathered.
 
     On one device a shared pass reads the weights no faster, and twice the rows compete for the cache.
     """
-    shared = reference is not None and reference.policy.params is None and reference.model == policy.model
+    shared = reference is not None and reference.shares_base and reference.model == policy.model
     return shared and policy.policy.adapter is not None and mesh.shape["fsdp"] > 1
 
 
@@ -203,7 +172,9 @@ def make_update(
     """
     objective = objectives.make_objective(config, model)
     gradient = jax.value_and_grad(objective, has_aux=True)
-    moves, group = Plan.of(config).rows_move, Layout.of(config).group
+    advance = _advance_in_host_memory if config.optim.host_memory else _advance
+    plan, guard = Plan.of(config), config.guard
+    moves, group = plan.rows_move, plan.layout.group
 
     def split(batch: Batch, rows: jax.Array, packed: PackedRows | None) -> tuple[Batch, PackedRows | None]:
         count = config.optim.micro_batches if packed is None else len(packed.tokens)
@@ -211,7 +182,7 @@ def make_update(
         # An update on all rows ignores their order, so that no row moves between devices.
         numbered = dataclasses.replace(batch, row_numbers=jnp.arange(row_count(batch), dtype=jnp.int32))
         chosen = numbered if len(rows) == row_count(batch) and not moved else take_rows(numbered, rows)
-        weighted = objectives.with_token_weights(config, chosen)
+        weighted = objectives.with_token_weights(plan, config.loss, config.kl.loss, chosen)
         parts = micro_batches(weighted, count, group=1 if moved else group)
         return jax.lax.with_sharding_constraint((parts, packed), _micro_sharding(mesh))
 
@@ -236,15 +207,16 @@ def make_update(
         norm = jnp.sqrt(optax.tree.sum(squares))
         metrics = found.reduce().of_update() | {"grad_norm": single(norm)}
         applied = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
-        if config.guard.action == "skip":
-            beyond = applied & is_beyond(config.guard, metrics)
+        if guard.action == "skip":
+            beyond = applied & is_beyond(guard, metrics)
             applied, metrics[SHARE] = applied & ~beyond, single(1.0 * beyond)
-        changes, opt_state = _advance(config, optimizer, grads, state, applied)
-        changes = _slowed(config, changes, state.guard)
+        changes, opt_state = advance(optimizer, grads, state, applied)
+        if guard.action == "lower_learning_rate":
+            changes = jax.tree.map(lambda x: x * state.guard.rate.astype(x.dtype), changes)
         trainable = keep_unless(applied, optax.apply_updates(state.trainable, changes), state.trainable)
-        guard = state.guard.after(applied, squares)
+        counts = state.guard.after(applied, squares)
         metrics["skipped_updates"] = single(1.0 - applied)
-        return dataclasses.replace(state, trainable=trainable, opt_state=opt_state, guard=guard), metrics
+        return dataclasses.replace(state, trainable=trainable, opt_state=opt_state, guard=counts), metrics
 
     shardings = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(
@@ -253,21 +225,19 @@ def make_update(
 
 
 def _advance(
-    config: Config, optimizer: optax.GradientTransformation, grads: Tree, state: TrainState, applied: jax.Array
+    optimizer: optax.GradientTransformation, grads: Tree, state: TrainState, applied: jax.Array
 ) -> tuple[Tree, Tree]:
     """Returns the changes of the optimizer, and its new state if the update is applied, else the old one."""
-    if config.optim.host_memory:
-        update = optax.with_extra_args_support(optimizer).update
-        return update(grads, state.opt_state, state.trainable, finite=applied)
     changes, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
     return changes, keep_unless(applied, opt_state, state.opt_state)
 
 
-def _slowed(config: Config, changes: Tree, guard: GuardState) -> Tree:
-    """Multiplies the changes of the optimizer by the rate of the guard, if the config may lower it."""
-    if config.guard.action != "lower_learning_rate":
-        return changes
-    return jax.tree.map(lambda x: x * guard.rate.astype(x.dtype), changes)
+def _advance_in_host_memory(
+    optimizer: optax.GradientTransformation, grads: Tree, state: TrainState, applied: jax.Array
+) -> tuple[Tree, Tree]:
+    """Does the same with moments in the memory of the host, of which the optimizer keeps the old ones."""
+    update = optax.with_extra_args_support(optimizer).update
+    return update(grads, state.opt_state, state.trainable, finite=applied)
 
 
 def update_rows(config: Config, key: jax.Array) -> list[jax.Array]:
@@ -286,9 +256,9 @@ def update_rows(config: Config, key: jax.Array) -> list[jax.Array]:
     return updates
 
 
-def _score_parts(config: Config) -> int:
+def _score_parts(section: Optim) -> int:
     """Returns the number of parts of a rollout batch, so that scoring and updates have the same micro-batch size."""
-    return config.optim.updates_per_batch * config.optim.micro_batches
+    return section.updates_per_batch * section.micro_batches
 
 
 def _micro_sharding(mesh: Mesh) -> jax.sharding.NamedSharding:

@@ -1,18 +1,16 @@
 """Rollouts: the protocol `Source`, its implementations, and the batch made from their completions."""
 
-from train.rollouts.collect import Drawn, Rollout, collect, draw, judge_drawn, judge_together
+from train.rollouts.collect import Rollout, collect, draw, judge_drawn, judge_together
 from train.rollouts.jax_source import (
-    DecodedSamples,
     JaxSource,
     Sampler,
     begin_samples,
-    decode_samples,
+    completions_of,
     evaluation_programs,
     make_sampler,
     rollout_programs,
     rollout_rows,
     rollout_sampling,
-    sample_completions,
     sampling_program,
 )
 from train.rollouts.lag import initial_past, next_past, sampling_policy
@@ -21,8 +19,6 @@ from train.rollouts.source import Completions, Request, Source, SourceError
 
 __all__ = [
     "Completions",
-    "DecodedSamples",
-    "Drawn",
     "JaxSource",
     "Request",
     "Rollout",
@@ -31,7 +27,7 @@ __all__ = [
     "SourceError",
     "begin_samples",
     "collect",
-    "decode_samples",
+    "completions_of",
     "draw",
     "evaluation_programs",
     "initial_past",
@@ -43,7 +39,6 @@ __all__ = [
     "rollout_programs",
     "rollout_rows",
     "rollout_sampling",
-    "sample_completions",
     "sampling_policy",
     "sampling_program",
 ]

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,10 @@ from train.config.schema import Config
 from train.data.prompts import decode_completions, encode_prompts
 from train.data.tasks import Example
 from train.data.tokenizers import vocabulary_bytes
-from train.distributed import held_rows, own_rows, to_host, to_host_rows
+from train.distributed import RowSplit, held_rows, to_host, to_host_rows
 from train.models.rows import shard_rows
 from train.models.sharding import batch_sharding
+from train.rl.token_fields import TOKEN_FIELDS
 from train.rl.tracing import traced_once
 from train.rollouts.context import RunContext
 from train.rollouts.sampler import Samples, Sampling, StopTable, WindowedSampler, samples_sharding, stop_table
@@ -25,16 +26,6 @@ from train.rollouts.source import Completions, Request
 Sampler = Callable[[kljax.Policy, jax.Array, jax.Array, jax.Array], Samples]
 # Shorter buckets would save less time than they take to compile.
 MIN_BUCKET = 32
-
-
-class DecodedSamples(NamedTuple):
-    """Samples on the devices; and, of the rows that this process judges, their numbers, texts, ends and lengths."""
-
-    samples: Samples
-    rows: np.ndarray
-    texts: list[str]
-    finished: np.ndarray
-    lengths: np.ndarray
 
 
 def prompt_buckets(max_prompt_length: int) -> list[int]:
@@ -66,7 +57,7 @@ def make_sampler(
     """
     sampling = _sampling(context.config, greedy=greedy, record_kept_tokens=record_kept_tokens)
     programs, layout = _sampling_programs(context, name, samples, sampling), context.layout
-    rows = samples_sharding(context.mesh, sampling)
+    rows = samples_sharding(context.mesh)
 
     def identity(drawn: Samples) -> Samples:
         return drawn
@@ -132,15 +123,17 @@ def sampling_program(
     config, layout = context.config, context.layout
     padding = config.data.max_prompt_length - prompt_length
 
-    def pad_left(x: jax.Array | None, fill: int = 0) -> jax.Array | None:
-        widths = ((0, 0), (padding, 0), *[(0, 0)] * (0 if x is None else x.ndim - 2))
-        return None if x is None else jnp.pad(x, widths, constant_values=fill)
+    def pad_left(x: jax.Array, fill: float = 0) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (padding, 0), *[(0, 0)] * (x.ndim - 2)), constant_values=fill)
 
     def to_longest_prompts(samples: Samples) -> Samples:
-        fills = {"tokens": context.tokenizer.pad_id, "kept_ids": -1}
-        names = ("tokens", "token_mask", "completion_mask", "log_probs", "kept_ids", "log_kept_mass")
-        changes = {name: pad_left(getattr(samples, name), fills.get(name, 0)) for name in names}
-        return dataclasses.replace(samples, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(
+            samples,
+            tokens=pad_left(samples.tokens, context.tokenizer.pad_id),
+            token_mask=pad_left(samples.token_mask),
+            completion_mask=pad_left(samples.completion_mask),
+            fields={name: pad_left(x, TOKEN_FIELDS[name].fill) for name, x in samples.fields.items()},
+        )
 
     return WindowedSampler(
         layout.model,
@@ -156,17 +149,10 @@ def sampling_program(
     )
 
 
-def sample_completions(
-    context: RunContext, sampler: Sampler, policy: kljax.Policy, examples: Sequence[Example], key: jax.Array
-) -> DecodedSamples:
-    """Samples and decodes completions of each example, in the smallest bucket that fits all prompts."""
-    return decode_samples(context, begin_samples(context, sampler, policy, examples, key))
-
-
 def begin_samples(
     context: RunContext, sampler: Sampler, policy: kljax.Policy, examples: Sequence[Example], key: jax.Array
 ) -> Samples:
-    """Starts the program of `sample_completions` on the devices, and does not wait for it."""
+    """Starts to sample completions of each example, in the smallest bucket that fits all prompts; does not wait."""
     max_prompt_length = context.config.data.max_prompt_length
     tokens, mask = encode_prompts(examples, context.tokenizer, max_prompt_length)
     longest = mask.sum(axis=1).max()
@@ -177,14 +163,29 @@ def begin_samples(
     return sampler(policy, prompts, prompt_mask, key)
 
 
-def decode_samples(context: RunContext, samples: Samples) -> DecodedSamples:
-    """Waits for samples, and decodes the rows that this process judges."""
-    sharding, count = batch_sharding(context.mesh), samples.tokens.shape[0]
-    rows, held = own_rows(sharding, count), held_rows(sharding, count)
-    arrays = to_host_rows((samples.tokens, samples.completion_mask, samples.finished))
-    tokens, mask, finished = (array[np.searchsorted(held, rows)] for array in arrays)
-    texts = decode_completions(tokens, mask, context.tokenizer)
-    return DecodedSamples(samples, rows, texts, finished, mask.sum(-1))
+def completions_of(context: RunContext, samples: Samples, examples: Sequence[Example], rows: RowSplit) -> Completions:
+    """Makes completions from samples, which the devices may still draw; `completed` decodes the own rows.
+
+    Args:
+      context: of the run.
+      samples: an equal number of rows for each example.
+      examples: the examples.
+      rows: the rows of the samples that this process judges.
+    """
+
+    def finish() -> dict[str, Any]:
+        arrays = to_host_rows((samples.tokens, samples.completion_mask, samples.finished))
+        tokens, mask, finished = (rows.select_own(array) for array in arrays)
+        return {"finished": finished, "texts": decode_completions(tokens, mask, context.tokenizer)}
+
+    return Completions(
+        examples=[examples[row * len(examples) // rows.count] for row in rows.own],
+        tokens=samples.tokens,
+        token_mask=samples.token_mask,
+        completion_mask=samples.completion_mask,
+        finish=finish,
+        fields=samples.fields,
+    )
 
 
 class JaxSource:
@@ -212,32 +213,29 @@ class JaxSource:
         prompts = [example for example in request.examples for _ in range(self._repeats)]
         start = time.perf_counter()
         samples = begin_samples(self._context, self._sampler, self._policy, prompts, request.key)
+        completions = completions_of(self._context, samples, request.examples, request.rows)
         # All programs are started here: those that come later wait for the scores of the batch.
-        measured, log_probs = {"rollout_occupancy": samples.occupancy}, samples.log_probs
-        if samples.log_kept_mass is not None:
+        measured, fields = {"rollout_occupancy": samples.occupancy}, dict(samples.fields)
+        if "log_kept_mass" in fields:
             # The log-probs of the distribution that the tokens were drawn from.
-            log_probs = log_probs - samples.log_kept_mass
-            measured["rollout_kept_mass"] = kljax.masked_mean(jnp.exp(samples.log_kept_mass), samples.completion_mask)
+            log_kept_mass = fields.pop("log_kept_mass")
+            fields["log_probs"] = fields["log_probs"] - log_kept_mass
+            measured["rollout_kept_mass"] = kljax.masked_mean(jnp.exp(log_kept_mass), samples.completion_mask)
         token_count = samples.completion_mask.sum()
 
         def finish() -> dict[str, Any]:
-            decoded = decode_samples(self._context, samples)
+            completed = completions.completed()
             seconds = time.perf_counter() - start
             metrics = {name: float(value) for name, value in to_host(measured).items()}
             timings = {"rollout_tokens_per_second": float(to_host(token_count)) / seconds}
-            return {"finished": decoded.finished, "texts": decoded.texts, "metrics": metrics, "timings": timings}
+            return {
+                "finished": completed.finished,
+                "texts": completed.texts,
+                "metrics": metrics,
+                "timings": timings,
+            }
 
-        rows = own_rows(batch_sharding(self._context.mesh), samples.tokens.shape[0])
-        return Completions(
-            examples=[request.examples[row // request.samples] for row in rows],
-            rows=rows,
-            tokens=samples.tokens,
-            token_mask=samples.token_mask,
-            completion_mask=samples.completion_mask,
-            finish=finish,
-            log_probs=log_probs,
-            kept_ids=samples.kept_ids,
-        )
+        return dataclasses.replace(completions, finish=finish, fields=fields)
 
     def close(self) -> None:
         """No-op."""

@@ -1,7 +1,5 @@
 """Construction of the source that `rollout.source` names."""
 
-from typing import cast
-
 from train.config.user_functions import make_with
 from train.rollouts.context import RunContext
 from train.rollouts.jax_source import JaxSource
@@ -29,7 +27,6 @@ def open_source(context: RunContext, *, continued: bool = False) -> Source:
         server = ServerSource(context, section)
         return AheadSource(context, server) if context.config.rollout.ahead else server
     if section.type == "custom":
-        members = ("update", "sample", "close")
-        made = make_with("rollout.source", section.function, members, context, **section.arguments)
-        return cast("Source", made)
+        made: Source = make_with("rollout.source", section.function, Source, context, **section.arguments)
+        return made
     return JaxSource(context)

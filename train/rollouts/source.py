@@ -10,19 +10,13 @@ import numpy as np
 import kljax
 from train.config.errors import UserError
 from train.data.tasks import Example
+from train.distributed import RowSplit
+from train.models.sharding import batch_sharding
 from train.rl.keys import purpose_key
+from train.rl.token_fields import TokenFields
 from train.rollouts.context import RunContext
 
 Array = jax.Array | np.ndarray
-
-
-MAX_LOG_PROB = 1e-3
-"""Largest log-prob that a server or a recording may have; a larger one is an error.
-
-A log-prob is at most 0 but for rounding: the difference of a logit and a log-sum-exp, both in float32, is off by about
-the spacing of float32 numbers of their size, which is below 1e-3 up to 2**13. No model has larger logits. A bound of 0
-would refuse right answers; log-probs of another kind, such as base-2 or negated ones, exceed the bound at once.
-"""
 
 
 class SourceError(UserError):
@@ -41,21 +35,25 @@ class Request:
       samples: completions per prompt.
       step: number of RL steps done.
       key: random key of the completions.
+      rows: the rows that the arrays of this process hold, and those that it judges.
     """
 
     examples: Sequence[Example]
     samples: int
     step: int
     key: jax.Array
+    rows: RowSplit
 
     @classmethod
     def of(cls, context: RunContext, step: int) -> "Request":
         """Makes the request of a step, which depends on nothing but the config and the step."""
+        examples, samples = context.prompts.batch(step), context.config.rollout.samples_per_prompt
         return cls(
-            examples=context.prompts.batch(step),
-            samples=context.config.rollout.samples_per_prompt,
+            examples=examples,
+            samples=samples,
             step=step,
             key=purpose_key(context.config.seed, "sample", step),
+            rows=RowSplit.of(batch_sharding(context.mesh), len(examples) * samples),
         )
 
 
@@ -64,7 +62,7 @@ class Completions:
     """Rows of prompts, left-padded to P, with completions, right-padded to C.
 
     The completions of a prompt are in consecutive rows. With several processes, arrays on the devices have all rows,
-    arrays on the host the rows that the process holds, and everything else the rows that it judges.
+    `tokens`, masks and `fields` on the host `rows.held` of the request, and everything else `rows.own`.
 
     Attributes:
       examples: [B] example of each row.
@@ -75,12 +73,9 @@ class Completions:
       texts: [B] text of each completion.
       finish: waits for the devices, and returns `finished`, `texts`, `metrics` and `timings`, which are empty until
         then; None if nothing is under way.
-      log_probs: [B, P + C] float32 log-probs of the sampled tokens under the sampling policy, 0 elsewhere; or None.
-        With `kept_ids`, renormalised over these tokens.
-      kept_ids: [B, P + C, K] int32, the tokens that top-k, top-p and min-p kept for each sampled token; -1 pads the
-        lists, and fills them elsewhere. None if they are not recorded.
+      fields: [B, P + C, ...] by name, values of the sampled tokens such as `log_probs`, as `TOKEN_FIELDS` declares
+        them.
       rewards: named rewards, each [B] float32; None means that the task scores the completions.
-      rows: the numbers of the rows that this process judges; None means all.
       recorded_rows: [B] int64, where each row lies in the recording, of the rows of all processes; None for others.
       lags: [B] int32, RL steps between the policy that sampled a row and the one that trains on it; None if all are of
         `rollout.policy_lag`.
@@ -95,10 +90,8 @@ class Completions:
     finished: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool))
     texts: Sequence[str] = ()
     finish: Callable[[], Mapping[str, Any]] | None = None
-    log_probs: Array | None = None
-    kept_ids: Array | None = None
+    fields: TokenFields = dataclasses.field(default_factory=dict)
     rewards: Mapping[str, np.ndarray] | None = None
-    rows: np.ndarray | None = None
     recorded_rows: np.ndarray | None = None
     lags: np.ndarray | None = None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -9,10 +9,10 @@ import numpy as np
 import kljax
 from train.data.tasks import Example
 from train.data.tasks.rewards import judge
-from train.distributed import exchange_json
-from train.rollouts import DecodedSamples, Sampler, begin_samples, decode_samples, judge_together
+from train.distributed import RowSplit, exchange_json
+from train.models.sharding import batch_sharding
+from train.rollouts import Completions, Sampler, begin_samples, completions_of, judge_together
 from train.rollouts.context import RunContext
-from train.rollouts.sampler import Samples
 
 SHOWN = 16
 
@@ -37,39 +37,41 @@ def evaluate(context: RunContext, sampler: Sampler, policy: kljax.Policy, key: j
     not counted, so that every batch runs the same program.
     """
     examples, size = context.held_out, context.config.eval.batch_size
+    rows = RowSplit.of(batch_sharding(context.mesh), size)
     scores: list[dict[str, np.ndarray]] = []
     shown: list[dict[str, Any]] = []
 
-    def begin(start: int) -> tuple[list[Example], Samples]:
+    def begin(start: int) -> Completions:
         filled = (examples[start : start + size] * size)[:size]
-        return filled, begin_samples(context, sampler, policy, filled, jax.random.fold_in(key, start))
+        samples = begin_samples(context, sampler, policy, filled, jax.random.fold_in(key, start))
+        return completions_of(context, samples, filled, rows)
 
     begun = begin(0)
     for start in range(0, len(examples), size):
-        filled, samples = begun
+        completions = begun
         if start + size < len(examples):
             # A chunk is judged while the devices sample the next one; two at once would take twice the memory.
-            jax.block_until_ready(samples)
+            jax.block_until_ready(completions.tokens)
             begun = begin(start + size)
-        decoded = decode_samples(context, samples)
-        drawn = [filled[row] for row in decoded.rows]
-        score = functools.partial(judge, context.task, drawn, decoded.texts, decoded.finished)
-        _, judged = judge_together(
-            context, "evaluation", score, lengths=decoded.lengths, numbers=decoded.rows, count=size
-        )
-        chunk = filled[: len(examples) - start]
+        completions = completions.completed()
+        lengths = rows.select_own(completions.completion_mask).sum(-1)
+        answers = completions.examples, completions.texts, completions.finished
+        score = functools.partial(judge, context.task, *answers)
+        _, judged = judge_together(context, "evaluation", score, lengths=lengths, rows=rows)
+        chunk = examples[start : start + size]
         scores.append({name: values[: len(chunk)] for name, values in judged.items()})
         if len(shown) < SHOWN:
-            shown += _shown(chunk[: SHOWN - len(shown)], decoded, judged)
+            shown += _shown(chunk[: SHOWN - len(shown)], completions, rows.own, judged)
     means = {name: float(np.concatenate([s[name] for s in scores]).mean(dtype=np.float64)) for name in scores[0]}
     return Evaluation({**means, "accuracy": 100 * means["correct"]}, shown)
 
 
-def _shown(examples: list[Example], decoded: DecodedSamples, judged: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+def _shown(
+    examples: list[Example], completions: Completions, rows: np.ndarray, judged: dict[str, np.ndarray]
+) -> list[dict[str, Any]]:
     """Lists the first examples with their completions and rewards."""
-    texts = {int(row): text for row, text in zip(decoded.rows, decoded.texts, strict=True) if row < len(examples)}
-    ended = {int(row): bool(flag) for row, flag in zip(decoded.rows, decoded.finished, strict=True)}
-    own = [[row, text, ended[row]] for row, text in texts.items()]
+    every = zip(rows.tolist(), completions.texts, completions.finished.tolist(), strict=True)
+    own = [entry for entry in every if entry[0] < len(examples)]
     found = sorted(entry for part in exchange_json("samples", own) for entry in part)
     return [
         {

@@ -16,7 +16,7 @@ from train.config.errors import GuardError, warn
 from train.config.schema import Config
 from train.data.tokenizers import Tokenizer
 from train.distributed import on_leader, place_whole, to_host
-from train.rl.batch import Batch
+from train.rl.batch import Batch, present_arrays
 from train.rl.metrics import SHARE, LargestToken, limits
 from train.rl.state import GuardState, TrainState, first_nonfinite
 from train.weights.orbax import RunCheckpoints
@@ -286,7 +286,5 @@ def _gradient_of(trainable: Tree, index: int) -> str:
 
 def _arrays(batch: Batch) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays of a batch by name; NumPy has no bfloat16."""
-    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    arrays = {name: value for name, value in fields.items() if isinstance(value, jax.Array)}
-    for name, value in to_host(arrays).items():
+    for name, value in to_host(present_arrays(batch)).items():
         yield name, np.asarray(value, np.float32 if value.dtype == jnp.bfloat16 else value.dtype)

@@ -20,16 +20,16 @@ from train.references import (
     make_reference_store,
     with_abstract_reference,
 )
-from train.rl.batch import Batch
+from train.rl.batch import Batch, present_arrays
 from train.rl.keys import purpose_key
 from train.rl.metrics import LargestToken, metric_values, single
 from train.rl.objective import coefficients
 from train.rl.packing import Packer, StepPacking, make_packer
-from train.rl.reference import FrozenWeights, drop_shared_base, reference_head
+from train.rl.reference import FrozenWeights, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import SCORED, make_control, make_prepare, make_score, make_update, update_rows
 from train.rollouts import (
-    Drawn,
+    Rollout,
     Sampler,
     Source,
     SourceError,
@@ -110,7 +110,7 @@ def rl_step(
     require_fields(drawn.batch, [name for name in plan.fields if name not in (*SCORED, "rewards")])
     updates = update_rows(config, purpose_key(config.seed, "rows", step))
     packing = StepPacking.off(updates) if programs.pack is None else programs.pack(drawn.batch, updates)
-    weights = FrozenWeights(base, drop_shared_base(reference, base))
+    weights = FrozenWeights(base, reference)
     scored = _score(context, programs, weights, state, drawn, packing=packing)
     # The devices sample and score while the host decodes and judges.
     rollout = judge_drawn(context, drawn, step)
@@ -118,7 +118,7 @@ def rl_step(
     enter(step + 1, "update")
     batch = dataclasses.replace(scored, rewards=rollout.batch.rewards)
     batch, controllers, totals = programs.prepare(batch, state.controllers)
-    coefs, ref_head = coefficients(config, controllers), reference_head(config, reference)
+    coefs, ref_head = coefficients(config, controllers), reference_head(plan, reference)
     for number, (rows, packed) in enumerate(packing.updates):
         if plan.key:
             coefs["key"] = jax.random.fold_in(purpose_key(config.seed, "loss", step), number)
@@ -143,7 +143,7 @@ def rl_step(
         "rewards": judged - rollout.arrived,
         "update": time.perf_counter() - judged,
     }
-    return state, values, seconds | rollout.timings | dict(packing.programs)
+    return state, values, seconds | dict(rollout.completions.timings) | dict(packing.programs)
 
 
 def _score(
@@ -151,7 +151,7 @@ def _score(
     programs: Programs,
     weights: FrozenWeights,
     state: TrainState,
-    drawn: Drawn,
+    drawn: Rollout,
     *,
     packing: StepPacking,
 ) -> Batch:
@@ -169,9 +169,9 @@ def _score(
 
 def require_fields(batch: Batch, names: Iterable[str]) -> None:
     """Raises `UserError` naming the fields of a batch that the objective reads and that are missing."""
-    missing = [name for name in names if getattr(batch, name) is None]
+    present = present_arrays(batch)
+    missing = [name for name in names if name not in present]
     if missing:
-        present = [field.name for field in dataclasses.fields(batch) if getattr(batch, field.name) is not None]
         raise UserError(
             f"the batch lacks {', '.join(missing)}, which the objective of this config needs; present: "
             f"{', '.join(present)}"

@@ -14,6 +14,7 @@ from train.distributed import agree, exchange_json, is_leader, on_leader, run_to
 from train.process.ending import ending_alone
 from train.process.interrupt import INTERRUPTED, Interrupt, listening
 from train.references import (
+    SavedReference,
     assert_unchanged,
     check_reference,
     pinned_steps,
@@ -22,7 +23,6 @@ from train.references import (
     start_reference,
     with_abstract_reference,
 )
-from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState, policy_of
 from train.rollouts import Source, open_source
 from train.rollouts.context import RunContext
@@ -51,7 +51,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     config, resume = _start_of_leader(loaded.config, resume)
     quiet_abandoned_reads()
     agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})
-    context, source, expected = run_together("start", lambda: _prepare(config, resume=resume))
+    context, source, expected, saved = run_together("start", lambda: _prepare(config, resume=resume))
     agree("data", {"task": data_digest(context)})
     with (
         open_run(config, resume=resume) as directory,
@@ -74,6 +74,7 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
                 source,
                 base,
                 state,
+                saved=saved,
                 directory=directory,
                 checkpoints=checkpoints,
                 writer=writer,
@@ -95,16 +96,17 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     return 0
 
 
-def _prepare(config: Config, *, resume: bool) -> tuple[RunContext, Source, ExpectedBase | None]:
+def _prepare(config: Config, *, resume: bool) -> tuple[RunContext, Source, ExpectedBase | None, SavedReference | None]:
     """Checks all that can be checked before anything is written, and opens the source; no process waits for another."""
     check_output(config)
     continued = existing_run(config) if resume else None
     context = make_context(config)
     check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
     check_start(config, context.model)
-    check_reference(config, context.model, context.mesh, [] if continued is None else continued.steps())
+    steps = [] if continued is None else continued.steps()
+    saved = check_reference(config, context.model, context.mesh, steps)
     expected = check_same_base(config, continued)
-    return context, open_source(context, continued=resume), expected
+    return context, open_source(context, continued=resume), expected, saved
 
 
 def _start_of_leader(config: Config, resume: bool) -> tuple[Config, bool]:
@@ -161,6 +163,7 @@ def _reinforce(
     base: Tree,
     state: TrainState,
     *,
+    saved: SavedReference | None,
     directory: RunDirectory,
     checkpoints: RunCheckpoints,
     writer: Metrics,
@@ -176,12 +179,13 @@ def _reinforce(
         write_evaluation(context, programs, policy_of(state.trainable, base), writer, 0)
         watch.save(state, 0)
         watch.wait()
-    reference, state, before = start_reference(
+    frozen, state, before = start_reference(
         context.config,
         context.model,
         context.mesh,
         state,
         base=base,
+        saved=saved,
         read_base=lambda: load_base(directory, context.model, context.mesh),
         checkpoints=checkpoints,
         record=directory.reference,
@@ -190,14 +194,14 @@ def _reinforce(
         context,
         programs,
         source,
-        FrozenWeights(base, reference),
+        frozen,
         state,
         writer=writer,
         watch=watch,
         interrupt=interrupt,
         advance=bars("RL", context.config.steps, int(state.step)),
     )
-    assert_unchanged(reference, before)
+    assert_unchanged(frozen, before)
     return state
 
 

@@ -20,7 +20,7 @@ from train.models.rows import shard_rows
 from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.algorithms import chain_optimizer
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.state import init_optimizer_state, keep_unless
 from train.rl.tracing import traced_once
 from train.rollouts.context import RunContext
@@ -34,16 +34,10 @@ def supervised_loss(
     config: Config, model: Decoder, params: Tree, batch: SupervisedBatch
 ) -> tuple[jax.Array, kljax.WeightedSum]:
     """Computes the mean negative log-prob of the solutions' tokens, at the sampling temperature."""
-    stats, _ = token_stats(
-        model,
-        kljax.Policy(params),
-        jnp.asarray(batch.tokens),
-        jnp.asarray(batch.token_mask),
-        mask=jnp.asarray(batch.completion_mask),
-        temperature=config.temperature,
-        tile=objectives.tile(config),
-        layout=Layout(config.data.max_prompt_length),
-    )
+    tokens, token_mask, mask = map(jnp.asarray, (batch.tokens, batch.token_mask, batch.completion_mask))
+    sequences = Sequences(tokens, token_mask, mask, layout=Layout(config.data.max_prompt_length))
+    scored = ScoredPolicy(model, kljax.Policy(params))
+    stats, _ = token_stats(scored, sequences, temperature=config.temperature, tile=objectives.tile(config.log_probs))
     loss = -kljax.aggregate(stats.log_prob, batch.completion_mask, mode="token_mean")
     return loss, kljax.WeightedSum.of(-stats.log_prob, batch.completion_mask)
 

@@ -105,7 +105,7 @@ def _batch(config: Config, samples: Any) -> Batch:
         completion_mask=samples.completion_mask,
         rewards=(samples.tokens[:, -1] % 2).astype(jnp.float32).reshape(config.rows_per_batch()),
         group_ids=jnp.asarray(groups),
-        rollout_log_probs=samples.log_probs,
+        rollout_log_probs=samples.fields["log_probs"],
     )
 
 

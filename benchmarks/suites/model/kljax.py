@@ -20,7 +20,7 @@ from train.config.schema import Config
 from train.models import Decoder
 from train.models.rows import shard_rows
 from train.rl.batch import Batch
-from train.rl.policy import abstract_params, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, abstract_params, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample
 from train.weights.huggingface.config import decoder_config
 from train.weights.huggingface.names import LeafMapping, layout, leaf_mappings
@@ -98,7 +98,7 @@ class KljaxContender(ModelContender):
             samples = jax.block_until_ready(self._draw(kljax.Policy(learner.state.trainable["params"])))
             tokens = self._tokens(samples)
         with parts.part("update"):
-            learner.update(self.batch(samples.tokens, samples.log_probs, problem.rewards(tokens)))
+            learner.update(self.batch(samples.tokens, samples.fields["log_probs"], problem.rewards(tokens)))
 
     def learn(self, path: str) -> None:
         """Does the update of another contender's file, and adds the log-probs of the sequences after it as "ours"."""
@@ -113,7 +113,9 @@ class KljaxContender(ModelContender):
 
     def _log_probs(self, policy: kljax.Policy, tokens: jax.Array) -> jax.Array:
         mask, first = jnp.ones(tokens.shape, bool), self.work.prompt_length
-        return token_stats(self.model, policy, tokens, mask, temperature=1.0, layout=Layout(first))[0].log_prob
+        return token_stats(
+            ScoredPolicy(self.model, policy), Sequences(tokens, mask, layout=Layout(first)), temperature=1.0
+        )[0].log_prob
 
     def _complete(self, policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array) -> Samples:
         lengths: dict[str, Any] = {"max_new_tokens": self.work.completion_length, "group": self.work.samples}

@@ -27,7 +27,7 @@ from benchmarks.suites.model.kljax import KljaxContender, save_weights
 from benchmarks.suites.model.problem import ModelWork
 from benchmarks.suites.model.suite import VOCAB, works_of
 from train.config.plan import Layout
-from train.rl.policy import hidden_states
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.rl.step import update_rows
 
 SQUARE = 1024
@@ -45,7 +45,10 @@ def programs(contender: KljaxContender) -> dict[str, Callable[[], Any]]:
     layout = Layout(work.prompt_length, work.samples)
 
     def hidden(params: Any) -> jax.Array:
-        return hidden_states(contender.model, kljax.Policy(params), batch.tokens, batch.token_mask, layout=layout)
+        return hidden_states(
+            ScoredPolicy(contender.model, kljax.Policy(params)),
+            Sequences(batch.tokens, batch.token_mask, layout=layout),
+        )
 
     params, optimizer = contender.reference.params, learner.context.optimizer
     forward = jax.jit(hidden)

@@ -89,7 +89,7 @@ class Recording:
         name: str,
         header: dict[str, Any],
         fields: dict[str, np.ndarray],
-        planted: tuple[faults.Fault, ...] = (),
+        planted: tuple[faults.DumpFault, ...] = (),
     ) -> None:
         """Adds a dump; an array that an earlier dump has is referred to."""
         places = {}

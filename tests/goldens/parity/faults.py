@@ -10,7 +10,7 @@ from tests.goldens.parity.verl_update import Scoring, Settings
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class DumpFault:
     """A fault: what it changes in the settings, and the keys of causes that are right."""
 
     name: str
@@ -18,9 +18,9 @@ class Fault:
     causes: tuple[str, ...]
 
 
-def _scoring(which: str, name: str, cause: str, **changes: Any) -> Fault:
+def _scoring(which: str, name: str, cause: str, **changes: Any) -> DumpFault:
     stage = "log_probs" if which == "policy" else "reference"
-    return Fault(f"{stage} {name}", {which: dataclasses.replace(Scoring(), **changes)}, (f"{stage}: {cause}",))
+    return DumpFault(f"{stage} {name}", {which: dataclasses.replace(Scoring(), **changes)}, (f"{stage}: {cause}",))
 
 
 MASKS = {
@@ -33,7 +33,7 @@ MASKS = {
 DR_GRPO = "seq-mean-token-sum-norm"
 
 FAULTS = (
-    *(Fault(f"mask {m}", {"recorded_mask": m}, (f"mask_rule: {cause}",)) for m, cause in MASKS.items()),
+    *(DumpFault(f"mask {m}", {"recorded_mask": m}, (f"mask_rule: {cause}",)) for m, cause in MASKS.items()),
     _scoring("policy", "temperature missing", "temperature missing", temperature=1.0),
     _scoring("policy", "temperature twice", "temperature twice", temperature=0.8**2),
     _scoring("policy", "off by one", "alignment off by one", shift=1),
@@ -42,53 +42,53 @@ FAULTS = (
     _scoring("policy", "vocabulary padding", "vocabulary padding", vocabulary=batch.PADDED),
     _scoring("policy", "top-p", "top-p 0.9 renormalised", top_p=0.9),
     _scoring("policy", "bfloat16", "logits in bfloat16", dtype=torch.bfloat16),
-    Fault("log_probs adapter off", {"policy_hidden": "ref_hidden"}, ("log_probs: adapter off",)),
+    DumpFault("log_probs adapter off", {"policy_hidden": "ref_hidden"}, ("log_probs: adapter off",)),
     _scoring("reference", "temperature missing", "temperature missing", temperature=1.0),
     _scoring("reference", "softcap", "softcap left out", softcap=None),
     _scoring("reference", "off by one", "alignment off by one", shift=1),
-    Fault("reference adapter on", {"reference_hidden": "hidden"}, ("reference: adapter on",)),
-    Fault("ratio swapped", {"ratio_sign": -1}, ("ratio: direction swapped",)),
-    Fault("old off by one", {"old_shift": 1}, ("ratio: old log-probs off by one (right)",)),
-    Fault("rollout as old", {"old": "rollout"}, ("ratio: rollout_log_probs as the old policy",)),
-    Fault("weights swapped", {"weights_sign": -1}, ("correction: direction swapped",)),
-    Fault("weights uncapped", {"weights_cap": 1e6}, ("correction: no cap",)),
-    Fault("weights of sequences", {"weights_level": "sequence"}, ("correction: level sequence",)),
-    Fault("weights left out", {"weights_power": 0}, ("loss: weights left out",)),
-    Fault("weights twice", {"weights_power": 2}, ("loss: weights twice",)),
-    Fault("KL k1", {"kl": "k1"}, ("kl: estimator k1",)),
-    Fault("KL k2", {"kl": "k2"}, ("kl: estimator k2",)),
-    Fault("KL abs", {"kl": "abs"}, ("kl: estimator abs",)),
-    Fault("KL swapped", {"kl_sign": -1}, ("kl: direction swapped",)),
-    Fault("KL reference off by one", {"kl_shift": 1}, ("kl: reference off by one (right)",)),
-    Fault("KL of the old policy", {"kl_of": "old"}, ("kl: of old_log_probs",)),
-    Fault("KL to the rollout", {"kl_to": "rollout"}, ("kl: against rollout_log_probs",)),
-    Fault("KL gradient k2", {"kl": "low_var_kl+"}, ("kl: gradient k2",)),
-    Fault("KL detached", {"kl_attached": False}, ("kl: gradient none", "gradient: KL detached")),
-    Fault("KL coefficient missing", {"kl_coef": 1.0}, ("kl: coefficient missing",)),
-    Fault("KL left out", {"kl_coef": 0.0}, ("kl: term missing",)),
-    Fault("ddof 0", {"ddof": 0}, ("advantage: ddof 0",)),
-    Fault("eps 1e-3", {"eps": 1e-3}, ("advantage: eps 0.001",)),
-    Fault("eps 1e-4", {"eps": 1e-4}, ("advantage: eps 0.0001",)),
-    Fault("not scaled", {"scaled": False}, ("advantage: scale none",)),
-    Fault("advantage sign", {"advantage_sign": -1}, ("advantage: sign flipped",)),
-    Fault("groups interleaved", {"interleaved": True}, ("advantage: groups interleaved",)),
-    Fault("no dual clip", {"clips": (("clip_ratio_c", 1e6),)}, ("loss: no dual clip",)),
-    Fault(
+    DumpFault("reference adapter on", {"reference_hidden": "hidden"}, ("reference: adapter on",)),
+    DumpFault("ratio swapped", {"ratio_sign": -1}, ("ratio: direction swapped",)),
+    DumpFault("old off by one", {"old_shift": 1}, ("ratio: old log-probs off by one (right)",)),
+    DumpFault("rollout as old", {"old": "rollout"}, ("ratio: rollout_log_probs as the old policy",)),
+    DumpFault("weights swapped", {"weights_sign": -1}, ("correction: direction swapped",)),
+    DumpFault("weights uncapped", {"weights_cap": 1e6}, ("correction: no cap",)),
+    DumpFault("weights of sequences", {"weights_level": "sequence"}, ("correction: level sequence",)),
+    DumpFault("weights left out", {"weights_power": 0}, ("loss: weights left out",)),
+    DumpFault("weights twice", {"weights_power": 2}, ("loss: weights twice",)),
+    DumpFault("KL k1", {"kl": "k1"}, ("kl: estimator k1",)),
+    DumpFault("KL k2", {"kl": "k2"}, ("kl: estimator k2",)),
+    DumpFault("KL abs", {"kl": "abs"}, ("kl: estimator abs",)),
+    DumpFault("KL swapped", {"kl_sign": -1}, ("kl: direction swapped",)),
+    DumpFault("KL reference off by one", {"kl_shift": 1}, ("kl: reference off by one (right)",)),
+    DumpFault("KL of the old policy", {"kl_of": "old"}, ("kl: of old_log_probs",)),
+    DumpFault("KL to the rollout", {"kl_to": "rollout"}, ("kl: against rollout_log_probs",)),
+    DumpFault("KL gradient k2", {"kl": "low_var_kl+"}, ("kl: gradient k2",)),
+    DumpFault("KL detached", {"kl_attached": False}, ("kl: gradient none", "gradient: KL detached")),
+    DumpFault("KL coefficient missing", {"kl_coef": 1.0}, ("kl: coefficient missing",)),
+    DumpFault("KL left out", {"kl_coef": 0.0}, ("kl: term missing",)),
+    DumpFault("ddof 0", {"ddof": 0}, ("advantage: ddof 0",)),
+    DumpFault("eps 1e-3", {"eps": 1e-3}, ("advantage: eps 0.001",)),
+    DumpFault("eps 1e-4", {"eps": 1e-4}, ("advantage: eps 0.0001",)),
+    DumpFault("not scaled", {"scaled": False}, ("advantage: scale none",)),
+    DumpFault("advantage sign", {"advantage_sign": -1}, ("advantage: sign flipped",)),
+    DumpFault("groups interleaved", {"interleaved": True}, ("advantage: groups interleaved",)),
+    DumpFault("no dual clip", {"clips": (("clip_ratio_c", 1e6),)}, ("loss: no dual clip",)),
+    DumpFault(
         "symmetric clip", {"clips": (("clip_ratio_high", 0.2),)}, ("loss: clip_high as clip_low", "loss: clip_high 0.2")
     ),
-    Fault("sequence mean", {"mode": "seq-mean-token-mean"}, ("reduction: sequence mean of token means",)),
-    Fault("sequence sum", {"mode": "seq-mean-token-sum"}, ("reduction: sequence mean of token sums",)),
-    Fault("Dr. GRPO", {"mode": DR_GRPO}, ("reduction: Dr. GRPO over the padded length",)),
-    Fault("token sum", {"mode": "token-sum"}, ("reduction: token sum",)),
-    Fault("2 micro-batches", {"micro_batches": 2}, ("reduction: mean of 2 micro-batches",)),
-    Fault("4 micro-batches", {"micro_batches": 4}, ("reduction: mean of 4 micro-batches",)),
-    *(Fault(f"loss mask {m}", {"used_mask": m}, (f"mask: {cause}",)) for m, cause in MASKS.items()),
-    Fault("gradient halved", {"grad_scale": 0.5}, ("gradient: divided by 2",)),
-    Fault("gradient times 4", {"grad_scale": 4.0}, ("gradient: times 4",)),
+    DumpFault("sequence mean", {"mode": "seq-mean-token-mean"}, ("reduction: sequence mean of token means",)),
+    DumpFault("sequence sum", {"mode": "seq-mean-token-sum"}, ("reduction: sequence mean of token sums",)),
+    DumpFault("Dr. GRPO", {"mode": DR_GRPO}, ("reduction: Dr. GRPO over the padded length",)),
+    DumpFault("token sum", {"mode": "token-sum"}, ("reduction: token sum",)),
+    DumpFault("2 micro-batches", {"micro_batches": 2}, ("reduction: mean of 2 micro-batches",)),
+    DumpFault("4 micro-batches", {"micro_batches": 4}, ("reduction: mean of 4 micro-batches",)),
+    *(DumpFault(f"loss mask {m}", {"used_mask": m}, (f"mask: {cause}",)) for m, cause in MASKS.items()),
+    DumpFault("gradient halved", {"grad_scale": 0.5}, ("gradient: divided by 2",)),
+    DumpFault("gradient times 4", {"grad_scale": 4.0}, ("gradient: times 4",)),
 )
 
 
-def apply(faults: tuple[Fault, ...]) -> Settings:
+def apply(faults: tuple[DumpFault, ...]) -> Settings:
     """The settings with all these faults; two that change one switch do not go together."""
     changes: dict[str, Any] = {}
     for fault in faults:

@@ -9,22 +9,22 @@ import numpy as np
 import torch
 
 from tests.goldens.parity import batch, verl_update
-from tests.goldens.parity.faults import Fault
+from tests.goldens.parity.faults import DumpFault
 from tests.goldens.systems import art, openrlhf, release, skyrl, trinity, trl
-from tests.goldens.systems.record import Call, Given
+from tests.goldens.systems.record import Call, InputTensors
 
 Calls = Mapping[str, Call]
 COEF = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class UpdateCase:
     """A dump: the header that it declares, what is run, and the fault if what is run differs."""
 
     name: str
     header: dict[str, Any]
     params: dict[str, Any]
-    fault: Fault | None = None
+    fault: DumpFault | None = None
 
 
 def arrays_of(functional: Any) -> dict[str, np.ndarray]:
@@ -47,12 +47,12 @@ def arrays_of(functional: Any) -> dict[str, np.ndarray]:
     return arrays
 
 
-def replace(given: Given, **tensors: torch.Tensor) -> None:
+def replace(given: InputTensors, **tensors: torch.Tensor) -> None:
     """Gives the runners other tensors under a name."""
     vars(given)["_tensors"].update(tensors)
 
 
-def run_trl(calls: Calls, given: Given, params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def run_trl(calls: Calls, given: InputTensors, params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The loss of GRPOTrainer, its advantages and its KL metric."""
     settings = {"multi_objective_aggregation": "sum_then_normalize", "scale_rewards": params["scale_rewards"]}
     rows = calls["advantages"](given, settings)["advantages"].float()
@@ -62,7 +62,7 @@ def run_trl(calls: Calls, given: Given, params: Mapping[str, Any]) -> dict[str, 
     return {"loss": result["value"], "advantages": rows, **metrics}
 
 
-def run_openrlhf(calls: Calls, given: Given, params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def run_openrlhf(calls: Calls, given: InputTensors, params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """PolicyLoss, and the KL term over tokens that the actor adds."""
     loss = calls["PolicyLoss"](given, params["loss"])["value"]
     kl = calls["compute_approx_kl"](given, params["kl"])["value"]
@@ -70,7 +70,7 @@ def run_openrlhf(calls: Calls, given: Given, params: Mapping[str, Any]) -> dict[
     return {"loss": loss + COEF * term, "kl": kl.detach(), "metric/kl": term.detach()}
 
 
-def run_skyrl(calls: Calls, given: Given, params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def run_skyrl(calls: Calls, given: InputTensors, params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """A policy loss over advantages with the reduction folded in, and the KL term over sequences."""
     raw = given.advantages
     folded = calls["apply_loss_reduction_to_advantages_minibatch"](given, params["reduction"])["value"]
@@ -82,7 +82,7 @@ def run_skyrl(calls: Calls, given: Given, params: Mapping[str, Any]) -> dict[str
     return {"loss": loss + COEF * mean.mean(), "kl": kl.detach()}
 
 
-def run_trinity(calls: Calls, given: Given, params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def run_trinity(calls: Calls, given: InputTensors, params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The policy loss and the KL loss of the registry."""
     loss = calls["PPOPolicyLossFn"](given, params["loss"])["value"]
     kl = calls["calculate_kl_loss"](given, params["kl"])["value"]
@@ -90,7 +90,7 @@ def run_trinity(calls: Calls, given: Given, params: Mapping[str, Any]) -> dict[s
     return {"loss": loss + kl, "kl": per_token.detach()}
 
 
-def run_art(calls: Calls, given: Given, params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def run_art(calls: Calls, given: InputTensors, params: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The loss, whose advantages have the centred KL inside."""
     return {"loss": calls["loss_fn"](given, params)["value"]}
 
@@ -149,17 +149,17 @@ def deep(params: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     return {**params, first: deep(params[first], rest, value) if rest else value}
 
 
-def cases(system: str, header: dict[str, Any], params: dict[str, Any], changes: Mapping[str, Any]) -> list[Case]:
+def cases(system: str, header: dict[str, Any], params: dict[str, Any], changes: Mapping[str, Any]) -> list[UpdateCase]:
     """The clean case, then one for each change of a path, with the causes that name it."""
-    result = [Case(f"{system}-clean", header, params)]
+    result = [UpdateCase(f"{system}-clean", header, params)]
     for path, (value, *causes) in changes.items():
-        fault = Fault(f"{path} {value}", {}, tuple(causes))
-        result.append(Case(f"{system}-{path}-{value}", header, deep(params, path, value), fault))
+        fault = DumpFault(f"{path} {value}", {}, tuple(causes))
+        result.append(UpdateCase(f"{system}-{path}-{value}", header, deep(params, path, value), fault))
     return result
 
 
-Runner = Callable[[Calls, Given, Mapping[str, Any]], dict[str, torch.Tensor]]
-SYSTEMS: dict[str, tuple[Callable[[pathlib.Path], Calls], Runner, list[Case]]] = {
+Runner = Callable[[Calls, InputTensors, Mapping[str, Any]], dict[str, torch.Tensor]]
+SYSTEMS: dict[str, tuple[Callable[[pathlib.Path], Calls], Runner, list[UpdateCase]]] = {
     "trl": (
         trl.calls,
         run_trl,
@@ -176,8 +176,10 @@ SYSTEMS: dict[str, tuple[Callable[[pathlib.Path], Calls], Runner, list[Case]]] =
                     "beta": (0.0, "kl: term missing"),
                 },
             ),
-            Case("trl-clean-grpo", {**TRL_HEADER, "reduction": {"name": "grpo"}}, {**TRL_PARAMS, "loss_type": "grpo"}),
-            Case(
+            UpdateCase(
+                "trl-clean-grpo", {**TRL_HEADER, "reduction": {"name": "grpo"}}, {**TRL_PARAMS, "loss_type": "grpo"}
+            ),
+            UpdateCase(
                 "trl-clean-dr-grpo",
                 {**TRL_HEADER, "reduction": {"name": "dr_grpo", "max_length": trl.MAX_LENGTH}},
                 {**TRL_PARAMS, "loss_type": "dr_grpo"},
@@ -236,9 +238,9 @@ SYSTEMS: dict[str, tuple[Callable[[pathlib.Path], Calls], Runner, list[Case]]] =
 }
 
 
-def update(system: str, calls: Calls, arrays: Mapping[str, np.ndarray], case: Case) -> dict[str, np.ndarray]:
+def update(system: str, calls: Calls, arrays: Mapping[str, np.ndarray], case: UpdateCase) -> dict[str, np.ndarray]:
     """Runs a case; returns the fields of its dump."""
-    given = Given(arrays, "log_probs")
+    given = InputTensors(arrays, "log_probs")
     results = SYSTEMS[system][1](calls, given, case.params)
     results["loss"].backward()
     fields = {name: arrays[name] for name in ("log_probs", "old_log_probs", "ref_log_probs", "mask", "advantages")}
@@ -250,7 +252,7 @@ def update(system: str, calls: Calls, arrays: Mapping[str, np.ndarray], case: Ca
     return {name: np.asarray(value, None if name in whole else np.float32) for name, value in fields.items()}
 
 
-def record(releases: pathlib.Path, functional: Any) -> list[tuple[Case, dict[str, np.ndarray]]]:
+def record(releases: pathlib.Path, functional: Any) -> list[tuple[UpdateCase, dict[str, np.ndarray]]]:
     """Runs every case of every system."""
     arrays = arrays_of(functional)
     done = []

@@ -14,15 +14,15 @@ import torch
 from tests.goldens.parity import other_updates as others
 from tests.goldens.parity.page import SHARED, blocks
 from tests.goldens.systems import art, openrlhf, release, skyrl, trinity, trl, verl
-from tests.goldens.systems.record import Given
+from tests.goldens.systems.record import InputTensors
 
 Run = Callable[[], torch.Tensor]
 
 
-def run_verl(root: pathlib.Path, given: Given) -> Run:
+def run_verl(root: pathlib.Path, given: InputTensors) -> Run:
     """verl's loss and KL term through its registry, as `workers/utils/losses.py` calls them."""
     core, _, _ = verl.load(root)
-    config = verl.Config(**{**verl.actor_defaults(root), "clip_ratio_high": 0.28}, global_batch_info={})
+    config = verl.VerlConfig(**{**verl.actor_defaults(root), "clip_ratio_high": 0.28}, global_batch_info={})
 
     def run() -> torch.Tensor:
         loss, _ = core.get_policy_loss_fn("vanilla")(
@@ -40,7 +40,7 @@ def run_verl(root: pathlib.Path, given: Given) -> Run:
     return run
 
 
-def run_trl(root: pathlib.Path, given: Given) -> Run:
+def run_trl(root: pathlib.Path, given: InputTensors) -> Run:
     """The `_compute_loss` of GRPOTrainer, a method of a class again."""
     method = trl.calls(root)["GRPOTrainer._compute_loss"].args[0]  # type: ignore[attr-defined]
     scored = given.log_probs, -given.log_probs.detach(), None
@@ -57,7 +57,7 @@ def run_trl(root: pathlib.Path, given: Given) -> Run:
     return run
 
 
-def runner(system: str) -> Callable[[pathlib.Path, Given], Run]:
+def runner(system: str) -> Callable[[pathlib.Path, InputTensors], Run]:
     """The composed update of a system whose functions are attributes of its modules."""
     make_calls, compose, _ = others.SYSTEMS[system]
     params: dict[str, Any] = {
@@ -67,14 +67,14 @@ def runner(system: str) -> Callable[[pathlib.Path, Given], Run]:
         "art": others.ART_PARAMS,
     }
 
-    def prepare(root: pathlib.Path, given: Given) -> Run:
+    def prepare(root: pathlib.Path, given: InputTensors) -> Run:
         calls = make_calls(root)
         return lambda: compose(calls, given, params[system])["loss"]
 
     return prepare
 
 
-SYSTEMS: Mapping[str, tuple[str, types.ModuleType, Callable[[pathlib.Path, Given], Run]]] = {
+SYSTEMS: Mapping[str, tuple[str, types.ModuleType, Callable[[pathlib.Path, InputTensors], Run]]] = {
     "verl": ("verl", verl, run_verl),
     "TRL": ("trl", trl, run_trl),
     "OpenRLHF": ("openrlhf", openrlhf, runner("openrlhf")),
@@ -91,7 +91,7 @@ def record(releases: pathlib.Path, functional: Any) -> list[tuple[str, dict[str,
     done = []
     for title, (system, _, prepare) in SYSTEMS.items():
         with release.isolated(), mock.patch.object(atexit, "register"):
-            given = Given(arrays, "log_probs")
+            given = InputTensors(arrays, "log_probs")
             run = prepare(releases / system, given)
             scope: dict[str, Any] = {}
             exec(code[SHARED], scope)

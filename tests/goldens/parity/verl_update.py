@@ -166,7 +166,7 @@ def update(modules: tuple[types.ModuleType, ...], arrays: dict[str, Any], s: Set
     lp["policy"] = score(functional, torch.from_numpy(arrays[s.policy_hidden]), arrays, s.policy)
     lp["policy"] = lp["policy"].detach().requires_grad_()
     advantages = advantages_of(core, arrays, used, s)
-    config = verl.Config(rollout_is_threshold=s.weights_cap)
+    config = verl.VerlConfig(rollout_is_threshold=s.weights_cap)
     weights, _ = corr.compute_rollout_correction_weights(
         s.weights_sign * (lp["old"] - lp["rollout"]),
         used,
@@ -209,7 +209,7 @@ def _micro_batch(
     old = moved(lp[s.old].detach(), s.old_shift)[rows]
     numerator, denominator = (policy, old) if s.ratio_sign == 1 else (old, policy)
     defaults = verl.actor_defaults(pathlib.Path(core.__file__ or "").parents[3])
-    config = verl.Config(**{**defaults, **CLIPS, **dict(s.clips)}, global_batch_info={})
+    config = verl.VerlConfig(**{**defaults, **CLIPS, **dict(s.clips)}, global_batch_info={})
     seen: list[torch.Tensor] = []
     real = core.agg_loss
 

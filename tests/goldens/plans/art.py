@@ -1,6 +1,6 @@
 """ART (openpipe-art 0.5.18): the options of its loss that the shared cases leave at their defaults."""
 
-from tests.goldens.plan import Plan
+from tests.goldens.plan import RecordingPlan
 
 PPO = {"ppo": True, "epsilon": 0.2, "epsilon_high": 0.28, "reduction": "mean"}
 CISPO = {"ppo": False, "epsilon": 1.0, "epsilon_high": 4.0, "reduction": "mean"}
@@ -23,4 +23,4 @@ LEFT_OUT = {
     "entropy": "no KL",
     "probs_corr": "a correlation of probabilities, no KL",
 }
-PLANS = tuple(Plan("loss_fn", params) for params in OPTIONS)
+PLANS = tuple(RecordingPlan("loss_fn", params) for params in OPTIONS)

@@ -1,12 +1,14 @@
 """OpenRLHF 0.11.2: KL with its unbiased gradient, losses, gates, reductions, advantages and controllers."""
 
-from tests.goldens.plan import BOTH, Plan
+from tests.goldens.plan import BOTH, RecordingPlan
 
 EDGES = ("base", "holes", "empty_row")
 CLIP = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
 
 KL = [
-    Plan("compute_approx_kl", {"kl_estimator": name, "unbiased_gradient": unbiased, "old": old}, ("base", "huge"))
+    RecordingPlan(
+        "compute_approx_kl", {"kl_estimator": name, "unbiased_gradient": unbiased, "old": old}, ("base", "huge")
+    )
     for name in ("k1", "k2", "k3")
     for unbiased, old in ((False, False), (True, False), (True, True))
 ]
@@ -28,25 +30,25 @@ GATES = [
     gate("seq", "mask", "tv", 0.0, 0.07),
 ]
 LOSSES = [
-    Plan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP}, EDGES),
-    Plan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP, "token_level_loss": False}, EDGES),
-    Plan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP, "dual_clip": 1.5}),
-    Plan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP}, ("huge",)),
-    Plan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP, "dp_size": 2, "batch_num_tokens": 90.0}),
-    Plan("PolicyLoss", {"policy_loss_type": "gspo", **CLIP}, EDGES),
-    Plan(
+    RecordingPlan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP}, EDGES),
+    RecordingPlan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP, "token_level_loss": False}, EDGES),
+    RecordingPlan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP, "dual_clip": 1.5}),
+    RecordingPlan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP}, ("huge",)),
+    RecordingPlan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP, "dp_size": 2, "batch_num_tokens": 90.0}),
+    RecordingPlan("PolicyLoss", {"policy_loss_type": "gspo", **CLIP}, EDGES),
+    RecordingPlan(
         "PolicyLoss",
         {"policy_loss_type": "gspo", **CLIP, **GATES[1]},
         note="with a correction GSPO's ratio is to the rollout",
     ),
-    *[Plan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP, **arguments}) for arguments in GATES],
+    *[RecordingPlan("PolicyLoss", {"policy_loss_type": "ppo", **CLIP, **arguments}) for arguments in GATES],
     *[
-        Plan("ValueLoss", {"clip_eps": eps, "token_level_loss": token}, BOTH, "values")
+        RecordingPlan("ValueLoss", {"clip_eps": eps, "token_level_loss": token}, BOTH, "values")
         for eps, token in ((0.2, True), (None, False))
     ],
 ]
 REDUCTIONS = [
-    Plan("aggregate_loss", params, EDGES, "advantages")
+    RecordingPlan("aggregate_loss", params, EDGES, "advantages")
     for params in (
         {"token_level_loss": True},
         {"token_level_loss": False},
@@ -56,7 +58,7 @@ REDUCTIONS = [
 ]
 # Groups of two, as the reshape of the release wants them.
 ADVANTAGES = [
-    Plan(
+    RecordingPlan(
         "compute_advantages_and_returns",
         {"name": name, "kl_coef": 0.05, "reward_clip_range": [-1.0, 1.0], **extra},
         ("base",),
@@ -74,13 +76,13 @@ ADVANTAGES = [
     )
 ]
 OVER_HOLES = [
-    Plan("get_advantages_and_returns", {"gamma": 0.97, "lambd": 0.9}, EDGES, None),
-    Plan("get_cumulative_returns", {"gamma": 0.97}, EDGES, None),
-    Plan("compute_reward", {"kl_coef": 0.05, "reward_clip_range": [-0.5, 0.5]}, gradient_of=None),
+    RecordingPlan("get_advantages_and_returns", {"gamma": 0.97, "lambd": 0.9}, EDGES, None),
+    RecordingPlan("get_cumulative_returns", {"gamma": 0.97}, EDGES, None),
+    RecordingPlan("compute_reward", {"kl_coef": 0.05, "reward_clip_range": [-0.5, 0.5]}, gradient_of=None),
 ]
 CONTROLLERS = [
-    Plan("AdaptiveKLController", {"init_kl_coef": 0.01, "target": 0.1, "horizon": 10_000}, ("updates",), None),
-    Plan("FixedKLController", {"kl_coef": 0.01}, ("updates",), None),
+    RecordingPlan("AdaptiveKLController", {"init_kl_coef": 0.01, "target": 0.1, "horizon": 10_000}, ("updates",), None),
+    RecordingPlan("FixedKLController", {"kl_coef": 0.01}, ("updates",), None),
 ]
 LEFT_OUT = {
     "masked_normalize": "used by no estimator",

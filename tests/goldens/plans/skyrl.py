@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.goldens.plan import FAR_AWAY, REACHES_BOUND, Plan, grid
+from tests.goldens.plan import FAR_AWAY, REACHES_BOUND, RecordingPlan, grid
 
 EDGES = ("base", "holes", "empty_row")
 CLIP = {"eps_clip_low": 0.2, "eps_clip_high": 0.28}
@@ -46,28 +46,32 @@ FUNCTIONS = {
     "importance_sampling": "importance_sampling_loss",
 }
 ON_LOSSES = [
-    Plan(FUNCTIONS[name], {"name": name, **params}, EDGES if name in ("regular", "kl_cov") else ("base", "holes"))
+    RecordingPlan(
+        FUNCTIONS[name], {"name": name, **params}, EDGES if name in ("regular", "kl_cov") else ("base", "holes")
+    )
     for name, choices in LOSSES.items()
     for params in choices
 ]
-VALUE = [Plan("ppo_critic_loss", {"value_clip": clip}, EDGES, "values") for clip in (0.2, None)]
+VALUE = [RecordingPlan("ppo_critic_loss", {"value_clip": clip}, EDGES, "values") for clip in (0.2, None)]
 
 ADVANTAGES = [
     *[
-        Plan("compute_grpo_outcome_advantage", {"name": "grpo", "grpo_norm_by_std": norm}, gradient_of=None)
+        RecordingPlan("compute_grpo_outcome_advantage", {"name": "grpo", "grpo_norm_by_std": norm}, gradient_of=None)
         for norm in (True, False)
     ],
-    Plan("compute_rloo_outcome_advantage", {"name": "rloo"}, gradient_of=None),
-    Plan("compute_maxrl_advantage", {"name": "maxrl"}, gradient_of=None),
+    RecordingPlan("compute_rloo_outcome_advantage", {"name": "rloo"}, gradient_of=None),
+    RecordingPlan("compute_maxrl_advantage", {"name": "maxrl"}, gradient_of=None),
     *[
-        Plan("compute_reinforce_plus_plus_outcome_advantage", {"name": "reinforce++", "gamma": gamma}, EDGES, None)
+        RecordingPlan(
+            "compute_reinforce_plus_plus_outcome_advantage", {"name": "reinforce++", "gamma": gamma}, EDGES, None
+        )
         for gamma in (1.0, 0.97)
     ],
     *[
-        Plan("compute_gae_advantage_return", {"name": "gae", "gamma": 0.97, "lambd": lam}, EDGES, None)
+        RecordingPlan("compute_gae_advantage_return", {"name": "gae", "gamma": 0.97, "lambd": lam}, EDGES, None)
         for lam in (1.0, 0.9)
     ],
-    Plan(
+    RecordingPlan(
         "_normalize_advantages",
         {"advantage_batch_normalize": True},
         gradient_of=None,
@@ -75,7 +79,7 @@ ADVANTAGES = [
     ),
 ]
 REDUCTIONS = [
-    Plan("apply_loss_reduction_to_advantages_minibatch", params, EDGES, None)
+    RecordingPlan("apply_loss_reduction_to_advantages_minibatch", params, EDGES, None)
     for params in (
         {"loss_reduction": "token_mean_legacy", "micro_batch_size": 2, "max_seq_len": 64},
         {"loss_reduction": "token_mean_legacy", "micro_batch_size": 4, "max_seq_len": 64},
@@ -104,20 +108,22 @@ EVERYTHING: dict[str, Any] = {
     "geo_mask_high": 1.08,
 }
 CORRECTIONS = [
-    *[Plan("compute_off_policy_correction", params, gradient_of=None) for params in OFF_POLICY],
-    Plan("compute_off_policy_correction", EVERYTHING, EDGES, None),
+    *[RecordingPlan("compute_off_policy_correction", params, gradient_of=None) for params in OFF_POLICY],
+    RecordingPlan("compute_off_policy_correction", EVERYTHING, EDGES, None),
 ]
 KL_IN_REWARD: list[tuple[str, dict[str, Any]]] = [("k3", {}), ("k1", {"kl_target": 0.1, "horizon": 1000})]
 REWARDS = [
-    Plan("apply_reward_kl_penalty", {"kl_estimator_type": name, "kl_loss_coef": 0.05, **adaptive}, gradient_of=None)
+    RecordingPlan(
+        "apply_reward_kl_penalty", {"kl_estimator_type": name, "kl_loss_coef": 0.05, **adaptive}, gradient_of=None
+    )
     for name, adaptive in KL_IN_REWARD
 ]
 CONTROLLERS = [
     *[
-        Plan("AdaptiveKLController", params, ("updates",), None)
+        RecordingPlan("AdaptiveKLController", params, ("updates",), None)
         for params in grid(init_kl_coef=(0.1,), target=(0.1,), horizon=(10_000, 2000))
     ],
-    Plan("FixedKLController", {"kl_coef": 0.001}, ("updates",), None),
+    RecordingPlan("FixedKLController", {"kl_coef": 0.001}, ("updates",), None),
 ]
 FAR_LOSSES: list[tuple[str, str, dict[str, Any]]] = [
     ("regular", "huge", CLIP),
@@ -130,11 +136,11 @@ FAR_LOSSES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 BOUNDS = [
     *[
-        Plan(FUNCTIONS[name], {"name": name, **params}, (batch,), note=REACHES_BOUND)
+        RecordingPlan(FUNCTIONS[name], {"name": name, **params}, (batch,), note=REACHES_BOUND)
         for name, batch, params in FAR_LOSSES
     ],
     *[
-        Plan(
+        RecordingPlan(
             "compute_off_policy_correction",
             {"tis_ratio_type": level, f"{level}_tis_ratio_clip_high": FAR_AWAY},
             ("far_sampler",),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.goldens.plan import BOTH, FAR_AWAY, REACHES_BOUND, RELEASE_DEFAULTS, Plan, grid
+from tests.goldens.plan import BOTH, FAR_AWAY, REACHES_BOUND, RELEASE_DEFAULTS, RecordingPlan, grid
 
 # Where the registry's names lead: module and class.
 LOSS_CLASSES = {
@@ -100,7 +100,7 @@ LOSSES: dict[str, list[dict[str, Any]]] = {
 }
 NOTES = {"mix_chord": "at step 5", "dpo": "one pair of sums over all tokens of all pairs, not a mean over pairs"}
 ON_TWO = [
-    Plan(
+    RecordingPlan(
         class_of(LOSS_CLASSES[name]),
         {"name": name, **params},
         EDGES if name in ("ppo", "sft", "opmd") else BOTH,
@@ -111,7 +111,7 @@ ON_TWO = [
 ]
 # The log-ratios of this batch leave every clip; the losses without a clip of the log-ratio overflow there.
 FAR = [
-    Plan(class_of(LOSS_CLASSES[name]), {"name": name, **params}, ("huge",))
+    RecordingPlan(class_of(LOSS_CLASSES[name]), {"name": name, **params}, ("huge",))
     for name, params in (("ppo", {"clip_range": 0.2}), ("importance_sampling", {}))
 ]
 
@@ -139,19 +139,19 @@ ADVANTAGES: dict[str, list[dict[str, Any]]] = {
 # Trinity's "rec" fails on a group of one; "holes" has such a group.
 GROUPS_OF_TWO = ("rec",)
 ON_ADVANTAGES = [
-    Plan(
+    RecordingPlan(
         class_of(ADVANTAGE_CLASSES[name]), {"name": name, **params}, ("base",) if name in GROUPS_OF_TWO else BOTH, None
     )
     for name, choices in ADVANTAGES.items()
     for params in choices
 ]
 DEFAULTS = [
-    Plan(f"{name}LossFn", {"loss_agg_mode": "token-mean"}, ("base",), note=RELEASE_DEFAULTS)
+    RecordingPlan(f"{name}LossFn", {"loss_agg_mode": "token-mean"}, ("base",), note=RELEASE_DEFAULTS)
     for name in ("PPOPolicy", "CISPOPolicy", "SAPOPolicy", "TOPRPolicy", "OPMDPolicy", "sPPOPolicy", "GSPO")
 ]
 # The mean KL of a row is 2.09 with a clamp at 20, 1.98 at 19 and 2.20 at 21.
 BOUNDS = [
-    Plan(
+    RecordingPlan(
         "PPOPolicyLossFn",
         {"name": "ppo", "clip_range": 0.2, "clip_ratio_c": FAR_AWAY, **masking, **DEFAULT},
         ("huge",),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.goldens.batches import VOCABULARY
-from tests.goldens.plan import BOTH, FAR_AWAY, REACHES_BOUND, Plan, grid
+from tests.goldens.plan import BOTH, FAR_AWAY, REACHES_BOUND, RecordingPlan, grid
 
 EDGES = ("base", "holes", "empty_row")
 EPSILON = {"epsilon": 0.2, "epsilon_high": 0.28}
@@ -11,9 +11,9 @@ SEQUENCE: dict[str, Any] = {"importance_sampling_level": "sequence"}
 VESPO: dict[str, Any] = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
 
 
-def loss(batches: tuple[str, ...] = BOTH, **arguments: Any) -> Plan:
+def loss(batches: tuple[str, ...] = BOTH, **arguments: Any) -> RecordingPlan:
     """A call of `GRPOTrainer._compute_loss`; what is not named has the default of the release."""
-    return Plan("GRPOTrainer._compute_loss", {**EPSILON, **arguments}, batches)
+    return RecordingPlan("GRPOTrainer._compute_loss", {**EPSILON, **arguments}, batches)
 
 
 GRPO = [
@@ -42,13 +42,17 @@ GRPO = [
     loss(loss_type="grpo", use_vllm=True),
 ]
 OTHER_LOSSES = [
-    Plan("GMPOTrainer._compute_loss", {"epsilon": 0.4, "epsilon_high": 0.4, "beta": beta}, EDGES) for beta in (0.0, 0.1)
+    RecordingPlan("GMPOTrainer._compute_loss", {"epsilon": 0.4, "epsilon_high": 0.4, "beta": beta}, EDGES)
+    for beta in (0.0, 0.1)
 ]
-RLOO_LOSS = [Plan("RLOOTrainer._compute_loss", EPSILON)]
+RLOO_LOSS = [RecordingPlan("RLOOTrainer._compute_loss", EPSILON)]
 
-MASKS = [Plan("get_off_policy_mask", {"off_policy_threshold": threshold}, EDGES, None) for threshold in (0.02, 0.055)]
+MASKS = [
+    RecordingPlan("get_off_policy_mask", {"off_policy_threshold": threshold}, EDGES, None)
+    for threshold in (0.02, 0.055)
+]
 RATIOS = [
-    Plan(
+    RecordingPlan(
         "vllm_importance_sampling",
         {
             "vllm_importance_sampling_mode": mode,
@@ -64,7 +68,7 @@ RATIOS = [
 # Groups of two, as the view of the release wants them.
 ADVANTAGES = [
     *[
-        Plan(
+        RecordingPlan(
             "advantages",
             {**params, "multi_objective_aggregation": "sum_then_normalize"},
             ("base",),
@@ -74,7 +78,7 @@ ADVANTAGES = [
         for params in grid(scale_rewards=("group", "batch", "none"))
     ],
     *[
-        Plan(
+        RecordingPlan(
             "advantages",
             {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": weights},
             ("base",),
@@ -84,7 +88,9 @@ ADVANTAGES = [
         for weights in ([1.0, 1.0], [1.0, 0.25])
     ],
     *[
-        Plan("advantages", {**params, "partial": True}, ("base",), None, "part of GRPOTrainer; NaN is no reward")
+        RecordingPlan(
+            "advantages", {**params, "partial": True}, ("base",), None, "part of GRPOTrainer; NaN is no reward"
+        )
         for params in (
             {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"},
             {"scale_rewards": "batch", "multi_objective_aggregation": "sum_then_normalize"},
@@ -92,7 +98,7 @@ ADVANTAGES = [
         )
     ],
     *[
-        Plan(
+        RecordingPlan(
             "rloo_advantages", {"normalize_advantages": normalize, "beta": beta}, ("base",), None, "part of RLOOTrainer"
         )
         for normalize, beta in ((False, 0.0), (True, 0.0), (False, 0.1))
@@ -100,20 +106,24 @@ ADVANTAGES = [
 ]
 DISTILLATION = [
     *[
-        Plan("generalized_jsd_loss", {"beta": beta, "temperature": temperature}, gradient_of="logits")
+        RecordingPlan("generalized_jsd_loss", {"beta": beta, "temperature": temperature}, gradient_of="logits")
         for beta, temperature in ((0.0, 1.0), (0.3, 1.0), (0.5, 2.0), (1.0, 1.0))
     ],
-    *[Plan("compute_divergence", {"alpha": alpha}, ("base",), "logits") for alpha in (0.0, 0.3, 1.0)],
+    *[RecordingPlan("compute_divergence", {"alpha": alpha}, ("base",), "logits") for alpha in (0.0, 0.3, 1.0)],
     *[
-        Plan("compute_topk_self_distillation_loss", params, ("base",), "logits")
+        RecordingPlan("compute_topk_self_distillation_loss", params, ("base",), "logits")
         for params in grid(distillation_topk=(3,), distillation_alpha=(0.5, 1.0), distillation_add_tail=(True, False))
     ],
-    Plan("add_tail_bucket", {"first": 3}, ("base",), "logits", "only the tail, of the first log-probs of each row"),
-    Plan("apply_importance_sampling_clipping", {"clip_coeff": 1.2}, gradient_of="advantages"),
+    RecordingPlan(
+        "add_tail_bucket", {"first": 3}, ("base",), "logits", "only the tail, of the first log-probs of each row"
+    ),
+    RecordingPlan("apply_importance_sampling_clipping", {"clip_coeff": 1.2}, gradient_of="advantages"),
 ]
 BOUNDS = [
-    Plan("add_tail_bucket", {"first": VOCABULARY}, ("base",), "logits", REACHES_BOUND),
-    Plan("apply_importance_sampling_clipping", {"clip_coeff": FAR_AWAY}, ("huge",), "advantages", REACHES_BOUND),
+    RecordingPlan("add_tail_bucket", {"first": VOCABULARY}, ("base",), "logits", REACHES_BOUND),
+    RecordingPlan(
+        "apply_importance_sampling_clipping", {"clip_coeff": FAR_AWAY}, ("huge",), "advantages", REACHES_BOUND
+    ),
 ]
 LEFT_OUT = {
     "top_entropy_quantile": "a mask from the entropies, which is the caller's",

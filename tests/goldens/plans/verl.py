@@ -1,6 +1,6 @@
 """verl 0.9.1: the policy losses, advantages, corrections and controllers that the shared cases lack."""
 
-from tests.goldens.plan import BOTH, FAR_AWAY, REACHES_BOUND, RELEASE_DEFAULTS, Plan, grid
+from tests.goldens.plan import BOTH, FAR_AWAY, REACHES_BOUND, RELEASE_DEFAULTS, RecordingPlan, grid
 
 EDGES = ("base", "holes", "empty_row")
 CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
@@ -10,29 +10,38 @@ CLIP_COV = {**CLIPS, "clip_cov_lb": 0.2, "clip_cov_ub": 3.0, "loss_agg_mode": "t
 KL_COV = [{"kl_cov_ratio": ratio, "ppo_kl_coef": coef} for ratio, coef in ((0.2, 1.0), (0.05, 0.1), (0.0002, 0.1))]
 
 LOSSES = [
-    Plan("compute_policy_loss_clip_cov", {**CLIP_COV, "clip_cov_ratio": 1.0}),
-    Plan(
+    RecordingPlan("compute_policy_loss_clip_cov", {**CLIP_COV, "clip_cov_ratio": 1.0}),
+    RecordingPlan(
         "compute_policy_loss_clip_cov", {**CLIP_COV, "clip_cov_ratio": 0.05}, note="torch.randperm gives 0, 1, 2, ..."
     ),
-    Plan("compute_policy_loss_clip_cov", {**CLIP_COV, "clip_cov_ratio": 1.0, "clip_cov_lb": 90.0, "clip_cov_ub": 99.0}),
-    *[Plan("compute_policy_loss_kl_cov", {**p, "loss_agg_mode": "token-mean", "name": "kl_cov"}) for p in KL_COV],
+    RecordingPlan(
+        "compute_policy_loss_clip_cov", {**CLIP_COV, "clip_cov_ratio": 1.0, "clip_cov_lb": 90.0, "clip_cov_ub": 99.0}
+    ),
     *[
-        Plan("compute_policy_loss_dro", {"dro_beta": beta, "loss_agg_mode": mode, "name": "dro"})
+        RecordingPlan("compute_policy_loss_kl_cov", {**p, "loss_agg_mode": "token-mean", "name": "kl_cov"})
+        for p in KL_COV
+    ],
+    *[
+        RecordingPlan("compute_policy_loss_dro", {"dro_beta": beta, "loss_agg_mode": mode, "name": "dro"})
         for beta, mode in ((0.5, "token-mean"), (0.1, "seq-mean-token-mean"))
     ],
     *[
-        Plan(
+        RecordingPlan(
             f"compute_policy_loss_{name}",
             {**CLIPS, **extra, "loss_agg_mode": "token-mean", "name": name, "weights": True},
         )
         for name, extra in (("vanilla", {"clip_ratio_c": 3.0}), ("geo_mean", {}), ("cispo", {}), ("gspo", {}))
     ],
     *[
-        Plan("compute_policy_loss_reinforce", {"loss_agg_mode": "seq-mean-token-sum", "weights": weights}, EDGES)
+        RecordingPlan(
+            "compute_policy_loss_reinforce", {"loss_agg_mode": "seq-mean-token-sum", "weights": weights}, EDGES
+        )
         for weights in (False, True)
     ],
     *[
-        Plan("compute_policy_loss_bypass_mode", {"name": "bypass_mode", "loss_agg_mode": "token-mean", **extra})
+        RecordingPlan(
+            "compute_policy_loss_bypass_mode", {"name": "bypass_mode", "loss_agg_mode": "token-mean", **extra}
+        )
         for extra in (
             {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 2.0},
             {
@@ -46,26 +55,30 @@ LOSSES = [
         )
     ],
     *[
-        Plan("compute_value_loss", {"cliprange_value": 0.2, "loss_agg_mode": mode}, EDGES, gradient_of="values")
+        RecordingPlan(
+            "compute_value_loss", {"cliprange_value": 0.2, "loss_agg_mode": mode}, EDGES, gradient_of="values"
+        )
         for mode in ("token-mean", "seq-mean-token-mean")
     ],
 ]
 
 GLOBAL = {"dp_size": 2, "batch_num_tokens": 90, "global_batch_size": 11}
 REDUCTIONS = [
-    Plan("agg_loss", {"loss_agg_mode": mode, **GLOBAL}, EDGES, gradient_of="advantages")
+    RecordingPlan("agg_loss", {"loss_agg_mode": mode, **GLOBAL}, EDGES, gradient_of="advantages")
     for mode in ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 ]
 
 ADVANTAGES = [
     *[
-        Plan(f"compute_{name}_outcome_advantage", {"name": name, "norm_adv_by_std_in_grpo": norm}, gradient_of=None)
+        RecordingPlan(
+            f"compute_{name}_outcome_advantage", {"name": name, "norm_adv_by_std_in_grpo": norm}, gradient_of=None
+        )
         for name in ("grpo", "grpo_vectorized")
         for norm in (True, False)
     ],
     # Only base: a group of one raises.
     *[
-        Plan(
+        RecordingPlan(
             "compute_grpo_passk_outcome_advantage",
             {"name": "grpo_passk", "norm_adv_by_std_in_grpo": norm},
             ("base",),
@@ -74,11 +87,11 @@ ADVANTAGES = [
         for norm in (True, False)
     ],
     *[
-        Plan(f"compute_{name}_outcome_advantage", {"name": name}, gradient_of=None)
+        RecordingPlan(f"compute_{name}_outcome_advantage", {"name": name}, gradient_of=None)
         for name in ("rloo", "rloo_vectorized", "opo", "gpg", "remax", "reinforce_plus_plus_baseline")
     ],
     *[
-        Plan(
+        RecordingPlan(
             "compute_gdpo_outcome_advantage",
             {"name": "gdpo", "gdpo_reward_weights": weights, "norm_adv_by_std_in_grpo": norm},
             gradient_of=None,
@@ -86,14 +99,16 @@ ADVANTAGES = [
         for weights, norm in ((None, True), ([1.0, 0.25], True), ([1.0, 0.25], False))
     ],
     *[
-        Plan(
+        RecordingPlan(
             f"compute_{name}_advantage", {"name": name, "handle_zero_tail": tail, "weights": weights}, gradient_of=None
         )
         for name in ("optimal_token_baseline", "multi_turn_optimal_token_baseline")
         for tail, weights in ((True, False), (False, False), (True, True))
     ],
-    Plan("compute_gae_advantage_return", {"name": "gae", "gamma": 0.97, "lam": 0.9}, EDGES, None),
-    Plan("compute_reinforce_plus_plus_outcome_advantage", {"name": "reinforce_plus_plus", "gamma": 0.97}, EDGES, None),
+    RecordingPlan("compute_gae_advantage_return", {"name": "gae", "gamma": 0.97, "lam": 0.9}, EDGES, None),
+    RecordingPlan(
+        "compute_reinforce_plus_plus_outcome_advantage", {"name": "reinforce_plus_plus", "gamma": 0.97}, EDGES, None
+    ),
 ]
 
 # Thresholds that reject some and keep some; a k1 threshold bounds the ratio rollout / training.
@@ -113,7 +128,7 @@ REJECTION = {
 }
 CORRECTIONS = [
     *[
-        Plan(
+        RecordingPlan(
             "compute_rollout_rejection_mask",
             {"rollout_rs": option, "rollout_rs_threshold": threshold},
             EDGES if "," in option else BOTH,
@@ -122,23 +137,23 @@ CORRECTIONS = [
         for option, threshold in REJECTION.items()
     ],
     *[
-        Plan("compute_rollout_correction_weights", params, EDGES, None)
+        RecordingPlan("compute_rollout_correction_weights", params, EDGES, None)
         for params in grid(
             rollout_is=("token", "sequence"),
             rollout_is_threshold=(1.5, "0.7_1.5"),
             rollout_is_batch_normalize=(False, True),
         )
     ],
-    Plan(
+    RecordingPlan(
         "compute_rollout_correction_and_rejection_mask",
         {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.05},
         gradient_of=None,
     ),
-    Plan("compute_offpolicy_metrics", {}, ("empty_row",), None),
+    RecordingPlan("compute_offpolicy_metrics", {}, ("empty_row",), None),
 ]
 
 REWARDS = [
-    Plan("apply_kl_penalty", {"kl_penalty": name, **controller}, EDGES if name == "kl" else BOTH, None)
+    RecordingPlan("apply_kl_penalty", {"kl_penalty": name, **controller}, EDGES if name == "kl" else BOTH, None)
     for name in ("kl", "low_var_kl")
     for controller in (
         {"type": "fixed", "kl_coef": 0.05},
@@ -146,13 +161,19 @@ REWARDS = [
     )
 ]
 CONTROLLERS = [
-    Plan("AdaptiveKLController", {"init_kl_coef": 0.1, "target_kl": 0.1, "horizon": 10_000}, ("updates",), None),
-    Plan("AdaptiveKLController", {"init_kl_coef": 0.001, "target_kl": 0.02, "horizon": 2000}, ("updates",), None),
-    Plan("FixedKLController", {"kl_coef": 0.001}, ("updates",), None),
+    RecordingPlan(
+        "AdaptiveKLController", {"init_kl_coef": 0.1, "target_kl": 0.1, "horizon": 10_000}, ("updates",), None
+    ),
+    RecordingPlan(
+        "AdaptiveKLController", {"init_kl_coef": 0.001, "target_kl": 0.02, "horizon": 2000}, ("updates",), None
+    ),
+    RecordingPlan("FixedKLController", {"kl_coef": 0.001}, ("updates",), None),
 ]
 DISTILLATION = [
     *[
-        Plan("distillation_loss", {"loss_mode": name, "use_policy_gradient": by_policy, "loss_max_clamp": clamp})
+        RecordingPlan(
+            "distillation_loss", {"loss_mode": name, "use_policy_gradient": by_policy, "loss_max_clamp": clamp}
+        )
         for name, by_policy, clamp in (
             ("kl", False, None),
             ("k2", False, 0.2),
@@ -162,7 +183,7 @@ DISTILLATION = [
         )
     ],
     *[
-        Plan(
+        RecordingPlan(
             "compute_forward_kl_topk",
             {"name": "forward_kl_topk", "topk": 3, "log_prob_min_clamp": bound},
             ("base",),
@@ -188,11 +209,11 @@ AROUND_THE_CLAMP = {
 TOKEN_MEAN = {"loss_agg_mode": "token-mean"}
 BOUNDS = [
     *[
-        Plan(f"compute_policy_loss_{name}", {**TOKEN_MEAN, "name": name}, ("base",), note=RELEASE_DEFAULTS)
+        RecordingPlan(f"compute_policy_loss_{name}", {**TOKEN_MEAN, "name": name}, ("base",), note=RELEASE_DEFAULTS)
         for name in ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "geo_mean", "cispo")
     ],
     *[
-        Plan(
+        RecordingPlan(
             f"compute_policy_loss_{name}",
             {**TOKEN_MEAN, "clip_ratio_c": FAR_AWAY, "name": name},
             ("huge",),
@@ -200,9 +221,9 @@ BOUNDS = [
         )
         for name in ("vanilla", "dppo_tv", "dppo_kl", "sapo")
     ],
-    Plan("compute_policy_loss_gspo", {**TOKEN_MEAN, "name": "gspo"}, ("far_rows",), note=REACHES_BOUND),
+    RecordingPlan("compute_policy_loss_gspo", {**TOKEN_MEAN, "name": "gspo"}, ("far_rows",), note=REACHES_BOUND),
     *[
-        Plan(
+        RecordingPlan(
             "compute_rollout_correction_weights",
             {"rollout_is": level, "rollout_is_threshold": FAR_AWAY, "rollout_is_batch_normalize": False},
             (batch,),
@@ -211,9 +232,9 @@ BOUNDS = [
         )
         for level, batch in (("token", "huge"), ("sequence", "far_rows"))
     ],
-    Plan("compute_offpolicy_metrics", {}, ("huge", "far_rows"), None, REACHES_BOUND),
+    RecordingPlan("compute_offpolicy_metrics", {}, ("huge", "far_rows"), None, REACHES_BOUND),
     *[
-        Plan(
+        RecordingPlan(
             "compute_policy_loss_bypass_mode",
             {**TOKEN_MEAN, "name": "bypass_mode", "loss_type": name, **far},
             ("huge",),
@@ -225,7 +246,7 @@ BOUNDS = [
         )
     ],
     *[
-        Plan(
+        RecordingPlan(
             "compute_rollout_rejection_mask",
             {"rollout_rs": option, "rollout_rs_threshold": threshold},
             ("huge",),

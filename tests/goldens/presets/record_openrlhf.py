@@ -130,7 +130,7 @@ def split(experience: Any, count: int) -> list[Any]:
     ]
 
 
-class Engine(torch.nn.Module):
+class LossEngine(torch.nn.Module):
     """The part of DeepSpeed's engine that a loss sees."""
 
     def __init__(self, trained: torch.nn.Module, accumulation: int) -> None:
@@ -158,7 +158,7 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
 
     args = arguments(ALGORITHMS[algorithm])
     trained = model.load()
-    engine = Engine(trained, accumulation)
+    engine = LossEngine(trained, accumulation)
     actor = Actor(engine, temperature=batch.TEMPERATURE)
     actor.packing_samples = False
     strategy = object.__new__(DeepspeedStrategy)

@@ -48,7 +48,7 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
-class Gradients(transformers.TrainerCallback):
+class StepGradients(transformers.TrainerCallback):
     """Keeps the gradients that the optimizer would use."""
 
     found: dict[str, Any]
@@ -106,7 +106,7 @@ def run(algorithm: str, accumulation: int, recorded: batch.Recorded) -> record.S
 
     settings = ALGORITHMS[algorithm]
     rloo = algorithm == "rloo"
-    trained, gradients = model.load(), Gradients()
+    trained, gradients = model.load(), StepGradients()
     make_config: Any = trl.RLOOConfig if rloo else trl.GRPOConfig
     with tempfile.TemporaryDirectory() as directory, reference_from_memory(trained):
         # Two iterations, so that the old log-probs are not those of the update.

@@ -33,7 +33,7 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Tokenizer:
+class TunixTokenizer:
     """Has the special tokens; nothing is encoded."""
 
     def encode(self, *_: object, **__: object) -> list[int]:
@@ -86,7 +86,7 @@ def make_rollout(scored: Scored) -> type:
 
     recorded = scored.recorded
 
-    class Rollout(base_rollout.BaseRollout):
+    class TunixRollout(base_rollout.BaseRollout):
         def __init__(self, rollout_actor: Any, **_: object) -> None:
             self.actor, self.next = rollout_actor, 0
 
@@ -116,7 +116,7 @@ def make_rollout(scored: Scored) -> type:
         def model(self) -> Any:
             return self.actor
 
-    return Rollout
+    return TunixRollout
 
 
 def load_model(mesh: jax.sharding.Mesh) -> tuple[Any, dict[str, Any]]:
@@ -187,7 +187,7 @@ def make_cluster(scored: Scored, accumulation: int, prompts: int, mesh: jax.shar
 
     cluster = rl_cluster.RLCluster(
         actor=model,
-        tokenizer=Tokenizer(),
+        tokenizer=TunixTokenizer(),
         cluster_config=rl_cluster.ClusterConfig(
             role_to_mesh=dict.fromkeys(rl_cluster.Role, mesh),
             rollout_engine=make_rollout(scored),

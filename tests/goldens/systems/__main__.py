@@ -31,7 +31,7 @@ def modules() -> dict[str, types.ModuleType]:
     return {system: importlib.import_module(f"tests.goldens.systems.{system}") for system in generate.RELEASES}
 
 
-def plans(system: str) -> tuple[plan.Plan, ...]:
+def plans(system: str) -> tuple[plan.RecordingPlan, ...]:
     """The planned cases of a system."""
     return importlib.import_module(f"tests.goldens.plans.{system}").PLANS
 
@@ -71,7 +71,7 @@ def generated(releases: pathlib.Path) -> tuple[list[dict[str, Any]], dict[str, n
     return index, dict(sorted(arrays.items()))
 
 
-class Report:
+class RecordingReport:
     """Counts, per system and function, the cases that agree and those that do not, and says it in lines."""
 
     def __init__(self) -> None:
@@ -107,11 +107,11 @@ class Report:
             print(f"  {system:9} {function:55} {count:3} not run: {reason}")
 
 
-def check_shared(releases: pathlib.Path) -> Report:
+def check_shared(releases: pathlib.Path) -> RecordingReport:
     """Runs the shared cases again on their recorded inputs."""
     index = json.loads((DIRECTORY / "torch_goldens.json").read_text())["cases"]
     recorded = np.load(DIRECTORY / "torch_goldens.npz")
-    report = Report()
+    report = RecordingReport()
     for system in sorted({case["system"] for case in index}):
         cases = [case for case in index if case["system"] == system]
         if system in generate.NOT_ON_PYPI:
@@ -130,12 +130,12 @@ def check_shared(releases: pathlib.Path) -> Report:
     return report
 
 
-def check_generated(releases: pathlib.Path) -> Report:
+def check_generated(releases: pathlib.Path) -> RecordingReport:
     """Runs the generated cases again and compares them with the files."""
     recorded = np.load(DIRECTORY / "generated.npz")
     index = json.loads((DIRECTORY / "generated.json").read_text())["cases"]
     now, arrays = generated(releases)
-    report = Report()
+    report = RecordingReport()
     if [case["id"] for case in now] != [case["id"] for case in index]:
         report.differ["generated", "index"].append("the cases of generated.json are not the planned ones")
     for case in index:

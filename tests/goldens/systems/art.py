@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional
 
 from tests.goldens.systems import release
-from tests.goldens.systems.record import Call, Given
+from tests.goldens.systems.record import Call, InputTensors
 
 Params = Mapping[str, Any]
 Outputs = Mapping[str, Any]
 
 
-class Model:
+class ArtModel:
     """Stands for pydantic's `BaseModel`: holds what it is given."""
 
     def __init__(self, **fields: Any) -> None:
@@ -33,7 +33,7 @@ def longer(tensor: torch.Tensor) -> torch.Tensor:
     return functional.pad(tensor, (0, 1))
 
 
-def loss(module: types.ModuleType, given: Given, params: Params) -> Outputs:
+def loss(module: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """ART's loss; every row is a group of its own, and all weights are 1."""
     rows = torch.arange(1, len(given.mask) + 1)[:, None]
     inputs = {
@@ -55,6 +55,6 @@ def loss(module: types.ModuleType, given: Given, params: Params) -> Outputs:
 def calls(root: pathlib.Path) -> dict[str, Call]:
     """The function that the cases of ART name."""
     release.bare(root, "art.utils")
-    release.stub("pydantic", BaseModel=Model, ConfigDict=dict)
+    release.stub("pydantic", BaseModel=ArtModel, ConfigDict=dict)
     release.stub("art.dev", TrainConfig=dict)
     return {"loss_fn": functools.partial(loss, release.load("art.loss"))}

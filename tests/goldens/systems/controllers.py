@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.goldens.systems.record import Given
+from tests.goldens.systems.record import InputTensors
 
 
-def trajectory(controller: Any, given: Given) -> Mapping[str, Any]:
+def trajectory(controller: Any, given: InputTensors) -> Mapping[str, Any]:
     """The coefficient after each update."""
     coefs = []
     for kl, number in zip(given.kls.tolist(), given.num_samples.tolist(), strict=True):

@@ -11,7 +11,7 @@ import torch
 
 from tests.goldens.systems import release
 from tests.goldens.systems.controllers import trajectory
-from tests.goldens.systems.record import Call, Given
+from tests.goldens.systems.record import Call, InputTensors
 
 Params = Mapping[str, Any]
 Outputs = Mapping[str, Any]
@@ -35,14 +35,14 @@ def split(params: Params) -> tuple[dict[str, Any], dict[str, Any]]:
     return rest, normalisers
 
 
-def approx_kl(utils: types.ModuleType, given: Given, params: Params) -> Outputs:
+def approx_kl(utils: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """KL per token; the commit of the shared cases has neither old log-probs nor the unbiased gradient."""
     options = {"kl_estimator": params["kl_estimator"], "unbiased_gradient": params.get("unbiased_gradient", False)}
     old = given.old_log_probs if params.get("old") else None
     return {"value": utils.compute_approx_kl(given.log_probs, given.ref_log_probs, old, **options)}
 
 
-def policy_loss(module: types.ModuleType, given: Given, params: Params) -> Outputs:
+def policy_loss(module: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """PPO or GSPO with its gates."""
     arguments, normalisers = split(params)
     rollout = given.rollout_log_probs if "is_correction_level" in params else None
@@ -52,21 +52,21 @@ def policy_loss(module: types.ModuleType, given: Given, params: Params) -> Outpu
     return {"value": value, **metrics, "metric_vllm_kl": rollout_kl, "metric_is_filter_ratio": filtered}
 
 
-def value_loss(module: types.ModuleType, given: Given, params: Params) -> Outputs:
+def value_loss(module: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """The value loss."""
     arguments, normalisers = split(params)
     arrays = given.values, given.old_values, given.returns, given.mask
     return {"value": module.ValueLoss(**arguments)(*arrays, **normalisers)}
 
 
-def rewards(utils: types.ModuleType, given: Given, params: Params) -> Outputs:
+def rewards(utils: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """The score on the last token, less the KL."""
     clip = params.get("reward_clip_range")
     shaped = utils.compute_reward(given.rewards, params["kl_coef"], given.kl, given.mask, clip)
     return {"token_level_rewards" if clip is None else "token_rewards": shaped}
 
 
-def advantages(methods: Mapping[str, Any], given: Given, params: Params) -> Outputs:
+def advantages(methods: Mapping[str, Any], given: InputTensors, params: Params) -> Outputs:
     """The experience maker's advantages of one batch of groups of two."""
     options = {"gamma": 1.0, "lambd": 1.0, "no_std_norm": False, **params}
     names = ("gamma", "lambd", "no_std_norm")
@@ -105,11 +105,11 @@ def calls(root: pathlib.Path) -> dict[str, Call]:
         for name in ("compute_advantages_and_returns", "get_advantages_and_returns", "get_cumulative_returns")
     }
 
-    def aggregate(given: Given, params: Params) -> Outputs:
+    def aggregate(given: InputTensors, params: Params) -> Outputs:
         arguments, normalisers = split(params)
         return {"value": loss.aggregate_loss(given.advantages, given.mask, **arguments, **normalisers)}
 
-    def gae(given: Given, params: Params) -> Outputs:
+    def gae(given: InputTensors, params: Params) -> Outputs:
         arrays = given.values, given.token_rewards, given.mask
         result = methods["get_advantages_and_returns"](None, *arrays, params["gamma"], params["lambd"])
         return dict(zip(("advantages", "returns"), result, strict=True))

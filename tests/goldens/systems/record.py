@@ -11,11 +11,11 @@ import torch
 
 from tests.goldens.systems import release
 
-Call = Callable[["Given", Mapping[str, Any]], Mapping[str, Any]]
+Call = Callable[["InputTensors", Mapping[str, Any]], Mapping[str, Any]]
 WIDENED = "float32 inside, widened to float64"
 
 
-class Given:
+class InputTensors:
     """The inputs of a call by name, as tensors; remembers which of them were read."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], gradient_of: str | None) -> None:
@@ -37,13 +37,13 @@ class Given:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class RecordedResult:
     """What a call read and gave."""
 
     inputs: tuple[str, ...]
     outputs: dict[str, np.ndarray]
 
-    def differs_from(self, other: "Result") -> bool:
+    def differs_from(self, other: "RecordedResult") -> bool:
         """Whether any output is not the same but for the last digits of float64."""
         return any(not close(self.outputs[name], other.outputs[name]) for name in self.outputs)
 
@@ -58,9 +58,11 @@ def _tensor(value: torch.Tensor | np.ndarray | float) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)
 
 
-def run(call: Call, params: Mapping[str, Any], arrays: Mapping[str, np.ndarray], gradient_of: str | None) -> Result:
+def run(
+    call: Call, params: Mapping[str, Any], arrays: Mapping[str, np.ndarray], gradient_of: str | None
+) -> RecordedResult:
     """One call; `grad` is the gradient of `sum(value * cotangent)`, with cotangent 1 for a scalar."""
-    given = Given(arrays, gradient_of)
+    given = InputTensors(arrays, gradient_of)
     outputs = {name: _tensor(value) for name, value in call(given, params).items() if value is not None}
     if gradient_of is not None and outputs["value"].requires_grad:
         value = outputs["value"]
@@ -68,12 +70,12 @@ def run(call: Call, params: Mapping[str, Any], arrays: Mapping[str, np.ndarray],
         grad = getattr(given, gradient_of).grad
         outputs["grad"] = torch.zeros_like(getattr(given, gradient_of)) if grad is None else grad
     as_arrays = {name: np.asarray(outputs[name].detach().numpy(), np.float64) for name in sorted(outputs)}
-    return Result(tuple(sorted(given.read)), as_arrays)
+    return RecordedResult(tuple(sorted(given.read)), as_arrays)
 
 
 def run_widened(
     call: Call, params: Mapping[str, Any], arrays: Mapping[str, np.ndarray], gradient_of: str | None
-) -> tuple[Result, bool]:
+) -> tuple[RecordedResult, bool]:
     """The call in float64 throughout, and whether the release works in float32 somewhere inside."""
     as_released = run(call, params, arrays, gradient_of)
     with release.widened():

@@ -12,7 +12,7 @@ import torch
 from tests.goldens.plans.skyrl import FUNCTIONS
 from tests.goldens.systems import release
 from tests.goldens.systems.controllers import trajectory
-from tests.goldens.systems.record import Call, Given
+from tests.goldens.systems.record import Call, InputTensors
 
 Params = Mapping[str, Any]
 Outputs = Mapping[str, Any]
@@ -60,7 +60,7 @@ def corrections(params: Params) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{name: params.get(name, default) for name, default in CORRECTION.items()})
 
 
-def policy_loss(ppo: types.ModuleType, function: str, given: Given, params: Params) -> Outputs:
+def policy_loss(ppo: types.ModuleType, function: str, given: InputTensors, params: Params) -> Outputs:
     """A policy loss of SkyRL's registry."""
     name = params["name"]
     groups = {
@@ -86,14 +86,14 @@ def policy_loss(ppo: types.ModuleType, function: str, given: Given, params: Para
     }
 
 
-def critic_loss(ppo: types.ModuleType, given: Given, params: Params) -> Outputs:
+def critic_loss(ppo: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """The value loss."""
     config = types.SimpleNamespace(value_clip=params["value_clip"])
     value, clipped = ppo.ppo_critic_loss(given.values, given.old_values, given.returns, config, given.mask)
     return {"value": value, "metric_clipfrac": clipped}
 
 
-def advantage(ppo: types.ModuleType, function: str, given: Given, params: Params) -> Outputs:
+def advantage(ppo: types.ModuleType, function: str, given: InputTensors, params: Params) -> Outputs:
     """An advantage estimator of SkyRL's registry."""
     dense = params["name"] in ("reinforce++", "gae")
     rewards = given.token_rewards if dense else given.outcome_rewards
@@ -106,20 +106,20 @@ def advantage(ppo: types.ModuleType, function: str, given: Given, params: Params
     return {"advantages": advantages, "returns": returns}
 
 
-def boundaries(given: Given) -> list[tuple[int, int]]:
+def boundaries(given: InputTensors) -> list[tuple[int, int]]:
     """First row and row after the last of each group."""
     ids = given.group_ids.tolist()
     return [(ids.index(group), len(ids) - ids[::-1].index(group)) for group in sorted(set(ids))]
 
 
-def reduction(ppo: types.ModuleType, given: Given, params: Params) -> Outputs:
+def reduction(ppo: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """The advantages with a reduction folded in."""
     prompts = boundaries(given) if params["loss_reduction"] == "prompt_mean" else None
     options = (params["loss_reduction"], params.get("micro_batch_size", 1), params["max_seq_len"], prompts)
     return {"value": ppo.apply_loss_reduction_to_advantages_minibatch(given.advantages, given.mask, *options)}
 
 
-def rollout_kl(ppo: types.ModuleType, given: Given, params: Params) -> Outputs:
+def rollout_kl(ppo: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """The rollout KL of pull request 1811, from the functions of the release."""
     kl = ppo.compute_approx_kl(
         given.log_probs, given.rollout_log_probs, given.mask, params["rollout_kl_estimator_type"]
@@ -127,7 +127,7 @@ def rollout_kl(ppo: types.ModuleType, given: Given, params: Params) -> Outputs:
     return {"value": ppo.masked_mean(kl, given.mask, dim=-1).mean()}
 
 
-def correction(utils: types.ModuleType, given: Given, params: Params) -> Outputs:
+def correction(utils: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """The importance weights and the mask that are left for the loss."""
     function = utils.compute_off_policy_correction
     weights, metrics, kept = function(given.old_log_probs, given.rollout_log_probs, given.mask, corrections(params))
@@ -136,7 +136,7 @@ def correction(utils: types.ModuleType, given: Given, params: Params) -> Outputs
     return outputs if weights is None else {**outputs, "weights": weights.expand_as(kept)}
 
 
-class Data(dict[str, Any]):
+class SkyRLData(dict[str, Any]):
     """SkyRL's batch: arrays by name, and rows by a slice."""
 
     def __init__(self, *fields: Any, **more: Any) -> None:
@@ -145,13 +145,13 @@ class Data(dict[str, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         return (
-            Data({name: array[key] for name, array in self.items()})
+            SkyRLData({name: array[key] for name, array in self.items()})
             if isinstance(key, slice)
             else super().__getitem__(key)
         )
 
 
-def in_reward(method: Any, ppo: types.ModuleType, given: Given, params: Params) -> Outputs:
+def in_reward(method: Any, ppo: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """KL in the reward; the controller is updated with the KL it has just used."""
     adaptive = "kl_target" in params
     controller = (
@@ -162,20 +162,20 @@ def in_reward(method: Any, ppo: types.ModuleType, given: Given, params: Params) 
     )
     config = types.SimpleNamespace(trainer=types.SimpleNamespace(algorithm=algorithm))
     trainer = types.SimpleNamespace(cfg=config, reward_kl_controller=controller, all_metrics={})
-    data = Data(loss_mask=given.mask, rewards=given.token_rewards)
+    data = SkyRLData(loss_mask=given.mask, rewards=given.token_rewards)
     data |= {"base_action_log_probs": given.ref_log_probs, "action_log_probs": given.old_log_probs}
     method(trainer, data)
     metrics = {f"metric_{name}": data.metadata["metrics"][name] for name in ("avg_kl", "avg_kl_max", "kl_loss_coef")}
     return {"token_rewards": data["rewards"], **metrics, "coef": controller.value if controller else None}
 
 
-def normalized(method: Any, given: Given, params: Params) -> Outputs:
+def normalized(method: Any, given: InputTensors, params: Params) -> Outputs:
     """Advantages normalised over the batch, then with `token_mean` folded in."""
     algorithm = types.SimpleNamespace(**params, loss_reduction="token_mean", max_seq_len=64)
     trainer = types.SimpleNamespace(algorithm=algorithm, micro_train_batch_size_per_gpu=2)
     fields = {"advantages": given.advantages, "response_mask": given.mask, "loss_mask": given.mask}
     data = method(
-        types.SimpleNamespace(cfg=types.SimpleNamespace(trainer=trainer)), Data(fields), [(0, len(given.mask))]
+        types.SimpleNamespace(cfg=types.SimpleNamespace(trainer=trainer)), SkyRLData(fields), [(0, len(given.mask))]
     )
     return {"advantages": data["advantages"]}
 

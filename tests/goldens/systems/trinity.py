@@ -10,7 +10,7 @@ import torch
 
 from tests.goldens.plans.trinity import LOSS_CLASSES, OVER_BATCHES, OVER_EXPERIENCES, class_of
 from tests.goldens.systems import release
-from tests.goldens.systems.record import Call, Given
+from tests.goldens.systems.record import Call, InputTensors
 
 Params = Mapping[str, Any]
 Outputs = Mapping[str, Any]
@@ -64,7 +64,7 @@ def some(metrics: Mapping[str, float]) -> Outputs:
     return {f"metric_{name}": metrics[name] for name in METRICS if name in metrics}
 
 
-def loss(name: str, given: Given, params: Params) -> Outputs:
+def loss(name: str, given: InputTensors, params: Params) -> Outputs:
     """A policy loss of Trinity's registry, called as its trainer does: by keyword."""
     function = instance("policy_loss_fn", LOSS_CLASSES[name], params)
     inputs = {"log_prob": given.log_probs, "response_mask": given.mask}
@@ -81,7 +81,7 @@ def loss(name: str, given: Given, params: Params) -> Outputs:
     return {"value": value, **some(metrics)}
 
 
-def over_batch(name: str, given: Given, params: Params) -> Outputs:
+def over_batch(name: str, given: InputTensors, params: Params) -> Outputs:
     """An advantage function over a batch of arrays."""
     function = instance("advantage_fn", OVER_BATCHES[name], params)
     batch: dict[str, Any] = {"response_mask": given.mask}
@@ -107,7 +107,7 @@ def over_batch(name: str, given: Given, params: Params) -> Outputs:
     return {"advantages": exps.batch["advantages"], "returns": exps.batch["returns"], **kept}
 
 
-def over_experiences(name: str, given: Given, params: Params) -> Outputs:
+def over_experiences(name: str, given: InputTensors, params: Params) -> Outputs:
     """An advantage function over a list of experiences: single responses, or the steps of trajectories."""
     function = instance("advantage_fn", OVER_EXPERIENCES[name], params)
     steps = name in ("step_wise_grpo", "gigpo")
@@ -129,7 +129,7 @@ def over_experiences(name: str, given: Given, params: Params) -> Outputs:
     return {"advantages": torch.stack([experience.advantages for experience in experiences])}
 
 
-def kl_function(given: Given, params: Params) -> Any:
+def kl_function(given: InputTensors, params: Params) -> Any:
     """An instance of the KL class that a case names."""
     del given
     names = ("kl_coef", "adaptive", "target_kl", "horizon")
@@ -137,13 +137,13 @@ def kl_function(given: Given, params: Params) -> Any:
     return function(**{name: params[name] for name in names if name in params})
 
 
-def calculate_kl(given: Given, params: Params) -> Outputs:
+def calculate_kl(given: InputTensors, params: Params) -> Outputs:
     """KL per token; corrected where the case has the old log-probs."""
     old = given.old_log_probs if given.has("old_log_probs") else None
     return {"value": kl_function(given, params).calculate_kl(given.log_probs, given.ref_log_probs, old)}
 
 
-def calculate_kl_loss(given: Given, params: Params) -> Outputs:
+def calculate_kl_loss(given: InputTensors, params: Params) -> Outputs:
     """The KL term of the loss."""
     function = kl_function(given, params).calculate_kl_loss
     value, metrics = function(given.log_probs, given.ref_log_probs, given.mask, params["loss_agg_mode"])
@@ -154,7 +154,7 @@ def _float64(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def kl_in_reward(given: Given, params: Params) -> Outputs:
+def kl_in_reward(given: InputTensors, params: Params) -> Outputs:
     """KL in the reward."""
     fields = {"responses": given.mask, "attention_mask": given.mask, "response_mask": given.mask}
     fields |= {"token_level_scores": given.token_rewards, "old_log_probs": given.old_log_probs}
@@ -169,7 +169,7 @@ def kl_in_reward(given: Given, params: Params) -> Outputs:
     return {**rewards, **{f"metric_{name}": metric for name, metric in metrics.items()}}
 
 
-def aggregate(given: Given, params: Params) -> Outputs:
+def aggregate(given: InputTensors, params: Params) -> Outputs:
     """Trinity's reduction."""
     function = release.load("trinity.algorithm.utils").aggregate_loss
     return {"value": function(given.advantages, given.mask, params["loss_agg_mode"])}

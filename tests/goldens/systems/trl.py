@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.goldens.systems import release
-from tests.goldens.systems.record import Call, Given
+from tests.goldens.systems.record import Call, InputTensors
 
 Params = Mapping[str, Any]
 Outputs = Mapping[str, Any]
@@ -36,7 +36,7 @@ ATTRIBUTES = {
 }
 
 
-def trainer(given: Given, params: Params, **methods: Callable[..., Any]) -> types.SimpleNamespace:
+def trainer(given: InputTensors, params: Params, **methods: Callable[..., Any]) -> types.SimpleNamespace:
     """What the methods read from the trainer."""
     ours = {name: params.get(name, default) for name, default in ATTRIBUTES.items()}
     args = types.SimpleNamespace(**{name: params.get(name, default) for name, default in ARGUMENTS.items()})
@@ -62,7 +62,7 @@ def trainer(given: Given, params: Params, **methods: Callable[..., Any]) -> type
     )
 
 
-def inputs(given: Given, params: Params) -> dict[str, torch.Tensor]:
+def inputs(given: InputTensors, params: Params) -> dict[str, torch.Tensor]:
     """The batch of a trainer: the prompt is one token, which the stand-in for the model does not read."""
     tokens = torch.zeros(given.mask.shape, dtype=torch.long)
     prompt = tokens[:, :1]
@@ -76,7 +76,7 @@ def inputs(given: Given, params: Params) -> dict[str, torch.Tensor]:
     return batch
 
 
-def grpo_loss(method: Callable[..., Any], helpers: Mapping[str, Any], given: Given, params: Params) -> Outputs:
+def grpo_loss(method: Callable[..., Any], helpers: Mapping[str, Any], given: InputTensors, params: Params) -> Outputs:
     """`_compute_loss` of GRPO or GMPO, and its metrics."""
     self = trainer(given, params, **helpers)
     value = method(self, None, inputs(given, params))
@@ -85,19 +85,19 @@ def grpo_loss(method: Callable[..., Any], helpers: Mapping[str, Any], given: Giv
     return {"value": value, **{f"metric_{name.replace('/', '_')}": metrics[name] for name in wanted if name in metrics}}
 
 
-def rloo_loss(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+def rloo_loss(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
     """`_compute_loss` of RLOO, whose ratio is that of whole sequences."""
     batch = {**inputs(given, params), "old_logps": (given.old_log_probs * given.mask).sum(1)}
     return {"value": method(trainer(given, params), None, batch)}
 
 
-def off_policy_mask(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+def off_policy_mask(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
     """The rows that are kept."""
     arrays = given.row_advantages[:, None], given.log_probs, given.old_log_probs, given.mask
     return {"kept": method(*arrays, params["off_policy_threshold"])}
 
 
-def importance_ratio(statements: Callable[..., Any], given: Given, params: Params) -> Outputs:
+def importance_ratio(statements: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
     """The vLLM correction, of shape `[B, T]` or `[B, 1]`."""
     settings = {name: value for name, value in params.items() if name.startswith("vllm_")}
     self = types.SimpleNamespace(use_vllm=True, vllm_importance_sampling_correction=True, **settings)
@@ -106,7 +106,9 @@ def importance_ratio(statements: Callable[..., Any], given: Given, params: Param
     return {"weights": names["vllm_importance_sampling_ratio"].expand_as(given.mask)}
 
 
-def grpo_advantages(statements: Callable[..., Any], names: Mapping[str, Any], given: Given, params: Params) -> Outputs:
+def grpo_advantages(
+    statements: Callable[..., Any], names: Mapping[str, Any], given: InputTensors, params: Params
+) -> Outputs:
     """The advantages of groups of two, of a single reward or of several."""
     several = params["multi_objective_aggregation"] == "normalize_then_sum"
     if params.get("partial"):
@@ -125,7 +127,9 @@ def grpo_advantages(statements: Callable[..., Any], names: Mapping[str, Any], gi
     return {"advantages": statements(self=self, **arrays, **names)["advantages"]}
 
 
-def rloo_advantages(statements: Callable[..., Any], names: Mapping[str, Any], given: Given, params: Params) -> Outputs:
+def rloo_advantages(
+    statements: Callable[..., Any], names: Mapping[str, Any], given: InputTensors, params: Params
+) -> Outputs:
     """The leave-one-out advantages of groups of two."""
     self = types.SimpleNamespace(normalize_advantages=params["normalize_advantages"], beta=params["beta"])
     arrays: dict[str, Any] = {"rewards": given.rewards, "num_generations": 2, "gather": release.identity}
@@ -135,24 +139,24 @@ def rloo_advantages(statements: Callable[..., Any], names: Mapping[str, Any], gi
     return {"advantages": statements(self=self, **arrays, **names)["advantages"]}
 
 
-def jsd(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+def jsd(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
     """The generalised divergence, a mean over the unmasked positions."""
     labels = torch.where(given.mask > 0, 0, -100)
     return {"value": method(given.logits, given.teacher_logits, labels, **params)}
 
 
-def divergence(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+def divergence(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
     """A divergence per token between two distributions over the vocabulary."""
     student, teacher = (torch.log_softmax(logits, -1) for logits in (given.logits, given.teacher_logits))
     return {"value": method(student, teacher, params["alpha"])}
 
 
-def tail(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+def tail(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
     """What the first log-probs of each row leave to all others."""
     return {"value": method(torch.log_softmax(given.logits, -1)[..., : params["first"]])[..., -1]}
 
 
-def weighted(method: Callable[..., Any], given: Given, params: Params) -> Outputs:
+def weighted(method: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
     """A loss per token under a truncated, constant importance weight."""
     return {"value": method(given.advantages, given.log_probs, given.old_log_probs, params["clip_coeff"])}
 

@@ -12,7 +12,8 @@ import torch
 
 from tests.goldens.systems import release, verl_distillation
 from tests.goldens.systems.controllers import trajectory
-from tests.goldens.systems.record import Call, Given
+from tests.goldens.systems.record import Call, InputTensors
+from tests.goldens.systems.verl_distillation import VerlConfig
 
 Params = Mapping[str, Any]
 Outputs = Mapping[str, Any]
@@ -31,14 +32,6 @@ POLICY_LOSSES = (
 )
 
 
-class Config(types.SimpleNamespace):
-    """A config object of verl: attributes that also answer to `get`."""
-
-    def get(self, name: str, default: object = None) -> Any:
-        """The attribute, or the default where there is none."""
-        return getattr(self, name, default)
-
-
 def load(root: pathlib.Path) -> tuple[types.ModuleType, types.ModuleType, types.ModuleType]:
     """The modules `core_algos`, `rollout_corr_helper` and `torch_functional`."""
     for package in ("verl.trainer.ppo", "verl.utils", "verl.workers"):
@@ -50,7 +43,7 @@ def load(root: pathlib.Path) -> tuple[types.ModuleType, types.ModuleType, types.
     release.stub("verl.utils.import_utils", deprecated=lambda *_: release.identity)
     release.stub("verl.trainer.config", "AlgoConfig")
     release.stub("verl.trainer.config.algorithm", "RolloutCorrectionConfig")
-    release.stub("verl.workers.config", ActorConfig=Config)
+    release.stub("verl.workers.config", ActorConfig=VerlConfig)
     release.stub("verl.workers.config.actor", "PolicyLossConfig")
     from_dict = staticmethod(lambda tensors: types.SimpleNamespace(batch=tensors))
     release.stub("verl.protocol", DataProto=type("DataProto", (), {"from_dict": from_dict}))
@@ -76,11 +69,11 @@ def actor_defaults(root: pathlib.Path) -> dict[str, Any]:
     return {k: ast.literal_eval(value) for k, value in values.items() if k.startswith(("clip_ratio", "tau_"))}
 
 
-def policy_loss(core: types.ModuleType, defaults: Params, name: str, given: Given, params: Params) -> Outputs:
+def policy_loss(core: types.ModuleType, defaults: Params, name: str, given: InputTensors, params: Params) -> Outputs:
     """A policy loss of verl's registry and its metrics."""
-    rollout_correction = Config(**params)
-    policy = Config(**{"rollout_correction": rollout_correction, "kl_cov_ratio": None, **params})
-    config = Config(**{**defaults, **params}, policy_loss=policy, global_batch_info={})
+    rollout_correction = VerlConfig(**params)
+    policy = VerlConfig(**{"rollout_correction": rollout_correction, "kl_cov_ratio": None, **params})
+    config = VerlConfig(**{**defaults, **params}, policy_loss=policy, global_batch_info={})
     function = getattr(core, f"compute_policy_loss_{name}")
     behaviour = given.rollout_log_probs if name in ("reinforce", "bypass_mode") else given.old_log_probs
     # Candidates in order in place of a random permutation.
@@ -97,13 +90,13 @@ def policy_loss(core: types.ModuleType, defaults: Params, name: str, given: Give
     return {"value": value, **scalars(metrics, "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl")}
 
 
-def value_loss(core: types.ModuleType, given: Given, params: Params) -> Outputs:
+def value_loss(core: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """The clipped value loss."""
     value, clipped = core.compute_value_loss(given.values, given.returns, given.old_values, given.mask, **params)
     return {"value": value, "metric_vf_clipfrac": clipped}
 
 
-def outcome(core: types.ModuleType, function: str, given: Given, params: Params) -> Outputs:
+def outcome(core: types.ModuleType, function: str, given: InputTensors, params: Params) -> Outputs:
     """An advantage estimator over the rewards of whole responses, or over rewards per token."""
     extra: dict[str, Any] = {}
     if "optimal_token_baseline" in function:
@@ -111,7 +104,7 @@ def outcome(core: types.ModuleType, function: str, given: Given, params: Params)
         extra = {"rollout_is_weights": weights, "handle_zero_tail": params["handle_zero_tail"]}
         extra |= {"old_log_probs": given.old_log_probs, "sum_pi_squared": given.sum_squared_probs}
     elif "passk" in function:
-        extra = {"config": Config(**params)}
+        extra = {"config": VerlConfig(**params)}
     elif "remax" in function:
         extra = {"reward_baselines": given.baselines}
     elif "norm_adv_by_std_in_grpo" in params:
@@ -122,11 +115,11 @@ def outcome(core: types.ModuleType, function: str, given: Given, params: Params)
     return {"advantages": advantages, "returns": returns}
 
 
-def gdpo(core: types.ModuleType, given: Given, params: Params) -> Outputs:
+def gdpo(core: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """GDPO, with its reward components by name."""
     components = given.reward_components.numpy()
     names = [f"component_{k}" for k in range(components.shape[1])]
-    config = Config(gdpo_reward_keys=names, gdpo_reward_weights=params["gdpo_reward_weights"])
+    config = VerlConfig(gdpo_reward_keys=names, gdpo_reward_weights=params["gdpo_reward_weights"])
     # A component is put on the last token of the attention mask and summed over all tokens: any token would do.
     prompts = torch.zeros(len(components), 1, dtype=torch.long)
     attention = torch.ones(len(components), 1 + given.mask.shape[1], dtype=torch.long)
@@ -142,32 +135,32 @@ def gdpo(core: types.ModuleType, given: Given, params: Params) -> Outputs:
     return {"advantages": advantages, "returns": returns}
 
 
-def gae(core: types.ModuleType, given: Given, params: Params) -> Outputs:
+def gae(core: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """Generalised advantage estimation over the unmasked tokens."""
     arrays = given.token_rewards, given.values, given.mask
     advantages, returns = core.compute_gae_advantage_return(*arrays, gamma=params["gamma"], lam=params["lam"])
     return {"advantages": advantages, "returns": returns}
 
 
-def reinforce_plus_plus(core: types.ModuleType, given: Given, params: Params) -> Outputs:
+def reinforce_plus_plus(core: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """REINFORCE++."""
     function = core.compute_reinforce_plus_plus_outcome_advantage
-    advantages, returns = function(given.token_rewards, given.mask, config=Config(gamma=params["gamma"]))
+    advantages, returns = function(given.token_rewards, given.mask, config=VerlConfig(gamma=params["gamma"]))
     return {"advantages": advantages, "returns": returns}
 
 
-def log_ratio(given: Given) -> torch.Tensor:
+def log_ratio(given: InputTensors) -> torch.Tensor:
     """Training over rollout."""
     return given.log_probs - given.rollout_log_probs
 
 
-def rejection(corr: types.ModuleType, given: Given, params: Params) -> Outputs:
+def rejection(corr: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """The mask that a rejection option leaves."""
     kept, metrics = corr.compute_rollout_rejection_mask(log_ratio(given), given.mask, **params)
     return {"kept": kept, **scalars(metrics, "rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction")}
 
 
-def weights(corr: types.ModuleType, given: Given, params: Params) -> Outputs:
+def weights(corr: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """Importance weights; a shared case has no metrics."""
     values, metrics = corr.compute_rollout_correction_weights(log_ratio(given), given.mask, **arguments(params))
     names = (
@@ -184,7 +177,7 @@ def weights(corr: types.ModuleType, given: Given, params: Params) -> Outputs:
     return {"weights": values, **scalars(metrics, *(f"rollout_is_{name}" for name in names))}
 
 
-def correction(corr: types.ModuleType, given: Given, params: Params) -> Outputs:
+def correction(corr: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """Weights and mask together; neither sees the other."""
     function = corr.compute_rollout_correction_and_rejection_mask
     proto, kept, _ = function(given.log_probs, given.rollout_log_probs, given.mask, **params)
@@ -196,17 +189,17 @@ def arguments(params: Params) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name not in ("batch", "dtype", "note", "name")}
 
 
-def statistic(functional: types.ModuleType, name: str, given: Given, params: Params) -> Outputs:
+def statistic(functional: types.ModuleType, name: str, given: InputTensors, params: Params) -> Outputs:
     """A masked statistic."""
     return {"value": getattr(functional, name)(given.advantages, given.mask, **arguments(params))}
 
 
-def kl_penalty(penalty: Any, core: types.ModuleType, given: Given, params: Params) -> Outputs:
+def kl_penalty(penalty: Any, core: types.ModuleType, given: InputTensors, params: Params) -> Outputs:
     """KL in the reward, and the controller's coefficient before and after."""
     fields = {"old_log_probs": given.old_log_probs, "ref_log_prob": given.ref_log_probs}
     fields |= {"token_level_scores": given.token_rewards, "response_mask": given.mask}
     batch = type("Batch", (dict,), {"batch_size": (len(given.mask),)})(fields)
-    controller = core.get_kl_controller(Config(**params))
+    controller = core.get_kl_controller(VerlConfig(**params))
     data, metrics = penalty(types.SimpleNamespace(batch=batch), controller, kl_penalty=params["kl_penalty"])
     rewards = {"token_rewards": data.batch["token_level_rewards"], "coef": controller.value}
     return {**rewards, **scalars(metrics, "reward_kl_penalty", "reward_kl_penalty_coeff")}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.goldens.systems import release
-from tests.goldens.systems.record import Call, Given
+from tests.goldens.systems.record import Call, InputTensors
 
 Params = Mapping[str, Any]
 Outputs = Mapping[str, Any]
@@ -20,7 +20,7 @@ def nested(tensor: torch.Tensor) -> types.SimpleNamespace:
     return types.SimpleNamespace(is_nested=True, values=lambda: tensor.reshape(-1, tensor.shape[-1]))
 
 
-def forward_kl(top: Callable[..., Any], bounded: Callable[..., Any], given: Given, params: Params) -> Outputs:
+def forward_kl(top: Callable[..., Any], bounded: Callable[..., Any], given: InputTensors, params: Params) -> Outputs:
     """The KL from the teacher over its own top tokens; the second step bounds it below by 0."""
     teacher, ids = torch.log_softmax(given.teacher_logits, -1).topk(params["topk"], dim=-1)
     loss = types.SimpleNamespace(log_prob_min_clamp=params["log_prob_min_clamp"], use_chunked_topk=False)
@@ -33,17 +33,17 @@ def forward_kl(top: Callable[..., Any], bounded: Callable[..., Any], given: Give
     return {"value": losses}
 
 
-class Config(types.SimpleNamespace):
-    """A config object of verl."""
+class VerlConfig(types.SimpleNamespace):
+    """A config object of verl: attributes that also answer to `get`."""
 
     def get(self, name: str, default: object = None) -> Any:
         """The attribute, or the default where there is none."""
         return getattr(self, name, default)
 
 
-def distillation(methods: Mapping[str, Callable[..., Any]], given: Given, params: Params) -> Outputs:
+def distillation(methods: Mapping[str, Callable[..., Any]], given: InputTensors, params: Params) -> Outputs:
     """The distillation loss, or the policy loss of which it is the cost."""
-    loss = Config(**CLIPS, **params, global_batch_info={}, policy_loss_mode="vanilla")
+    loss = VerlConfig(**CLIPS, **params, global_batch_info={}, policy_loss_mode="vanilla")
     actor = types.SimpleNamespace(
         loss_agg_mode="token-mean", global_batch_info={}, loss_scale_factor=None, strategy="fsdp"
     )

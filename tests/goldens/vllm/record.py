@@ -26,7 +26,7 @@ import numpy as np
 import kljax
 from tests.goldens.vllm import tiny
 from tests.goldens.vllm.server import LORA, serving
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rollouts import Completions, SourceError
 from train.rollouts.context import RunContext
 from train.rollouts.server import Client, ServerSource
@@ -73,10 +73,12 @@ class Recorder(httpx.AsyncBaseTransport):
 
 def log_prob_error(context: RunContext, completions: Completions, policy: Any) -> float:
     """Largest difference between the recorded log-probs and those of the trainer."""
-    stats, _ = jax.jit(token_stats, static_argnums=0)(
-        context.model, policy, completions.tokens, completions.token_mask, temperature=context.config.temperature
+    stats, _ = jax.jit(token_stats)(
+        ScoredPolicy(context.model, policy),
+        Sequences(completions.tokens, completions.token_mask),
+        temperature=context.config.temperature,
     )
-    difference = np.abs(np.asarray(stats.log_prob) - completions.log_probs)
+    difference = np.abs(np.asarray(stats.log_prob) - completions.fields["log_probs"])
     return float(np.where(completions.completion_mask, difference, 0).max())
 
 

@@ -14,6 +14,8 @@ from kljax.checkpoint import named_leaves
 from tests import tiny
 from train.config.schema import Config
 from train.data.tasks import Example
+from train.distributed import RowSplit
+from train.models.sharding import batch_sharding
 from train.rl.policy import abstract_adapter, abstract_params
 from train.rollouts import Request
 from train.rollouts.context import RunContext
@@ -32,17 +34,10 @@ def config_of(url: str, *overrides: str) -> Config:
     return tiny.config_of(*SHAPE, source, *overrides)
 
 
-class Fixed:
-    """The same prompts at every step."""
-
-    def batch(self, step: int) -> list[Example]:
-        """`PROMPTS`."""
-        return [Example(prompt, "3", "3") for prompt in PROMPTS]
-
-
 def context_of(config: Config) -> RunContext:
     """The context of a config, with the prompts of the recording."""
-    return dataclasses.replace(tiny.context_of(config), prompts=Fixed())
+    prompts = tiny.SamePrompts([Example(prompt, "3", "3") for prompt in PROMPTS])
+    return dataclasses.replace(tiny.context_of(config), prompts=prompts)
 
 
 def _drawn(name: str, shape: tuple[int, ...], seed: int) -> jax.Array:
@@ -68,7 +63,9 @@ def policy_of(context: RunContext, step: int) -> kljax.Policy:
 
 def request_of(context: RunContext, step: int) -> Request:
     """What a step asks for."""
-    return Request(context.prompts.batch(step), SAMPLES, step, jax.random.key(step))
+    examples = context.prompts.batch(step)
+    rows = RowSplit.of(batch_sharding(context.mesh), len(examples) * SAMPLES)
+    return Request(examples, SAMPLES, step, jax.random.key(step), rows)
 
 
 def byte_symbols() -> list[str]:

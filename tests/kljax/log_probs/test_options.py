@@ -221,13 +221,13 @@ def test_the_kind_is_that_of_the_devices_of_the_mesh() -> None:
     # Of no devices in particular: those of this process.
     assert device_kind(HeadSharding(P(), P(), AbstractMesh((2,), ("data",)))) == here
 
-    class Device:
+    class OtherDevice:
         device_kind = "TPU v6 lite"
 
     class Elsewhere(Mesh):
         """A mesh of devices that this process does not have."""
 
-        devices = np.array([Device()])
+        devices = np.array([OtherDevice()])
         empty = False
 
     assert device_kind(HeadSharding(P(), P(), object.__new__(Elsewhere))) == "TPU v6 lite"

@@ -37,7 +37,7 @@ MASKS = {
 }
 
 
-class Case(NamedTuple):
+class ShardedCase(NamedTuple):
     """What is computed, by its options; of which arrays the gradient is taken."""
 
     kind: str = "reverse"
@@ -51,26 +51,30 @@ class Case(NamedTuple):
     to: tuple[str, ...] = ("hidden", "head", "bias", "ref_hidden", "ref_head", "ref_bias")
 
 
-EVERYTHING = Case()
+EVERYTHING = ShardedCase()
 OTHER = {"dv": "vd", "vd": "dv"}
 CASES = {
-    "padding": Case(vocab_size=PADDED),
-    "padding, forward, shared head, vd": Case("forward", own_head=False, layout="vd", vocab_size=PADDED, softcap=False),
-    "jsd, vd, no mask": Case("jsd", layout="vd", masked=False, bias=False),
-    "jsd, padding": Case("jsd", own_head=False, vocab_size=PADDED),
-    "frozen head": Case("log_prob", to=("hidden",), vocab_size=PADDED),
-    "frozen head, vd, no mask": Case("log_prob", layout="vd", to=("hidden",), masked=False, softcap=False, bias=False),
-    "log-prob alone": Case("log_prob", to=("hidden", "head", "bias")),
-    "a reference with a head of its own": Case("forward", own_options=True, vocab_size=PADDED),
-    "kept tokens, padding": Case("kept", vocab_size=PADDED),
-    "whole sequences": Case("tokens", own_head=False),
-    "loss, padding": Case("loss", vocab_size=PADDED),
-    "loss, vd, no mask": Case("loss", own_head=False, layout="vd", masked=False, softcap=False, bias=False),
-    "loss, frozen head": Case("loss", own_options=True, to=("hidden", "temperature")),
+    "padding": ShardedCase(vocab_size=PADDED),
+    "padding, forward, shared head, vd": ShardedCase(
+        "forward", own_head=False, layout="vd", vocab_size=PADDED, softcap=False
+    ),
+    "jsd, vd, no mask": ShardedCase("jsd", layout="vd", masked=False, bias=False),
+    "jsd, padding": ShardedCase("jsd", own_head=False, vocab_size=PADDED),
+    "frozen head": ShardedCase("log_prob", to=("hidden",), vocab_size=PADDED),
+    "frozen head, vd, no mask": ShardedCase(
+        "log_prob", layout="vd", to=("hidden",), masked=False, softcap=False, bias=False
+    ),
+    "log-prob alone": ShardedCase("log_prob", to=("hidden", "head", "bias")),
+    "a reference with a head of its own": ShardedCase("forward", own_options=True, vocab_size=PADDED),
+    "kept tokens, padding": ShardedCase("kept", vocab_size=PADDED),
+    "whole sequences": ShardedCase("tokens", own_head=False),
+    "loss, padding": ShardedCase("loss", vocab_size=PADDED),
+    "loss, vd, no mask": ShardedCase("loss", own_head=False, layout="vd", masked=False, softcap=False, bias=False),
+    "loss, frozen head": ShardedCase("loss", own_options=True, to=("hidden", "temperature")),
 }
 
 
-def arrays_of(case: Case) -> dict[str, np.ndarray]:
+def arrays_of(case: ShardedCase) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     draws = {
         "hidden": 0.5 * rng.normal(size=(ROWS, LENGTH, WIDTH)),
@@ -89,12 +93,14 @@ def arrays_of(case: Case) -> dict[str, np.ndarray]:
     return {name: np.float32(x) for name, x in arrays.items() if not absent.get(name)}
 
 
-def data_of(case: Case) -> dict[str, np.ndarray]:
+def data_of(case: ShardedCase) -> dict[str, np.ndarray]:
     targets = np.random.default_rng(2).integers(0, case.vocab_size or COLUMNS, (ROWS, LENGTH))
     return {"targets": targets, "cotangents": np.float32(np.cos(np.arange(ROWS * LENGTH)).reshape(ROWS, LENGTH))}
 
 
-def fields_of(case: Case, arrays: Mapping[str, Any], targets: Any, mask: Any, sharding: HeadSharding | None) -> Any:
+def fields_of(
+    case: ShardedCase, arrays: Mapping[str, Any], targets: Any, mask: Any, sharding: HeadSharding | None
+) -> Any:
     options: dict[str, Any] = {"mask": mask if case.masked else None, "temperature": arrays["temperature"]}
     head = Head(
         arrays["head"],
@@ -140,7 +146,7 @@ def loss_of(arrays: Mapping[str, Any], head: Head, targets: Any, options: dict[s
     return {**metrics, "loss": loss}
 
 
-def run(case: Case, arrays: Any, data: Any, mask: Any, sharding: HeadSharding | None) -> Any:
+def run(case: ShardedCase, arrays: Any, data: Any, mask: Any, sharding: HeadSharding | None) -> Any:
     """Fields and gradients."""
 
     def loss(given: dict[str, Any]) -> tuple[jax.Array, Any]:
@@ -153,14 +159,14 @@ def run(case: Case, arrays: Any, data: Any, mask: Any, sharding: HeadSharding | 
 
 
 @functools.cache
-def on_one_device(case: Case) -> dict[str, Any]:
+def on_one_device(case: ShardedCase) -> dict[str, Any]:
     arrays, data = jax.tree.map(jnp.asarray, (arrays_of(case), data_of(case)))
     program = jax.jit(lambda *x: run(case, *x, None)).lower(arrays, data, jnp.asarray(KEPT))
     compiled = program.compile(compiler_options=known_options())
     return {name: jax.device_get(compiled(arrays, data, mask)) for name, mask in MASKS.items()}
 
 
-def specs_of(case: Case, sharding: HeadSharding) -> dict[str, P]:
+def specs_of(case: ShardedCase, sharding: HeadSharding) -> dict[str, P]:
     tokens, head = sharding.tokens, sharding.head
     vocab = head[1 if case.layout == "dv" else 0] if len(head) == 2 else None
     ref_head = P(*reversed(head)) if case.own_options else head
@@ -172,7 +178,7 @@ def specs_of(case: Case, sharding: HeadSharding) -> dict[str, P]:
 FIELDS = ("log_prob", "entropy", "logsumexp", "kl", "jsd", "sum_squared_probs", "log_kept_mass")
 
 
-def check(case: Case, sharding: HeadSharding) -> None:
+def check(case: ShardedCase, sharding: HeadSharding) -> None:
     mesh, specs = sharding.mesh, specs_of(case, sharding)
 
     def put(name: str, x: Any) -> jax.Array:
@@ -254,7 +260,7 @@ def test_a_fused_loss_exchanges_no_more_bytes() -> None:
     sharding = sharding_of("fsdp 4, tensor 2", "dv")
     bytes_of = {}
     for kind in ("reverse", "loss"):
-        case = Case(kind, own_head=False, masked=False, to=("hidden", "head", "bias"))
+        case = ShardedCase(kind, own_head=False, masked=False, to=("hidden", "head", "bias"))
         specs = specs_of(case, sharding)
         arrays, data = (
             {name: jax.device_put(x, NamedSharding(sharding.mesh, specs[name])) for name, x in some.items()}

@@ -209,6 +209,13 @@ def test_warns_of_a_term_that_is_always_zero(term):
     assert warning == f"kl.{term}.estimator: none makes this term 0 although kl.{term}.coef is 0.5"
 
 
+def test_an_update_measures_one_direction_of_the_exact_kl():
+    forward = "kl.loss={coef: 0.1, estimator: exact, direction: forward}"
+    (problem,) = problems(forward, "reference.monitor=exact")
+    assert problem.startswith("reference.monitor: got exact, but kl.loss.direction forward")
+    build(forward, "reference.monitor=true")
+
+
 def test_warns_of_an_exact_kl_in_the_reward_alone():
     _, (warning,) = build("kl.reward={coef: 0.5, estimator: exact}", "kl.loss={coef: 0.5, estimator: k3}")
     assert warning.startswith("kl.reward.estimator: exact charges a token for the KL at later prefixes alone")
@@ -228,6 +235,7 @@ def test_warns_of_a_loss_that_trains_nothing():
         ("kl.loss.coef=0.1", True),
         ("kl.advantage.coef=0.1", True),
         ("reference.monitor=true", True),
+        ("reference.monitor=exact", True),
     ],
 )
 def test_reference_is_needed_only_by_what_reads_it(override, needed):

@@ -113,7 +113,6 @@ def test_a_batch_is_trained_on_the_composed_reward_and_logs_every_name():
         tokens=np.zeros(shape, np.int32),
         token_mask=mask,
         completion_mask=mask,
-        log_probs=None,
         texts=["x"] * rows,
         finished=np.ones(rows, bool),
     )

@@ -34,11 +34,11 @@ class Service:
 def clock(monkeypatch):
     """`clock.now += seconds` is the time of the watch."""
 
-    class Clock:
+    class ManualClock:
         now = 100.0
 
-    monkeypatch.setattr(alive.time, "monotonic", lambda: Clock.now)
-    return Clock
+    monkeypatch.setattr(alive.time, "monotonic", lambda: ManualClock.now)
+    return ManualClock
 
 
 @pytest.fixture

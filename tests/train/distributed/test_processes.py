@@ -135,7 +135,7 @@ def test_a_system_without_handlers_of_c_is_a_warning(monkeypatch, capsys, name, 
     assert capsys.readouterr().err == f"warning: {expected}\n"
 
 
-class Device(NamedTuple):
+class ProcessDevice(NamedTuple):
     """A device of some process."""
 
     id: int
@@ -150,7 +150,7 @@ class Spread:
 
     def devices_indices_map(self, shape):
         indices = self._sharding.devices_indices_map(shape)
-        return {Device(d.id, d.id // self._per_process): index for d, index in indices.items()}
+        return {ProcessDevice(d.id, d.id // self._per_process): index for d, index in indices.items()}
 
 
 @pytest.mark.parametrize("per_process", [1, 2, 4, 8])

@@ -22,6 +22,8 @@ from train.models.layers import InitKey, Int8Kernel, Linear, int8_matmul
 from train.models.merge import merge
 from train.models.sharding import batch_sharding, make_mesh
 from train.rl.policy import (
+    ScoredPolicy,
+    Sequences,
     abstract_adapter,
     abstract_params,
     init_adapter,
@@ -41,8 +43,9 @@ CONFIG = DecoderConfig(
 FLOAT, INT8 = Decoder(CONFIG), Decoder(dataclasses.replace(CONFIG, quantization="int8"))
 TOKENS = np.random.default_rng(5).integers(0, 48, (4, 7), np.int32)
 MASK = np.arange(7) < np.array([7, 4, 6, 7])[:, None]
+SEQUENCES = Sequences(TOKENS, MASK)
 AXES = ("embed", "mlp")
-hidden_states = jax.jit(eager_hidden_states, static_argnums=0)
+hidden_states = jax.jit(eager_hidden_states)
 
 
 def kernel(shape=(16, 24), seed=0) -> np.ndarray:
@@ -66,7 +69,7 @@ def built() -> tuple[dict, dict, dict]:
 
 
 def log_probs(model: Decoder, params: dict, adapter: dict | None) -> jax.Array:
-    return token_stats(model, kljax.Policy(params, adapter), TOKENS, MASK, temperature=1.0)[0].log_prob
+    return token_stats(ScoredPolicy(model, kljax.Policy(params, adapter)), SEQUENCES, temperature=1.0)[0].log_prob
 
 
 def test_a_weight_moves_by_half_a_scale_at_most_and_the_largest_of_a_channel_not_at_all():
@@ -217,10 +220,10 @@ def test_a_merged_folder_has_the_weights_that_the_adapter_was_trained_on(tmp_pat
     merged = merge(model, params, adapter)
     assert not any(is_int8(x) for x in jax.tree.leaves(merged, is_leaf=is_int8))
     chex.assert_trees_all_close(merged, merge(model, weights, adapter), rtol=0, atol=1e-7)
-    expected = hidden_states(model, kljax.Policy(params, adapter), TOKENS, MASK)
+    expected = hidden_states(ScoredPolicy(model, kljax.Policy(params, adapter)), SEQUENCES)
     real = MASK[..., None]
     np.testing.assert_allclose(
-        jnp.where(real, hidden_states(plain, kljax.Policy(merged), TOKENS, MASK), 0),
+        jnp.where(real, hidden_states(ScoredPolicy(plain, kljax.Policy(merged)), SEQUENCES), 0),
         jnp.where(real, expected, 0),
         rtol=0,
         atol=2e-5,
@@ -247,17 +250,17 @@ def sampled(model: Decoder, unroll: bool) -> Samples:
 def test_the_sampler_draws_what_the_weights_draw(unroll):
     got, expected = sampled(INT8, unroll), sampled(FLOAT, False)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
-    np.testing.assert_allclose(got.log_probs, expected.log_probs, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(got.fields["log_probs"], expected.fields["log_probs"], rtol=0, atol=5e-6)
 
 
 def test_a_pair_of_adapters_goes_over_one_base():
     params, weights, adapter = built()
     other = jax.tree.map(lambda x: 0.5 * x, adapter)
-    pair = jax.jit(paired_hidden_states, static_argnums=0)
+    pair = jax.jit(paired_hidden_states)
     for second in (other, None):
-        got = pair(INT8, kljax.Policy(params, adapter), second, TOKENS, MASK)
+        got = pair(ScoredPolicy(INT8, kljax.Policy(params, adapter)), second, SEQUENCES)
         for one, chosen in zip(got, (adapter, second), strict=True):
-            expected = hidden_states(FLOAT, kljax.Policy(weights, chosen), TOKENS, MASK)
+            expected = hidden_states(ScoredPolicy(FLOAT, kljax.Policy(weights, chosen)), SEQUENCES)
             np.testing.assert_allclose(one[MASK], expected[MASK], rtol=0, atol=1e-5)
 
 
@@ -271,7 +274,9 @@ def test_on_a_mesh_the_numbers_are_the_same_and_kernels_are_gathered_as_int8():
         tokens, mask = jax.device_put((TOKENS, MASK), batch_sharding(mesh))
 
         def total(adapter, params, tokens, mask):
-            found = token_stats(INT8, kljax.Policy(params, adapter), tokens, mask, temperature=1.0)[0].log_prob
+            found = token_stats(
+                ScoredPolicy(INT8, kljax.Policy(params, adapter)), Sequences(tokens, mask), temperature=1.0
+            )[0].log_prob
             return found.sum(), found
 
         program = jax.jit(jax.grad(total, has_aux=True)).lower(adapter, params, tokens, mask).compile()

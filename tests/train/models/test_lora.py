@@ -17,7 +17,7 @@ from train.models.config import PROJECTIONS
 from train.models.layers import InitKey, Linear
 from train.models.merge import merge
 from train.models.sharding import make_mesh
-from train.rl.policy import abstract_adapter, init_adapter, init_params
+from train.rl.policy import ScoredPolicy, Sequences, abstract_adapter, init_adapter, init_params
 from train.rl.policy import hidden_states as eager_hidden_states
 
 LORA = LoraConfig(rank=3, alpha=12.0, targets=PROJECTIONS)
@@ -25,7 +25,8 @@ PLAIN = DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, he
 MODEL = Decoder(dataclasses.replace(PLAIN, lora=LORA))
 TOKENS = np.random.default_rng(5).integers(0, 24, (2, 4), np.int32)
 MASK = np.ones((2, 4), bool)
-hidden_states = jax.jit(eager_hidden_states, static_argnums=0)
+SEQUENCES = Sequences(TOKENS, MASK)
+hidden_states = jax.jit(eager_hidden_states)
 
 
 def build() -> tuple[dict, dict]:
@@ -58,11 +59,13 @@ def test_an_adapted_model_equals_one_with_the_update_merged_into_its_weights(rsl
     params, adapter = build()
     model = Decoder(dataclasses.replace(PLAIN, lora=dataclasses.replace(LORA, rslora=rslora)))
     expected = added(params, adapter, scale)
-    adapted = hidden_states(model, kljax.Policy(params, adapter), TOKENS, MASK)
+    adapted = hidden_states(ScoredPolicy(model, kljax.Policy(params, adapter)), SEQUENCES)
     # With either scale the merged weights go through one program.
     plain = Decoder(PLAIN)
-    chex.assert_trees_all_close(adapted, hidden_states(plain, kljax.Policy(expected), TOKENS, MASK), atol=2e-5)
-    assert jnp.abs(adapted - hidden_states(plain, kljax.Policy(params), TOKENS, MASK)).max() > 0.1
+    chex.assert_trees_all_close(
+        adapted, hidden_states(ScoredPolicy(plain, kljax.Policy(expected)), SEQUENCES), atol=2e-5
+    )
+    assert jnp.abs(adapted - hidden_states(ScoredPolicy(plain, kljax.Policy(params)), SEQUENCES)).max() > 0.1
     chex.assert_trees_all_close(merge(model, params, adapter), expected, atol=1e-6)
 
 
@@ -118,7 +121,7 @@ def test_a_new_adapter_changes_nothing_and_leaves_the_base_parameters_as_they_ar
     key, mesh = jax.random.key(0), make_mesh()
     params, adapter = init_params(MODEL, key, mesh), init_adapter(MODEL, key, mesh)
     chex.assert_trees_all_equal(params, init_params(Decoder(PLAIN), key, mesh))
-    on, off = (hidden_states(MODEL, kljax.Policy(params, a), TOKENS, MASK) for a in (adapter, None))
+    on, off = (hidden_states(ScoredPolicy(MODEL, kljax.Policy(params, a)), SEQUENCES) for a in (adapter, None))
     chex.assert_trees_all_equal(on, off)
     low = adapter["layers"]["mlp"]["down_proj"]
     assert low["lora_A"].shape == (2, 24, 3)
@@ -132,13 +135,13 @@ def test_off_is_the_very_program_of_a_model_without_lora():
     params, adapter = build()
 
     def program(model: Decoder, policy: kljax.Policy) -> str:
-        return hidden_states.lower(model, policy, TOKENS, MASK).as_text()
+        return hidden_states.lower(ScoredPolicy(model, policy), SEQUENCES).as_text()
 
     off = program(MODEL, kljax.Policy(params))
     assert off == program(Decoder(PLAIN), kljax.Policy(params))
     assert program(MODEL, kljax.Policy(params, adapter)).count("dot_general") > off.count("dot_general")
-    plain = hidden_states(Decoder(PLAIN), kljax.Policy(params), TOKENS, MASK)
-    chex.assert_trees_all_equal(hidden_states(MODEL, kljax.Policy(params), TOKENS, MASK), plain)
+    plain = hidden_states(ScoredPolicy(Decoder(PLAIN), kljax.Policy(params)), SEQUENCES)
+    chex.assert_trees_all_equal(hidden_states(ScoredPolicy(MODEL, kljax.Policy(params)), SEQUENCES), plain)
 
 
 def test_only_the_targets_have_an_adapter():
@@ -152,14 +155,14 @@ def test_only_the_targets_have_an_adapter():
 def test_an_adapter_that_does_not_fit_is_an_error():
     params, adapter = build()
     with pytest.raises(ValueError, match="no lora section"):
-        hidden_states(Decoder(PLAIN), kljax.Policy(params, adapter), TOKENS, MASK)
+        hidden_states(ScoredPolicy(Decoder(PLAIN), kljax.Policy(params, adapter)), SEQUENCES)
     partly = {"layers": {"mlp": adapter["layers"]["mlp"]}}
     with pytest.raises(ValueError, match=r"layers\.self_attn\.k_proj\.lora_A: got None, expected \(2, 16, 3\)"):
-        hidden_states(MODEL, kljax.Policy(params, partly), TOKENS, MASK)
+        hidden_states(ScoredPolicy(MODEL, kljax.Policy(params, partly)), SEQUENCES)
     narrow = jax.tree.map(np.asarray, adapter)
     narrow["layers"]["mlp"]["up_proj"]["lora_B"] = np.zeros((2, 3, 5))
     with pytest.raises(ValueError, match=r"up_proj\.lora_B: got \(2, 3, 5\), expected \(2, 3, 24\)"):
-        hidden_states(MODEL, kljax.Policy(params, narrow), TOKENS, MASK)
+        hidden_states(ScoredPolicy(MODEL, kljax.Policy(params, narrow)), SEQUENCES)
 
 
 def test_bad_settings_are_named():

@@ -14,7 +14,7 @@ import pytest
 import kljax
 from train.models import Decoder, GroupCache
 from train.models.sharding import make_mesh
-from train.rl.policy import head, hidden_states, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states, token_stats
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
 from train.weights.peft import load_adapter, read_peft_config
@@ -59,7 +59,7 @@ def results(family: str, adapted: bool = False) -> tuple[np.ndarray, np.ndarray,
     scored = mask & jnp.roll(mask, 1, axis=1).at[:, 0].set(False)
 
     def loss(policy: kljax.Policy) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        stats, hidden = token_stats(model, policy, tokens, mask, temperature=1.0, mask=scored)
+        stats, hidden = token_stats(ScoredPolicy(model, policy), Sequences(tokens, mask, scored), temperature=1.0)
         logits = jnp.where(mask[..., None], logits_of(model, policy.params, hidden), 0)
         return -kljax.aggregate(stats.log_prob, scored, mode="token_mean"), (stats.log_prob, logits)
 
@@ -150,6 +150,6 @@ def test_a_mesh_changes_no_number():
     spread = load_params(GOLDENS / "gemma3", model, mesh)
     tokens, mask = golden("gemma3")["tokens"][:2], golden("gemma3")["mask"][:2]
     with jax.set_mesh(mesh):
-        hidden = jax.jit(hidden_states, static_argnums=0)(model, kljax.Policy(spread), tokens, mask)
+        hidden = jax.jit(hidden_states)(ScoredPolicy(model, kljax.Policy(spread)), Sequences(tokens, mask))
         logits = jax.jit(logits_of, static_argnums=0)(model, spread, hidden)
     assert_close(np.where(mask[..., None], logits, 0), golden("gemma3")["logits"][:2], "logits")

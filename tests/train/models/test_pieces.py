@@ -10,7 +10,7 @@ import pytest
 
 import kljax
 from train.models import Decoder, DecoderConfig, LoraConfig, layers
-from train.rl.policy import hidden_states
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.rollouts.sampler import Sampling, sample
 
 SIZES = {"vocab_size": 2048, "width": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp_width": 128, "layers": 5}
@@ -27,7 +27,7 @@ TOKENS, MASK = np.arange(12, dtype=np.int32).reshape(2, 6) % 7, np.ones((2, 6), 
 
 
 def update(params: Any, adapter: Any) -> jax.Array:
-    hidden = hidden_states(MODEL, kljax.Policy(params, adapter), TOKENS, MASK)
+    hidden = hidden_states(ScoredPolicy(MODEL, kljax.Policy(params, adapter)), Sequences(TOKENS, MASK))
     return hidden.astype(jnp.float32).sum()
 
 
@@ -35,7 +35,7 @@ def decode(params: Any, adapter: Any) -> jax.Array:
     return sample(
         MODEL, kljax.Policy(params, adapter), TOKENS, MASK, key=jax.random.key(1), max_new_tokens=3,
         sampling=Sampling(temperature=1.0), eos_ids=[0], unroll=True,
-    ).log_probs  # fmt: skip
+    ).fields["log_probs"]  # fmt: skip
 
 
 PROGRAMS = {"hidden states": update, "gradient of an adapter": jax.grad(update, argnums=1), "decode": decode}

@@ -12,7 +12,7 @@ import pytest
 import kljax
 from train.models import Decoder, DecoderConfig, LayerKind, Rope
 from train.models.sharding import make_mesh
-from train.rl.policy import abstract_params, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, abstract_params, token_stats
 
 # Everything that a row's layout could disturb: windows shorter than the text, two ropes, caps, both kinds of layers.
 CONFIG = DecoderConfig(
@@ -123,7 +123,9 @@ def test_log_probs_and_gradients_do_not_depend_on_the_padding(params, alone):
         predicted = mask & (jnp.cumsum(mask, axis=1) > 1)
 
         def total(params):
-            stats, _ = token_stats(model, kljax.Policy(params), tokens, mask, temperature=0.8, mask=predicted)
+            stats, _ = token_stats(
+                ScoredPolicy(model, kljax.Policy(params)), Sequences(tokens, mask, predicted), temperature=0.8
+            )
             return stats.log_prob.sum(), stats.log_prob
 
         return jax.value_and_grad(total, has_aux=True)(params)

@@ -16,6 +16,7 @@ import kljax
 from tests import tiny
 from tests.goldens.presets import batch as recordings
 from train.config.load import parse
+from train.config.plan import ROWS, Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.models.rope import frequencies
@@ -23,7 +24,7 @@ from train.models.sharding import make_mesh
 from train.rl import objective as objectives
 from train.rl.algorithms import make_controllers
 from train.rl.batch import Batch
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.state import initial_state
 from train.rl.step import make_prepare, make_update
 from train.weights.huggingface import load_params
@@ -125,8 +126,8 @@ def scored(temperature: float) -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
     (model, params), batch = loaded(), full_batch()
 
     def log_probs(params: Tree) -> jax.Array:
-        policy, mask = kljax.Policy(params), batch.completion_mask
-        stats, _ = token_stats(model, policy, batch.tokens, batch.token_mask, temperature=temperature, mask=mask)
+        scored, sequences = ScoredPolicy(model, kljax.Policy(params)), Sequences.of(batch, ROWS)
+        stats, _ = token_stats(scored, sequences, temperature=temperature)
         return stats.log_prob
 
     def value_and_pull(params: Tree, cotangent: jax.Array) -> tuple[jax.Array, Tree]:
@@ -144,7 +145,8 @@ def scored(temperature: float) -> tuple[jax.Array, Callable[[jax.Array], Tree]]:
 def prepared_batch(config: Config, batch: Batch) -> Batch:
     """The batch with advantages and token weights."""
     states = {name: controller.init() for name, controller in make_controllers(config).items()}
-    return objectives.with_token_weights(config, objectives.make_preparation(config)(batch, states)[0])
+    prepared = objectives.make_preparation(config)(batch, states)[0]
+    return objectives.with_token_weights(Plan.of(config), config.loss, config.kl.loss, prepared)
 
 
 def update(configs: Sequence[Config]) -> Iterator[Update]:
@@ -156,9 +158,9 @@ def update(configs: Sequence[Config]) -> Iterator[Update]:
     model, _ = loaded()
     log_probs, pull = scored(configs[0].temperature)
 
-    def stats_of(_: Decoder, policy: kljax.Policy, *__: object, **___: object) -> tuple[kljax.TokenStats, jax.Array]:
-        zeros = jnp.zeros_like(policy.params)
-        return kljax.TokenStats(policy.params, zeros), jnp.zeros((*zeros.shape, model.config.width))
+    def stats_of(scored: ScoredPolicy, *_: object, **__: object) -> tuple[kljax.TokenStats, jax.Array]:
+        zeros = jnp.zeros_like(scored.policy.params)
+        return kljax.TokenStats(scored.policy.params, zeros), jnp.zeros((*zeros.shape, model.config.width))
 
     def loss_of_stats(
         *of: Any, token_loss: Callable[..., tuple[jax.Array, Tree]], per_token: Tree, **_: object

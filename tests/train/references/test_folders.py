@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import chex
-import jax
 import pytest
 
 from tests import tiny
@@ -13,8 +12,9 @@ from train.config.errors import UserError
 from train.config.schema import Config, Lora, WarmStart
 from train.models import Decoder
 from train.models.config import LoraConfig
-from train.references import check_reference, load_reference
-from train.rl.reference import Reference
+from train.references import SavedReference, check_reference, find, load_reference
+from train.references import load as references_load
+from train.rl.policy import ScoredPolicy
 from train.run.setup import check_start
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config
@@ -33,18 +33,17 @@ def model_of(policy: Path, lora: LoraConfig | None = None) -> Decoder:
     return Decoder(decoder_config(policy, lora=lora))
 
 
-def check(config: Config, model: Decoder) -> None:
-    check_reference(config, model, tiny.mesh_of(), [])
+def check(config: Config, model: Decoder) -> SavedReference | None:
+    return check_reference(config, model, tiny.mesh_of(), [])
 
 
-def load(config: Config, model: Decoder, base=None) -> Reference:
-    check(config, model)
+def load(config: Config, model: Decoder) -> ScoredPolicy:
     path = config.model.path
     return load_reference(
         config,
         model,
         tiny.mesh_of(),
-        base=base,
+        saved=check(config, model),
         read_base=lambda: load_params(path, Decoder(dataclasses.replace(model.config, lora=None)), tiny.mesh_of()),
         checkpoints=None,
     )
@@ -57,20 +56,29 @@ def test_a_folder_of_another_family_is_run_by_a_decoder_of_its_own():
     chex.assert_trees_all_equal(found.policy.params, load_params(LLAMA, model_of(LLAMA), tiny.mesh_of()))
 
 
+def test_loading_takes_the_checked_reference_and_finds_none_again(monkeypatch):
+    config, model = config_of(QWEN2, f"{{source: checkpoint, path: {LLAMA}}}"), model_of(QWEN2, LORA)
+    saved = check(config, model)
+    assert (saved.format, saved.model) == ("folder", model_of(LLAMA))
+    monkeypatch.setattr(find, "find_reference", None)
+    monkeypatch.setattr(references_load, "find_reference", None)
+    found = load_reference(config, model, tiny.mesh_of(), saved=saved, read_base=lambda: None, checkpoints=None)
+    assert found.model == saved.model
+
+
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_an_adapter_of_peft_brings_its_rank_scale_and_targets(lora):
     """With LoRA it shares the base of the policy; without, it has one, as the policy's own weights move."""
     config, model = config_of(QWEN3, f"{{source: adapter, path: {QWEN3 / 'adapter'}}}"), model_of(QWEN3, lora)
     plain = model_of(QWEN3)
-    base = load_params(QWEN3, plain, tiny.mesh_of())
-    found = load(config, model, base if lora else None)
+    found = load(config, model)
     expected = dataclasses.replace(plain.config, lora=read_peft_config(QWEN3 / "adapter"))
     assert found.model == Decoder(expected)
     assert expected.lora != lora
     chex.assert_trees_all_equal(found.policy.adapter, load_adapter(QWEN3 / "adapter", found.model, tiny.mesh_of()))
-    chex.assert_trees_all_equal(found.policy.params, base)
-    shared = [a is b for a, b in zip(jax.tree.leaves(found.policy.params), jax.tree.leaves(base), strict=True)]
-    assert set(shared) == {lora is not None}
+    assert found.shares_base == (lora is not None)
+    base = load_params(QWEN3, plain, tiny.mesh_of())
+    chex.assert_trees_all_equal(found.on_base(base).policy.params, base)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from train.models.sharding import replicated
 from train.references import load_reference
 from train.rl.algorithms import make_controllers
 from train.rl.objective import coefficients
-from train.rl.policy import init_adapter
-from train.rl.reference import Reference, drop_shared_base
+from train.rl.policy import ScoredPolicy, init_adapter
 from train.rl.state import initial_state
 from train.rl.step import make_prepare, make_score, make_update
 
@@ -46,9 +45,7 @@ def step_of(how: str | None, base: dict, other: int | None) -> tuple[object, dic
     config, mesh = tiny.config_of(LORA, f"model.quantization={how or 'null'}", *NEEDED), tiny.mesh_of()
     model = tiny.model_of(config)
     trainable = {"adapter": adapter_of(1)}
-    against = kljax.Policy(base, None if other is None else adapter_of(other))
-    reference = drop_shared_base(Reference(model, against), base)
-    assert reference.policy.params is None
+    reference = ScoredPolicy(model, kljax.Policy(None, None if other is None else adapter_of(other)))
     scored = make_score(config, model, mesh)(trainable, base, reference, tiny.rollout_batch())
     state = initial_state(trainable, tiny.keep_gradient(), make_controllers(config), replicated(mesh))
     batch, _, _ = prepare()(scored, state.controllers)
@@ -70,10 +67,10 @@ def test_scores_gradients_and_metrics_are_those_of_the_weights_it_stands_for(bas
     np.testing.assert_allclose(metrics["kl_reference"], values["kl_reference"], rtol=1e-4)
 
 
-def test_every_reference_on_the_base_is_the_base_itself(base):
+def test_every_reference_on_the_base_is_the_base_itself():
     config = tiny.config_of(LORA, "model.quantization=int8", *NEEDED, "reference={source: base}")
     model = tiny.model_of(config)
-    found = load_reference(config, model, tiny.mesh_of(), base=base, read_base=lambda: None, checkpoints=None)
-    assert found.policy.params is base
+    found = load_reference(config, model, tiny.mesh_of(), saved=None, read_base=lambda: None, checkpoints=None)
+    assert found.shares_base
     assert found.policy.adapter is None
     assert found.model == model

@@ -15,7 +15,7 @@ from train.config.plan import follows_policy
 from train.config.schema import Config
 from train.models.sharding import replicated
 from train.references import current_reference, make_follow, start_following, with_abstract_reference
-from train.rl.reference import Reference
+from train.rl.policy import ScoredPolicy
 from train.rl.state import TrainState, initial_state
 
 NEEDED = "kl.loss.coef=0.1"
@@ -34,9 +34,9 @@ def state_of(part: str, value: float, dtype=jnp.float32) -> TrainState:
     return jax.device_put(state, replicated(tiny.mesh_of()))
 
 
-def begin(config: Config, state: TrainState, found: kljax.Policy) -> tuple[Reference, TrainState]:
-    reference, moving = start_following(config, Reference(MODEL, found), state.trainable)
-    return reference, dataclasses.replace(state, reference=moving)
+def begin(config: Config, state: TrainState, found: kljax.Policy) -> TrainState:
+    moving = start_following(config, ScoredPolicy(MODEL, found), state.trainable)
+    return dataclasses.replace(state, reference=moving)
 
 
 def followed(config: Config, state: TrainState, values: list[float]) -> list[np.ndarray]:
@@ -53,10 +53,7 @@ def followed(config: Config, state: TrainState, values: list[float]) -> list[np.
 @pytest.mark.parametrize("part", ["params", "adapter"])
 def test_an_average_is_that_of_the_policy_after_each_step(part):
     state = state_of(part, 1.0)
-    reference, state = begin(config_of(EMA), state, kljax.Policy({"base": jnp.zeros(2)}))
-    # With an adapter the base under it stays, and is not copied; without one nothing does.
-    assert (reference.policy.params is not None) == (part == "adapter")
-    assert reference.policy.adapter is None
+    state = begin(config_of(EMA), state, kljax.Policy(None))
     values, expected, average = [3.0, 2.0, 7.0], [], 1.0
     for value in values:
         average = 0.75 * average + 0.25 * value
@@ -65,24 +62,24 @@ def test_an_average_is_that_of_the_policy_after_each_step(part):
 
 
 def test_a_refreshed_reference_is_the_policy_of_the_last_refresh():
-    _, state = begin(config_of(REFRESHED), state_of("params", 1.0), kljax.Policy({"w": jnp.full(3, 5.0)}))
+    state = begin(config_of(REFRESHED), state_of("params", 1.0), kljax.Policy({"w": jnp.full(3, 5.0)}))
     seen = followed(config_of(REFRESHED), state, [2.0, 3.0, 4.0, 6.0, 7.0])
     np.testing.assert_array_equal(np.array(seen)[:, 0], [5, 3, 3, 6, 6])
 
 
 def test_a_refreshed_adapter_starts_from_none_as_one_of_zeros():
     base = {"base": jnp.ones(2)}
-    reference, state = begin(config_of(REFRESHED), state_of("adapter", 1.0), kljax.Policy(base))
+    state = begin(config_of(REFRESHED), state_of("adapter", 1.0), kljax.Policy(None))
     np.testing.assert_array_equal(state.reference["w"], np.zeros(3))
-    now = current_reference(reference, state)
-    assert now.policy.params is base
+    now = current_reference(ScoredPolicy(MODEL, kljax.Policy(None)), state)
+    assert now.on_base(base).policy.params is base
     assert now.policy.adapter["w"] is state.reference["w"]
 
 
 @pytest.mark.parametrize("option", [EMA, REFRESHED])
 def test_the_moving_half_has_buffers_of_its_own(option):
     state = state_of("params", 1.0)
-    _, state = begin(config_of(option), state, kljax.Policy(state.trainable["params"]))
+    state = begin(config_of(option), state, kljax.Policy(state.trainable["params"]))
     assert state.reference["w"].unsafe_buffer_pointer() != state.trainable["params"]["w"].unsafe_buffer_pointer()
     old = state.reference["w"]
     make_follow(config_of(option), state.reference)(state.reference, state.trainable["params"], jnp.int32(1))
@@ -92,12 +89,14 @@ def test_the_moving_half_has_buffers_of_its_own(option):
 def test_an_average_of_bfloat16_weights_is_held_in_float32():
     """At a decay of 0.999 a step of the average is below the rounding of bfloat16, where it would stand still."""
     config = config_of("reference={source: ema, decay: 0.999}")
-    _, state = begin(config, state_of("params", 1.0, jnp.bfloat16), kljax.Policy({}))
+    state = begin(config, state_of("params", 1.0, jnp.bfloat16), kljax.Policy({}))
     seen = followed(config, state, [2.0] * 10)
     np.testing.assert_allclose(seen[-1], 2 - 0.999**10, rtol=1e-6)
-    now = current_reference(Reference(MODEL, kljax.Policy(None)), dataclasses.replace(state, reference={"w": seen[-1]}))
+    now = current_reference(
+        ScoredPolicy(MODEL, kljax.Policy(None)), dataclasses.replace(state, reference={"w": seen[-1]})
+    )
     assert now.policy.params["w"].dtype == jnp.bfloat16
-    _, state = begin(config_of(REFRESHED), state_of("params", 1.0, jnp.bfloat16), kljax.Policy({"w": jnp.ones(3)}))
+    state = begin(config_of(REFRESHED), state_of("params", 1.0, jnp.bfloat16), kljax.Policy({"w": jnp.ones(3)}))
     assert state.reference["w"].dtype == jnp.bfloat16
 
 
@@ -106,7 +105,7 @@ def test_the_place_of_the_moving_half_is_laid_out_as_it_will_be():
     mesh = tiny.mesh_of(1, 4, 1)
     state = tiny.state_of(config, optax.identity(), mesh)
     place = with_abstract_reference(config, state).reference
-    _, moving = start_following(config, Reference(MODEL, kljax.Policy(None)), state.trainable)
+    moving = start_following(config, ScoredPolicy(MODEL, kljax.Policy(None)), state.trainable)
 
     def layout(tree) -> list:
         return [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
@@ -122,6 +121,6 @@ def test_a_reference_that_stays_has_no_place(option):
     assert not follows_policy(config_of(option))
     assert with_abstract_reference(config_of(option), state) is state
     assert with_abstract_reference(tiny.config_of(EMA), state) is state, "nothing needs one here"
-    reference = Reference(MODEL, kljax.Policy({"w": jnp.ones(3)}))
+    reference = ScoredPolicy(MODEL, kljax.Policy({"w": jnp.ones(3)}))
     assert current_reference(reference, state) is reference
     assert current_reference(None, state) is None

@@ -10,8 +10,7 @@ import kljax
 from tests import tiny
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
-from train.rl.policy import abstract_params, init_adapter
-from train.rl.reference import Reference, drop_shared_base, restore_shared_base
+from train.rl.policy import ScoredPolicy, abstract_params, init_adapter
 from train.rl.step import make_score
 
 LORA = "lora={rank: 2, alpha: 4.0, targets: [q_proj, v_proj, down_proj]}"
@@ -36,23 +35,21 @@ def setting(shape: tuple[int, int, int], *overrides: str):
 def test_the_base_is_one_argument_of_scoring():
     """The compiler plans for the weights once: with the adapter off they are policy and reference."""
     score, model, trainable, base, batch = setting((1, 1, 1), "kl.loss.coef=0.1", "optim.epochs=2")
-    reference = drop_shared_base(Reference(model, kljax.Policy(base)), base)
+    reference = ScoredPolicy(model, kljax.Policy(None))
     compiled = score.lower(trainable, base, reference, batch).compile()
     given = sum(leaf.nbytes for leaf in jax.tree.leaves((trainable, base, batch)))
     assert compiled.memory_analysis().argument_size_in_bytes == given
 
 
-def test_only_the_very_base_is_taken_out():
+def test_a_policy_on_the_shared_base_has_its_arrays():
     base, adapter = {"w": jnp.ones(2)}, {"a": jnp.ones(1)}
     model = tiny.model_of(tiny.config_of())
-    reference = Reference(model, kljax.Policy(base, adapter))
-    lent = drop_shared_base(reference, base)
-    assert lent.policy.params is None
-    assert restore_shared_base(lent, base).policy.params is base
-    assert restore_shared_base(lent, base).policy.adapter is adapter
-    assert drop_shared_base(reference, {"w": base["w"]}) is reference
-    assert drop_shared_base(reference, None) is reference
-    assert drop_shared_base(None, base) is None
+    shared, separate = (ScoredPolicy(model, kljax.Policy(params, adapter)) for params in (None, {"w": base["w"]}))
+    assert shared.shares_base
+    assert not separate.shares_base
+    assert shared.on_base(base).policy.params is base
+    assert shared.on_base(base).policy.adapter is adapter
+    assert separate.on_base(base) is separate
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +59,9 @@ def scored() -> dict[str, tuple[Batch, str]]:
     with jax.set_mesh(tiny.mesh_of(1, 4, 1)):
         for name in ("together", "apart"):
             score, model, trainable, base, batch = setting((1, 4, 1), *EXACT)
-            params = base if name == "together" else tiny.copied(base)
-            reference = Reference(model, kljax.Policy(params, adapter_of(model, tiny.mesh_of(1, 4, 1), 2)))
-            arguments = (trainable, base, drop_shared_base(reference, base), batch)
+            params = None if name == "together" else tiny.copied(base)
+            reference = ScoredPolicy(model, kljax.Policy(params, adapter_of(model, tiny.mesh_of(1, 4, 1), 2)))
+            arguments = (trainable, base, reference, batch)
             compiled = score.lower(*arguments).compile()
             results[name] = jax.device_get(compiled(*arguments)), compiled.as_text()
     return results

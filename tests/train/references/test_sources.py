@@ -15,8 +15,8 @@ from train.config.errors import UserError
 from train.config.schema import Checkpoint, Config
 from train.references import assert_unchanged, check_reference, load_reference, locate, reference_fingerprint
 from train.rl.keys import purpose_key
-from train.rl.policy import abstract_params, init_adapter
-from train.rl.reference import Reference
+from train.rl.policy import ScoredPolicy, abstract_params, init_adapter
+from train.rl.reference import FrozenWeights
 from train.rl.state import GuardState, TrainState
 from train.weights.orbax import RunCheckpoints, restore_base, save_base
 
@@ -55,7 +55,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return roots
 
 
-def load(config: Config, root: Path, *, base=None) -> kljax.Policy | None:
+def load(config: Config, root: Path) -> kljax.Policy | None:
     model, mesh = tiny.model_of(config), tiny.mesh_of(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     checkpoints = RunCheckpoints(root / "checkpoints", Checkpoint(every=1, keep=2))
 
@@ -63,7 +63,8 @@ def load(config: Config, root: Path, *, base=None) -> kljax.Policy | None:
         return restore_base(root / "base", abstract_params(model, mesh), "base")
 
     try:
-        found = load_reference(config, model, mesh, base=base, read_base=read_base, checkpoints=checkpoints)
+        saved = check_reference(config, model, mesh, checkpoints.steps())
+        found = load_reference(config, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
     finally:
         checkpoints.close()
     return None if found is None else found.policy
@@ -71,11 +72,6 @@ def load(config: Config, root: Path, *, base=None) -> kljax.Policy | None:
 
 def pointers(tree) -> list[int]:
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
-
-
-def policy_base():
-    """The base weights as a LoRA run holds them on its device."""
-    return jax.tree.map(jax.numpy.array, tiny.host_params())
 
 
 def test_nothing_is_loaded_when_nothing_needs_it(tmp_path):
@@ -89,10 +85,9 @@ def test_a_metric_alone_needs_it(runs):
 
 
 def test_the_base_of_an_adapter_is_the_policys_own_weights(runs):
-    base = policy_base()
-    reference = load(config_of("{source: base}", lora=True), runs[True], base=base)
+    reference = load(config_of("{source: base}", lora=True), runs[True])
     assert reference.adapter is None
-    assert pointers(reference.params) == pointers(base), "no second copy of the weights"
+    assert reference.params is None, "no second copy of the weights"
 
 
 def test_the_base_of_a_policy_that_moves_is_read_back(runs):
@@ -107,10 +102,9 @@ def test_a_step_of_all_weights(runs):
 
 
 def test_a_step_of_an_adapter_shares_the_base(runs):
-    base = policy_base()
-    reference = load(config_of("{source: step, step: 3}", lora=True), runs[True], base=base)
+    reference = load(config_of("{source: step, step: 3}", lora=True), runs[True])
     chex.assert_trees_all_equal(reference.adapter, adapter_of(3))
-    assert pointers(reference.params) == pointers(base)
+    assert reference.params is None
 
 
 @pytest.mark.parametrize("place", ["checkpoints/3", "checkpoints/3/state", "plain"])
@@ -120,10 +114,9 @@ def test_an_adapter_from_a_run_or_on_its_own(runs, tmp_path, place):
         path = tmp_path / "adapter"
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(path, adapter_of(3))
-    base = policy_base()
-    reference = load(config_of(f"{{source: adapter, path: {path}}}", lora=True), runs[True], base=base)
+    reference = load(config_of(f"{{source: adapter, path: {path}}}", lora=True), runs[True])
     chex.assert_trees_all_equal(reference.adapter, adapter_of(3))
-    assert pointers(reference.params) == pointers(base)
+    assert reference.params is None
 
 
 @pytest.mark.parametrize("place", ["base", "checkpoints/3", "checkpoints/3/state", "plain"])
@@ -152,12 +145,12 @@ def test_what_is_not_there_is_said(runs, tmp_path):
         load(config_of(f"{{source: checkpoint, path: {tmp_path}}}"), runs[False])
     path = runs[False] / "checkpoints" / "3"
     with pytest.raises(UserError, match=r"^reference\.path: .*trainable\.adapter\.\S+: got no such leaf"):
-        load(config_of(f"{{source: adapter, path: {path}}}", lora=True), runs[True], base=policy_base())
+        load(config_of(f"{{source: adapter, path: {path}}}", lora=True), runs[True])
     path = runs[True] / "checkpoints" / "3"
     with pytest.raises(UserError, match=r"^reference\.path: .*trainable\.params\.\S+: got no such leaf"):
         load(config_of(f"{{source: checkpoint, path: {path}}}"), runs[False])
     with pytest.raises(UserError, match=r"^reference\.path: .* expected float32\[3, 16, 3\]"):
-        load(config_of(f"{{source: adapter, path: {path}}}", "lora.rank=3", lora=True), runs[True], base=policy_base())
+        load(config_of(f"{{source: adapter, path: {path}}}", "lora.rank=3", lora=True), runs[True])
 
 
 @pytest.mark.parametrize(("saved", "there"), [([], "0"), ([3, 0], "0, 3")])
@@ -181,18 +174,21 @@ def test_locate(tmp_path):
 
 def test_a_change_of_one_bit_is_found():
     policy = kljax.Policy(jax.tree.map(jax.numpy.asarray, tiny.host_params()), {"a": jax.numpy.ones(3)})
-    reference = Reference(tiny.model_of(tiny.config_of()), policy)
-    before = reference_fingerprint(reference)
-    assert_unchanged(reference, before)
+    reference = ScoredPolicy(tiny.model_of(tiny.config_of()), policy)
+    before = reference_fingerprint(FrozenWeights(None, reference))
+    assert_unchanged(FrozenWeights(None, reference), before)
+    shared = ScoredPolicy(reference.model, kljax.Policy(None, policy.adapter))
+    np.testing.assert_array_equal(reference_fingerprint(FrozenWeights(policy.params, shared)), before)
     leaves, tree = jax.tree.flatten(reference)
     for index in (0, len(leaves) - 1):
         flat = np.array(leaves[index]).reshape(-1)
         flat.view(np.uint32)[0] ^= 1
         changed = [*leaves[:index], flat.reshape(leaves[index].shape), *leaves[index + 1 :]]
         with pytest.raises(RuntimeError, match="the reference policy changed during the run"):
-            assert_unchanged(jax.tree.unflatten(tree, changed), before)
+            assert_unchanged(FrozenWeights(None, jax.tree.unflatten(tree, changed)), before)
 
 
 def test_no_reference_cannot_change():
-    assert reference_fingerprint(None) is None
-    assert_unchanged(None, None)
+    frozen = FrozenWeights({"w": np.ones(2)}, None)
+    assert reference_fingerprint(frozen) is None
+    assert_unchanged(frozen, None)

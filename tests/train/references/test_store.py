@@ -15,7 +15,8 @@ from train.data.tokenizers import ByteTokenizer
 from train.models.sharding import batch_sharding, replicated
 from train.references import ReferenceStore, make_reference_store, store
 from train.rl.batch import Batch
-from train.rl.reference import FrozenWeights, Reference
+from train.rl.policy import ScoredPolicy
+from train.rl.reference import FrozenWeights
 from train.rl.step import make_score
 from train.rollouts import open_source
 from train.run.loop import Programs, rl_step
@@ -64,7 +65,7 @@ class Runs:
         self.first = tiny.state_of(self.config, self.context.optimizer)
         params = tiny.moved(tiny.host_params(), 0.02)
         model = self.context.model
-        self.frozen = FrozenWeights(None, Reference(model, kljax.Policy(jax.tree.map(jnp.asarray, params))))
+        self.frozen = FrozenWeights(None, ScoredPolicy(model, kljax.Policy(jax.tree.map(jnp.asarray, params))))
         with jax.set_mesh(self.context.mesh):
             self.programs = Programs.of(self.context, self.first, self.source)
             self.scored = Counted(store.make_reference_score(self.config, model, self.context.mesh))
@@ -208,6 +209,7 @@ def test_kept_log_probs_lie_as_those_of_the_program():
         (("reference.refresh_every=2",), False),
         (("reference={source: step, step: 0, refresh_every: 2}",), False),
         (("kl.loss.estimator=exact", "reference.monitor=true"), False),
+        (("reference.monitor=exact",), False),
         (("optim.packing=true",), False),
         (("rollout.source.max_reference_mib=0",), False),
         (("rollout.source={type: jax}",), False),

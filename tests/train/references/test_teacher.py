@@ -12,13 +12,14 @@ import pytest
 import kljax
 from tests import tiny
 from train.config.load import dump_yaml
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.models import Decoder
 from train.references.find import check_vocabulary, find_reference
-from train.references.load import load_reference
+from train.references.load import check_reference, load_reference
 from train.rl.objective import coefficients
-from train.rl.policy import hidden_states, init_params
-from train.rl.reference import Reference, reference_head
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states, init_params
+from train.rl.reference import reference_head
 from train.rl.step import make_prepare, make_score, make_update
 from train.weights.orbax import save_base
 
@@ -37,6 +38,12 @@ def distil(*overrides: str) -> Config:
     return tiny.config_of(*DISTIL, "kl.loss={coef: 1.0, estimator: exact}", *overrides)
 
 
+def load(config: Config) -> ScoredPolicy:
+    model, mesh = tiny.model_of(config), tiny.mesh_of()
+    saved = check_reference(config, model, mesh, [])
+    return load_reference(config, model, mesh, saved=saved, read_base=lambda: None, checkpoints=None)
+
+
 def log_probs(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
     """Of the whole vocabulary, as the library never has them."""
     tied = model.config.tie_embeddings
@@ -49,7 +56,11 @@ def divergences(params: dict, teacher: dict) -> dict[str, jax.Array]:
     """The means over the completions, from the logits of all positions."""
     batch, model = tiny.rollout_batch(), tiny.model_of(tiny.config_of())
     ours, theirs = (
-        log_probs(one, weights, hidden_states(one, kljax.Policy(weights), batch.tokens, batch.token_mask))
+        log_probs(
+            one,
+            weights,
+            hidden_states(ScoredPolicy(one, kljax.Policy(weights)), Sequences(batch.tokens, batch.token_mask)),
+        )
         for one, weights in ((model, params), (TEACHER, teacher))
     )
 
@@ -73,14 +84,14 @@ def test_distillation_is_the_exact_kl_to_a_teacher_of_another_shape():
     """Of another softcap too. Value and gradient of both directions, against autodiff through the whole vocabulary."""
     config, mesh = distil(), tiny.mesh_of()
     model, teacher = tiny.model_of(config), teacher_params()
-    reference = Reference(TEACHER, kljax.Policy(teacher))
+    reference = ScoredPolicy(TEACHER, kljax.Policy(teacher))
     state = tiny.state_of(config, tiny.keep_gradient())
     batch = make_score(config, model, mesh)(state.trainable, None, reference, tiny.rollout_batch())
     assert batch.ref_hidden.shape == (tiny.ROWS, tiny.LENGTH, 24)
     assert batch.ref_log_probs is None, "nothing reads them"
     batch, _, _ = make_prepare(config, mesh)(batch, state.controllers)
     assert batch.advantages is None
-    head, expected = reference_head(config, reference), values_and_gradients(tiny.host_params(), teacher)
+    head, expected = reference_head(Plan.of(config), reference), values_and_gradients(tiny.host_params(), teacher)
     for direction, name in (("reverse", "kl_reference_exact"), ("forward", "kl_reference_forward")):
         config, state = distil(f"kl.loss.direction={direction}"), tiny.state_of(config, tiny.keep_gradient())
         update = make_update(config, model, tiny.keep_gradient(), state, mesh)
@@ -106,9 +117,7 @@ def test_a_reference_from_another_run_has_the_decoder_of_that_run(other_run):
     weights = init_params(tiny.model_of(WIDER), jax.random.key(3), tiny.mesh_of())
     save_base(other_run / "base", weights)
     config = distil(f"reference={{source: checkpoint, path: {other_run / 'base'}}}")
-    found = load_reference(
-        config, tiny.model_of(config), tiny.mesh_of(), base=None, read_base=lambda: None, checkpoints=None
-    )
+    found = load(config)
     assert found.model == tiny.model_of(WIDER)
     chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
 
@@ -125,9 +134,7 @@ def test_the_base_of_a_run_that_quantises_it_is_a_reference_before_that(other_ru
     config = distil(
         f"reference={{source: checkpoint, path: {other_run / 'base'}}}", "lora={rank: 2}", "model.quantization=int8"
     )
-    found = load_reference(
-        config, tiny.model_of(config), tiny.mesh_of(), base=None, read_base=lambda: None, checkpoints=None
-    )
+    found = load(config)
     assert found.model == tiny.model_of(WIDER)
     chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
 

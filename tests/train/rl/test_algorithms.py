@@ -41,7 +41,7 @@ def stats_of() -> kljax.TokenStats:
 
 
 def loss_of(config, batch: Batch) -> jax.Array:
-    return policy_loss(config, Plan.of(config).loss, stats_of(), batch, KEY)
+    return policy_loss(Plan.of(config), config.loss, stats_of(), batch, KEY)
 
 
 def assert_same(ours: Callable[[], Any], expected: Callable[[], Any]) -> None:
@@ -83,9 +83,8 @@ def test_an_estimator_gets_the_arrays_that_it_names(name: str) -> None:
         "iw_opd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
         "jsd": lambda: function(batch.old_log_probs, batch.ref_log_probs, mask),
     }.get(name, lambda: kljax.broadcast_to_tokens(function(rows(), groups, **count), mask))
-    signature = Plan.of(config).advantage
-    assert_same(lambda: estimate_advantages(config, signature, token_rewards, batch)[0], expected)
-    returns = jax.eval_shape(lambda: estimate_advantages(config, signature, token_rewards, batch)[1])
+    assert_same(lambda: estimate_advantages(Plan.of(config), config.advantage, token_rewards, batch)[0], expected)
+    returns = jax.eval_shape(lambda: estimate_advantages(Plan.of(config), config.advantage, token_rewards, batch)[1])
     assert (returns is not None) == (name == "gae")
 
 
@@ -106,8 +105,8 @@ def test_functions_of_the_user_are_called_by_the_names_of_their_parameters(tmp_p
     assert (plan.rollout_log_probs, plan.entropies, plan.advantage) == (True, True, None)
     config = tiny.config_of(f"advantage={own[1]}")
     token_rewards = jnp.where(batch.completion_mask, batch.advantages, 0)
-    signature, mask = Plan.of(config).advantage, batch.completion_mask
-    advantages = jax.jit(lambda: estimate_advantages(config, signature, token_rewards, batch)[0])()
+    mask = batch.completion_mask
+    advantages = jax.jit(lambda: estimate_advantages(Plan.of(config), config.advantage, token_rewards, batch)[0])()
     rows = 3 * np.asarray(token_rewards).sum(-1) + 4
     np.testing.assert_allclose(advantages, np.where(mask, rows[:, None], 0), rtol=1e-5)
 
@@ -131,13 +130,12 @@ def test_functions_of_the_user_are_called_by_the_names_of_their_parameters(tmp_p
 )
 def test_the_clip_fraction_is_that_of_the_ratio_that_is_clipped(loss: str, level: str | None) -> None:
     config, batch = tiny.config_of(f"loss={loss}"), batch_of()
-    signature = Plan.of(config).loss
     if level is None:
-        assert clip_metric(config, signature, stats_of(), batch) == {}
+        assert clip_metric(Plan.of(config), config.loss, stats_of(), batch) == {}
         return
     arrays = (LOG_PROBS, batch.old_log_probs, batch.advantages, batch.completion_mask)
     assert_same(
-        lambda: clip_metric(config, signature, stats_of(), batch)["clip_fraction"],
+        lambda: clip_metric(Plan.of(config), config.loss, stats_of(), batch)["clip_fraction"],
         lambda: kljax.clip_fraction(*arrays, level=level),
     )
 

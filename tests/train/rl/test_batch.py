@@ -12,6 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests import rounding, tiny
+from train.config.plan import Plan
 from train.rl.batch import (
     PER_ROW,
     Batch,
@@ -21,6 +22,7 @@ from train.rl.batch import (
     micro_batches,
     pad_columns,
     pad_rows,
+    present_arrays,
     required,
     row_count,
     take_rows,
@@ -40,7 +42,8 @@ class Extended(Batch):
 
 
 ROWS, LENGTH = 6, 5
-FIELDS = {field.name: field for field in dataclasses.fields(Extended)}
+ATTRIBUTES = {field.name: field for field in dataclasses.fields(Extended) if field.name != "fields"}
+FIELDS = ATTRIBUTES | {"kept_ids": None}
 NEEDED = ("tokens", "token_mask", "completion_mask")
 OPTIONAL = sorted(FIELDS.keys() - set(NEEDED))
 # As few shapes and dtypes as there may be: each pair of them is compiled for every function.
@@ -49,7 +52,7 @@ TRAILING = {"images": (2,), "kept_ids": (2,), "ref_hidden": (2,), "votes": (2,)}
 
 
 def per_row(name: str) -> bool:
-    return FIELDS[name].metadata.get("axes") == "row"
+    return name in ATTRIBUTES and ATTRIBUTES[name].metadata.get("axes") == "row"
 
 
 def field_of(name: str, rows: int, length: int, seed: int) -> jax.Array:
@@ -62,11 +65,13 @@ def field_of(name: str, rows: int, length: int, seed: int) -> jax.Array:
 
 
 def batch_of(names, rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Extended:
-    return Extended(**{name: field_of(name, rows, length, seed) for name in (*NEEDED, *names)})
+    arrays = {name: field_of(name, rows, length, seed) for name in (*NEEDED, *names)}
+    fields = {name: arrays.pop(name) for name in names if name not in ATTRIBUTES}
+    return Extended(**arrays, fields=fields)
 
 
 def each(batch: Extended):
-    return {name: np.asarray(getattr(batch, name)) for name in FIELDS if getattr(batch, name) is not None}
+    return {name: np.asarray(value) for name, value in present_arrays(batch).items()}
 
 
 some_fields = st.lists(st.sampled_from(OPTIONAL), unique=True)
@@ -77,9 +82,8 @@ some_rows = st.sampled_from([1, 8]).flatmap(
 
 
 def test_the_fields_are_those_of_the_batch_and_the_new_ones():
-    assert {field.name for field in dataclasses.fields(Batch)} | {"images", "entropies", "difficulty", "votes"} == set(
-        FIELDS
-    )
+    added = {"images", "entropies", "difficulty", "votes"}
+    assert {field.name for field in dataclasses.fields(Batch)} | added == {*ATTRIBUTES, "fields"}
     assert [name for name in FIELDS if per_row(name)] == ["rewards", "group_ids", "row_numbers", "difficulty", "votes"]
 
 
@@ -99,7 +103,7 @@ def padded_and_split() -> tuple[Extended, Extended, Extended, Extended]:
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_every_optional_field_survives_padding_and_micro_batching(name):
-    before, after, split, merged = (np.asarray(getattr(batch, name)) for batch in padded_and_split())
+    before, after, split, merged = (each(batch)[name] for batch in padded_and_split())
     assert after.shape[: 1 if per_row(name) else 2] == ((9,) if per_row(name) else (9, 8))
     kept = after[:ROWS] if per_row(name) else after[:ROWS, :LENGTH]
     np.testing.assert_array_equal(kept, before)
@@ -125,7 +129,7 @@ def test_padding_keeps_what_is_present_and_adds_nothing_else(names, sizes):
     assert not padded.completion_mask[:, LENGTH:].any()
     cut = take_rows(padded, slice(0, ROWS))
     for name, value in each(batch).items():
-        now = np.asarray(getattr(cut, name))
+        now = each(cut)[name]
         np.testing.assert_array_equal(now if per_row(name) else now[:, :LENGTH], value, err_msg=name)
         assert now.dtype == value.dtype
 
@@ -220,7 +224,7 @@ def test_loss_gradient_and_metrics_do_not_see_padding():
     gradient = jax.jit(jax.value_and_grad(make_objective(CONFIG, model), has_aux=True))
 
     def results(batch: Batch):
-        weighted = dataclasses.replace(batch, token_weights=token_weights(CONFIG, batch))
+        weighted = dataclasses.replace(batch, token_weights=token_weights(Plan.of(CONFIG), CONFIG.loss, batch))
         return gradient({"params": params}, None, weighted, coefficients(CONFIG))
 
     whole, padded = results(batch), results(pad_columns(pad_rows(batch, 12), tiny.LENGTH + 3))

@@ -4,7 +4,6 @@ Once with weights held in float32, once with an adapter on a base held in bfloat
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,10 @@ import pytest
 
 import kljax
 from tests import tiny
+from train.config.plan import Plan
 from train.rl.algorithms import make_optimizer
 from train.rl.objective import coefficients, make_objective, token_weights
-from train.rl.policy import hidden_states
-from train.rl.reference import Reference, drop_shared_base
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update
 from train.run.setup import first_state
@@ -73,7 +72,7 @@ def nudged(tree, by, seed=1):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class UpdateRecord:
     """What goes into an update on the first rows and what comes out."""
 
     scored: object
@@ -102,11 +101,11 @@ def steps(case):
         if by:
             moved = nudged(state.trainable, by)
             state, before = (dataclasses.replace(x, trainable=tiny.copied(moved)) for x in (state, before))
-        reference = drop_shared_base(Reference(model, kljax.Policy(base)), under)
+        reference = ScoredPolicy(model, kljax.Policy(None if config.lora else base))
         scored = score(state.trainable, under, reference, tiny.rollout_batch())
         prepared, _, _ = prepare(scored, state.controllers)
         after, metrics = update(state, under, prepared, UPDATED, coefficients(config))
-        return Step(scored, prepared, before, after, metrics)
+        return UpdateRecord(scored, prepared, before, after, metrics)
 
     return {"unchanged": step(0), "moved": step(0.02)}
 
@@ -131,11 +130,12 @@ def test_statistics_are_not_rounded(case, steps):
     """Against float64, from the hidden states in bfloat16 that the decoder gives."""
     config, step = config_of(case), steps["moved"]
     batch, mask = step.prepared, np.asarray(step.prepared.completion_mask)
-    weights = token_weights(config, batch)
+    weights = token_weights(Plan.of(config), config.loss, batch)
     assert weights.dtype == jnp.float32
     assert abs(np.asarray(weights, np.float64).sum() - 1) < 1e-6, "20 times 1/20, which bfloat16 does not hold"
     policy = policy_of(step.before.trainable, weights_of(config))
-    hidden = jax.jit(functools.partial(hidden_states, tiny.model_of(config)))(policy, batch.tokens, batch.token_mask)
+    scored = ScoredPolicy(tiny.model_of(config), policy)
+    hidden = jax.jit(hidden_states)(scored, Sequences(batch.tokens, batch.token_mask))
     assert hidden.dtype == jnp.bfloat16
     logits = np.asarray(hidden, np.float64)[:, :-1] @ np.asarray(policy.params["lm_head"]["kernel"], np.float64)
     exact = np.pad(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), ((0, 0), (1, 0), (0, 0)))
@@ -205,7 +205,9 @@ def gradient_of(config):
     objective = make_objective(config, tiny.model_of(config))
     batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -6.0))
     # Without old log-probs they are the loss's own, and every ratio is 1.
-    batch = dataclasses.replace(batch, old_log_probs=None, token_weights=token_weights(config, batch))
+    batch = dataclasses.replace(
+        batch, old_log_probs=None, token_weights=token_weights(Plan.of(config), config.loss, batch)
+    )
     return jax.jit(jax.grad(lambda trainable, base: objective(trainable, base, batch, coefficients(config), None)[0]))
 
 

@@ -18,8 +18,7 @@ from train.models.kernels import splash_attention
 from train.models.sharding import make_mesh
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients
-from train.rl.policy import hidden_states
-from train.rl.reference import Reference
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states
 from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.run.setup import first_state
 
@@ -46,7 +45,7 @@ def updated(mesh_shape, options=()):
     model, optimizer = tiny.model_of(config), tiny.keep_gradient()
     with jax.set_mesh(mesh):
         params, other = (tiny.placed(kljax.Policy(one), model, mesh) for one in (weights(), tiny.moved(weights(), 0.1)))
-        reference, state = Reference(model, other), first_state(config, model, mesh, params.params, optimizer)
+        reference, state = ScoredPolicy(model, other), first_state(config, model, mesh, params.params, optimizer)
         # Rows of 4 + 4 tokens: a column of prompts less than in other tests.
         batch = jax.tree.map(lambda x: x[:, 1:] if x.ndim > 1 else x, tiny.rollout_batch())
         batch = make_score(config, model, mesh)(state.trainable, None, reference, batch)
@@ -82,11 +81,13 @@ def test_tokens_are_split_and_no_device_scores_those_of_another():
         policy = tiny.placed(kljax.Policy(weights()), model, mesh)
 
         def run(policy):
-            return hidden_states(model, policy, batch.tokens, batch.token_mask)
+            return hidden_states(ScoredPolicy(model, policy), Sequences(batch.tokens, batch.token_mask))
 
         compiled = jax.jit(run).lower(policy).compile()
         hidden, text = compiled(policy), compiled.as_text()
-    expected = jax.jit(hidden_states, static_argnums=0)(model, kljax.Policy(weights()), batch.tokens, batch.token_mask)
+    expected = jax.jit(hidden_states)(
+        ScoredPolicy(model, kljax.Policy(weights())), Sequences(batch.tokens, batch.token_mask)
+    )
     mask = np.asarray(batch.token_mask)
     assert_close(np.asarray(hidden)[mask], np.asarray(expected)[mask])
     assert hidden.sharding.shard_shape(hidden.shape) == (tiny.ROWS, 2, 16)

@@ -12,10 +12,10 @@ import pytest
 import kljax
 from tests import oracles, tiny
 from tests.train.rl.test_objective import controllers_of, measured, numbers, ppo
-from train.config.plan import Layout
+from train.config.plan import Layout, Plan
 from train.rl.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.step import make_update
 
 MODEL = tiny.model_of(tiny.config_of())
@@ -178,7 +178,9 @@ def log_probs_and_gradient(params, tokens, token_mask, cotangent):
 
     def log_probs(params):
         policy = kljax.Policy(params)
-        return token_stats(MODEL, policy, tokens, token_mask, temperature=1.0, layout=Layout(5))[0].log_prob
+        return token_stats(
+            ScoredPolicy(MODEL, policy), Sequences(tokens, token_mask, layout=Layout(5)), temperature=1.0
+        )[0].log_prob
 
     value, pull = jax.vjp(log_probs, params)
     return value, pull(cotangent)[0]
@@ -200,7 +202,7 @@ def test_a_weight_scales_the_policy_term_and_a_rejected_token_has_no_term(entrie
     # In float64: the oracle's log-probs are those of another program, and rounding is not the subject.
     with jax.enable_x64(True):
         params, batch = tiny.wide(tiny.host_params()), tiny.wide(batch)
-        batch = dataclasses.replace(batch, token_weights=token_weights(config, batch))
+        batch = dataclasses.replace(batch, token_weights=token_weights(Plan.of(config), config.loss, batch))
         x, mask = numbers(batch), np.asarray(batch.completion_mask)
         scored = functools.partial(log_probs_and_gradient, params, batch.tokens, batch.token_mask)
         log_prob = np.asarray(scored(np.zeros(mask.shape))[0])

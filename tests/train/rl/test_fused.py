@@ -81,7 +81,7 @@ def fields_of(case: str) -> dict[str, Any]:
     return {
         "corrected": {"correction_weights": jnp.asarray(rng.uniform(size=shape), jnp.float32), "kept_mask": kept},
         "exact": {"ref_hidden": jnp.asarray(rng.normal(size=(*shape, width)), jnp.float32)},
-        "kept tokens": {"kept_ids": jnp.asarray(rng.integers(-1, 256, (*shape, 4)), jnp.int32)},
+        "kept tokens": {"fields": {"kept_ids": jnp.asarray(rng.integers(-1, 256, (*shape, 4)), jnp.int32)}},
         "own weights": {"kl_token_weights": kljax.token_weights(kept, mode="seq_mean_token_mean")},
         "first update": {"old_log_probs": None},
     }.get(case, {})

@@ -11,6 +11,7 @@ import pytest
 
 import kljax
 from tests import tiny
+from train.config.plan import Plan
 from train.config.schema import Config
 from train.data.prompts import SupervisedBatch
 from train.models import Decoder
@@ -19,7 +20,8 @@ from train.rl import policy, step
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.objective import coefficients
-from train.rl.reference import Reference, reference_head
+from train.rl.policy import ScoredPolicy
+from train.rl.reference import reference_head
 from train.rollouts import sampling_program
 from train.rollouts.sampler import Sampling
 from train.run import warm_start
@@ -98,7 +100,7 @@ def rl_programs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, jax.stages.Comp
     optimizer = make_optimizer(config.optim)
     state = first_state(config, model, mesh, params, optimizer)
     base = params if config.lora is not None else None
-    reference, batch = Reference(model, kljax.Policy(params)), rollout_batch(mesh)
+    reference, batch = ScoredPolicy(model, kljax.Policy(params)), rollout_batch(mesh)
     score = step.make_score(config, model, mesh).lower(state.trainable, base, reference, batch)
     scored = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)), score.out_info
@@ -110,7 +112,7 @@ def rl_programs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, jax.stages.Comp
         dataclasses.replace(scored, advantages=whole),
         jnp.arange(ROWS),
         coefficients(config),
-        ref_head=reference_head(config, reference),
+        ref_head=reference_head(Plan.of(config), reference),
     )
     return {"score": compiled(score), "update": compiled(update)}
 

@@ -17,11 +17,10 @@ from kljax.kl import ESTIMATORS
 from tests import oracles, tiny
 from train.config import types
 from train.config.plan import Layout, Plan
-from train.models import Decoder
 from train.rl.algorithms import make_controllers
 from train.rl.batch import Batch
 from train.rl.objective import coefficients, make_objective, make_preparation, token_weights
-from train.rl.policy import hidden_states, stored_head, token_stats, token_values
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states, stored_head, token_stats, token_values
 
 MODEL = tiny.model_of(tiny.config_of())
 HEAD = {"kernel": np.linspace(-1, 1, 16, dtype=np.float32), "bias": np.float32(0.1)}
@@ -44,7 +43,10 @@ def scored() -> tuple[kljax.TokenStats, jax.Array]:
     batch = tiny.rollout_batch()
     return jax.jit(
         lambda params: token_stats(
-            MODEL, kljax.Policy(params), batch.tokens, batch.token_mask, temperature=1.0, entropy=True, layout=Layout(5)
+            ScoredPolicy(MODEL, kljax.Policy(params)),
+            Sequences(batch.tokens, batch.token_mask, layout=Layout(5)),
+            temperature=1.0,
+            entropy=True,
         )
     )(tiny.host_params())
 
@@ -61,9 +63,9 @@ def batch_of() -> Batch:
     return tiny.full_batch(measured()["log_prob"])
 
 
-def hidden_states_of(_: Decoder, policy: kljax.Policy, *__: object, **___: object) -> jax.Array:
+def hidden_states_of(scored: ScoredPolicy, _: Sequences) -> jax.Array:
     """Takes the place of the decoder: its hidden states are parameters."""
-    return policy.params["hidden"]
+    return scored.policy.params["hidden"]
 
 
 @functools.cache
@@ -96,6 +98,10 @@ def numbers(batch: Batch) -> dict[str, np.ndarray]:
 def ppo(x, log_prob, low=0.2, high=0.2):
     ratio = np.exp(log_prob - x["old_log_probs"])
     return np.maximum(-x["advantages"] * ratio, -x["advantages"] * np.clip(ratio, 1 - low, 1 + high))
+
+
+def weights_of(config, batch: Batch) -> jax.Array:
+    return token_weights(Plan.of(config), config.loss, batch)
 
 
 def total(batch: Batch, per_token: np.ndarray) -> float:
@@ -184,7 +190,9 @@ def test_the_gradient_is_that_of_the_policy_loss_and_of_k2():
 
     def log_probs(params):
         policy = kljax.Policy(params)
-        return token_stats(MODEL, policy, batch.tokens, batch.token_mask, temperature=1.0, layout=Layout(5))[0].log_prob
+        return token_stats(
+            ScoredPolicy(MODEL, policy), Sequences(batch.tokens, batch.token_mask, layout=Layout(5)), temperature=1.0
+        )[0].log_prob
 
     pull = jax.jit(lambda params, cotangent: jax.vjp(log_probs, params)[1](cotangent)[0])
     expected = pull(tiny.host_params(), slope.astype(np.float32))
@@ -212,14 +220,14 @@ def test_the_importance_corrected_term_is_weighted_by_the_capped_ratio():
 
 def distributions(params, batch: Batch) -> jax.Array:
     """Log-probs [B, T, V] of every token that could stand in a column."""
-    hidden = hidden_states(MODEL, kljax.Policy(params), batch.tokens, batch.token_mask)
+    hidden = hidden_states(ScoredPolicy(MODEL, kljax.Policy(params)), Sequences(batch.tokens, batch.token_mask))
     return jnp.roll(jax.nn.log_softmax(hidden @ stored_head(MODEL, params).T), 1, axis=1)
 
 
 def test_the_exact_kl_of_the_loss():
     config = tiny.config_of("kl.loss={coef: 0.7, estimator: exact}")
     other, batch = tiny.moved(tiny.host_params(), 0.05), batch_of()
-    hidden = jax.jit(hidden_states, static_argnums=0)(MODEL, kljax.Policy(other), batch.tokens, batch.token_mask)
+    hidden = jax.jit(hidden_states)(ScoredPolicy(MODEL, kljax.Policy(other)), Sequences(batch.tokens, batch.token_mask))
     batch = dataclasses.replace(batch, ref_hidden=hidden)
     arguments, coefs = ({"params": tiny.host_params()}, None, batch), coefficients(config)
     mask = np.asarray(batch.completion_mask)
@@ -278,7 +286,7 @@ def test_token_weights_are_those_of_the_config(mode):
         config = tiny.config_of(f"loss.aggregation={mode}", f"loss.empty_rows={empty_rows}", *options)
         mask, groups = np.asarray(batch.completion_mask), np.asarray(batch.group_ids)
         expected = oracles.token_weights(mask, mode, max_length=7, group_ids=groups, count=empty_rows == "count")
-        np.testing.assert_allclose(token_weights(config, batch), expected, rtol=1e-6)
+        np.testing.assert_allclose(weights_of(config, batch), expected, rtol=1e-6)
 
 
 def controllers_of(config):
@@ -299,7 +307,7 @@ def test_the_kl_of_the_loss_has_a_reduction_of_its_own_beside_one_that_divides_b
     batch = tiny.rollout_batch()
     mask, groups = np.asarray(batch.completion_mask), np.asarray(batch.group_ids)
     expected = oracles.token_weights(mask, mode, max_length=7, group_ids=groups, count=False)
-    np.testing.assert_allclose(token_weights(config, batch, config.kl.loss), expected, rtol=1e-6)
+    np.testing.assert_allclose(token_weights(Plan.of(config), config.loss, batch, config.kl.loss), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ESTIMATED)
@@ -405,13 +413,13 @@ def test_tokens_of_advantage_0_can_be_dropped_with_their_terms_and_denominators(
     config = tiny.config_of(*options, "advantage.zeros=drop")
     found = prepared(config, batch)[0]
     np.testing.assert_array_equal(found.kept_mask, kept)
-    found = dataclasses.replace(found, token_weights=token_weights(config, found))
+    found = dataclasses.replace(found, token_weights=weights_of(config, found))
     without = dataclasses.replace(found, completion_mask=jnp.asarray(kept), kept_mask=None)
-    without = dataclasses.replace(without, token_weights=token_weights(tiny.config_of(*options), without))
+    without = dataclasses.replace(without, token_weights=weights_of(tiny.config_of(*options), without))
     expected, _ = loss_of(loss, without)
     np.testing.assert_allclose(loss_of(tiny.config_of(*terms, "advantage.zeros=drop"), found)[0], expected, rtol=1e-5)
     counted = dataclasses.replace(found, kept_mask=None)
-    counted = dataclasses.replace(counted, token_weights=token_weights(tiny.config_of(*options), counted))
+    counted = dataclasses.replace(counted, token_weights=weights_of(tiny.config_of(*options), counted))
     assert abs(loss_of(loss, counted)[0] / expected - 1) > 1e-3
 
 
@@ -499,6 +507,7 @@ def test_a_batch_needs_what_the_config_reads():
     assert fields(tiny.config_of()) == always
     assert fields(tiny.config_of("kl.rollout.coef=0.1")) == [*always, "rollout_log_probs"]
     assert fields(tiny.config_of("reference.monitor=true")) == [*always, "ref_log_probs"]
+    assert fields(tiny.config_of("reference.monitor=exact")) == [*always, "ref_hidden"]
     exact = ("kl.loss={coef: 0.1, estimator: exact}", "kl.reward={coef: 0.1, estimator: exact}")
     assert fields(tiny.config_of(*exact)) == [*always, "ref_hidden", "ref_exact_kl"]
     both = fields(tiny.config_of(*exact, "kl.advantage.coef=0.1"))

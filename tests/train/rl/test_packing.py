@@ -20,7 +20,8 @@ from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients, make_objective, with_token_weights
 from train.rl.packing import Cells, Lengths, StepPacking, choose_packing, make_packer, round_up
-from train.rl.reference import Reference, reference_head
+from train.rl.policy import ScoredPolicy
+from train.rl.reference import reference_head
 from train.rl.step import make_prepare, make_score, make_update, packed_size, update_rows
 from train.rl.tracing import traced_once
 
@@ -204,7 +205,7 @@ def test_loss_metrics_and_gradient_are_those_of_padded_rows(options, shares, agg
         config, run = gradient_of(options)
         length = (f"loss.max_length={ROOM}",) if aggregation == "seq_mean_token_sum_norm" else ()
         reduced = config_of(*options, f"loss.aggregation={aggregation}", *length)
-        batch = tiny.wide(with_token_weights(reduced, full_batch(LENGTHS)))
+        batch = tiny.wide(with_token_weights(Plan.of(reduced), reduced.loss, reduced.kl.loss, full_batch(LENGTHS)))
         state = tiny.wide(tiny.state_of(config, tiny.keep_gradient()).trainable)
         coefs = coefficients(config) | ({"key": jax.random.key(0)} if Plan.of(config).key else {})
         (loss, metrics), gradient = jax.device_get(run(state, None, batch, coefs))
@@ -245,8 +246,8 @@ def step_of(options: tuple[str, ...], shape: tuple[int, int, int], packing: bool
     mesh, model = tiny.mesh_of(*shape), tiny.model_of(config)
     with jax.set_mesh(mesh):
         first, base, prepare = start_of(options, shape)
-        reference = Reference(model, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
-        ref_head = reference_head(config, reference)
+        reference = ScoredPolicy(model, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
+        ref_head = reference_head(Plan.of(config), reference)
         batch = jax.device_put(rollout_batch(TWICE_LENGTHS), batch_sharding(mesh))
         # A draw whose two updates need one number of packed rows, and so one program.
         updates = update_rows(config, purpose_key(6, "rows", 0))

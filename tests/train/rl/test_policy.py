@@ -17,6 +17,8 @@ from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.sharding import make_mesh
 from train.rl import policy as policies
 from train.rl.policy import (
+    ScoredPolicy,
+    Sequences,
     bind,
     head,
     hidden_states,
@@ -32,9 +34,10 @@ CONFIG = DecoderConfig(vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, h
 MODEL = Decoder(CONFIG)
 TOKENS = np.random.default_rng(0).integers(0, 24, (3, 6)).astype(np.int32)
 MASK = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]], bool)
+SEQUENCES = Sequences(TOKENS, MASK)
 
-hidden_of = jax.jit(hidden_states, static_argnums=0)
-stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "layout", "tile"))
+hidden_of = jax.jit(hidden_states)
+stats_of = jax.jit(token_stats, static_argnames=("entropy", "tile"))
 
 
 @functools.cache
@@ -49,7 +52,7 @@ def policy_of(model: Decoder, factor: float = 10.0) -> kljax.Policy:
 def test_statistics_are_those_of_the_token_in_their_own_column(tie):
     model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tie))
     policy = policy_of(model)
-    stats, hidden = stats_of(model, policy, TOKENS, MASK, temperature=0.7, entropy=True)
+    stats, hidden = stats_of(ScoredPolicy(model, policy), SEQUENCES, temperature=0.7, entropy=True)
     kernel = np.asarray(policy.params["embed_tokens"]["embedding"]).T if tie else policy.params["lm_head"]["kernel"]
     np.testing.assert_array_equal(head(model, policy.params), kernel)
     np.testing.assert_array_equal(stored_head(model, policy.params), kernel.T if tie else kernel)
@@ -82,18 +85,20 @@ def test_logits_of_both_layouts_are_the_product(tie, largest, dtype, monkeypatch
 
 def test_left_padding_changes_nothing():
     policy = policy_of(MODEL)
-    near, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True)
+    near, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
     padding = np.full((1, 5), 7, np.int32)
     wide_row, wide_mask = np.concatenate([padding, TOKENS[:1]], axis=1), np.arange(11)[None] >= 5
-    far, _ = stats_of(MODEL, policy, wide_row, wide_mask, temperature=1.0)
+    far, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(wide_row, wide_mask), temperature=1.0)
     assert MASK[0].all()
     np.testing.assert_allclose(far.log_prob[:, 6:], near.log_prob[:1, 1:], atol=1e-6)
 
 
 def test_columns_before_the_first_wanted_hold_zero_and_the_others_do_not_change():
     policy = policy_of(MODEL)
-    whole, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True)
-    part, hidden = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True, layout=Layout(4))
+    whole, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
+    part, hidden = stats_of(
+        ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, layout=Layout(4)), temperature=1.0, entropy=True
+    )
     assert hidden.shape == (3, 6, 16)
     for a, b in ((whole.log_prob, part.log_prob), (whole.entropy, part.entropy)):
         np.testing.assert_allclose(b[:, 4:], a[:, 4:], atol=1e-6)
@@ -101,18 +106,20 @@ def test_columns_before_the_first_wanted_hold_zero_and_the_others_do_not_change(
         assert not b[:, :4].any()
         assert a[:, 1:4].any()
     with pytest.raises(ValueError, match=r"layout\.prompt_length: got 0, expected 1 to 6"):
-        token_stats(MODEL, policy, TOKENS, MASK, temperature=1.0, layout=Layout(0))
+        token_stats(ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, layout=Layout(0)), temperature=1.0)
 
 
 def test_only_the_tokens_of_the_mask_are_scored():
     policy, chosen = policy_of(MODEL), MASK & (np.arange(6) % 2 == 1)
-    whole, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, entropy=True)
-    part, _ = stats_of(MODEL, policy, TOKENS, MASK, mask=chosen, temperature=1.0, entropy=True, layout=Layout(2))
+    whole, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
+    part, _ = stats_of(
+        ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, chosen, layout=Layout(2)), temperature=1.0, entropy=True
+    )
     wanted = chosen & (np.arange(6) >= 2)
     assert wanted.any()
     for a, b in ((whole.log_prob, part.log_prob), (whole.entropy, part.entropy)):
         np.testing.assert_allclose(b, np.where(wanted, a, 0), atol=1e-6)
-    last, _ = stats_of(MODEL, policy, TOKENS, MASK, temperature=1.0, layout=Layout(6))
+    last, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, layout=Layout(6)), temperature=1.0)
     assert not last.log_prob.any(), "no column is left"
 
 
@@ -123,20 +130,22 @@ def test_the_exact_kl_is_that_of_whole_distributions(tie):
 
     def log_probs(one: kljax.Policy) -> np.ndarray:
         stored = np.asarray(stored_head(model, one.params), float)
-        hidden = np.asarray(hidden_of(model, one, TOKENS, MASK), float)
+        hidden = np.asarray(hidden_of(ScoredPolicy(model, one), SEQUENCES), float)
         logits = hidden @ (stored.T if tie else stored) / 0.7
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
     mine, theirs = log_probs(policy), log_probs(other)
     expected = (np.exp(mine) * (mine - theirs)).sum(-1)[:, :-1]
-    reference = kljax.ReferenceStates(hidden_of(model, other, TOKENS, MASK), stored_head(model, other.params))
+    reference = kljax.ReferenceStates(
+        hidden_of(ScoredPolicy(model, other), SEQUENCES), stored_head(model, other.params)
+    )
     options = {"temperature": 0.7, "entropy": True, "tile": kljax.Tile(4, 7)}
-    stats, _ = stats_of(model, policy, TOKENS, MASK, reference=reference, **options)
+    stats, _ = stats_of(ScoredPolicy(model, policy), SEQUENCES, reference=reference, **options)
     assert expected[MASK[:, :-1]].min() > 1e-3  # the states of padding are alike in both
     np.testing.assert_allclose(stats.kl[:, 1:], np.where(MASK[:, 1:], expected, 0), rtol=1e-4, atol=1e-6)
     # Of the policy to itself, with the head that it shares: two programs differ in the last bits of a hidden state.
-    itself = kljax.ReferenceStates(hidden_of(model, policy, TOKENS, MASK))
-    assert stats_of(model, policy, TOKENS, MASK, reference=itself, **options)[0].kl.max() < 1e-12
+    itself = kljax.ReferenceStates(hidden_of(ScoredPolicy(model, policy), SEQUENCES))
+    assert stats_of(ScoredPolicy(model, policy), SEQUENCES, reference=itself, **options)[0].kl.max() < 1e-12
 
 
 def products(jaxpr: jax.extend.core.Jaxpr, columns: int) -> int:
@@ -159,7 +168,9 @@ def test_a_head_that_is_not_trained_is_gone_through_once(trained, passes):
 
     def loss(params: dict, adapter: dict) -> jax.Array:
         policy = kljax.Policy(params, adapter)
-        stats, _ = token_stats(model, policy, TOKENS % 23, MASK, temperature=1.0, entropy="constant")
+        stats, _ = token_stats(
+            ScoredPolicy(model, policy), Sequences(TOKENS % 23, MASK), temperature=1.0, entropy="constant"
+        )
         return stats.log_prob.sum()
 
     assert products(jax.make_jaxpr(jax.grad(loss, trained))(*weights).jaxpr, 23) == passes
@@ -171,7 +182,7 @@ def test_the_temperature_does_not_recompile():
     @jax.jit
     def run(temperature: float) -> jax.Array:
         traces.append(1)
-        return token_stats(MODEL, policy, TOKENS, MASK, temperature=temperature)[0].log_prob
+        return token_stats(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=temperature)[0].log_prob
 
     assert jnp.abs(run(1.0) - run(0.5)).max() > 1e-3
     assert len(traces) == 1
@@ -206,7 +217,9 @@ def test_the_same_on_every_mesh():
             tokens, mask = np.tile(TOKENS[:2], (4, 1)), np.tile(MASK[:2], (4, 1))
 
             def loss(params: dict) -> tuple[jax.Array, jax.Array]:
-                stats, _ = token_stats(MODEL, kljax.Policy(params), tokens, mask, temperature=1.0)
+                stats, _ = token_stats(
+                    ScoredPolicy(MODEL, kljax.Policy(params)), Sequences(tokens, mask), temperature=1.0
+                )
                 return jnp.where(mask, stats.log_prob, 0).mean(), stats.log_prob
 
             grads, log_probs = jax.jit(jax.grad(loss, has_aux=True))(policy.params)
@@ -217,4 +230,4 @@ def test_the_same_on_every_mesh():
         for got, expected in zip(results(shape), single, strict=True):
             # 2e-6 of the largest entry: each entry is a sum over rows of terms of that size.
             np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
-    assert hidden_states(MODEL, policy_of(MODEL), TOKENS, MASK).shape == (3, 6, 16)
+    assert hidden_states(ScoredPolicy(MODEL, policy_of(MODEL)), SEQUENCES).shape == (3, 6, 16)

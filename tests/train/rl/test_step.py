@@ -13,14 +13,14 @@ import pytest
 
 import kljax
 from tests import rounding, tiny
-from train.config.plan import Layout
+from train.config.plan import Layout, Plan
 from train.models.sharding import batch_sharding
 from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.objective import coefficients, make_objective, with_token_weights
-from train.rl.policy import head, hidden_states
-from train.rl.reference import Reference, reference_head
+from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states
+from train.rl.reference import reference_head
 from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.rollouts import JaxSource, collect
@@ -30,9 +30,9 @@ ALL_ROWS = np.arange(tiny.ROWS)
 
 
 @functools.cache
-def moved_reference() -> Reference:
+def moved_reference() -> ScoredPolicy:
     """A reference some way off the policy."""
-    return Reference(MODEL, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
+    return ScoredPolicy(MODEL, kljax.Policy(tiny.moved(tiny.host_params(), 0.05)))
 
 
 TERMS = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.05")
@@ -89,7 +89,7 @@ def test_the_model_goes_over_fewer_tokens_where_rows_share_prompts():
     flops = {}
     for options in ((), (ALONE,)):
         config = tiny.config_of(*OFF_POLICY, *options)
-        batch = with_token_weights(config, off_policy_batch())
+        batch = with_token_weights(Plan.of(config), config.loss, config.kl.loss, off_policy_batch())
         trainable = tiny.state_of(config, tiny.keep_gradient()).trainable
         objective = jax.jit(make_objective(config, tiny.model_of(config)))
         flops[options] = objective.lower(trainable, None, batch, coefficients(config)).cost_analysis()["flops"]
@@ -173,11 +173,11 @@ def exact_update(config, shape, reference):
         first, score, prepare, update = exact_programs(config, shape)
         state = tiny.copied(first)
         place = jax.tree.map(lambda x: x.sharding, state.trainable["params"])
-        reference = Reference(model, kljax.Policy(jax.tree.map(jax.device_put, reference, place)))
+        reference = ScoredPolicy(model, kljax.Policy(jax.tree.map(jax.device_put, reference, place)))
         batch = jax.device_put(tiny.rollout_batch(), batch_sharding(mesh))
         batch = score(state.trainable, None, reference, batch)
         prepared, _, _ = prepare(batch, state.controllers)
-        ref_head = reference_head(config, reference)
+        ref_head = reference_head(Plan.of(config), reference)
         after, metrics = update(state, None, prepared, ALL_ROWS, coefficients(config), ref_head=ref_head)
     return jax.device_get((batch, after.opt_state, {name: m.value() for name, m in metrics.items()}))
 
@@ -234,6 +234,21 @@ def test_an_unchanged_policy_has_a_ratio_of_1_and_no_kl(shape, options):
     mask = batch.completion_mask
     assert (batch.old_log_probs[mask] < 0).all()
     assert not batch.old_log_probs[~mask].any()
+
+
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_a_measured_exact_kl_is_that_of_the_loss_and_moves_nothing(loss):
+    """`ppo` is fused with the LM head; `gspo` reads whole completions."""
+    reference = moved_reference().policy.params
+    base = (f"loss={{type: {loss}}}", "kl.loss={coef: 0.3, estimator: k3}")
+    _, alone, plain = exact_update(tiny.config_of(*base), (1, 1, 1), reference)
+    _, gradient, metrics = exact_update(tiny.config_of(*base, "reference.monitor=exact"), (1, 1, 1), reference)
+    _, _, trained = exact_update(tiny.config_of(f"loss={{type: {loss}}}", EXACT[0]), (1, 1, 1), reference)
+    np.testing.assert_allclose(metrics["kl_reference_exact"], trained["kl_reference_exact"], rtol=1e-6)
+    assert metrics["kl_reference_exact"] > 0
+    assert "kl_reference_exact" not in plain
+    roundings = rounding.of_decoder(layers=tiny.LAYERS, longest_sum=256, passes=3)
+    rounding.assert_close_by_norm(gradient, alone, roundings=roundings)
 
 
 def model_applications(jaxpr: jax.extend.core.Jaxpr) -> int:
@@ -391,13 +406,15 @@ def test_kept_tokens_renormalise_the_log_probs_of_every_policy():
     source.update(policy_of(state.trainable, None), 0)
     batch = collect(context, source, 0).batch
     mask = np.asarray(batch.completion_mask)
-    assert ((np.asarray(batch.kept_ids)[mask] >= 0).sum(-1) > 1).any()
+    assert ((np.asarray(batch.fields["kept_ids"])[mask] >= 0).sum(-1) > 1).any()
     scored = make_score(config, MODEL, tiny.mesh_of())(state.trainable, None, moved_reference(), batch)
     np.testing.assert_allclose(scored.old_log_probs, np.where(mask, batch.rollout_log_probs, 0), atol=2e-5)
-    hidden = jax.jit(hidden_states, static_argnums=0)(MODEL, moved_reference().policy, batch.tokens, batch.token_mask)
+    hidden = jax.jit(hidden_states)(
+        ScoredPolicy(MODEL, moved_reference().policy), Sequences(batch.tokens, batch.token_mask)
+    )
     logits = np.asarray(hidden, np.float64) @ np.asarray(head(MODEL, moved_reference().policy.params), np.float64) / 0.8
     for row, column in zip(*np.nonzero(mask), strict=True):
-        before, ids = logits[row, column - 1], np.asarray(batch.kept_ids[row, column])
+        before, ids = logits[row, column - 1], np.asarray(batch.fields["kept_ids"][row, column])
         expected = before[batch.tokens[row, column]] - np.logaddexp.reduce(before[ids[ids >= 0]])
         np.testing.assert_allclose(scored.ref_log_probs[row, column], expected, atol=2e-5)
     prepared, _, _ = make_prepare(config, tiny.mesh_of())(scored, state.controllers)

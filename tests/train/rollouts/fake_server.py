@@ -20,7 +20,7 @@ def serving(
     `seen` gets the headers of the requests.
     """
 
-    class Handler(BaseHTTPRequestHandler):
+    class FakeHandler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
@@ -45,10 +45,10 @@ def serving(
         def log_message(self, *arguments: object) -> None:
             pass
 
-    class Server(ThreadingHTTPServer):
+    class FakeServer(ThreadingHTTPServer):
         request_queue_size = 64  # more connections at a time than any client here makes
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = FakeServer(("127.0.0.1", 0), FakeHandler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

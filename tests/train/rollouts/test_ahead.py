@@ -38,7 +38,7 @@ class Versions:
         pass
 
 
-class Server(Digits):
+class VersionedServer(Digits):
     """Draws other digits with other weights; lists the versions that were asked for, in their order."""
 
     def _choice(self, body: dict, index: int) -> dict:
@@ -111,7 +111,7 @@ def test_the_next_batch_is_requested_before_the_update_from_the_weights_of_this_
     """Each update waits for the next request, whose answer waits for the update: neither comes first by chance."""
     asked, updated = [threading.Semaphore(0) for _ in range(2)]
 
-    class Slow(Server):
+    class Slow(VersionedServer):
         def __call__(self, path: str, body: dict) -> Answer:
             if len(self.bodies) >= 1 + PROMPTS and path == "/v1/completions":
                 asked.release()
@@ -135,10 +135,10 @@ def test_the_next_batch_is_requested_before_the_update_from_the_weights_of_this_
 
 @pytest.mark.parametrize("way", ["more steps", "interrupted"])
 def test_a_run_that_is_continued_equals_one_that_was_not_interrupted(go_on, way):
-    whole, records = go_on("whole", Server(EOS), 4, "checkpoint.every=1000")
+    whole, records = go_on("whole", VersionedServer(EOS), 4, "checkpoint.every=1000")
     first, steps = (2, None) if way == "more steps" else (4, 2)
-    _, begun = go_on("parts", Server(EOS), first, "checkpoint.every=1000", stop_after=steps)
-    server = Server(EOS)
+    _, begun = go_on("parts", VersionedServer(EOS), first, "checkpoint.every=1000", stop_after=steps)
+    server = VersionedServer(EOS)
     continued, rest = go_on("parts", server, 4, "checkpoint.every=1000")
     assert begun + rest == records
     assert_equal(continued, whole)
@@ -156,10 +156,10 @@ def test_a_reward_function_that_fails_leaves_the_batch_that_it_judged(steps, go_
         return steps.context.task.score(example, text, finished)
 
     judges = {"task": dataclasses.replace(steps.context.task, score=score)}
-    whole, records = go_on("whole", Server(EOS), 3)
+    whole, records = go_on("whole", VersionedServer(EOS), 3)
     with pytest.raises(RewardError, match=r"The run is saved after step 2; continue it with --resume"):
-        go_on("parts", Server(EOS), 3, "checkpoint.every=1000", changes=judges.items())
-    continued, rest = go_on("parts", Server(EOS), 3)
+        go_on("parts", VersionedServer(EOS), 3, "checkpoint.every=1000", changes=judges.items())
+    continued, rest = go_on("parts", VersionedServer(EOS), 3)
     assert rest == records[2:]
     assert_equal(continued, whole)
 
@@ -168,21 +168,21 @@ def test_a_reward_function_that_fails_leaves_the_batch_that_it_judged(steps, go_
 def test_a_server_that_dies_ahead_ends_the_next_step(go_on, tmp_path, capsys, every):
     """Whether the loss is noticed by the step or by the checkpoint before it, the state of the last step is saved."""
     with pytest.raises(SourceError) as caught:
-        go_on("run", Server(EOS, lives=1 + 2 * PROMPTS + 1), 4, f"checkpoint.every={every}")
+        go_on("run", VersionedServer(EOS, lives=1 + 2 * PROMPTS + 1), 4, f"checkpoint.every={every}")
     first, last = str(caught.value).split("\n")
     assert first.startswith("rollout.source.url: POST http://127.0.0.1:")
     assert last == "The run is saved after step 2; continue it with --resume"
     assert ("the batch that was requested ahead is lost: rollout.source" in capsys.readouterr().err) == (every == 1)
     assert RunCheckpoints(tmp_path / "run", Checkpoint()).steps()[-1] == 2
     # Its batch was never answered: it is requested again, from the weights of its own step.
-    server = Server(EOS)
+    server = VersionedServer(EOS)
     _, rest = go_on("run", server, 3)
     assert [record["rollout_lag"] for record in rest] == [0]
     assert server.versions == ["v2", "v2"]
 
 
 def test_a_server_that_dies_behind_the_last_step_ends_no_run(go_on, tmp_path):
-    state, _ = go_on("run", Server(EOS, lives=1 + 2 * PROMPTS), 2)
+    state, _ = go_on("run", VersionedServer(EOS, lives=1 + 2 * PROMPTS), 2)
     assert int(state.step) == 2
     assert not (tmp_path / "run" / "2" / "batch").exists()
 
@@ -191,7 +191,7 @@ def test_an_interrupt_ends_the_request_that_is_under_way(steps, go_on):
     """Its threads end with the run, although the server never answers."""
     over = threading.Event()
 
-    class Hangs(Server):
+    class Hangs(VersionedServer):
         def __call__(self, path: str, body: dict) -> Answer:
             if len(self.bodies) >= 1 + PROMPTS:
                 over.wait(SECONDS)
@@ -208,7 +208,7 @@ def test_an_interrupt_ends_the_request_that_is_under_way(steps, go_on):
 
 
 def test_a_saved_batch_of_other_prompts_is_refused(steps, go_on):
-    go_on("run", Server(EOS), 1)
+    go_on("run", VersionedServer(EOS), 1)
     other = dataclasses.replace(steps.context.prompts.examples[0], prompt_ids=np.array([50], np.int32))
 
     class Others:
@@ -217,4 +217,4 @@ def test_a_saved_batch_of_other_prompts_is_refused(steps, go_on):
 
     message = r"^rollout\.ahead: the batch that was saved with step 1 has other prompts than the data has"
     with pytest.raises(UserError, match=message):
-        go_on("run", Server(EOS), 2, changes={"prompts": Others()}.items())
+        go_on("run", VersionedServer(EOS), 2, changes={"prompts": Others()}.items())

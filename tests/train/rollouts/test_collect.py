@@ -24,7 +24,7 @@ def completions_of(**changes) -> Completions:
         tokens=np.full(shape, 7, np.int32),
         token_mask=mask,
         completion_mask=mask,
-        log_probs=np.where(mask, -1.0, np.nan).astype(np.float32),
+        fields={"log_probs": np.where(mask, -1.0, np.nan).astype(np.float32)},
         texts=["x"] * 4,
         finished=np.ones(4, bool),
     )
@@ -58,7 +58,7 @@ def test_a_completion_with_padding_in_it_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_log_probs_that_are_not_finite_are_refused(value) -> None:
-    log_probs = completions_of().log_probs.copy()
+    log_probs = completions_of().fields["log_probs"].copy()
     log_probs[3, tiny.PROMPT] = value
-    with pytest.raises(SourceError, match="1 log-probs that are not finite"):
-        collected(completions_of(log_probs=log_probs))
+    with pytest.raises(SourceError, match="1 log_probs that are not finite"):
+        collected(completions_of(fields={"log_probs": log_probs}))

@@ -15,9 +15,9 @@ from train.data.tasks import Example, Task, load_task
 from train.data.tasks.arithmetic import score
 from train.data.tokenizers import ByteTokenizer
 from train.models.rows import shard_rows
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.state import policy_of
-from train.rollouts import JaxSource, collect, make_sampler, sample_completions
+from train.rollouts import JaxSource, begin_samples, collect, make_sampler
 from train.rollouts.sampler import Samples
 
 TOKENIZER = ByteTokenizer()
@@ -41,18 +41,11 @@ def scripted(texts: list[str], finished: list[bool]):
             tokens=jax.numpy.concatenate([prompts, tokens], axis=1),
             token_mask=jax.numpy.concatenate([prompt_mask, mask], axis=1),
             completion_mask=jax.numpy.asarray(both),
-            log_probs=jax.numpy.where(both, -1.5, 0),
+            fields={"log_probs": jax.numpy.where(both, -1.5, 0)},
             finished=jax.numpy.asarray(np.array(finished)),
         )
 
     return draw
-
-
-class Fixed:
-    """The same prompts at every step."""
-
-    def batch(self, step: int) -> list[Example]:
-        return EXAMPLES
 
 
 TEXTS = ["3", "4", "7", "77", "10", "", "8", "8"]
@@ -61,7 +54,7 @@ FINISHED = [True, True, True, True, True, False, False, True]
 
 def collected(*overrides: str):
     context = tiny.context_of(tiny.config_of(*overrides), task=TASK)
-    context = dataclasses.replace(context, prompts=Fixed())
+    context = dataclasses.replace(context, prompts=tiny.SamePrompts(EXAMPLES))
     source = JaxSource(context, scripted(TEXTS, FINISHED))
     source.update(kljax.Policy({}), 0)
     return collect(context, source, 0)
@@ -106,19 +99,21 @@ def test_one_temperature_for_the_sampler_and_the_log_probs():
     context, policy = tiny.context_of(config), policy_of(state.trainable, None)
     sampler = make_sampler(context, name="test")
     examples = load_task(config).train[:8]
-    samples, _, texts, finished, _ = sample_completions(context, sampler, policy, examples, jax.random.key(1))
-    assert len(texts) == len(finished) == 8
-    stats = jax.jit(token_stats, static_argnums=0)
+    samples = begin_samples(context, sampler, policy, examples, jax.random.key(1))
+    assert len(samples.finished) == 8
+    stats = jax.jit(token_stats)
 
     def log_probs(temperature: float) -> np.ndarray:
-        scored, _ = stats(context.model, policy, samples.tokens, samples.token_mask, temperature=temperature)
+        scored, _ = stats(
+            ScoredPolicy(context.model, policy), Sequences(samples.tokens, samples.token_mask), temperature=temperature
+        )
         return np.where(samples.completion_mask, scored.log_prob, 0)
 
-    np.testing.assert_allclose(samples.log_probs, log_probs(0.6), atol=2e-6)
-    assert np.abs(samples.log_probs - log_probs(1.0)).max() > 1e-2
-    again, *_ = sample_completions(context, sampler, policy, examples, jax.random.key(1))
+    np.testing.assert_allclose(samples.fields["log_probs"], log_probs(0.6), atol=2e-6)
+    assert np.abs(samples.fields["log_probs"] - log_probs(1.0)).max() > 1e-2
+    again = begin_samples(context, sampler, policy, examples, jax.random.key(1))
     np.testing.assert_array_equal(samples.tokens, again.tokens)
-    other, *_ = sample_completions(context, sampler, policy, examples, jax.random.key(2))
+    other = begin_samples(context, sampler, policy, examples, jax.random.key(2))
     assert (np.asarray(samples.tokens) != np.asarray(other.tokens)).any()
 
 
@@ -134,16 +129,15 @@ def test_short_prompts_go_through_a_narrower_program():
         return sampler(policy, prompts, prompt_mask, key)
 
     short, key = EXAMPLES * 2, jax.random.key(1)
-    narrow, _, texts, *_ = sample_completions(context, watched, policy, short, key)
+    narrow = begin_samples(context, watched, policy, short, key)
     whole = sampler(policy, *shard_rows(encode_prompts(short, TOKENIZER, 64), context.mesh), key)
     long = [Example("1" * 40, "1", "1"), *short[1:]]
-    sample_completions(context, watched, policy, long, key)
+    begin_samples(context, watched, policy, long, key)
     assert widths == [32, 64]
-    assert len(texts) == 8
     chex.assert_trees_all_equal_shapes_and_dtypes(narrow, whole)
     for name in ("tokens", "token_mask", "completion_mask", "finished"):
         np.testing.assert_array_equal(getattr(narrow, name), getattr(whole, name), err_msg=name)
-    np.testing.assert_allclose(narrow.log_probs, whole.log_probs, atol=2e-6)
+    np.testing.assert_allclose(narrow.fields["log_probs"], whole.fields["log_probs"], atol=2e-6)
 
 
 def test_a_mesh_that_does_not_divide_the_rows_is_named():

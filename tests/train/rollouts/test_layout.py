@@ -17,8 +17,8 @@ from train.data.tasks import load_task
 from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.sharding import make_mesh, reshape_mesh
 from train.plan.compiler import hlo
-from train.rl.policy import abstract_params, head, hidden_states
-from train.rollouts import make_sampler, sample_completions, sampling_program
+from train.rl.policy import ScoredPolicy, Sequences, abstract_params, head, hidden_states
+from train.rollouts import begin_samples, make_sampler, sampling_program
 from train.rollouts.context import RunContext
 from train.rollouts.layout import SamplingLayout
 from train.rollouts.sampler import Samples, Sampling
@@ -58,7 +58,7 @@ def sampled(context: RunContext, policy: kljax.Policy | None = None) -> Samples:
     with jax.set_mesh(context.mesh):
         sampler = make_sampler(context, name="test")
         policy = policy_on(context) if policy is None else policy
-        return sample_completions(context, sampler, policy, examples, jax.random.key(1)).samples
+        return begin_samples(context, sampler, policy, examples, jax.random.key(1))
 
 
 @functools.cache
@@ -71,7 +71,7 @@ def probs_of_one_device(row: int, column: int, *overrides: str) -> np.ndarray:
     context, samples = context_on((1, 1, 1), *overrides), on_one_device(*overrides)
     with jax.set_mesh(context.mesh):
         policy, tokens, mask = policy_on(context), samples.tokens[:, :column], samples.token_mask[:, :column]
-        hidden = hidden_states(context.model, policy, tokens, mask)[row, -1]
+        hidden = hidden_states(ScoredPolicy(context.model, policy), Sequences(tokens, mask))[row, -1]
         logits = hidden @ head(context.model, policy.params) / context.config.temperature
     return np.asarray(jax.nn.softmax(logits))
 
@@ -142,8 +142,9 @@ def test_sampled_token_that_is_no_near_tie_fails():
         tokens[row, prompt_length] = (tokens[row, prompt_length] + 1) % 256
         with pytest.raises(AssertionError, match=f"row {row}, token {prompt_length}: .* no near tie"):
             compare(dataclasses.replace(samples, tokens=tokens))
+    planted = rounding.planted(samples.fields["log_probs"], roundings=10 * BOUND)
     with pytest.raises(AssertionError, match="roundings of the norm"):
-        compare(dataclasses.replace(samples, log_probs=rounding.planted(samples.log_probs, roundings=10 * BOUND)))
+        compare(dataclasses.replace(samples, fields={"log_probs": planted}))
 
 
 def test_token_on_the_border_is_a_near_tie():
@@ -174,7 +175,7 @@ def test_rounded_weights_give_the_bits_of_weights_in_place():
     assert wide.layout.in_place
     expected, samples = sampled(wide, policy), sampled(narrow, policy)
     np.testing.assert_array_equal(samples.tokens, expected.tokens)
-    np.testing.assert_array_equal(samples.log_probs, expected.log_probs)
+    np.testing.assert_array_equal(samples.fields["log_probs"], expected.fields["log_probs"])
 
 
 def test_a_dtype_of_the_sampler_rounds_the_head_too():

@@ -79,9 +79,9 @@ def test_kept_tokens_are_read_back(tmp_path):
     reading = tiny.context_of(tiny.config_of(SOURCE.format(path=tmp_path / "r", shuffle="false")))
     batch = collect(reading, open_source(reading), 0).batch
     np.testing.assert_array_equal(batch.rollout_log_probs, rollout.batch.rollout_log_probs)
-    ids = np.asarray(rollout.batch.kept_ids)
+    ids = np.asarray(rollout.batch.fields["kept_ids"])
     longest = (ids >= 0).sum(-1).max()
-    np.testing.assert_array_equal(batch.kept_ids, ids[..., :longest])
+    np.testing.assert_array_equal(batch.fields["kept_ids"], ids[..., :longest])
 
 
 def prompts_of(context, source, steps) -> list[list[int]]:

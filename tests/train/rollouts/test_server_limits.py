@@ -8,19 +8,19 @@ import pytest
 from tests import tiny
 from tests.train.rollouts.fake_server import Answer, Digits, serving
 from train.config.errors import UserError
-from train.config.rollout import OpenAISource
+from train.config.rollout import OpenAISourceSection
 from train.data.tokenizers import ByteTokenizer
+from train.rl.token_fields import MAX_LOG_PROB
 from train.rollouts import SourceError, open_source
 from train.rollouts.server import Client
 from train.rollouts.server.answers import AnswerError, read_answers
 from train.rollouts.server.key import read_key
-from train.rollouts.source import MAX_LOG_PROB
 
 KEY = "sk-0123456789-secret"
 
 
-def source_of(url: str = "http://host", **fields: object) -> OpenAISource:
-    return OpenAISource(type="openai", url=url, model="m", sync="none", **fields)
+def source_of(url: str = "http://host", **fields: object) -> OpenAISourceSection:
+    return OpenAISourceSection(type="openai", url=url, model="m", sync="none", **fields)
 
 
 def test_a_key_comes_from_the_environment_or_a_file(tmp_path, monkeypatch):
@@ -97,7 +97,7 @@ def test_log_probs_are_at_most_0_but_for_rounding(value):
     def read() -> float:
         content = json.dumps({"choices": [choice]}).encode()
         (answer,) = read_answers(content, prompt=[1], samples=1, max_new_tokens=1, vocab_size=2, log_probs=True)
-        return answer.log_probs[0]
+        return answer.fields["log_probs"][0]
 
     if -1e38 <= value <= MAX_LOG_PROB:
         assert read() == value

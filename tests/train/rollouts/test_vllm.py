@@ -31,7 +31,7 @@ def without_paths(body: dict | None) -> dict:
     return body
 
 
-class Replay:
+class ReplayedServer:
     """Answers each request as vLLM did; one that was not recorded is refused, and each is answered once."""
 
     def __init__(self, exchanges: list[dict]) -> None:
@@ -64,7 +64,7 @@ def client_of(url: str) -> Client:
 
 @pytest.mark.parametrize("name", record.SCENARIOS)
 def test_log_probs_of_vllm_are_the_trainers(name):
-    replay = Replay(EXCHANGES[name])
+    replay = ReplayedServer(EXCHANGES[name])
     with serving(replay) as url:
         played = record.play(name, client_of(url), url)
     assert not replay.left, "something that was asked is not asked any more"
@@ -73,11 +73,11 @@ def test_log_probs_of_vllm_are_the_trainers(name):
         other = played[1 - step][1]
         assert record.log_prob_error(context, completions, other) > 1
         assert not completions.finished.all()
-        assert completions.log_probs[~completions.completion_mask].max() == 0
+        assert completions.fields["log_probs"][~completions.completion_mask].max() == 0
 
 
 def test_stop_texts_end_a_completion_and_belong_to_it():
-    replay = Replay(EXCHANGES["sampling"])
+    replay = ReplayedServer(EXCHANGES["sampling"])
     with serving(replay) as url:
         (context, _, completions), _ = record.play("sampling", client_of(url), url)
     stops, eos = context.config.rollout.stop, context.tokenizer.eos_ids
@@ -94,12 +94,14 @@ def test_the_id_that_ends_a_completion_is_among_its_ids():
     answers = read_answers(
         first["response"].encode(), prompt=[1], samples=1, max_new_tokens=4, vocab_size=264, log_probs=True
     )
-    assert [(len(answer.tokens), len(answer.log_probs), answer.finished) for answer in answers] == [(1, 1, True)]
+    assert [(len(answer.tokens), len(answer.fields["log_probs"]), answer.finished) for answer in answers] == [
+        (1, 1, True)
+    ]
 
 
 def opened(answers: list[dict], *overrides: str) -> ServerSource:
     """A source on a server that says these things."""
-    with serving(Replay(answers)) as url:
+    with serving(ReplayedServer(answers)) as url:
         context = tiny.context_of(tiny.config_of(url, *record.SCENARIOS["lora"], *overrides))
         return ServerSource(context, context.config.rollout.source, client_of(url))
 
@@ -161,7 +163,7 @@ def test_log_probs_of_another_kind_than_the_trainers_are_refused():
 def test_what_vllm_refuses_is_passed_on_with_what_to_do():
     from train.rollouts.server.weights import _post
 
-    with serving(Replay(EXCHANGES["others"])) as url:
+    with serving(ReplayedServer(EXCHANGES["others"])) as url:
         client = client_of(url)
         with pytest.raises(SourceError, match="refused with status 404: The model `nobody` does not exist"):
             client.post("/v1/completions", {"model": "nobody", "prompt": [1], "max_tokens": 1}, bytes)
@@ -190,7 +192,7 @@ def test_rows_are_prompts_and_completions_with_their_log_probs():
         for choice in json.loads(exchange["response"])["choices"]:
             ids, log_probs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             rows.setdefault(tuple(exchange["request"]["prompt"]), []).append((ids, log_probs))
-    replay = Replay(EXCHANGES["lora"])
+    replay = ReplayedServer(EXCHANGES["lora"])
     with serving(replay) as url:
         context, _, completions = record.play("lora", client_of(url), url)[step]
     expected = [
@@ -203,4 +205,4 @@ def test_rows_are_prompts_and_completions_with_their_log_probs():
         real, own = completions.token_mask[row], completions.completion_mask[row]
         assert completions.tokens[row][real].tolist() == [*prompt, *ids]
         assert completions.tokens[row][own].tolist() == ids
-        np.testing.assert_allclose(completions.log_probs[row][own], log_probs, rtol=1e-6)
+        np.testing.assert_allclose(completions.fields["log_probs"][row][own], log_probs, rtol=1e-6)

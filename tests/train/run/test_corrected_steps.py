@@ -6,7 +6,7 @@ import numpy as np
 from tests import tiny
 from tests.goldens.vllm import record
 from tests.train.rollouts.fake_server import serving
-from tests.train.rollouts.test_vllm import EXCHANGES, Replay
+from tests.train.rollouts.test_vllm import EXCHANGES, ReplayedServer
 from train.config.schema import Checkpoint
 from train.rl.objective import make_preparation
 from train.rl.reference import FrozenWeights
@@ -63,7 +63,7 @@ def test_corrected_steps_compile_once_and_continue_as_they_would_have(tmp_path):
 
 
 def test_completions_of_vllm_are_weighted_by_default():
-    replay = Replay(EXCHANGES["lora"])
+    replay = ReplayedServer(EXCHANGES["lora"])
     with serving(replay) as url:
         client = Client(url, timeout=20, retries=0)
         (context, own, completions), (_, other, _) = record.play("lora", client, url)

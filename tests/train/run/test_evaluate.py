@@ -31,7 +31,7 @@ def knows(digits: set[int], seen: list[int]):
             tokens=jax.numpy.concatenate([prompts, tokens], axis=1),
             token_mask=jax.numpy.asarray(mask),
             completion_mask=jax.numpy.asarray(mask),
-            log_probs=jax.numpy.zeros(mask.shape),
+            fields={"log_probs": jax.numpy.zeros(mask.shape)},
             finished=jax.numpy.ones(len(answers), bool),
         )
 
@@ -71,14 +71,14 @@ def test_weights_are_sampled_once_where_greedy_answers_are_not_wanted(greedy):
     context = tiny.context_of(config, task=task, held_out=EXAMPLES)
     samplers = {name: knows({0, 1}, seen) for name, seen in drawn.items()}
     programs = Programs(score=None, prepare=None, update=None, control=None, follow=None, **samplers)
-    writer = Recorder()
+    writer = MetricsRecorder()
     write_evaluation(context, programs, kljax.Policy({}), writer, 3)
     assert drawn == {"held_out": [5], "greedy": [5] * greedy}
     assert writer.written["accuracy"] == 40
     assert ("accuracy_greedy" in writer.written) == greedy
 
 
-class Recorder:
+class MetricsRecorder:
     """The metrics of an evaluation, in memory."""
 
     def write(self, phase: str, step: int, metrics: dict[str, float]) -> None:

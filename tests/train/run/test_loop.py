@@ -18,7 +18,8 @@ from train.data.tasks.reward_function import RewardError
 from train.data.tokenizers import ByteTokenizer
 from train.process.interrupt import Interrupt
 from train.rl.metrics import metric_values
-from train.rl.reference import FrozenWeights, Reference
+from train.rl.policy import ScoredPolicy
+from train.rl.reference import FrozenWeights
 from train.rollouts import JaxSource
 from train.run.guard import StepGuard
 from train.run.loop import Programs, require_fields, rl_step, train
@@ -41,7 +42,7 @@ def _shared_programs() -> Iterator[None]:
 
 def frozen_of(config: Config) -> FrozenWeights:
     policy = kljax.Policy(jax.tree.map(jnp.asarray, tiny.host_params()))
-    return FrozenWeights(None, Reference(tiny.model_of(config), policy))
+    return FrozenWeights(None, ScoredPolicy(tiny.model_of(config), policy))
 
 
 def test_a_rollout_without_a_field_that_is_needed_stops_before_the_device():

@@ -24,7 +24,7 @@ from train.config.plan import Layout, Plan
 from train.config.schema import Checkpoint, Config
 from train.references import with_abstract_reference
 from train.rl.packing import make_packer
-from train.rl.reference import FrozenWeights, Reference
+from train.rl.reference import FrozenWeights
 from train.rl.step import make_control, make_prepare, make_score, make_update
 from train.run import loop
 from train.run.loop import Programs, rl_step
@@ -160,7 +160,7 @@ COVERING = [*covering(len(LOSSES))]
 DRAWN = [*covering(100)][len(LOSSES) :]
 
 
-class Recorded:
+class RecordedRun:
     """A source of completions that are already there."""
 
     def update(self, *policy: Any) -> None:
@@ -170,7 +170,8 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch):
     def draw(context: Any, source: Any, step: int) -> SimpleNamespace:
-        return SimpleNamespace(batch=jax.device_put(tiny.rollout_batch(step)), metrics={}, timings={}, arrived=0.0)
+        batch, completions = jax.device_put(tiny.rollout_batch(step)), SimpleNamespace(timings={})
+        return SimpleNamespace(batch=batch, completions=completions, metrics={}, arrived=0.0)
 
     monkeypatch.setattr(loop, "draw", draw)
     monkeypatch.setattr(loop, "judge_drawn", lambda context, drawn, step: drawn)
@@ -209,16 +210,16 @@ def programs_of(context: Any, state: Any, scores: Scores) -> Programs:
 
 def run_two_steps(config: Config, scores: Scores, directory: Any = None) -> None:
     """Trains for two steps; with a directory the second one is also made from a restored state."""
-    from train.rl.policy import init_params
+    from train.rl.policy import ScoredPolicy, init_params
     from train.run.setup import first_state
 
     context = tiny.context_of(config)
     params = init_params(context.model, jax.random.key(0), context.mesh)
-    frozen = FrozenWeights(None, Reference(context.model, kljax.Policy(tiny.moved(params, 0.05))))
+    frozen = FrozenWeights(None, ScoredPolicy(context.model, kljax.Policy(tiny.moved(params, 0.05))))
     with jax.set_mesh(context.mesh):
         state = first_state(config, context.model, context.mesh, tiny.copied(params), context.optimizer)
         programs = programs_of(context, state, scores)
-        state, values, _ = rl_step(context, programs, Recorded(), frozen, state, step=0)
+        state, values, _ = rl_step(context, programs, RecordedRun(), frozen, state, step=0)
         assert np.isfinite([*values.values()]).all(), values
         after = None
         if directory is not None:
@@ -226,8 +227,8 @@ def run_two_steps(config: Config, scores: Scores, directory: Any = None) -> None
             checkpoints.save(state, 1)
             restored = checkpoints.restore_last(with_abstract_reference(config, state))
             checkpoints.close()
-            after, again, _ = rl_step(context, programs, Recorded(), frozen, restored, step=1)
-        state, values, _ = rl_step(context, programs, Recorded(), frozen, state, step=1)
+            after, again, _ = rl_step(context, programs, RecordedRun(), frozen, restored, step=1)
+        state, values, _ = rl_step(context, programs, RecordedRun(), frozen, state, step=1)
     assert np.isfinite([*values.values()]).all(), values
     chex.assert_tree_all_finite(jax.device_get(state.trainable))
     if after is not None:

@@ -13,7 +13,7 @@ from train.config.schema import Config
 from train.data.prompts import Prompts, Supervised
 from train.data.tasks import load_task
 from train.data.tokenizers import ByteTokenizer
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rollouts.context import RunContext
 from train.run.warm_start import supervised_loss, warm_start
 
@@ -56,7 +56,11 @@ def test_imitation_lowers_the_loss_and_reports_every_step():
     # The first loss is that of the first weights on the first batch: mean over the tokens of the solutions.
     batch, model = data.batch(0), tiny.model_of(config)
     policy = tiny.kljax.Policy(tiny.host_params())
-    scored = jax.jit(lambda policy: token_stats(model, policy, batch.tokens, batch.token_mask, temperature=0.8)[0])
+    scored = jax.jit(
+        lambda policy: token_stats(
+            ScoredPolicy(model, policy), Sequences(batch.tokens, batch.token_mask), temperature=0.8
+        )[0]
+    )
     expected = -np.asarray(scored(policy).log_prob, float)[batch.completion_mask].mean()
     np.testing.assert_allclose(losses[0], expected, rtol=1e-5)
     # The weights that came in were not given away.

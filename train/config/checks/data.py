@@ -9,6 +9,8 @@ from train.config.schema import Config
 
 FROM_FILES = ("gsm8k", "math", "jsonl")
 HUB = "datasets:"
+# Fields of `data` that a chat template alone reads.
+TEMPLATE = ("system", "chat_template", "template_arguments")
 # Fields of `data` that one task alone reads.
 OWNED = {
     "judge": "gsm8k",
@@ -20,6 +22,11 @@ OWNED = {
     "numbers": "countdown",
     "max_number": "countdown",
 }
+
+
+def _set_fields(config: Config, *names: str) -> list[str]:
+    """Lists the fields of `data` among these that are set."""
+    return [name for name in names if getattr(config.data, name)]
 
 
 def _files(config: Config) -> Iterator[Problem]:
@@ -65,10 +72,8 @@ def _owned(config: Config) -> Iterator[Problem]:
 
 def _template(config: Config) -> Iterator[Problem]:
     data = config.data
-    fields = ("system", "chat_template", "template_arguments")
-    given = [name for name in fields if getattr(data, name)]
     if data.chat is False:
-        for name in given:
+        for name in _set_fields(config, *TEMPLATE):
             yield problem("only a chat template reads it, and data.chat is false", f"data.{name}", "data.chat")
     path = data.chat_template
     if path is not None and not Path(path).is_file():
@@ -94,10 +99,10 @@ def _functions(config: Config) -> Iterator[Problem]:
     elif data.arguments:
         yield problem(f"task {config.task} does not read it, only module:function", "data.arguments", "task")
     if data.tokenizer is not None:
-        yield from function_problems(data.tokenizer, data.tokenizer_arguments, "data.tokenizer", supplied=())
-        for name in ("chat", "system", "chat_template", "template_arguments"):
-            if getattr(data, name):
-                yield problem("not read, because data.tokenizer writes the prompts", f"data.{name}", "data.tokenizer")
+        names = "data.tokenizer", "data.tokenizer_arguments"
+        yield from function_problems(data.tokenizer, data.tokenizer_arguments, *names, supplied=())
+        for name in _set_fields(config, "chat", *TEMPLATE):
+            yield problem("not read, because data.tokenizer writes the prompts", f"data.{name}", "data.tokenizer")
     elif data.tokenizer_arguments:
         yield problem("read by data.tokenizer alone, which is null", "data.tokenizer_arguments", "data.tokenizer")
 
@@ -108,6 +113,5 @@ CHECKS = (_files, _arithmetic, _owned, _functions, _template, _rewards)
 def warnings(config: Config) -> Iterator[str]:
     """Warns of chat fields that a model without a folder does not read."""
     if config.model.path is None and config.data.tokenizer is None:
-        for name in ("chat", "system", "chat_template", "template_arguments"):
-            if getattr(config.data, name):
-                yield f"data.{name}: not read, because without model.path prompts are bytes and no conversation"
+        for name in _set_fields(config, "chat", *TEMPLATE):
+            yield f"data.{name}: not read, because without model.path prompts are bytes and no conversation"

@@ -13,7 +13,7 @@ def function_problems(
     target: str,
     arguments: Mapping[str, object],
     field: str,
-    arguments_field: str | None = None,
+    arguments_field: str,
     arrays: Mapping[str, str] | None = None,
     *,
     supplied: Collection[str] = SET_BY_TRAINER,
@@ -24,11 +24,11 @@ def function_problems(
       target: `module:function`, or `path/to/file.py:function`.
       arguments: the keyword arguments of the config.
       field: of the config, with the name of the function.
-      arguments_field: with its arguments; None: `field` with the suffix `_arguments`.
+      arguments_field: of the config, with its arguments.
       arrays: names of arrays that the trainer passes, for a function that computes; None for others.
       supplied: names of other arguments that the trainer passes.
     """
-    arguments_field, available = arguments_field or f"{field}_arguments", arrays or {}
+    available = arrays or {}
     try:
         signature = read_signature(target)
     except LookupError as error:

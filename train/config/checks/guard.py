@@ -11,7 +11,7 @@ def _limits(config: Config) -> Iterator[Problem]:
     """Checks that the KL of a limit that was set is measured, and that no field is set that no limit uses."""
     guard, plan = config.guard, Plan.of(config)
     set_fields = {name for name, _, _ in changed(guard, ("action", "learning_rate_factor", "max_actions"))}
-    measured = plan.ref_log_probs or (plan.exact_loss and config.kl.loss.direction == "reverse")
+    measured = plan.ref_log_probs or (plan.exact_kl and config.kl.loss.direction == "reverse")
     for name, value, _ in changed(guard, ("max_kl", "max_token_kl")):
         if value is not None and not measured:
             text = f"got {value:g}, but no KL to the reference is measured; set reference.monitor=true"

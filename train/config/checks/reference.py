@@ -22,6 +22,13 @@ def _reference(config: Config) -> Iterator[Problem]:
             "reference.step",
             "steps",
         )
+    if reference.monitor == "exact" and config.kl.loss.direction == "forward":
+        yield problem(
+            "got exact, but kl.loss.direction forward has an update compute KL(reference || policy), and it computes "
+            "one direction; expected true, which measures KL(policy || reference) by k3, or kl.loss.direction=reverse",
+            "reference.monitor",
+            "kl.loss.direction",
+        )
     if reference.source in ("adapter", "checkpoint"):
         yield from missing_path("reference.path", reference.path)
 

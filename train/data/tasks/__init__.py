@@ -1,8 +1,5 @@
 """Tasks with a verifier, by name."""
 
-import dataclasses
-from typing import cast
-
 from train.config.errors import UserError
 from train.config.schema import Config
 from train.config.user_functions import make_with
@@ -54,12 +51,11 @@ def _jsonl(config: Config) -> Task:
 
 
 def _user_task(config: Config) -> Task:
-    members = tuple(field.name for field in dataclasses.fields(Task))
-    task = make_with("task", config.task, members, **config.data.arguments)
+    task: Task = make_with("task", config.task, Task, **config.data.arguments)
     for split in ("train", "eval"):
         if not getattr(task, split):
             raise UserError(f"task: {config.task} returned a task without examples in {split}")
-    return cast("Task", task)
+    return task
 
 
 _TASKS = {"arithmetic": _arithmetic, "gsm8k": _gsm8k, "math": _math, "countdown": _countdown, "jsonl": _jsonl}

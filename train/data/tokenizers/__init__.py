@@ -1,6 +1,6 @@
 """Tokenizers: bytes by default, or the tokenizer and chat template of a Hugging Face folder."""
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from train.config.user_functions import make_with
 from train.data.tokenizers.byte import ByteTokenizer
@@ -9,11 +9,6 @@ from train.data.tokenizers.protocol import UNKNOWN, Tokenizer
 if TYPE_CHECKING:
     from train.config.schema import Config
 
-MEMBERS = (
-    *("bos_id", "eos_ids", "pad_id", "vocab_size"),
-    *("encode", "decode", "prompt_ids", "solution_ids", "token_bytes"),
-)
-"""Attributes and methods of `Tokenizer`."""
 __all__ = ["UNKNOWN", "ByteTokenizer", "Tokenizer", "load_tokenizer", "vocabulary_bytes"]
 
 
@@ -26,8 +21,8 @@ def load_tokenizer(config: "Config") -> Tokenizer:
     """
     path, data = config.model.path, config.data
     if data.tokenizer is not None:
-        made = make_with("data.tokenizer", data.tokenizer, MEMBERS, **data.tokenizer_arguments)
-        return cast("Tokenizer", made)
+        made: Tokenizer = make_with("data.tokenizer", data.tokenizer, Tokenizer, **data.tokenizer_arguments)
+        return made
     if path is None:
         return ByteTokenizer()
     from train.data.tokenizers.files import load_folder  # the library is needed only here

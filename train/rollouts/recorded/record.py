@@ -6,8 +6,8 @@ from typing import Any
 
 from train.config.types import fits_float32
 from train.data.tasks import Example
+from train.rl.token_fields import TOKEN_FIELDS, shorten
 from train.rollouts.context import RunContext
-from train.rollouts.source import MAX_LOG_PROB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +18,7 @@ class RecordedCompletion:
       group: key that the completions of a prompt share.
       prompt_ids, completion_ids: token ids, including BOS and EOS.
       text: text of the completion, for the verifier.
-      log_probs: log-prob of each completion id, or None.
-      kept_ids: for each completion id the tokens that the sampler kept, over which `log_probs` are renormalised; or
-        None.
+      fields: by the names of `TOKEN_FIELDS`, the values of each completion id, or of each id.
       finished: whether the completion ended with EOS or a stop.
       rewards: named rewards, including "reward"; None means that the task scores the completion.
       example: the prompt with its answer and all fields of the row.
@@ -30,8 +28,7 @@ class RecordedCompletion:
     prompt_ids: list[int]
     completion_ids: list[int]
     text: str
-    log_probs: list[float] | None
-    kept_ids: list[list[int]] | None
+    fields: dict[str, list[Any]]
     finished: bool
     rewards: dict[str, float] | None
     example: Example
@@ -63,8 +60,7 @@ def parse_row(record: Mapping[str, Any], context: RunContext) -> RecordedComplet
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
         text=text if isinstance(text, str) else context.tokenizer.decode(completion_ids),
-        log_probs=_log_probs(record, completion_ids),
-        kept_ids=_kept_ids(record, completion_ids, context),
+        fields=_fields(record, prompt_ids, completion_ids, context),
         finished=finished,
         rewards=_rewards(record),
         example=example,
@@ -91,7 +87,7 @@ def _ids(record: Mapping[str, Any], name: str, context: RunContext) -> list[int]
         return None
     if not _are_ids(values, context):
         size = context.model.config.vocab_size
-        raise ValueError(f"{name}: got {_shorten(values)}, expected a list of ids from 0 to {size - 1}")
+        raise ValueError(f"{name}: got {shorten(values)}, expected a list of ids from 0 to {size - 1}")
     return values
 
 
@@ -101,47 +97,39 @@ def _are_ids(values: Any, context: RunContext) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < size for value in values)
 
 
-def _kept_ids(record: Mapping[str, Any], completion_ids: list[int], context: RunContext) -> list[list[int]] | None:
-    values = record.get("kept_ids")
-    if values is None:
-        return None
-    if "completion_ids" not in record:
-        raise ValueError("kept_ids: given without completion_ids; add completion_ids")
-    if not isinstance(values, list) or not all(_are_ids(ids, context) for ids in values):
-        raise ValueError(f"kept_ids: got {_shorten(values)}, expected a list of ids for each completion id")
-    if len(values) != len(completion_ids):
-        raise ValueError(f"kept_ids: got {len(values)} lists, expected {len(completion_ids)}, one for each id")
-    for token, ids in zip(completion_ids, values, strict=True):
-        if token not in ids:
-            raise ValueError(f"kept_ids: got {_shorten(ids)} for the completion id {token}, expected it in the list")
-    return values
-
-
-def _log_probs(record: Mapping[str, Any], completion_ids: list[int]) -> list[float] | None:
-    values = record.get("log_probs")
-    if values is None:
-        return None
-    if "completion_ids" not in record:
-        raise ValueError("log_probs: given without completion_ids; add completion_ids")
-    if not isinstance(values, list) or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
-        raise ValueError(f"log_probs: got {_shorten(values)}, expected a list of numbers")
-    if len(values) != len(completion_ids):
-        raise ValueError(f"log_probs: got {len(values)} numbers, expected {len(completion_ids)}, one for each id")
-    if not all(fits_float32(value) and value <= MAX_LOG_PROB for value in values):
-        raise ValueError(f"log_probs: got {_shorten(values)}, expected finite numbers that are not positive")
-    return [float(value) for value in values]
+def _fields(
+    record: Mapping[str, Any], prompt_ids: list[int], completion_ids: list[int], context: RunContext
+) -> dict[str, list[Any]]:
+    """Returns the per-token fields of a row, checked."""
+    known = [name for name, field in TOKEN_FIELDS.items() if field.recorded]
+    fields = {name: record[name] for name in known if record.get(name) is not None}
+    for name, values in fields.items():
+        field = TOKEN_FIELDS[name]
+        ids = prompt_ids + completion_ids if field.prompts else completion_ids
+        if "completion_ids" not in record:
+            raise ValueError(f"{name}: given without completion_ids; add completion_ids")
+        if field.sizes(values) is None:
+            raise ValueError(f"{name}: got {shorten(values)}, expected {field.form}")
+        if len(values) != len(ids):
+            kind = "lists" if field.axes else "numbers"
+            raise ValueError(f"{name}: got {len(values)} {kind}, expected {len(ids)}, one for each id")
+        try:
+            field.check(values, ids, context.model.config.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return fields
 
 
 def _rewards(record: Mapping[str, Any]) -> dict[str, float] | None:
     rewards = record.get("rewards", {})
     if not isinstance(rewards, dict):
-        raise ValueError(f"rewards: got {_shorten(rewards)}, expected an object of numbers by name")
+        raise ValueError(f"rewards: got {shorten(rewards)}, expected an object of numbers by name")
     named = dict(rewards) | ({"reward": record["reward"]} if "reward" in record else {})
     if not named:
         return None
     for name, value in named.items():
         if not fits_float32(value):
-            raise ValueError(f"rewards.{name}: got {_shorten(value)}, expected a finite number (float32)")
+            raise ValueError(f"rewards.{name}: got {shorten(value)}, expected a finite number (float32)")
     if "reward" not in named:
         raise ValueError(f"rewards: got {', '.join(named)}, expected 'reward' among them")
     return {name: float(value) for name, value in named.items()}
@@ -150,10 +138,5 @@ def _rewards(record: Mapping[str, Any]) -> dict[str, float] | None:
 def _read_field(record: Mapping[str, Any], name: str, kind: type, expected: str) -> Any:
     value = record.get(name)
     if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{name}: got {_shorten(value)}, expected {expected}")
+        raise ValueError(f"{name}: got {shorten(value)}, expected {expected}")
     return value
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

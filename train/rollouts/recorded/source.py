@@ -3,9 +3,9 @@
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grain
 import numpy as np
@@ -13,10 +13,10 @@ import numpy as np
 import kljax
 from train.config.errors import UserError
 from train.config.plan import Plan
-from train.config.rollout import FileSource as FileSourceConfig
+from train.config.rollout import FileSourceSection
 from train.data.padding import pad_rows
-from train.distributed import held_rows, own_rows
-from train.models.sharding import batch_sharding
+from train.distributed import RowSplit
+from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.context import RunContext
 from train.rollouts.recorded.files import RowFile, RowPosition, open_files
 from train.rollouts.recorded.record import RecordedCompletion, parse_row
@@ -33,21 +33,36 @@ class _Scan:
     Attributes:
       groups: the groups that fit.
       too_long: the number of longer groups.
-      log_probs: whether the rows have log-probs.
-      kept_tokens: the length of the longest list of kept tokens; None for rows without `kept_ids`.
+      sizes: the per-token fields of the rows, with the sizes of their trailing axes, the longest of a ragged one; None
+        before the first row.
       rewards: the names of the rewards in the rows.
     """
 
     groups: list[Group] = dataclasses.field(default_factory=list)
     too_long: int = 0
-    log_probs: bool | None = None
-    kept_tokens: int | None = None
+    sizes: dict[str, tuple[int, ...]] | None = None
     rewards: frozenset[str] | None = None
 
 
 def _group_key(pair: tuple[RowPosition, RecordedCompletion]) -> tuple[Any, list[int]]:
     """Returns the group and the prompt ids of a row, since only one prompt per group goes through the model."""
     return pair[1].group, pair[1].prompt_ids
+
+
+def _merge_sizes(before: dict[str, tuple[int, ...]] | None, fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns the sizes of the rows before and of one more; raises ValueError if it has other fields or other sizes."""
+    sizes = {name: cast(tuple[int, ...], TOKEN_FIELDS[name].sizes(values)) for name, values in fields.items()}
+    if before is None:
+        return sizes
+    if differing := [name for name in TOKEN_FIELDS if (name in sizes) != (name in before)]:
+        name = differing[0]
+        raise ValueError(f"{name}: {'given' if name in sizes else 'missing'}, but not in the rows before")
+    for name, size in before.items():
+        # An empty completion has no sizes.
+        if fields[name] and any(size) and size != sizes[name] and not TOKEN_FIELDS[name].ragged:
+            raise ValueError(f"{name}: got values of {list(sizes[name])}, but the rows before have {list(size)}")
+        sizes[name] = tuple(map(max, size, sizes[name]))
+    return sizes
 
 
 class FileSource:
@@ -57,7 +72,7 @@ class FileSource:
     shuffled, so a resumed run continues with the next row.
     """
 
-    def __init__(self, context: RunContext, section: FileSourceConfig) -> None:
+    def __init__(self, context: RunContext, section: FileSourceSection) -> None:
         """Reads and checks every row once.
 
         Raises:
@@ -69,7 +84,7 @@ class FileSource:
         scan = self._scan()
         self._check(scan)
         self.groups, self.too_long = scan.groups, scan.too_long
-        self._kept_tokens = scan.kept_tokens or 0
+        self._sizes = scan.sizes or {}
         order = grain.MapDataset.source(range(len(scan.groups))).seed(context.config.seed)
         self._order = (order.shuffle() if section.shuffle else order).repeat()
 
@@ -86,11 +101,7 @@ class FileSource:
         count = len(request.examples)
         numbers = [self._order[index] for index in range(request.step * count, (request.step + 1) * count)]
         positions = [position for number in numbers for position in self.groups[number]]
-        sharding = batch_sharding(self._context.mesh)
-        held = held_rows(sharding, len(positions))
-        completions = self._completions(
-            [self._read(positions[row]) for row in held], held, own_rows(sharding, len(positions))
-        )
+        completions = self._completions([self._read(positions[row]) for row in request.rows.held], request.rows)
         samples = len(positions) // count
         recorded = np.array(numbers)[:, None] * samples + np.arange(samples)
         return dataclasses.replace(completions, recorded_rows=recorded.reshape(-1))
@@ -98,24 +109,20 @@ class FileSource:
     def close(self) -> None:
         """No-op."""
 
-    def _completions(self, rows: list[RecordedCompletion], numbers: np.ndarray, to_judge: np.ndarray) -> Completions:
-        """Pads the rows that this process holds, with their numbers, and names the rows that it judges."""
+    def _completions(self, rows: list[RecordedCompletion], split: RowSplit) -> Completions:
+        """Pads the rows that this process holds."""
         data = self._context.config.data
-        recorded = [row.log_probs for row in rows if row.log_probs is not None]
-        kept_ids = [row.kept_ids for row in rows if row.kept_ids is not None]
-        judged = [rows[index] for index in np.searchsorted(numbers, to_judge)]
+        judged = [rows[index] for index in split.select_own(np.arange(len(rows)))]
         rewards = [row.rewards for row in judged if row.rewards is not None]
         return Completions(
             examples=[row.example for row in judged],
-            rows=to_judge,
             **pad_rows(
                 [row.prompt_ids for row in rows],
                 [row.completion_ids for row in rows],
-                recorded or None,
-                kept_ids or None,
+                {name: [row.fields[name] for row in rows] for name in self._sizes},
                 lengths=(data.max_prompt_length, data.max_completion_length),
                 pad_id=self._context.tokenizer.pad_id,
-                kept_tokens=self._kept_tokens,
+                sizes=self._sizes,
             ),
             finished=np.array([row.finished for row in judged], bool),
             texts=[row.text for row in judged],
@@ -161,15 +168,8 @@ class FileSource:
         for offset, line, record in file:
             try:
                 row = parse_row(record, self._context)
-                has_log_probs, names = row.log_probs is not None, frozenset(row.rewards or ())
-                if scan.log_probs not in (None, has_log_probs):
-                    raise ValueError(
-                        f"log_probs: {'given' if has_log_probs else 'missing'}, but not in the rows before"
-                    )
-                if scan.rewards is not None and (scan.kept_tokens is None) != (row.kept_ids is None):
-                    raise ValueError(
-                        f"kept_ids: {'missing' if row.kept_ids is None else 'given'}, but not in the rows before"
-                    )
+                names = frozenset(row.rewards or ())
+                scan.sizes = _merge_sizes(scan.sizes, row.fields)
                 if scan.rewards not in (None, names):
                     raise ValueError(
                         f"rewards: got {', '.join(sorted(names)) or 'none'}, but the rows before have "
@@ -177,9 +177,7 @@ class FileSource:
                     )
             except ValueError as error:
                 raise UserError(f"rollout.source.path: {file.path}, line {line}: {error}") from error
-            scan.log_probs, scan.rewards = has_log_probs, names
-            if row.kept_ids is not None:
-                scan.kept_tokens = max(scan.kept_tokens or 0, *map(len, row.kept_ids), 0)
+            scan.rewards = names
             yield RowPosition(index, offset, line), row
 
     def _check(self, scan: _Scan) -> None:
@@ -196,7 +194,7 @@ class FileSource:
         if scan.too_long:
             total = scan.too_long + len(scan.groups)
             _LOG.warning("%d of %d groups are longer than %s and are left out", scan.too_long, total, limits)
-        if not scan.log_probs and Plan.of(self._context.config).rollout_log_probs:
+        if "log_probs" not in (scan.sizes or {}) and Plan.of(self._context.config).rollout_log_probs:
             raise UserError(
                 f"rollout.source.path: {self._path} has no log_probs, which this config needs (kl.rollout, "
                 "correction, or a ratio to the policy that sampled)"

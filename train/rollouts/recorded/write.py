@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from train.config.errors import UserError
+from train.distributed import RowSplit
+from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.recorded.check import with_checks
 from train.rollouts.source import Completions, SourceError
 from train.weights.files import usable_directory, write_text_atomic
@@ -31,17 +32,19 @@ def open_recording(path: str, *, continued: bool) -> Path:
     return directory
 
 
-def record_rows(completions: Completions, scores: Mapping[str, np.ndarray], samples: int) -> list[dict[str, Any]]:
-    """Makes the rows of one batch, with the rewards before weights and penalties, which the reading config applies."""
+def record_rows(
+    completions: Completions, scores: Mapping[str, np.ndarray], split: RowSplit, samples: int
+) -> list[dict[str, Any]]:
+    """Makes the own rows of a batch, with rewards before weights and penalties, which the reading config applies."""
     masks = completions.token_mask, completions.completion_mask
-    arrays = completions.tokens, *masks, completions.log_probs, completions.kept_ids
-    tokens, token_mask, completion_mask, log_probs, kept_ids = jax.device_get(arrays)
-    numbers = range(len(tokens)) if completions.rows is None else completions.rows.tolist()
+    tokens, token_mask, completion_mask = map(split.select_own, (completions.tokens, *masks))
+    recorded = [name for name, field in TOKEN_FIELDS.items() if field.recorded and name in completions.fields]
+    fields = {name: split.select_own(completions.fields[name]) for name in recorded}
     rows = []
     for row, (example, text) in enumerate(zip(completions.examples, completions.texts, strict=True)):
         is_completion = completion_mask[row]
         record: dict[str, Any] = {
-            "group": numbers[row] // samples,
+            "group": int(split.own[row]) // samples,
             "prompt": example.prompt,
             "prompt_ids": tokens[row][token_mask[row] & ~is_completion].tolist(),
             "completion": text,
@@ -52,10 +55,9 @@ def record_rows(completions: Completions, scores: Mapping[str, np.ndarray], samp
         }
         if completions.lags is not None:
             record["lag"] = int(completions.lags[row])
-        if log_probs is not None:
-            record["log_probs"] = log_probs[row][is_completion].astype(float).tolist()
-        if kept_ids is not None:
-            record["kept_ids"] = [ids[ids >= 0].tolist() for ids in kept_ids[row][is_completion]]
+        for name, values in fields.items():
+            field = TOKEN_FIELDS[name]
+            record[name] = field.lists(values[row][token_mask[row] if field.prompts else is_completion])
         rows.append(record)
     return rows
 

@@ -1,11 +1,14 @@
 """Draws of the next token: an inverse CDF of two uniform numbers, over the tokens that top-k, top-p and min-p keep."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from train.rl.token_fields import TokenFields
 
 CHUNK = 128
 
@@ -48,35 +51,7 @@ class Sampling:
             raise ValueError(f"record_kept_tokens: got True and {got}, expected draws with a positive top_k; set top_k")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Draws:
-    """Drawn tokens and their statistics.
-
-    Attributes:
-      tokens: [...] int32.
-      log_probs: [...] log-probs under the full softmax at the temperature; the filters do not change them.
-      kept_ids: [..., K] int32, the tokens that the filters kept, the most probable first; -1 pads the list. None unless
-        recorded.
-      log_kept_mass: [...] log of the probability of the kept tokens. `log_probs - log_kept_mass` are the log-probs of
-        the distribution that the tokens were drawn from. None unless recorded.
-    """
-
-    tokens: jax.Array
-    log_probs: jax.Array
-    kept_ids: jax.Array | None = None
-    log_kept_mass: jax.Array | None = None
-
-    @classmethod
-    def zeros(cls, shape: tuple[int, ...], dtype: jnp.dtype, kept_tokens: int | None) -> "Draws":
-        """Makes empty draws, with lists of `kept_tokens` ids, or None if they are not recorded."""
-        tokens, log_probs = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, dtype)
-        if kept_tokens is None:
-            return cls(tokens, log_probs)
-        return cls(tokens, log_probs, jnp.zeros((*shape, kept_tokens), jnp.int32), log_probs)
-
-
-def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> Draws:
+def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> TokenFields:
     """Draws the next tokens.
 
     Args:
@@ -85,27 +60,32 @@ def draw(logits: jax.Array, uniforms: jax.Array, sampling: Sampling) -> Draws:
       sampling: the filters; its temperature is not applied again.
 
     Returns:
-      `Draws` of [B], with the kept tokens if `sampling` records them.
+      `tokens` [B] int32, and fields of `TOKEN_FIELDS`, [B, ...]. `log_probs` [B] are under the full softmax at the
+      temperature; the filters do not change them. If recorded, `kept_ids` [B, K] int32 are the tokens that the filters
+      kept, the most probable first, padded with -1; and `log_probs - log_kept_mass` are the log-probs of the
+      distribution that the tokens were drawn from.
     """
+    fields: TokenFields = {}
     top = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - top)
-    kept_ids = log_kept_mass = None
     if sampling.greedy:
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     else:
         kept_weights = filter_weights(weights, sampling)
         if sampling.record_kept_tokens:
-            kept_weights, kept_ids = _list_kept(kept_weights, min(sampling.top_k, weights.shape[-1]))
-            log_kept_mass = jnp.log(jnp.sum(kept_weights, axis=-1)) - jnp.log(jnp.sum(weights, axis=-1))
+            kept_weights, fields["kept_ids"] = _list_kept(kept_weights, min(sampling.top_k, weights.shape[-1]))
+            kept_mass = jnp.log(jnp.sum(kept_weights, axis=-1))
+            fields["log_kept_mass"] = kept_mass - jnp.log(jnp.sum(weights, axis=-1))
         tokens = draw_index(kept_weights, uniforms)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1) - top
     log_probs = (chosen - jnp.log(jnp.sum(weights, axis=-1, keepdims=True)))[:, 0]
-    return Draws(tokens, log_probs, kept_ids, log_kept_mass)
+    return {"tokens": tokens, "log_probs": log_probs, **fields}
 
 
-def kept_tokens(sampling: Sampling, vocab_size: int) -> int | None:
-    """Returns K, the length of the recorded lists of kept tokens, or None if they are not recorded."""
-    return min(sampling.top_k, vocab_size) if sampling.record_kept_tokens else None
+def describe_draws(sampling: Sampling, vocab_size: int, dtype: jnp.dtype = jnp.float32) -> TokenFields:
+    """Describes the results of `draw` for one row of logits [1, V] of a dtype: shapes and dtypes."""
+    logits, uniforms = (jax.ShapeDtypeStruct((1, size), dtype) for size in (vocab_size, 2))
+    return jax.eval_shape(functools.partial(draw, sampling=sampling), logits, uniforms)
 
 
 def _list_kept(weights: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

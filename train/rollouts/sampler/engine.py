@@ -18,7 +18,8 @@ from train.models import Decoder, GroupCache, KeyValues, RopeTables, Transformer
 from train.models.kernels import device_kind
 from train.models.sharding import axis_size, batch_sharding, replicated
 from train.rl.policy import bind, make_logits
-from train.rollouts.sampler.draw import Sampling, draw, kept_tokens, token_uniforms
+from train.rl.token_fields import TOKEN_FIELDS, TokenFields
+from train.rollouts.sampler.draw import Sampling, describe_draws, draw, token_uniforms
 from train.rollouts.sampler.slots import KVCache, Outputs, PromptQueue, PromptsToRows, Slots, empty_slots, fill_slots
 from train.rollouts.sampler.stops import StopTable
 
@@ -144,10 +145,12 @@ def start(
         cache=cache,
         max_new_tokens=max_new_tokens,
     )
-    window, recorded = window or max_new_tokens, kept_tokens(sampling, model.config.vocab_size)
+    # Log-probs are in float32 at least.
+    draws = describe_draws(sampling, model.config.vocab_size, jnp.promote_types(hidden.dtype, jnp.float32))
+    options: dict[str, Any] = {"window": window or max_new_tokens, "draws": draws, "unroll": unroll}
     if slots < count:
-        return State(queue, empty_slots(queue, slots, window=window, kept_tokens=recorded, unroll=unroll))
-    filled = fill_slots(queue, to_rows, group, window=window, kept_tokens=recorded, unroll=unroll)
+        return State(queue, empty_slots(queue, slots, **options))
+    filled = fill_slots(queue, to_rows, group, **options)
     return State(dataclasses.replace(queue, cache=None), filled)
 
 
@@ -182,7 +185,7 @@ def decode(
         stop=stop,
         queue=queue,
         uniforms=token_uniforms(
-            queue.key, queue.row_ids, first_token, slots.window - first_token, slots.draws.log_probs.dtype
+            queue.key, queue.row_ids, first_token, slots.window - first_token, slots.draws["log_probs"].dtype
         ),
         first_token=first_token,
     )
@@ -208,16 +211,18 @@ def finish(
     # Every row that has a slot from the start began in the first step, so no completion wraps around.
     outputs = Outputs(slots.draws, slots.length, slots.finished) if slots.outputs is None else slots.write_outputs()
     to_rows = _prompts_to_rows(len(prompts), group, prompt_ids)
-    rows = (to_rows(jnp.asarray(prompts, jnp.int32), 0), to_rows(jnp.asarray(prompt_mask), 0))
-    return _to_samples(slots, outputs, jnp.asarray(eos_ids, jnp.int32).reshape(-1), *rows)
+    on_prompts = jax.tree.map(
+        lambda x: to_rows(x, 0), {**state.queue.fields, "tokens": jnp.asarray(prompts, jnp.int32)}
+    )
+    mask = to_rows(jnp.asarray(prompt_mask), 0)
+    return _to_samples(slots, outputs, jnp.asarray(eos_ids, jnp.int32).reshape(-1), on_prompts, mask)
 
 
-def samples_sharding(mesh: Mesh, sampling: Sampling) -> "Samples":
+def samples_sharding(mesh: Mesh) -> "Samples":
     """Returns the shardings of the results of `sample`, for `out_shardings`: rows over the mesh, scalars replicated."""
     rows, scalar = batch_sharding(mesh), replicated(mesh)
-    names = ["tokens", "token_mask", "completion_mask", "log_probs", "finished"]
-    names += ["kept_ids", "log_kept_mass"] if sampling.record_kept_tokens else []
-    return Samples(**dict.fromkeys(names, rows), steps=scalar, occupancy=scalar)  # type: ignore[arg-type]
+    arrays = dict.fromkeys(("tokens", "token_mask", "completion_mask", "finished", "fields"), rows)
+    return Samples(**arrays, steps=scalar, occupancy=scalar)  # type: ignore[arg-type]
 
 
 def _prompts_to_rows(prompts: int, group: int, prompt_ids: jax.Array | None) -> PromptsToRows:
@@ -257,32 +262,36 @@ def _prefill(
 
 
 def _to_samples(
-    slots: Slots, outputs: Outputs, eos_ids: jax.Array, prompts: jax.Array, prompt_mask: jax.Array
+    slots: Slots,
+    outputs: Outputs,
+    eos_ids: jax.Array,
+    prompts: TokenFields,
+    prompt_mask: jax.Array,
 ) -> "Samples":
-    """Appends the completions to the prompts [B, P] of their rows, and blanks the columns after their ends."""
-    draws, lengths = outputs.draws, outputs.lengths
+    """Appends the completions to the prompts [B, P, ...] of their rows, and blanks the columns after their ends."""
+    fields, lengths = dict(outputs.draws), outputs.lengths
+    tokens = fields.pop("tokens")
     completion_mask = jnp.arange(slots.max_new_tokens) < lengths[:, None]
 
     def concatenate(left: jax.Array, right: jax.Array) -> jax.Array:
         return jnp.concatenate([left, right.astype(left.dtype)], axis=1)
 
-    def on_completions(x: jax.Array | None, fill: int) -> jax.Array | None:
-        """Extends a record of the draws to [B, P + C, ...], with `fill` outside completions."""
-        if x is None:
-            return None
-        mask = completion_mask.reshape(*completion_mask.shape, *[1] * (x.ndim - 2))
-        on_prompts = jnp.full((*prompt_mask.shape, *x.shape[2:]), fill, x.dtype)
-        return concatenate(on_prompts, jnp.where(mask, x, fill))
+    def blank(x: jax.Array, mask: jax.Array, fill: float) -> jax.Array:
+        return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, jnp.asarray(fill, x.dtype))
+
+    def on_rows(name: str, x: jax.Array) -> jax.Array:
+        """Extends a field of completions to [B, P + C, ...]."""
+        fill = TOKEN_FIELDS[name].fill
+        left = prompts.get(name, jnp.full((*prompt_mask.shape, *x.shape[2:]), fill, x.dtype))
+        return concatenate(blank(left, prompt_mask, fill), blank(x, completion_mask, fill))
 
     eos_id = eos_ids[0] if len(eos_ids) else 0
     return Samples(
-        tokens=concatenate(prompts, jnp.where(completion_mask, draws.tokens, eos_id)),
+        tokens=concatenate(prompts["tokens"], jnp.where(completion_mask, tokens, eos_id)),
         token_mask=concatenate(prompt_mask, completion_mask),
         completion_mask=concatenate(jnp.zeros_like(prompt_mask), completion_mask),
-        log_probs=cast(jax.Array, on_completions(draws.log_probs, 0)),
         finished=outputs.finished,
-        kept_ids=on_completions(draws.kept_ids, -1),
-        log_kept_mass=on_completions(draws.log_kept_mass, 0),
+        fields={name: on_rows(name, x) for name, x in fields.items()},
         steps=slots.step - 1,
         occupancy=jnp.sum(lengths, dtype=jnp.float32) / (slots.step * len(slots.row)),
     )
@@ -297,12 +306,9 @@ class Samples:
       tokens: [B, P + C] int32; after the end of a row the first EOS id.
       token_mask: [B, P + C] bool, the real tokens of prompt and completion.
       completion_mask: [B, P + C] bool, the completions, each with the EOS or the stop string that ended it.
-      log_probs: [B, P + C] float32 at least, under the full softmax at the temperature; 0 outside completions.
       finished: [B] bool, the rows that EOS or a stop string ended.
-      kept_ids: [B, P + C, K] int32, the tokens that the filters kept for each sampled token, the most probable first;
-        -1 pads the lists, and fills them outside completions. None unless `sampling` records them.
-      log_kept_mass: [B, P + C], the log of the probability of the kept tokens; 0 outside completions. None unless
-        `sampling` records them.
+      fields: [B, P + C, ...] by name, the results of `draw` for each sampled token, and of the prefill for prompts;
+        elsewhere the fill of `TOKEN_FIELDS`.
       steps: [] int32, the number of decode steps; each advances all slots.
       occupancy: [] float32, the mean share of slots that drew a token.
     """
@@ -310,10 +316,8 @@ class Samples:
     tokens: jax.Array
     token_mask: jax.Array
     completion_mask: jax.Array
-    log_probs: jax.Array
     finished: jax.Array
-    kept_ids: jax.Array | None = None
-    log_kept_mass: jax.Array | None = None
+    fields: TokenFields
     steps: jax.Array | int = 0
     occupancy: jax.Array | float = 1.0
 
@@ -393,16 +397,16 @@ class Engine:
 
     def draw_tokens(self, slots: Slots) -> Slots:
         """Draws the next token of every active slot from its hidden state."""
-        dtype, softcap = slots.draws.log_probs.dtype, self.transformer.config.final_softcap
+        dtype, softcap = slots.draws["log_probs"].dtype, self.transformer.config.final_softcap
         logits = self.logits(slots.hidden, dtype)
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
         uniforms = self.uniforms[slots.row, slots.length - self.first_token]
         draws = draw(logits / self.sampling.temperature, uniforms, self.sampling)
-        ended = jnp.any(draws.tokens[:, None] == self.eos_ids, axis=1)
+        ended = jnp.any(draws["tokens"][:, None] == self.eos_ids, axis=1)
         stop_state = slots.stop_state
         if self.stop is not None:
-            stop_state = self.stop.advance(stop_state, draws.tokens)
+            stop_state = self.stop.advance(stop_state, draws["tokens"])
             ended |= stop_state == self.stop.matched
         slots = slots.append(draws, stop_state, ended=ended)
         return dataclasses.replace(slots, active=slots.active & (slots.length < self.queue.limits[slots.row]))

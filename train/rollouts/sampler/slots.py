@@ -10,7 +10,7 @@ from jax import lax
 
 from train.models import GroupCache, KeyValues
 from train.models.sharding import axis_size, constrain
-from train.rollouts.sampler.draw import Draws
+from train.rl.token_fields import TokenFields
 
 # A stack of layers, or a list of them.
 KVCache: TypeAlias = GroupCache | list[GroupCache]
@@ -19,7 +19,7 @@ PromptsToRows: TypeAlias = Callable[[jax.Array, int], jax.Array]
 
 
 def fill_slots(
-    queue: "PromptQueue", to_rows: PromptsToRows, group: int, *, window: int, kept_tokens: int | None, unroll: bool
+    queue: "PromptQueue", to_rows: PromptsToRows, group: int, *, window: int, draws: TokenFields, unroll: bool
 ) -> "Slots":
     """Makes a slot for every row, before its first draw.
 
@@ -28,7 +28,7 @@ def fill_slots(
       to_rows: copies prompts to their rows.
       group: the number of rows of each prompt; 1 with any other assignment.
       window: the number of columns for completions.
-      kept_tokens: the length of the recorded lists of kept tokens; None: not recorded.
+      draws: the shapes and dtypes of the draw of one row, [1, ...].
       unroll: whether the cache is a list of layers instead of one stack.
     """
     rows = len(queue.order)
@@ -36,13 +36,13 @@ def fill_slots(
     shared = group > 1 and axis_size("rows") == 1
     prompts = queue.cache if shared else jax.tree.map(lambda x: to_rows(x, 1), queue.cache)
     cache = GroupCache.of(cast(KeyValues, prompts), group if shared else 1, window)
-    draws = queue.empty_draws(rows, kept_tokens)
+    empty = queue.empty_draws(rows, draws)
     return _make_slots(
-        queue, jnp.arange(rows), queue.limits > 0, to_rows, draws=draws, cache=cache.layers() if unroll else cache
+        queue, jnp.arange(rows), queue.limits > 0, to_rows, draws=empty, cache=cache.layers() if unroll else cache
     )
 
 
-def empty_slots(queue: "PromptQueue", count: int, *, window: int, kept_tokens: int | None, unroll: bool) -> "Slots":
+def empty_slots(queue: "PromptQueue", count: int, *, window: int, draws: TokenFields, unroll: bool) -> "Slots":
     """Makes `count` slots without rows, to be filled from the queue, and empty outputs."""
 
     def zeros(x: jax.Array, axis: int) -> jax.Array:
@@ -50,10 +50,10 @@ def empty_slots(queue: "PromptQueue", count: int, *, window: int, kept_tokens: i
 
     rows = len(queue.order)
     cache = GroupCache.of(jax.tree.map(lambda x: zeros(x, 1), cast(KeyValues, queue.cache)), 1, window)
-    draws, caches = queue.empty_draws(count, kept_tokens), cache.layers() if unroll else cache
-    slots = _make_slots(queue, jnp.full(count, rows), jnp.zeros(count, bool), zeros, draws=draws, cache=caches)
+    empty, caches = queue.empty_draws(count, draws), cache.layers() if unroll else cache
+    slots = _make_slots(queue, jnp.full(count, rows), jnp.zeros(count, bool), zeros, draws=empty, cache=caches)
     outputs = Outputs(
-        draws=queue.empty_draws(rows, kept_tokens),
+        draws=queue.empty_draws(rows, draws),
         lengths=jnp.zeros(rows, jnp.int32),
         finished=jnp.zeros(rows, bool),
     )
@@ -66,7 +66,7 @@ def _make_slots(
     active: jax.Array,
     to_slots: PromptsToRows,
     *,
-    draws: Draws,
+    draws: TokenFields,
     cache: KVCache,
 ) -> "Slots":
     """Makes slots before their first draw.
@@ -122,6 +122,7 @@ class PromptQueue:
       hidden: [N, D], the hidden states of the prompts' last tokens.
       cache: the keys and values of the prompts, [L, N, P, K, H]; None once every row has its slot.
       max_new_tokens: C.
+      fields: [N, P, ...] by name, values of the prompts' tokens that their prefill recorded.
     """
 
     order: jax.Array
@@ -135,11 +136,11 @@ class PromptQueue:
     hidden: jax.Array
     cache: KeyValues | None
     max_new_tokens: int = dataclasses.field(metadata={"static": True})
+    fields: TokenFields = dataclasses.field(default_factory=dict)
 
-    def empty_draws(self, rows: int, kept_tokens: int | None) -> Draws:
-        """Makes empty draws [rows, C], with log-probs in float32 at least."""
-        dtype = jnp.promote_types(self.hidden.dtype, jnp.float32)
-        return Draws.zeros((rows, self.max_new_tokens), dtype, kept_tokens)
+    def empty_draws(self, rows: int, draws: TokenFields) -> TokenFields:
+        """Makes empty draws [rows, C, ...] like the draw of one row, [1, ...]."""
+        return {name: jnp.zeros((rows, self.max_new_tokens, *x.shape[1:]), x.dtype) for name, x in draws.items()}
 
 
 @jax.tree_util.register_dataclass
@@ -148,12 +149,12 @@ class Outputs:
     """Completions in the order of the rows.
 
     Attributes:
-      draws: [B, C], arbitrary after the end of a completion.
+      draws: [B, C, ...] tokens and fields, arbitrary after the end of a completion.
       lengths: [B] int32, the number of tokens of each completion.
       finished: [B] bool, the rows that EOS or a stop string ended.
     """
 
-    draws: Draws
+    draws: TokenFields
     lengths: jax.Array
     finished: jax.Array
 
@@ -179,7 +180,7 @@ class Slots:
       active: [S] bool, the slots that draw another token.
       finished: [S] bool, the rows that EOS or a stop string ended.
       stop_state: [S] int32, the states of the search for stop strings.
-      draws: [S, C], in the column `step % C`.
+      draws: [S, C, ...] tokens and fields, in the column `step % C`.
       prompt_mask: [S, P] bool, the real tokens of the prompts.
       hidden: [S, D], the hidden states that predict the next token.
       cache: keys and values.
@@ -194,7 +195,7 @@ class Slots:
     active: jax.Array
     finished: jax.Array
     stop_state: jax.Array
-    draws: Draws
+    draws: TokenFields
     prompt_mask: jax.Array
     hidden: jax.Array
     cache: KVCache
@@ -204,7 +205,7 @@ class Slots:
     @property
     def max_new_tokens(self) -> int:
         """C."""
-        return self.draws.tokens.shape[1]
+        return self.draws["tokens"].shape[1]
 
     @property
     def prompt_length(self) -> int:
@@ -223,7 +224,7 @@ class Slots:
     def last_tokens(self) -> jax.Array:
         """Returns the latest token of every slot, [S] int32."""
         column = (self.step - 1) % self.max_new_tokens
-        return lax.dynamic_index_in_dim(self.draws.tokens, column, axis=1, keepdims=False)
+        return lax.dynamic_index_in_dim(self.draws["tokens"], column, axis=1, keepdims=False)
 
     def last_column(self) -> jax.Array:
         """Returns the cache column of the latest tokens, [] int32."""
@@ -245,11 +246,11 @@ class Slots:
         latest = prompt_lengths + self.length - 1
         return mask, jnp.concatenate([in_prompt, latest[:, None] - age], axis=1)
 
-    def append(self, new: Draws, stop_state: jax.Array, *, ended: jax.Array) -> "Slots":
+    def append(self, new: TokenFields, stop_state: jax.Array, *, ended: jax.Array) -> "Slots":
         """Appends one token to every active slot; other slots stay unchanged.
 
         Args:
-          new: [S], one draw for each slot.
+          new: [S, ...], one draw for each slot.
           stop_state: [S] int32, the search for stop strings after the token.
           ended: [S] bool, the slots whose token is EOS or completes a stop string.
         """

@@ -108,7 +108,7 @@ class WindowedSampler:
             ids = _rows(group, {name: rows[name] for name in rows if name == "prompt_ids"})
             return transform(finish(state, prompts, mask, eos_ids=eos_ids, **ids))
 
-        results, flag = samples_sharding(mesh, sampling), (None, None, replicated(mesh))
+        results, flag = samples_sharding(mesh), (None, None, replicated(mesh))
         self._whole = jax.jit(traced_once(draw_all, name), out_shardings=results)
         self.first = jax.jit(traced_once(begin, self._program(0)), out_shardings=flag)
         self._collect = jax.jit(traced_once(collect, f"{name}_collect"), out_shardings=results)

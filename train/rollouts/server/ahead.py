@@ -9,11 +9,12 @@ import numpy as np
 import kljax
 from train.config.errors import UserError, warn
 from train.data.prompts import encode_prompts
-from train.distributed import held_rows, run_together, to_host_rows
+from train.distributed import run_together, to_host_rows
 from train.models.rows import shard_rows
 from train.models.sharding import batch_sharding
+from train.rl.token_fields import TOKEN_FIELDS
 from train.rollouts.context import RunContext
-from train.rollouts.server.source import Received, Sent, ServerSource
+from train.rollouts.server.source import Received, Sent, ServerSource, field_sizes
 from train.rollouts.source import Completions, Request, SourceError
 from train.weights.orbax import RunCheckpoints
 
@@ -79,10 +80,10 @@ class AheadSource:
         config, sharding = self._context.config, batch_sharding(self._context.mesh)
         rows, width = config.rows_per_batch(), config.data.max_prompt_length + config.data.max_completion_length
         dtypes = {"tokens": jnp.int32, "token_mask": jnp.bool, "completion_mask": jnp.bool}
-        if config.rollout.record_log_probs:
-            dtypes["log_probs"] = jnp.float32
         batch: dict[str, tuple[tuple[int, ...], Any]]
         batch = {name: ((rows, width), dtype) for name, dtype in dtypes.items()}
+        fields = field_sizes(config).items()
+        batch |= {name: ((rows, width, *sizes), TOKEN_FIELDS[name].dtype) for name, sizes in fields}
         batch |= {"finished": ((rows,), jnp.bool), "lags": ((rows,), jnp.int32)}
         return {name: jax.ShapeDtypeStruct(*leaf, sharding=sharding) for name, leaf in batch.items()}
 
@@ -120,7 +121,7 @@ class AheadSource:
     def _check_prompts(self, step: int, arrays: dict[str, np.ndarray]) -> None:
         request, length = Request.of(self._context, step), self._context.config.data.max_prompt_length
         tokens, mask = encode_prompts(request.examples, self._context.tokenizer, length)
-        rows = held_rows(batch_sharding(self._context.mesh), self._context.config.rows_per_batch()) // request.samples
+        rows = request.rows.held // request.samples
         saved = np.where(arrays["token_mask"], arrays["tokens"], -1)[:, :length]
         if not np.array_equal(saved, np.where(mask, tokens, -1)[rows]):
             raise UserError(

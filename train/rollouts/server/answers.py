@@ -2,12 +2,12 @@
 
 import reprlib
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from train.config.types import FLOAT32_MAX
-from train.rollouts.source import MAX_LOG_PROB
+from train.rl.token_fields import MAX_LOG_PROB
 
 IDS_NEEDED = "training needs the ids that were sampled; use a server that returns them, such as vLLM 0.10.2 or newer"
 
@@ -76,11 +76,11 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 20, 2**2
 _Parsed = TypeVar("_Parsed", bound=_Form)
 
 
-class Answer(NamedTuple):
-    """One completion: the sampled ids, including EOS, and their log-probs if requested."""
+class ServerAnswer(NamedTuple):
+    """One completion: the sampled ids, including EOS, and their `TOKEN_FIELDS`: log-probs if requested."""
 
     tokens: list[int]
-    log_probs: list[float] | None
+    fields: dict[str, list[Any]]
     finished: bool
 
 
@@ -95,7 +95,7 @@ def read_models(content: bytes) -> list[str]:
 
 def read_answers(
     content: bytes, *, prompt: Sequence[int], samples: int, max_new_tokens: int, vocab_size: int, log_probs: bool
-) -> list[Answer]:
+) -> list[ServerAnswer]:
     """Reads the completions of one prompt in the order of their index.
 
     Raises:
@@ -111,7 +111,9 @@ def read_answers(
     return [_read(choice, prompt, max_new_tokens, vocab_size, log_probs) for choice in choices]
 
 
-def _read(choice: _Choice, prompt: Sequence[int], max_new_tokens: int, vocab_size: int, log_probs: bool) -> Answer:
+def _read(
+    choice: _Choice, prompt: Sequence[int], max_new_tokens: int, vocab_size: int, log_probs: bool
+) -> ServerAnswer:
     tokens, seen = choice.token_ids, choice.prompt_token_ids
     if seen is not None and seen != list(prompt):
         raise _wrong("prompt_token_ids", _SHORT.repr(seen), f"the prompt that was sent, {_SHORT.repr(list(prompt))}")
@@ -119,7 +121,8 @@ def _read(choice: _Choice, prompt: Sequence[int], max_new_tokens: int, vocab_siz
         raise _wrong("token_ids", f"{len(tokens)} tokens", f"at most max_tokens = {max_new_tokens}")
     if outside := [token for token in tokens if token >= vocab_size]:
         raise _wrong("token_ids", outside[0], f"an id below {vocab_size}, the vocabulary that is trained")
-    return Answer(tokens, _log_probs(choice, len(tokens)) if log_probs else None, choice.finish_reason == "stop")
+    fields = {"log_probs": _log_probs(choice, len(tokens))} if log_probs else {}
+    return ServerAnswer(tokens, fields, choice.finish_reason == "stop")
 
 
 def _log_probs(choice: _Choice, count: int) -> list[float]:

@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 from train.config.errors import UserError
-from train.config.rollout import OpenAISource
+from train.config.rollout import OpenAISourceSection
 
 LONGEST = 2**13
 
 
-def read_key(section: OpenAISource) -> str | None:
+def read_key(section: OpenAISourceSection) -> str | None:
     """Reads the key that `api_key_env` or `api_key_file` names, without spaces around it; None if neither is set.
 
     Raises:

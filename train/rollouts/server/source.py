@@ -12,13 +12,14 @@ import numpy as np
 
 import kljax
 from train.config.errors import UserError
-from train.config.rollout import OpenAISource
+from train.config.rollout import OpenAISourceSection
+from train.config.schema import Config
 from train.data.padding import pad_rows
 from train.data.prompts import decode_completions, encode_prompts
-from train.distributed import any_of, gather_rows, held_rows, own_rows, process, row_owners, run_together
+from train.distributed import any_of, gather_rows, process, row_owners, run_together
 from train.models.sharding import batch_sharding
 from train.rollouts.context import RunContext
-from train.rollouts.server.answers import Answer, read_answers, read_models
+from train.rollouts.server.answers import ServerAnswer, read_answers, read_models
 from train.rollouts.server.client import MOST_BYTES, Client, wait_for
 from train.rollouts.server.key import read_key
 from train.rollouts.server.weights import Sync, make_sync
@@ -28,6 +29,11 @@ from train.rollouts.source import Completions, Request, SourceError
 PROCESSED = 1e-30
 BYTES_PER_TOKEN = 2**10
 """Room of an answer for one token; vLLM 0.32 writes about 100 bytes for its id, text and log-probs."""
+
+
+def field_sizes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Returns the per-token fields of a server's answers, with the sizes of their trailing axes."""
+    return {"log_probs": ()} if config.rollout.record_log_probs else {}
 
 
 @dataclasses.dataclass
@@ -48,7 +54,7 @@ class Sent:
     numbers: np.ndarray
     prompts: list[list[int]]
     lag: int
-    answers: Future[list[list[Answer]]]
+    answers: Future[list[list[ServerAnswer]]]
     began: float
     ended: float | None = None
 
@@ -72,7 +78,7 @@ class ServerSource:
     same algorithm with other samples.
     """
 
-    def __init__(self, context: RunContext, section: OpenAISource, client: Client | None = None) -> None:
+    def __init__(self, context: RunContext, section: OpenAISourceSection, client: Client | None = None) -> None:
         """Connects to the server, and checks the response to a request for one token.
 
         Raises:
@@ -158,7 +164,7 @@ class ServerSource:
             body["logprobs"] = 0
         return body
 
-    def _start(self, bodies: Sequence[dict[str, Any]]) -> Future[list[list[Answer]]]:
+    def _start(self, bodies: Sequence[dict[str, Any]]) -> Future[list[list[ServerAnswer]]]:
         """Begins to request completions, all of a prompt at once; they come in the order of prompts and indices."""
         tokens = max((body["n"] * (len(body["prompt"]) + body["max_tokens"]) for body in bodies), default=0)
         return self._client.post_all(
@@ -168,7 +174,7 @@ class ServerSource:
             most_bytes=self._section.max_response_bytes or MOST_BYTES + tokens * BYTES_PER_TOKEN,
         )
 
-    def _reader(self, body: dict[str, Any]) -> Callable[[bytes], list[Answer]]:
+    def _reader(self, body: dict[str, Any]) -> Callable[[bytes], list[ServerAnswer]]:
         return functools.partial(
             read_answers,
             prompt=body["prompt"],
@@ -178,43 +184,45 @@ class ServerSource:
             log_probs=self._context.config.rollout.record_log_probs,
         )
 
-    def _held_rows(self, sent: Sent, answers: Sequence[Answer]) -> dict[str, np.ndarray]:
+    def _held_rows(self, sent: Sent, answers: Sequence[ServerAnswer]) -> dict[str, np.ndarray]:
         """Pads the answers to the prompts of this process, and returns the rows that it holds."""
         config, samples = self._context.config, sent.request.samples
         padded = pad_rows(
             [prompt for prompt in sent.prompts for _ in range(samples)],
             [answer.tokens for answer in answers],
-            [answer.log_probs or () for answer in answers] if config.rollout.record_log_probs else None,
+            {name: [answer.fields[name] for answer in answers] for name in field_sizes(config)},
             lengths=(config.data.max_prompt_length, config.data.max_completion_length),
             pad_id=self._context.tokenizer.pad_id,
+            sizes=field_sizes(config),
         )
-        arrays = {name: array for name, array in padded.items() if isinstance(array, np.ndarray)}
-        arrays["finished"] = np.array([answer.finished for answer in answers], bool)
-        arrays["lags"] = np.full(len(answers), sent.lag, np.int32)
-        count = len(sent.request.examples) * samples
+        arrays = {
+            "tokens": padded["tokens"],
+            "token_mask": padded["token_mask"],
+            "completion_mask": padded["completion_mask"],
+            **padded["fields"],
+            "finished": np.array([answer.finished for answer in answers], bool),
+            "lags": np.full(len(answers), sent.lag, np.int32),
+        }
+        rows = sent.request.rows
         answered = (sent.numbers[:, None] * samples + np.arange(samples)).ravel()
-        held = held_rows(batch_sharding(self._context.mesh), count)
-        if any_of("rollout", not np.array_equal(answered, held)):
-            whole = gather_rows("rollout", arrays, answered, count)
-            arrays = {name: array[held] for name, array in whole.items()}
+        if any_of("rollout", not np.array_equal(answered, rows.held)):
+            whole = gather_rows("rollout", arrays, answered, rows.count)
+            arrays = {name: array[rows.held] for name, array in whole.items()}
         return arrays
 
     def completions(self, request: Request, received: Received) -> Completions:
         """Decodes the rows that this process judges."""
-        arrays, sharding = received.arrays, batch_sharding(self._context.mesh)
-        count = len(request.examples) * request.samples
-        held, own = held_rows(sharding, count), own_rows(sharding, count)
-        judged, tokens, mask = np.searchsorted(held, own), arrays["tokens"], arrays["completion_mask"]
+        arrays, config, own = received.arrays, self._context.config, request.rows.select_own
+        tokens, mask = arrays["tokens"], arrays["completion_mask"]
         return Completions(
-            examples=[request.examples[row // request.samples] for row in own],
-            rows=own,
+            examples=[request.examples[row // request.samples] for row in request.rows.own],
             tokens=tokens,
             token_mask=arrays["token_mask"],
             completion_mask=mask,
-            log_probs=arrays.get("log_probs"),
-            finished=arrays["finished"][judged],
-            lags=arrays["lags"][judged] if self._context.config.rollout.ahead else None,
-            texts=decode_completions(tokens[judged], mask[judged], self._context.tokenizer),
+            fields={name: arrays[name] for name in field_sizes(config)},
+            finished=own(arrays["finished"]),
+            lags=own(arrays["lags"]) if config.rollout.ahead else None,
+            texts=decode_completions(own(tokens), own(mask), self._context.tokenizer),
             timings=received.timings,
         )
 
@@ -228,8 +236,8 @@ class ServerSource:
             )
         body = self._body([0], 1, 0) | {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
         ((answer,),) = wait_for(self._start([body]))
-        if answer.log_probs:
-            self._check_kind(processed=abs(answer.log_probs[0]) < PROCESSED)
+        if log_probs := answer.fields.get("log_probs"):
+            self._check_kind(processed=abs(log_probs[0]) < PROCESSED)
 
     def _check_kind(self, *, processed: bool) -> None:
         """Checks that log-probs are of the full softmax at the temperature of the config, as in the trainer."""

@@ -42,14 +42,14 @@ def test_draws_pass_a_chi_square_test_and_uniforms_decide_alone():
     logits = (2 * np.random.default_rng(1).normal(size=size)).astype(np.float32)
     uniforms = jax.random.uniform(jax.random.key(3), (rows, 2))
     draws = drawn(jnp.broadcast_to(logits, (rows, size)), uniforms, Sampling(1.0))
-    tokens, log_probs = draws.tokens, draws.log_probs
+    tokens, log_probs = draws["tokens"], draws["log_probs"]
     exact = np.exp(logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64)))
     often = exact > 5 / rows
     seen, expected = np.bincount(tokens, minlength=size)[often], exact[often] * rows
     statistic, freedom = ((seen - expected) ** 2 / expected).sum(), often.sum()
     assert abs(statistic - freedom) < 4 * np.sqrt(2 * freedom)
     np.testing.assert_allclose(log_probs, np.log(exact)[tokens], atol=2e-6)
-    back = drawn(jnp.broadcast_to(logits, (rows, size)), uniforms[::-1], Sampling(1.0)).tokens
+    back = drawn(jnp.broadcast_to(logits, (rows, size)), uniforms[::-1], Sampling(1.0))["tokens"]
     np.testing.assert_array_equal(back[::-1], tokens)
 
 
@@ -97,7 +97,7 @@ def test_cuts_keep_what_sorting_keeps(sampling):
     expected = np.stack([by_sorting(row, sampling) for row in weights])
     np.testing.assert_array_equal(got, np.where(expected, weights, 0))
     draws = drawn(logits, jax.random.uniform(jax.random.key(0), (12, 2)), sampling)
-    tokens, log_probs = draws.tokens, draws.log_probs
+    tokens, log_probs = draws["tokens"], draws["log_probs"]
     assert expected[np.arange(12), tokens].all()
     full = logits - np.logaddexp.reduce(logits.astype(np.float64), axis=-1, keepdims=True)
     np.testing.assert_allclose(log_probs, full[np.arange(12), tokens], atol=2e-6)
@@ -113,29 +113,28 @@ def test_the_recorded_tokens_are_those_that_sorting_keeps(filters):
     logits = np.concatenate([3 * rng.normal(size=(6, size)), ties]).astype(np.float32)
     recording, uniforms = Sampling(**filters, record_kept_tokens=True), jax.random.uniform(jax.random.key(0), (12, 2))
     draws = jax.tree.map(np.asarray, drawn(logits, uniforms, recording))
-    assert draws.kept_ids.shape == (12, min(filters["top_k"], size))
-    assert draws.kept_ids.dtype == np.int32
+    assert draws["kept_ids"].shape == (12, min(filters["top_k"], size))
+    assert draws["kept_ids"].dtype == np.int32
     wide = logits.astype(np.float64)
     weights = np.exp(wide - wide.max(-1, keepdims=True))
     for row in range(12):
         order = np.argsort(-weights[row], kind="stable")
         expected = [token for token in order if by_sorting(weights[row], recording)[token]][: filters["top_k"]]
-        listed = draws.kept_ids[row]
+        listed = draws["kept_ids"][row]
         assert listed[listed >= 0].tolist() == expected, row
         assert (listed[len(expected) :] == -1).all()
-        assert draws.tokens[row] in expected
+        assert draws["tokens"][row] in expected
         mass = weights[row, expected].sum() / weights[row].sum()
-        np.testing.assert_allclose(draws.log_kept_mass[row], np.log(mass), atol=2e-6)
+        np.testing.assert_allclose(draws["log_kept_mass"][row], np.log(mass), atol=2e-6)
     plain = drawn(logits, uniforms, Sampling(**filters))
-    assert plain.kept_ids is None
-    assert plain.log_kept_mass is None
+    assert plain.keys() == {"tokens", "log_probs"}
     # Without ties for the last place, the draw is that of a sampler that records nothing.
-    np.testing.assert_array_equal(draws.tokens[:6], plain.tokens[:6])
-    np.testing.assert_array_equal(draws.log_probs[:6], plain.log_probs[:6])
+    np.testing.assert_array_equal(draws["tokens"][:6], plain["tokens"][:6])
+    np.testing.assert_array_equal(draws["log_probs"][:6], plain["log_probs"][:6])
     if filters == {"top_k": 7}:
         many = jnp.asarray(np.repeat(logits[6:7], 3000, axis=0))
-        tokens = drawn(many, jax.random.uniform(jax.random.key(1), (3000, 2)), recording).tokens
-        assert set(np.asarray(tokens).tolist()) == set(draws.kept_ids[6].tolist())
+        tokens = drawn(many, jax.random.uniform(jax.random.key(1), (3000, 2)), recording)["tokens"]
+        assert set(np.asarray(tokens).tolist()) == set(draws["kept_ids"][6].tolist())
 
 
 def test_a_list_without_a_bound_is_an_error():

@@ -13,7 +13,7 @@ from train.models import Decoder, DecoderConfig, LoraConfig
 from train.models.rows import shard_rows
 from train.models.sharding import make_mesh
 from train.rl import policy as policies
-from train.rl.policy import abstract_params, init_params, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, abstract_params, init_params, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample
 
 LORA = LoraConfig(rank=2, alpha=8.0, targets=("q_proj", "v_proj", "up_proj"))
@@ -26,7 +26,7 @@ NEVER, ENDS = -1, 8
 WARM, GREEDY = Sampling(0.8), Sampling(0.8, greedy=True)
 
 draw = jax.jit(sample, static_argnums=0, static_argnames=("max_new_tokens", "sampling", "slots", "unroll"))
-stats_of = jax.jit(token_stats, static_argnums=0, static_argnames=("entropy", "layout"))
+stats_of = jax.jit(token_stats, static_argnames="entropy")
 
 
 @functools.cache
@@ -65,12 +65,14 @@ def test_recorded_log_probs_are_those_the_trainer_computes():
     policy = policy_of()
     samples = run(*prompts_of(LENGTHS), policy)
     assert 0 < samples.finished.sum() < len(LENGTHS), "rows that end early and rows that do not"
-    stats, _ = stats_of(MODEL, policy, samples.tokens, samples.token_mask, temperature=0.8)
+    stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(samples.tokens, samples.token_mask), temperature=0.8)
     expected = np.where(samples.completion_mask, stats.log_prob, 0)
-    np.testing.assert_allclose(samples.log_probs, expected, atol=1e-5)
-    assert samples.log_probs.dtype == np.float32
-    assert (samples.log_probs[samples.completion_mask] < 0).all()
-    plain, _ = stats_of(MODEL, kljax.Policy(policy.params), samples.tokens, samples.token_mask, temperature=0.8)
+    np.testing.assert_allclose(samples.fields["log_probs"], expected, atol=1e-5)
+    assert samples.fields["log_probs"].dtype == np.float32
+    assert (samples.fields["log_probs"][samples.completion_mask] < 0).all()
+    plain, _ = stats_of(
+        ScoredPolicy(MODEL, kljax.Policy(policy.params)), Sequences(samples.tokens, samples.token_mask), temperature=0.8
+    )
     assert np.abs(np.where(samples.completion_mask, plain.log_prob, 0) - expected).max() > 1e-2, "the adapter counts"
 
 
@@ -88,7 +90,7 @@ def test_masks_hold_the_completion_with_its_eos_and_nothing_after():
         assert samples.finished[row] == (len(ends) > 0)
         np.testing.assert_array_equal(samples.completion_mask[row, WIDTH:], np.arange(ROOM) < length)
         assert (drawn[length:] == EOS).all()
-    assert not samples.log_probs[~samples.completion_mask].any()
+    assert not samples.fields["log_probs"][~samples.completion_mask].any()
 
 
 def test_draws_follow_the_distribution():
@@ -98,7 +100,11 @@ def test_draws_follow_the_distribution():
     samples = run(tokens, mask, policy, max_new_tokens=1)
     frequency = np.bincount(samples.tokens[:, WIDTH], minlength=24) / rows
     each = np.concatenate([tokens[:24], np.arange(24, dtype=np.int32)[:, None]], axis=1)
-    stats, _ = stats_of(MODEL, policy, each, np.pad(mask[:24], ((0, 0), (0, 1)), constant_values=True), temperature=0.8)
+    stats, _ = stats_of(
+        ScoredPolicy(MODEL, policy),
+        Sequences(each, np.pad(mask[:24], ((0, 0), (0, 1)), constant_values=True)),
+        temperature=0.8,
+    )
     probability = np.exp(stats.log_prob[:, WIDTH])
     np.testing.assert_allclose(probability.sum(), 1, atol=1e-5)
     error = np.sqrt(probability * (1 - probability) / rows)
@@ -112,7 +118,7 @@ def test_a_row_is_the_same_alone_split_or_permuted():
         part = run(tokens[ids], mask[ids], row_ids=np.array(ids, np.int32))
         np.testing.assert_array_equal(part.tokens, whole.tokens[ids])
         np.testing.assert_array_equal(part.completion_mask, whole.completion_mask[ids])
-        np.testing.assert_allclose(part.log_probs, whole.log_probs[ids], atol=2e-6)
+        np.testing.assert_allclose(part.fields["log_probs"], whole.fields["log_probs"][ids], atol=2e-6)
     same_prompt = run(np.repeat(tokens[:1], 8, axis=0), np.repeat(mask[:1], 8, axis=0))
     assert len({tuple(row) for row in same_prompt.tokens}) > 4, "rows with one prompt have keys of their own"
     other = run(tokens, mask, key=jax.random.key(12))
@@ -125,7 +131,7 @@ def test_the_amount_and_the_content_of_left_padding_change_nothing():
     np.testing.assert_array_equal(far.tokens[:, WIDTH + 5 :], near.tokens[:, WIDTH:])
     np.testing.assert_array_equal(far.completion_mask[:, 5:], near.completion_mask)
     # Log-probs of several nats: 1e-6 of them is a few units in the last place of float32.
-    np.testing.assert_allclose(far.log_probs[:, 5:], near.log_probs, rtol=1e-6)
+    np.testing.assert_allclose(far.fields["log_probs"][:, 5:], near.fields["log_probs"], rtol=1e-6)
 
 
 def test_special_tokens_inside_a_prompt_confuse_nothing():
@@ -135,8 +141,9 @@ def test_special_tokens_inside_a_prompt_confuse_nothing():
     samples = run(tokens, mask, policy)
     assert samples.completion_mask[:, WIDTH].all(), "a prompt that ends with EOS is still continued"
     np.testing.assert_array_equal(samples.token_mask[:, :WIDTH], mask)
-    stats, _ = stats_of(MODEL, policy, samples.tokens, samples.token_mask, temperature=0.8)
-    np.testing.assert_allclose(samples.log_probs, np.where(samples.completion_mask, stats.log_prob, 0), atol=1e-5)
+    stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(samples.tokens, samples.token_mask), temperature=0.8)
+    expected = np.where(samples.completion_mask, stats.log_prob, 0)
+    np.testing.assert_allclose(samples.fields["log_probs"], expected, atol=1e-5)
 
 
 def test_a_sampled_padding_id_is_a_token_like_any_other():
@@ -155,8 +162,8 @@ def test_greedy_takes_the_most_likely_token_each_time():
         column = WIDTH + token % ROOM
         changed = samples.tokens.copy()
         changed[:, column] = token
-        stats, _ = stats_of(MODEL, policy, changed, samples.token_mask, temperature=0.8)
-        assert (stats.log_prob[:, column] <= samples.log_probs[:, column] + 1e-5).all()
+        stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(changed, samples.token_mask), temperature=0.8)
+        assert (stats.log_prob[:, column] <= samples.fields["log_probs"][:, column] + 1e-5).all()
 
 
 def test_it_stops_when_every_row_is_done():
@@ -182,8 +189,8 @@ def test_a_row_without_a_prompt_is_padding_and_draws_nothing():
     assert not samples.token_mask[0].any()
     assert not samples.completion_mask[0].any()
     assert not samples.finished[0]
-    assert np.isfinite(samples.log_probs).all()
-    assert not samples.log_probs[0].any()
+    assert np.isfinite(samples.fields["log_probs"]).all()
+    assert not samples.fields["log_probs"][0].any()
     np.testing.assert_array_equal(samples.tokens[1:], run(*prompts_of(LENGTHS)).tokens[1:])
 
 
@@ -197,7 +204,7 @@ def test_the_same_on_every_mesh(shape):
         samples = run(sharded["tokens"], sharded["mask"], policy_of(mesh))
     np.testing.assert_array_equal(samples.tokens, single.tokens)
     np.testing.assert_array_equal(samples.completion_mask, single.completion_mask)
-    np.testing.assert_allclose(samples.log_probs, single.log_probs, atol=2e-6)
+    np.testing.assert_allclose(samples.fields["log_probs"], single.fields["log_probs"], atol=2e-6)
 
 
 def test_one_loop_over_layers_per_phase_whatever_the_depth():

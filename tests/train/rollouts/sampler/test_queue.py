@@ -14,7 +14,7 @@ from tests import other_seeds, tiny
 from train.models import Decoder, DecoderConfig, LayerKind
 from train.models.rows import shard_rows
 from train.models.sharding import make_mesh
-from train.rl.policy import hidden_states, token_stats
+from train.rl.policy import ScoredPolicy, Sequences, hidden_states, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample, stop_table
 
 # A window shorter than the completions, two ropes and soft caps: columns out of order would show.
@@ -89,7 +89,7 @@ def text_of(**changes) -> str:
 def check_same(got: Samples, expected: Samples) -> None:
     for name in ("tokens", "token_mask", "completion_mask", "finished"):
         np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), err_msg=name)
-    np.testing.assert_allclose(got.log_probs, expected.log_probs, atol=3e-6)
+    np.testing.assert_allclose(got.fields["log_probs"], expected.fields["log_probs"], atol=3e-6)
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +106,12 @@ def test_rows_are_what_they_are_without_a_queue(queued):
     check_same(queued, run(prompts=(tokens[PROMPT_IDS], mask[PROMPT_IDS]), prompt_ids=None, unroll=False))
     np.testing.assert_array_equal(queued.tokens[:, :WIDTH], tokens[PROMPT_IDS])
     np.testing.assert_array_equal(queued.token_mask[:, :WIDTH], mask[PROMPT_IDS])
-    stats, _ = jax.jit(token_stats, static_argnums=0)(
-        MODEL, policy_of(), queued.tokens, queued.token_mask, temperature=0.7
+    stats, _ = jax.jit(token_stats)(
+        ScoredPolicy(MODEL, policy_of()), Sequences(queued.tokens, queued.token_mask), temperature=0.7
     )
-    np.testing.assert_allclose(queued.log_probs, np.where(queued.completion_mask, stats.log_prob, 0), atol=1e-5)
+    np.testing.assert_allclose(
+        queued.fields["log_probs"], np.where(queued.completion_mask, stats.log_prob, 0), atol=1e-5
+    )
 
 
 def test_a_slot_that_is_free_takes_the_next_row(queued):
@@ -140,7 +142,7 @@ def test_limits_and_rows_without_a_prompt(queued):
     np.testing.assert_array_equal(samples.finished, queued.finished & (expected == whole))
     own = samples.completion_mask
     np.testing.assert_array_equal(samples.tokens[own], queued.tokens[own])
-    assert not samples.log_probs[~own].any()
+    assert not samples.fields["log_probs"][~own].any()
     nothing = run(prompts=(tokens, mask & False))
     assert not nothing.token_mask.any()
     assert not nothing.finished.any()
@@ -174,8 +176,8 @@ def recorded() -> Samples:
 
 def check_same_kept(got: Samples, expected: Samples) -> None:
     check_same(got, expected)
-    np.testing.assert_array_equal(got.kept_ids, expected.kept_ids)
-    np.testing.assert_allclose(got.log_kept_mass, expected.log_kept_mass, atol=3e-6)
+    np.testing.assert_array_equal(got.fields["kept_ids"], expected.fields["kept_ids"])
+    np.testing.assert_allclose(got.fields["log_kept_mass"], expected.fields["log_kept_mass"], atol=3e-6)
 
 
 def kept_by_sorting(logits: np.ndarray) -> set[int]:
@@ -188,28 +190,31 @@ def kept_by_sorting(logits: np.ndarray) -> set[int]:
 
 def test_kept_tokens_are_recorded_for_every_sampled_token(recorded):
     policy, own = policy_of(), recorded.completion_mask
-    assert recorded.kept_ids.shape == (*own.shape, KEPT.top_k)
-    assert (recorded.kept_ids[~own] == -1).all()
-    assert not recorded.log_kept_mass[~own].any()
-    hidden = jax.jit(hidden_states, static_argnums=0)(MODEL, policy, recorded.tokens, recorded.token_mask)
+    assert recorded.fields["kept_ids"].shape == (*own.shape, KEPT.top_k)
+    assert (recorded.fields["kept_ids"][~own] == -1).all()
+    assert not recorded.fields["log_kept_mass"][~own].any()
+    hidden = jax.jit(hidden_states)(ScoredPolicy(MODEL, policy), Sequences(recorded.tokens, recorded.token_mask))
     table = np.asarray(policy.params["embed_tokens"]["embedding"], np.float64)
     cap = MODEL.config.final_softcap
     logits = cap * np.tanh(np.asarray(hidden, np.float64) @ table.T / cap) / KEPT.temperature
     sizes = set()
     for row, column in zip(*np.nonzero(own), strict=True):
-        ids, before = recorded.kept_ids[row, column], logits[row, column - 1]
+        ids, before = recorded.fields["kept_ids"][row, column], logits[row, column - 1]
         kept = kept_by_sorting(before)
         assert set(ids[ids >= 0].tolist()) == kept
         assert recorded.tokens[row, column] in kept
         mass = np.logaddexp.reduce(before[sorted(kept)]) - np.logaddexp.reduce(before)
-        np.testing.assert_allclose(recorded.log_kept_mass[row, column], mass, atol=1e-5)
+        np.testing.assert_allclose(recorded.fields["log_kept_mass"][row, column], mass, atol=1e-5)
         sizes.add(len(kept))
     assert len(sizes) > 3, "lists of many lengths"
-    stats, _ = jax.jit(token_stats, static_argnums=0)(
-        MODEL, policy, recorded.tokens, recorded.token_mask, temperature=0.7, mask=own, kept_ids=recorded.kept_ids
+    fields = recorded.fields
+    stats, _ = jax.jit(token_stats)(
+        ScoredPolicy(MODEL, policy),
+        Sequences(recorded.tokens, recorded.token_mask, own, fields),
+        temperature=0.7,
     )
     # The ratio of the first update is 1: both are log-probs of the distribution that was drawn from.
-    np.testing.assert_allclose(recorded.log_probs - recorded.log_kept_mass, stats.log_prob, atol=2e-5)
+    np.testing.assert_allclose(fields["log_probs"] - fields["log_kept_mass"], stats.log_prob, atol=2e-5)
 
 
 # The programs of windows are compared with one that has no queue, kept tokens too.
@@ -227,9 +232,7 @@ def test_kept_tokens_are_the_same_on_a_mesh_that_does_not_divide_the_prompts(rec
 def test_recording_changes_no_token_and_nothing_is_recorded_unless_asked_for(recorded, queued):
     plain = run(sampling=Sampling(0.7, top_k=6, top_p=0.9, min_p=0.02))
     check_same(plain, recorded)
-    assert plain.kept_ids is None
-    assert plain.log_kept_mass is None
-    assert queued.kept_ids is None
+    assert plain.fields.keys() == queued.fields.keys() == {"log_probs"}
 
 
 def sent(text: str) -> list[int]:

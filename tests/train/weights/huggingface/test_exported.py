@@ -16,7 +16,7 @@ from safetensors import safe_open
 import kljax
 from train.models import Decoder
 from train.models.sharding import make_mesh
-from train.rl.policy import token_stats
+from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.weights.huggingface import load_params, save_folder
 from train.weights.huggingface.config import decoder_config
 from train.weights.peft import base_model, load_adapter, read_peft_config, save_adapter
@@ -81,7 +81,9 @@ def save(name: str, path: Path) -> None:
 def test_log_probs_of_an_export_are_those_that_transformers_computed_of_it(name):
     model, policy = loaded(name)
     tokens = recorded()["tokens"]
-    stats, _ = jax.jit(lambda policy: token_stats(model, policy, tokens, tokens >= 0, temperature=1.0))(policy)
+    stats, _ = jax.jit(
+        lambda policy: token_stats(ScoredPolicy(model, policy), Sequences(tokens, tokens >= 0), temperature=1.0)
+    )(policy)
     np.testing.assert_allclose(stats.log_prob, recorded()[name], rtol=0, atol=TOLERANCE)
     assert np.abs(recorded()[name] - recorded()["before"]).max() > 0.1, "training moved what is compared"
 

@@ -16,7 +16,7 @@ import kljax
 from train.data.tokenizers import ByteTokenizer
 from train.models import Decoder, DecoderConfig
 from train.models.sharding import make_mesh
-from train.rl.policy import head, hidden_states, init_params
+from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states, init_params
 from train.weights.huggingface import load_params, save, save_folder
 from train.weights.huggingface.config import decoder_config
 from train.weights.peft import load_adapter, read_peft_config
@@ -84,7 +84,7 @@ def test_a_merged_adapter_gives_the_logits_of_the_weights_that_peft_merged(tmp_p
     with np.load(folder / "expected.npz") as expected:
         tokens, mask, want = (expected[name] for name in ("tokens", "mask", "adapter/merged"))
     saved = load_params(tmp_path / "out", model, mesh)
-    hidden = jax.jit(hidden_states, static_argnums=0)(model, kljax.Policy(saved), tokens, mask)
+    hidden = jax.jit(hidden_states)(ScoredPolicy(model, kljax.Policy(saved)), Sequences(tokens, mask))
     logits = np.where(mask[..., None], hidden @ head(model, saved), 0)
     assert np.abs(logits - want).max() < 5e-6
 

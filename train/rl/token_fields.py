@@ -1,0 +1,125 @@
+"""Per-token fields of a rollout: each is declared here once, and travels by its name from the sampler to the update.
+
+`TokenFields` is a dictionary of arrays `[B, T, ...]`, and so a pytree. The sampler's slots, padding, collection,
+recordings, batches, micro-batches and processes map over its entries and name none. A producer adds an entry; a
+consumer reads `batch.fields[name]`.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from train.config.types import fits_float32
+
+TokenFields: TypeAlias = dict[str, Any]
+"""Arrays by the names of `TOKEN_FIELDS`, `[B, T, ...]`. Position t belongs to token t."""
+
+MAX_LOG_PROB = 1e-3
+"""Largest log-prob that a server or a recording may have; a larger one is an error.
+
+A log-prob is at most 0 but for rounding: the difference of a logit and a log-sum-exp, both in float32, is off by about
+the spacing of float32 numbers of their size, which is below 1e-3 up to 2**13. No model has larger logits. A bound of 0
+would refuse right answers; log-probs of another kind, such as base-2 or negated ones, exceed the bound at once.
+"""
+_NUMBERS = {"b": "true or false", "i": "integers", "u": "integers", "f": "finite numbers"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenField:
+    """The declaration of a per-token field.
+
+    Attributes:
+      dtype: of recorded values; the sampler may compute in a wider one.
+      axes: the names of the axes after `[B, T]`.
+      fill: the value in padding, and at tokens that have none.
+      prompts: whether the tokens of prompts have values too, not only those of completions.
+      ragged: whether the last axis has its own length at every token; `fill` pads it.
+      recorded: whether recordings have the field.
+      check: raises ValueError for recorded values that cannot be; gets the values of a row, the ids of its tokens and
+        the size of the vocabulary.
+    """
+
+    dtype: Any
+    axes: tuple[str, ...] = ()
+    fill: float = 0
+    prompts: bool = False
+    ragged: bool = False
+    recorded: bool = True
+    check: Callable[[Sequence[Any], Sequence[int], int], None] = lambda values, ids, vocab_size: None
+
+    @property
+    def form(self) -> str:
+        """Describes the values of a row, for error messages."""
+        axes = f" [{', '.join(self.axes)}]" if self.axes else ""
+        return f"a list of {_NUMBERS[np.dtype(self.dtype).kind]}{axes} for each id"
+
+    def sizes(self, values: Any) -> tuple[int, ...] | None:
+        """Returns the sizes of the trailing axes of a row's values, the longest of a ragged one.
+
+        Returns:
+          One size for each of `axes`; None for values of another form.
+        """
+        level, sizes = [values], []
+        for depth in range(1 + len(self.axes)):
+            lengths = {len(entry) if isinstance(entry, list) else -1 for entry in level}
+            if -1 in lengths or (len(lengths) > 1 and not (self.ragged and depth == len(self.axes))):
+                return None
+            sizes.append(max(lengths, default=0))
+            level = list(itertools.chain.from_iterable(level))
+        return tuple(sizes[1:]) if all(self._fits(value) for value in level) else None
+
+    def _fits(self, value: Any) -> bool:
+        dtype = np.dtype(self.dtype)
+        if dtype.kind in "iu":
+            return type(value) is int and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max
+        return isinstance(value, bool) if dtype.kind == "b" else fits_float32(value)
+
+    def write(self, values: Sequence[Any], out: np.ndarray) -> None:
+        """Writes the values of a row into `out`, `[len(values), ...]`, which holds `fill`."""
+        if self.ragged:
+            for index in np.ndindex(out.shape[:-1]):
+                entry: Any = values
+                for axis in index:
+                    entry = entry[axis]
+                out[(*index, slice(len(entry)))] = entry
+        elif len(values):
+            out[:] = values
+
+    def lists(self, values: np.ndarray) -> list[Any]:
+        """Returns the values of a row as lists, without the padding of a ragged axis: the inverse of `write`."""
+        if self.ragged and values.ndim > 1:
+            return [self.lists(entry) for entry in values]
+        return (values[values != self.fill] if self.ragged else values).tolist()
+
+
+def shorten(value: Any) -> str:
+    """Returns the text of a value for an error message, at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_log_probs(values: Sequence[Any], ids: Sequence[int], vocab_size: int) -> None:
+    if any(value > MAX_LOG_PROB for value in values):
+        raise ValueError(f"got {shorten(values)}, expected finite numbers that are not positive")
+
+
+def _check_kept_ids(values: Sequence[Any], ids: Sequence[int], vocab_size: int) -> None:
+    if not all(0 <= kept < vocab_size for kept in itertools.chain.from_iterable(values)):
+        raise ValueError(f"got {shorten(values)}, expected a list of ids for each completion id")
+    for token, kept in zip(ids, values, strict=True):
+        if token not in kept:
+            raise ValueError(f"got {shorten(kept)} for the completion id {token}, expected it in the list")
+
+
+TOKEN_FIELDS: dict[str, TokenField] = {
+    # Of the sampled tokens under the sampling policy; with `kept_ids`, renormalised over these tokens.
+    "log_probs": TokenField(np.float32, check=_check_log_probs),
+    # The tokens that top-k, top-p and min-p kept. If present, all log-probs of a batch are renormalised over them.
+    "kept_ids": TokenField(np.int32, axes=("kept",), fill=-1, ragged=True, check=_check_kept_ids),
+    # The log of the probability of the kept tokens. A source subtracts it from its log-probs, and drops it.
+    "log_kept_mass": TokenField(np.float32, recorded=False),
+}
+"""Every per-token field that a source may return, by name."""
