@@ -1,6 +1,6 @@
 """The decoder and its adapters."""
 
-from train.models.cache import GroupCache, KeyValues, LayerCache, SlotCache
+from train.models.cache import DecoderState, GroupCache, KeyValues, LayerCache, LayerState, PromptState, SlotCache
 from train.models.config import (
     DecoderConfig,
     LayerKind,
@@ -18,13 +18,16 @@ from train.models.transformer import Transformer
 __all__ = [
     "Decoder",
     "DecoderConfig",
+    "DecoderState",
     "GroupCache",
     "KeyValues",
     "LayerCache",
     "LayerKind",
+    "LayerState",
     "LinearScaling",
     "Llama3Scaling",
     "LoraConfig",
+    "PromptState",
     "Rope",
     "RopeTables",
     "SlotCache",

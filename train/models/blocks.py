@@ -4,12 +4,11 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 from flax import nnx
 
-from train.models.cache import KeyValues, LayerCache
 from train.models.config import AttentionKind, DecoderConfig, LayerKind, MlpKind
 from train.models.layers import InitKey, norm
 from train.models.mlp import DenseMlp
@@ -27,8 +26,41 @@ class Mlp(Protocol):
         """Computes [B, T, D] of [B, T, D], each token alone; the values of padding are arbitrary, but finite."""
 
 
+class Mixer(Protocol):
+    """A kind of attention, or of another layer through which a token depends on those before it.
+
+    Attributes:
+      rows_may_join: whether `LayerContext.mask` alone says which tokens a token depends on, so that rows can be packed
+        and share prompts.
+    """
+
+    rows_may_join: ClassVar[bool]
+
+    def __init__(self, config: DecoderConfig, key: InitKey) -> None:
+        """Draws the parameters of one layer."""
+
+    def __call__(
+        self, x: jax.Array, state: Any, sliding: bool | jax.Array, context: LayerContext
+    ) -> tuple[jax.Array, Any]:
+        """Computes [B, T, D] of [B, T, D].
+
+        Args:
+          x: [B, T, D], finite at padding, which no real token may depend on.
+          state: one layer of a `LayerState`, with the tokens before; None: x are whole sequences.
+          sliding: whether this is a sliding layer, may be traced.
+          context: inputs that all layers share.
+
+        Returns:
+          [B, T, D], and the state with x; of whole sequences one layer of a `PromptState`.
+        """
+
+    @staticmethod
+    def state_bytes(config: DecoderConfig, tokens: int) -> int:
+        """Counts the bytes of one layer's state of a number of tokens, on all devices together."""
+
+
 # Kinds of one row have the same parameters: what differs between their layers is data of one program.
-ATTENTIONS: Mapping[AttentionKind, type[SelfAttention]] = {"full": SelfAttention, "sliding": SelfAttention}
+ATTENTIONS: Mapping[AttentionKind, type[Mixer]] = {"full": SelfAttention, "sliding": SelfAttention}
 MLPS: Mapping[MlpKind, type[Mlp]] = {"dense": DenseMlp}
 
 
@@ -46,17 +78,10 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLPS[kind.mlp](config, key.child("mlp"))
 
     def __call__(
-        self, x: jax.Array, cache: LayerCache | None, sliding: bool | jax.Array, context: LayerContext
-    ) -> tuple[jax.Array, KeyValues | LayerCache]:
-        """Returns the output [B, T, D], and the layer's cache with the keys and values of x; without one, these alone.
-
-        Args:
-          x: [B, T, D].
-          cache: earlier keys and values; None: x are whole sequences.
-          sliding: whether this is a sliding layer, may be traced.
-          context: inputs that all layers share.
-        """
-        mixed, new = self.self_attn(self.input_layernorm(x), cache, sliding, context)
+        self, x: jax.Array, state: Any, sliding: bool | jax.Array, context: LayerContext
+    ) -> tuple[jax.Array, Any]:
+        """Returns the output [B, T, D] and the layer's state; see `Mixer`."""
+        mixed, new = self.self_attn(self.input_layernorm(x), state, sliding, context)
         if self.config.post_norms:
             x = x + self.post_attention_layernorm(mixed)
             x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
@@ -112,6 +137,25 @@ def layer_segments(config: DecoderConfig) -> tuple[Segment, ...]:
 def layer_stacks(config: DecoderConfig) -> tuple[LayerStack, ...]:
     """Lists the stacks of all layers."""
     return tuple(stack for segment in layer_segments(config) for stack in segment)
+
+
+def state_bytes(config: DecoderConfig, tokens: int) -> int:
+    """Counts the bytes of what all layers keep of a number of tokens, on all devices together."""
+    return sum(ATTENTIONS[kind.attention].state_bytes(config, tokens) for kind in config.kinds)
+
+
+def check_rows_may_join(config: DecoderConfig, field: str) -> None:
+    """Raises ValueError if a layer cannot run rows that are packed or share prompts.
+
+    Args:
+      config: the shape of the decoder.
+      field: the field of the config that asks for it.
+    """
+    alone = sorted({kind.attention for kind in config.kinds if not ATTENTIONS[kind.attention].rows_may_join})
+    if alone:
+        raise ValueError(
+            f"{field}: got true for a model with {' and '.join(alone)} layers, whose rows run one by one; set false"
+        )
 
 
 def _runs(parts: Sequence[Any], first: int) -> Iterator[range]:

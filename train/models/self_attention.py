@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, K key-value heads, H head width, D model width.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +26,31 @@ class LayerContext:
 
     Attributes:
       mask: the keys that each query attends to.
+      real: [B, T] bool, the tokens that are no padding.
       rope: cosines and sines of the queries' positions.
       column: the queries' cache column, a scalar.
     """
 
     mask: AttentionMask | SharedPromptMask
+    real: jax.Array
     rope: RopeTables
     column: int | jax.Array = 0
 
 
 class SelfAttention(nnx.Module):
-    """Grouped-query self-attention."""
+    """Grouped-query self-attention.
+
+    Attributes:
+      rows_may_join: whether `LayerContext.mask` alone says which tokens a token depends on, so that rows can be packed
+        and share prompts.
+    """
+
+    rows_may_join: ClassVar[bool] = True
+
+    @staticmethod
+    def state_bytes(config: DecoderConfig, tokens: int) -> int:
+        """Counts the bytes of one layer's keys and values of a number of tokens, on all devices together."""
+        return 2 * tokens * config.kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
 
     def __init__(self, config: DecoderConfig, key: InitKey):
         self.config = config

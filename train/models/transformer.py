@@ -6,7 +6,7 @@ to compile it grows with the depth.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from train.models.attention import AttentionMask, cache_mask, causal_mask, token_positions
-from train.models.blocks import DecoderLayer, LayerStack, layer_segments, layer_stacks
-from train.models.cache import GroupCache, KeyValues, LayerCache, SlotCache, StackedLayer
+from train.models.blocks import DecoderLayer, LayerStack, check_rows_may_join, layer_segments, layer_stacks
+from train.models.cache import DecoderState, PromptState
 from train.models.config import DecoderConfig
 from train.models.layers import Embed, InitKey, Linear, in_pieces, norm, nth_layer, scanned_layers
 from train.models.packing import (
@@ -33,7 +33,6 @@ from train.models.rope import RopeTables, rope_tables
 from train.models.self_attention import LayerContext
 from train.models.sharding import split_tokens
 
-Cache: TypeAlias = GroupCache | Sequence[GroupCache]
 LayerRunner: TypeAlias = Callable[..., tuple[jax.Array, Any]]
 
 
@@ -97,6 +96,7 @@ class Transformer(nnx.Module):
         Returns:
           [B, P + C, D], equal to `__call__` of the same rows, up to rounding.
         """
+        check_rows_may_join(self.config, "optim.share_prompts")
         mask = shared_prompt_mask(token_mask, prompt, group, self.config.sliding_window)
         mask = SharedPromptMask(self._for_kernels(mask.prompt), self._for_kernels(mask.completion))
         inputs = (tokens, token_mask, token_positions(token_mask))
@@ -116,6 +116,7 @@ class Transformer(nnx.Module):
           [B, P + C, D], equal to `__call__` of the same rows where a token of a completion follows, up to rounding; 0
           elsewhere.
         """
+        check_rows_may_join(self.config, "optim.packing")
         mask = self._for_kernels(packed_mask(token_mask, packed, prompt, self.config.sliding_window))
         real, positions = pack_rows(token_mask, packed), packed_positions(token_mask, packed)
         states, _ = self._run(pack_rows(tokens, packed), real, positions, mask)
@@ -123,30 +124,28 @@ class Transformer(nnx.Module):
 
     def prefill(
         self, tokens: jax.Array, token_mask: jax.Array, positions: jax.Array | None = None
-    ) -> tuple[jax.Array, KeyValues]:
-        """Computes hidden states as `__call__` does, and the keys and values [layers, B, T, K, H] for `decode`."""
-        hidden, new = self._sequences(tokens, token_mask, positions, keep=True)
-        assert isinstance(new, KeyValues)
-        return hidden, new
+    ) -> tuple[jax.Array, tuple[PromptState, ...]]:
+        """Computes hidden states as `__call__` does, and what each stack of layers keeps for `decode`."""
+        return self._sequences(tokens, token_mask, positions, keep=True)
 
     def decode(
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        cache: Cache,
+        state: DecoderState,
         token_mask: jax.Array,
         column: int | jax.Array,
         *,
         key_positions: jax.Array | None = None,
         rope: RopeTables | None = None,
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, DecoderState]:
         """Computes one more token per row.
 
         Args:
           tokens: [B] int32, in column `column` of the sequences.
           positions: [B] int32, the tokens' positions in their rows.
-          cache: filled where `token_mask` is True except at `column`; a stack of layers, or a list of them if the
-            layers are `unrolled`.
+          state: of the tokens before, those where `token_mask` is True except at `column`; unrolled if the layers
+            are `unrolled`.
           token_mask: [B, S] bool, the columns that the token attends to, itself included; a sliding layer attends to
             the last ones of these. The hidden state of a row without any is meaningless.
           column: int32, a scalar, after the columns of the prompts.
@@ -154,14 +153,15 @@ class Transformer(nnx.Module):
           rope: `rope_tables` of `positions`, if already known.
 
         Returns:
-          Hidden states [B, D], and the cache with `column` filled.
+          Hidden states [B, D], and the state with the token in `column`.
         """
         mask = cache_mask(token_mask, self.config.sliding_window, positions, key_positions)
         real = jnp.any(token_mask, axis=-1, keepdims=True)
-        hidden, new = self._run(
-            tokens[:, None], real, positions[:, None], mask, cache=cache, column=column, keep=True, rope=rope
-        )
-        return hidden[:, 0], cast(Cache, new)
+        x = self._embed(tokens[:, None], real)
+        rope = rope_tables(self.config, positions[:, None], x.dtype) if rope is None else rope
+        context = LayerContext(mask, real, rope, column)
+        x, new = self._decode_layers(x, state, context) if state.unrolled else self._scan_state(x, state, context)
+        return self.norm(x)[:, 0], dataclasses.replace(state, stacks=new)
 
     def unrolled(self) -> "Transformer":
         """Returns the same decoder with a list of layers, for `decode`: no loop, and no copy of a layer out of a stack.
@@ -172,7 +172,10 @@ class Transformer(nnx.Module):
             return self
         copy = jax.tree.map(lambda x: x, self)
         copy.layers = nnx.List(
-            [jax.tree.map(lambda x, index=index: x[index], self._stack(stack)) for stack, index in self._places()]
+            [
+                jax.tree.map(lambda x, index=index: x[index], self._stack(layer_stacks(self.config)[place]))
+                for place, index in self._places()
+            ]
         )
         return copy
 
@@ -183,7 +186,7 @@ class Transformer(nnx.Module):
         positions: jax.Array | None,
         *,
         keep: bool = False,
-    ) -> tuple[jax.Array, KeyValues | Cache | None]:
+    ) -> tuple[jax.Array, tuple[PromptState, ...]]:
         mask = self._for_kernels(causal_mask(token_mask, self.config.sliding_window))
         if positions is None:
             positions = token_positions(token_mask)
@@ -200,49 +203,48 @@ class Transformer(nnx.Module):
         positions: jax.Array,
         mask: AttentionMask | SharedPromptMask,
         *,
-        cache: Cache | None = None,
-        column: int | jax.Array = 0,
         keep: bool = False,
-        rope: RopeTables | None = None,
-    ) -> tuple[jax.Array, KeyValues | Cache | None]:
-        """Computes hidden states [B, T, D] after the last norm, and the cache, or the keys and values if `keep`."""
-        config = self.config
-        x = self.embed_tokens(tokens)
-        if config.embed_scale is not None:
-            x = x * jnp.asarray(config.embed_scale, x.dtype)
-        # Drops padding values, NaN included: attention weights of 0 would not.
-        x = split_tokens(jnp.where(real[..., None], x, 0))
-        rope = rope_tables(config, positions, x.dtype) if rope is None else rope
-        context = LayerContext(mask, rope, column)
-        new: Any
-        if isinstance(cache, Sequence):
-            new = []
-            unrolled = isinstance(self.layers, nnx.List)
-            for number, (stack, index) in enumerate(self._places()):
-                layer = self.layers[number] if unrolled else nth_layer(self._stack(stack), index, after=x)
-                x, written = layer(x, cache[number], config.kinds[number].attention == "sliding", context)
-                new.append(written)
-        elif cache is None:
-            x, new = self._scan(x, context, keep)
-        else:
-            assert isinstance(cache, GroupCache)
-            x, new = self._scan_cache(x, cache, context)
+    ) -> tuple[jax.Array, tuple[PromptState, ...]]:
+        """Computes hidden states [B, T, D] after the last norm, and what each stack keeps, nothing unless `keep`."""
+        x = self._embed(tokens, real)
+        x, new = self._scan(x, LayerContext(mask, real, rope_tables(self.config, positions, x.dtype)), keep)
         return self.norm(x), new
 
-    def _scan(self, x: jax.Array, context: LayerContext, keep: bool) -> tuple[jax.Array, KeyValues | None]:
+    def _embed(self, tokens: jax.Array, real: jax.Array) -> jax.Array:
+        """Computes the inputs [B, T, D] of the first layer."""
+        x = self.embed_tokens(tokens)
+        if self.config.embed_scale is not None:
+            x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+        # Drops padding values, NaN included: attention weights of 0 would not.
+        return split_tokens(jnp.where(real[..., None], x, 0))
+
+    def _decode_layers(
+        self, x: jax.Array, state: DecoderState, context: LayerContext
+    ) -> tuple[jax.Array, tuple[list[Any], ...]]:
+        """Runs the layers on one token per row, each with a state of its own."""
+        new: tuple[list[Any], ...] = tuple([] for _ in state.stacks)
+        unrolled = isinstance(self.layers, nnx.List)
+        for number, (place, index) in enumerate(self._places()):
+            stack = layer_stacks(self.config)[place]
+            layer = self.layers[number] if unrolled else nth_layer(self._stack(stack), index, after=x)
+            sliding = self.config.kinds[number].attention == "sliding"
+            x, written = layer(x, state.stacks[place][index], sliding, context)
+            new[place].append(written)
+        return x, new
+
+    def _scan(self, x: jax.Array, context: LayerContext, keep: bool) -> tuple[jax.Array, tuple[PromptState, ...]]:
         # With "full", memory grows by one [B, T, D] a layer. Inside a scan nothing can be shared between the two passes
         # anyway, so CSE needs no barrier.
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.config.remat == "dots" else None
 
         def layer_runner(run: LayerRunner) -> LayerRunner:
-            def run_layer(part: Any, x: jax.Array, *args: Any) -> tuple[jax.Array, KeyValues | None]:
+            def run_layer(part: Any, x: jax.Array, *args: Any) -> tuple[jax.Array, Any]:
                 x, new = run(part, x, None, *args)
-                assert isinstance(new, KeyValues)
                 return x, new if keep else None
 
             return jax.checkpoint(run_layer, prevent_cse=False, policy=policy)
 
-        kept = []
+        kept: list[PromptState] = []
         for segment in layer_segments(self.config):
             runs, inputs = zip(*map(self._scanned, segment), strict=True)
             rematerialised = [layer_runner(run) for run in runs]
@@ -255,41 +257,41 @@ class Transformer(nnx.Module):
                 return x, news
 
             x, news = jax.lax.scan(run_repeat, x, inputs)
-            kept.append(news)
-        return x, _in_order(kept) if keep else None
+            kept += news
+        return x, tuple(kept) if keep else ()
 
-    def _scan_cache(self, x: jax.Array, cache: GroupCache, context: LayerContext) -> tuple[jax.Array, GroupCache]:
+    def _scan_state(
+        self, x: jax.Array, state: DecoderState, context: LayerContext
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Runs the layers on one token per row; every layer writes its part of the stack in place."""
-        carry = x, cache.completions
+        stacks, new = iter(state.stacks), []
         for segment in layer_segments(self.config):
             runs, inputs = zip(*map(self._scanned, segment), strict=True)
 
-            def run_repeat(
-                carry: tuple[jax.Array, SlotCache], of_layers: Any, runs: Any = runs
-            ) -> tuple[tuple[jax.Array, SlotCache], None]:
-                x, completions = carry
-                for run, (part, number, sliding) in zip(runs, of_layers, strict=True):
-                    layer_cache = StackedLayer(GroupCache(cache.prompts, completions), number)
-                    x, written = run(part, x, layer_cache, sliding, context)
-                    completions = written.stack.completions
-                return (x, completions), None
+            def run_repeat(carry: Any, of_layers: Any, runs: Any = runs) -> tuple[Any, None]:
+                x, states = carry
+                number, inputs = of_layers
+                written = []
+                for run, stack, (part, sliding) in zip(runs, states, inputs, strict=True):
+                    x, layer = run(part, x, stack.at_layer(number), sliding, context)
+                    written.append(layer.stack)
+                return (x, written), None
 
-            numbers = jnp.arange(self.config.layers)
-            numbered = [
-                (part, stack.of_layers(numbers), sliding)
-                for stack, (part, sliding) in zip(segment, inputs, strict=True)
-            ]
-            carry, _ = jax.lax.scan(run_repeat, carry, numbered)
-        return carry[0], GroupCache(cache.prompts, carry[1])
+            states = [next(stacks) for _ in segment]
+            (x, written), _ = jax.lax.scan(run_repeat, (x, states), (jnp.arange(len(segment[0].layers)), inputs))
+            new += written
+        return x, tuple(new)
 
     def _stack(self, stack: LayerStack) -> DecoderLayer:
         """Returns the module whose parameters are the stack."""
         return cast(DecoderLayer, self.layers if stack.path == ("layers",) else self.layers[stack.path[-1]])
 
-    def _places(self) -> list[tuple[LayerStack, int]]:
-        """Lists the stack of every layer, and its index there."""
+    def _places(self) -> list[tuple[int, int]]:
+        """Lists the stack of every layer, as its place in `layer_stacks`, and the layer's index there."""
         places = {
-            layer: (stack, index) for stack in layer_stacks(self.config) for index, layer in enumerate(stack.layers)
+            layer: (place, index)
+            for place, stack in enumerate(layer_stacks(self.config))
+            for index, layer in enumerate(stack.layers)
         }
         return [places[layer] for layer in range(self.config.layers)]
 
@@ -301,10 +303,8 @@ class Transformer(nnx.Module):
         weights, layer_at = scanned_layers(self._stack(stack))
         sliding = [kind.attention == "sliding" for kind in stack.of_layers(self.config.kinds)]
 
-        def run(
-            part: Any, x: jax.Array, cache: LayerCache | None, traced: jax.Array | None, context: LayerContext
-        ) -> Any:
-            return layer_at(part)(x, cache, sliding[0] if traced is None else traced, context)
+        def run(part: Any, x: jax.Array, state: Any, traced: jax.Array | None, context: LayerContext) -> Any:
+            return layer_at(part)(x, state, sliding[0] if traced is None else traced, context)
 
         return run, (weights, jnp.array(sliding) if len(set(sliding)) > 1 else None)
 
@@ -320,13 +320,3 @@ def _draw_stack(config: DecoderConfig, stack: LayerStack, keys: jax.Array) -> De
         return DecoderLayer(config, config.kinds[stack.layers[0]], InitKey(key, ("layers",), stacked=True))
 
     return cast(DecoderLayer, draw_layer(stack.of_layers(keys)))
-
-
-def _in_order(kept: list[list[KeyValues]]) -> KeyValues:
-    """Joins the keys and values that scans leave, one list of stacks for each, to one stack of all layers."""
-
-    def interleave(*stacks: jax.Array) -> jax.Array:
-        return jnp.stack(stacks, axis=1).reshape(-1, *stacks[0].shape[1:]) if len(stacks) > 1 else stacks[0]
-
-    joined = [jax.tree.map(interleave, *stacks) for stacks in kept]
-    return joined[0] if len(joined) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *joined)

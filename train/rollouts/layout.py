@@ -168,7 +168,8 @@ def _move(halfway: Tree, target: Tree, tree: Tree) -> Tree:
             chosen = [number for number, leaf in enumerate(leaves) if len(leaf) == depth]
 
             def move_layer(layer: list[jax.Array], chosen: list[int] = chosen) -> list[jax.Array]:
-                return [move(x, *places[number], stacked=True) for number, x in zip(chosen, layer, strict=True)]
+                moved = zip(chosen, layer, strict=True)
+                return [move(x, places[number][0], places[number][1], stacked=True) for number, x in moved]
 
             for number, x in zip(chosen, jax.lax.map(move_layer, [leaves[n] for n in chosen]), strict=True):
                 leaves[number] = x

@@ -39,10 +39,10 @@ COLUMNS = (
 
 def cache_of(sampler: WindowedSampler, arguments: Sequence[Any], longest: int) -> tuple[int, int]:
     """Returns the columns of the widest window that the longest row needs, and the bytes of the KV cache with it."""
-    cache = sampler.first.trace(*arguments).out_info[1]
+    layers = [layer for stack in sampler.first.trace(*arguments).out_info[1].stacks for layer in stack]
     reached = next(width for width in sampler.widths if width >= longest)
     narrow, prompts = (
-        sum(x.size * x.dtype.itemsize for layer in cache for x in jax.tree.leaves(getattr(layer, part)))
+        sum(x.size * x.dtype.itemsize for layer in layers for x in jax.tree.leaves(getattr(layer, part)))
         for part in ("completions", "prompts")
     )
     return reached, prompts + narrow * reached // sampler.widths[0]

@@ -1,7 +1,7 @@
 """Blocks: patterns of layers, and an MLP kind that is added to the tables."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import chex
 import jax
@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from tests import rounding
-from train.models import Decoder, DecoderConfig, GroupCache, LayerKind, LoraConfig, Rope, blocks, config, sharding
+from train.models import Decoder, DecoderConfig, DecoderState, LayerKind, LoraConfig, Rope, blocks, config, sharding
 from train.models.blocks import layer_segments
 from train.models.layers import InitKey, param
 from train.models.merge import merge
@@ -122,17 +122,17 @@ def test_mixed_layers_run_in_their_order(mixture):
 
     hidden = run(params, adapter)
     assert np.isfinite(hidden).all()
-    prompts = model.bind(params, adapter).prefill(tokens[:, :4], mask[:, :4])[1]
-    assert prompts.key.shape == (7, 2, 4, 2, 4)
-    cache, stacked = GroupCache.of(prompts, 1, 4), model.bind(params, adapter)
+    stacked = model.bind(params, adapter)
+    prompts = stacked.prefill(tokens[:, :4], mask[:, :4])[1]
+    assert [jax.tree.leaves(stack)[0].shape for stack in prompts] == [(depth, 2, 4, 2, 4) for depth in (2, 2, 2, 1)]
     listed = stacked.unrolled()
     assert [type(layer.mlp) for layer in listed.layers] == [DenseMlp, Mixture, Mixture] * 2 + [DenseMlp]
-    for decoder, start in ((stacked, cache), (listed, cache.layers()), (stacked, cache.layers())):
-        caches: Any = start
+    for decoder, unroll in ((stacked, False), (listed, True), (stacked, True)):
+        state = DecoderState.of(prompts, 1, 4, unroll=unroll)
         for column in range(4, 8):
             seen = mask & (jnp.arange(8) <= column)
-            state, caches = decoder.decode(tokens[:, column], seen.sum(-1) - 1, caches, seen, column)
-            rounding.assert_close_by_norm(state, hidden[:, column], roundings=BOUND)
+            last, state = decoder.decode(tokens[:, column], seen.sum(-1) - 1, state, seen, column)
+            rounding.assert_close_by_norm(last, hidden[:, column], roundings=BOUND)
     gradient = jax.jit(jax.grad(lambda params: (run(params, adapter)[mask] ** 2).sum()))(params)
     chex.assert_trees_all_equal_shapes(gradient, params)
     assert all((jnp.abs(leaf).reshape(len(leaf), -1).max(-1) > 0).all() for leaf in jax.tree.leaves(gradient["layers"]))
