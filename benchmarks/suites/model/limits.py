@@ -65,11 +65,11 @@ def measure(tail: Tail, limits: Sequence[int], rounds: int) -> dict[str, Any]:
         best = {clock: results[f"{limit} {way}"].best(clock) or 0.0 for clock in ("cpu", "wall")}
         # The widest window that the longest row needs, and the bytes of the KV cache with it.
         window = next(width for width in sampler.widths if width >= longest)
+        layers = [layer for stack in sampler.first.trace(*arguments).out_info[1].stacks for layer in stack]
         narrow, of_prompts = (
-            sum(x.size * x.dtype.itemsize for layer in sampler.first.trace(*arguments).out_info[1]
-                for x in jax.tree.leaves(getattr(layer, part)))
+            sum(x.size * x.dtype.itemsize for layer in layers for x in jax.tree.leaves(getattr(layer, part)))
             for part in ("completions", "prompts")
-        )  # fmt: skip
+        )
         size = of_prompts + narrow * window // sampler.widths[0]
         rows.append({"limit": limit, "way": way, "window": window, "cache_bytes": size, **best})
     for row in rows:

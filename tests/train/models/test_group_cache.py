@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.models import GroupCache, KeyValues
+from train.models import KeyValues
 from train.models.attention import AttentionOptions, cache_mask
 
 PROMPTS, GROUP, WIDTH, ROOM, KV_HEADS, HEADS, SIZE = 2, 3, 5, 4, 2, 4, 8
@@ -39,7 +39,7 @@ def test_it_reads_what_every_row_has_and_sees(softcap, filled):
     seen[:, WIDTH : WIDTH + filled] = True
     seen[1, WIDTH] = False
     seen[4] = False
-    cache = GroupCache.of(KeyValues(*prompt), GROUP, ROOM)
+    cache = KeyValues(*prompt).for_rows(GROUP, ROOM)
     for column in range(filled):
         cache = cache.write(KeyValues(*own[:, :, column : column + 1]), jnp.int32(WIDTH + column))
     mask, options = cache_mask(jnp.asarray(seen), None), AttentionOptions(softcap=softcap)

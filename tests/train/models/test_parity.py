@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kljax
-from train.models import Decoder, GroupCache
+from train.models import Decoder, DecoderState
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states, token_stats
 from train.weights.huggingface import load_params
@@ -128,7 +128,7 @@ def test_greedy_continuations_are_those_of_transformers_decoded_one_token_at_a_t
     @functools.partial(jax.jit, compiler_options=QUICK)
     def generate(params: dict) -> jax.Array:
         hidden, cache = model.bind(params).prefill(prompts, mask)
-        cache = GroupCache.of(cache, 1, room)
+        cache = DecoderState.of(cache, 1, room)
         seen = jnp.pad(mask, ((0, 0), (0, room)))
         first = jnp.argmax(logits_of(model, params, hidden[:, -1]), -1)
 
