@@ -38,7 +38,9 @@ from train.rl.policy import init_params
 from train.rl.reference import reference_head
 from train.rl.state import policy_of
 from train.rl.step import update_rows
-from train.rollouts import collect, open_source, sampling_policy
+from train.rollouts.collect import collect
+from train.rollouts.lag import sampling_policy
+from train.rollouts.open import open_source
 from train.run.base import load_initial_base
 from train.run.evaluate import evaluate
 from train.run.loop import Programs

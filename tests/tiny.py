@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 import kljax
 from train.config.load import apply_overrides, parse
 from train.config.schema import Config
+from train.context import RunContext
 from train.data.prompts import Prompts
 from train.data.tasks import Example, load_task
 from train.data.tokenizers import ByteTokenizer
@@ -22,12 +23,10 @@ from train.distributed import RowSplit
 from train.models import Decoder
 from train.models.sharding import batch_sharding, make_mesh
 from train.rl.batch import Batch
-from train.rl.host_memory import make_run_optimizer
 from train.rl.state import TrainState
 from train.rollouts.collect import Rollout, judge_rows, shard_completions
-from train.rollouts.context import RunContext
 from train.rollouts.source import Completions
-from train.run.setup import first_state
+from train.run.setup import first_state, make_bare_context
 from train.weights.model import make_model
 
 PROMPT, ROOM = 5, 4
@@ -187,17 +186,10 @@ class SamePrompts:
 
 def context_of(config: Config, **changes: Any) -> RunContext:
     """The context of a config on one device, without a reference; `changes` replace fields of it."""
-    task = changes.get("task") or load_task(config)
-    built = {
-        "config": config,
-        "mesh": mesh_of(),
-        "model": model_of(config),
-        "optimizer": make_run_optimizer(config.optim),
-        "tokenizer": ByteTokenizer(),
-        "task": task,
-        "prompts": Prompts(
-            task.train, ByteTokenizer(), length=PROMPT, batch_size=config.rollout.prompts_per_step, seed=config.seed
-        ),
-        "held_out": [],
-    }
-    return RunContext(**(built | changes))
+    task, tokenizer = changes.get("task") or load_task(config), ByteTokenizer()
+    model, mesh = changes.pop("model", None) or model_of(config), changes.pop("mesh", None) or mesh_of()
+    prompts = Prompts(
+        task.train, tokenizer, length=PROMPT, batch_size=config.rollout.prompts_per_step, seed=config.seed
+    )
+    context = make_bare_context(config, model, mesh, tokenizer)
+    return dataclasses.replace(context, **{"task": task, "prompts": prompts, **changes})

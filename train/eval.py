@@ -12,7 +12,7 @@ from train.process.interrupt import exit_with
 
 if TYPE_CHECKING:
     import kljax
-    from train.rollouts.context import RunContext
+    from train.context import RunContext
 
 EXAMPLES = """\
 examples:
@@ -63,7 +63,7 @@ def show(
     # Imported late, so that an error on the command line shows before JAX starts.
     import jax
 
-    from train.distributed import agree, is_leader, run_together
+    from train.distributed import agree, is_leader
     from train.run.directory import flat_fields
     from train.run.report import default_console, print_evaluation, write_summary
     from train.run.saved import SavedRun, fitting
@@ -78,7 +78,7 @@ def show(
     assert start is not None
     config = fitting(start.config)
     agree("command", {**flat_fields(config), "--step": step})
-    context = run_together("start", lambda: make_context(config))
+    context = make_context(config)
     with jax.set_mesh(context.mesh):
         if saved is None:
             policy, name = _initial_policy(context), str(what)
@@ -101,7 +101,7 @@ def measure(context: "RunContext", policy: "kljax.Policy") -> dict[str, Any]:
       `sampled` and `greedy`: mean of each reward, and `accuracy` in percent; `samples`: the first completions.
     """
     from train.rl.keys import purpose_key
-    from train.rollouts import make_sampler
+    from train.rollouts.jax_source import make_sampler
     from train.run.evaluate import evaluate
 
     key = purpose_key(context.config.seed, "held_out")

@@ -1,7 +1,7 @@
 """A run of the trainer without task, prompts and files: the same programs, called by hand."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +10,19 @@ import numpy as np
 import kljax
 from train.config.load import parse
 from train.config.schema import Config
+from train.context import RunContext
 from train.data.tokenizers import Tokenizer
 from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.plan.shapes import TokenIds
-from train.rl.algorithms import make_optimizer
 from train.rl.batch import Batch
 from train.rl.objective import coefficients
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState
 from train.rl.step import update_rows
-from train.rollouts.context import RunContext
 from train.run.loop import Programs
-from train.run.setup import first_state
+from train.run.setup import first_state, make_bare_context
 
 
 def grpo(prompt_length: int, completion_length: int, prompts: int, samples: int, **raw: Any) -> Config:
@@ -35,8 +34,8 @@ def grpo(prompt_length: int, completion_length: int, prompts: int, samples: int,
 
 def bare_context(config: Config, model: Decoder, tokenizer: Tokenizer | None = None) -> RunContext:
     """Builds the context of a run on one device without task and prompts."""
-    tokenizer, none = tokenizer or TokenIds(model.config.vocab_size, (0,)), cast(Any, None)
-    return RunContext(config, make_mesh(1, 1, 1), model, make_optimizer(config.optim), tokenizer, none, none, [])
+    tokenizer = tokenizer or TokenIds(model.config.vocab_size, (0,))
+    return make_bare_context(config, model, make_mesh(1, 1, 1), tokenizer)
 
 
 @dataclasses.dataclass

@@ -10,13 +10,13 @@ from typing import Any
 from tests import tiny
 from tests.faults.case import Fault, raised
 from tests.train.rollouts.test_recorded import BAD, SOURCE, row
+from train.context import RunContext
 from train.data.tasks.jsonl import read_examples
 from train.distributed import RowSplit
 from train.models.sharding import batch_sharding
-from train.rollouts import Request, SourceError, open_source
-from train.rollouts.context import RunContext
+from train.rollouts.open import open_source
 from train.rollouts.recorded import write_rows
-from train.rollouts.source import Source
+from train.rollouts.source import Request, Source, SourceError
 
 AREA = "data"
 Run = Callable[[pathlib.Path], str]

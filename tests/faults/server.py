@@ -21,12 +21,12 @@ from tests.faults.wire import Reply, blanks, drips, hangs, resets, response, sen
 from tests.train.rollouts.fake_server import Digits
 from train.config.errors import ConfigError, UserError
 from train.config.load import parse
+from train.context import RunContext
 from train.data.tokenizers import ByteTokenizer
 from train.distributed import RowSplit
 from train.models.sharding import batch_sharding
-from train.rollouts import Completions, Request, SourceError
-from train.rollouts.context import RunContext
 from train.rollouts.server import Client, ServerSource
+from train.rollouts.source import Completions, Request, SourceError
 
 AREA, ADDRESSES = "rollout server", "addresses and keys of servers"
 MEGABYTE = 2**20

@@ -123,6 +123,24 @@ def test_an_error_of_one_process_ends_both_with_its_message_and_the_run_saved(en
     assert (tmp_path / "quickstart" / "checkpoints" / "1").is_dir()
 
 
+@pytest.mark.slow
+def test_data_missing_in_one_process_ends_both_before_the_run(env, tmp_path):
+    (tmp_path / "problems.py").write_text(
+        "import jax\n"
+        "from train.config.errors import UserError\n"
+        "from train.data.tasks import Example, Task\n"
+        "def numbers():\n"
+        "    if jax.process_index() == 1:\n"
+        "        raise UserError('no disk here')\n"
+        "    return Task('numbers', [Example('1', '1', '1')] * 8, [Example('1', '1', '1')], None)\n"
+    )
+    task = (f"task={tmp_path}/problems.py:numbers", "data.max_prompt_length=7", "data.max_completion_length=3")
+    for code, _, err in train(env, *task, *LEAST, f"output={tmp_path}/runs", mesh="{data: 2}"):
+        assert code == 2, err
+        assert "error: process 1 of 2: no disk here" in err
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.thorough
 def test_processes_with_other_configs_write_nothing(env, tmp_path):
     address = f"127.0.0.1:{peers.free_port()}"

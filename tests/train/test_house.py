@@ -11,7 +11,7 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / "train").rglob("*.py"))
 }
-# A module imports from its own folder or one before it.
+# A module imports from its own folder or one before it; the run context counts as one of the rollouts.
 FOLDERS = (
     *("config", "distributed", "process", "models", "rl", "data", "weights", "references", "rollouts", "run", "plan"),
     "commands",
@@ -20,7 +20,9 @@ COMMANDS = ("train", "train.__main__", "train.eval", "train.export")
 
 
 def folder_of(module: str) -> str:
-    return "commands" if module in COMMANDS else module.split(".")[1]
+    if module in COMMANDS:
+        return "commands"
+    return "rollouts" if module == "train.context" else module.split(".")[1]
 
 
 @functools.cache

@@ -14,22 +14,23 @@ from kljax.log_probs._head import default_tile
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Config
+from train.context import RunContext
 from train.models.blocks import state_bytes
 from train.models.sharding import batch_sharding, replicated
 from train.plan.abstract import abstract_reference, abstract_state, with_sharding
 from train.plan.shapes import planned_model
 from train.rl.batch import Batch
-from train.rl.host_memory import has_host_memory, make_run_optimizer
+from train.rl.host_memory import has_host_memory
 from train.rl.objective import coefficients, tile
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
 from train.rl.state import HOST, TrainState, policy_of
 from train.rl.step import make_prepare, make_reference_score, make_score, make_update, update_rows
 from train.rl.token_fields import TOKEN_FIELDS
-from train.rollouts import evaluation_programs, rollout_programs, rollout_rows, rollout_sampling
-from train.rollouts.context import RunContext
+from train.rollouts.jax_source import evaluation_programs, rollout_programs, rollout_rows, rollout_sampling
 from train.rollouts.layout import device_bytes
 from train.rollouts.sampler.draw import describe_draws
+from train.run.setup import make_bare_context
 
 Tree = Any
 
@@ -86,11 +87,8 @@ class AbstractRun:
                 "that is not here; plan with false, and subtract the optimizer from the memory of a device"
             )
         model, tokenizer = planned_model(config)
-        optimizer = make_run_optimizer(config.optim)
-        # The programs read neither the task nor the prompts.
-        none = cast(Any, None)
-        context = RunContext(config, mesh, model, optimizer, tokenizer, task=none, prompts=none, held_out=[])
-        state, base = abstract_state(config, model, optimizer, mesh)
+        context = make_bare_context(config, model, mesh, tokenizer)
+        state, base = abstract_state(config, model, context.optimizer, mesh)
         return cls(context, state, base, abstract_reference(config, model, mesh, state))
 
     def resident(self) -> dict[str, Tree]:

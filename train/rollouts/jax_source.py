@@ -11,6 +11,7 @@ import numpy as np
 
 import kljax
 from train.config.schema import Config
+from train.context import RunContext
 from train.data.prompts import decode_completions, encode_prompts
 from train.data.tasks import Example
 from train.data.tokenizers import vocabulary_bytes
@@ -19,7 +20,6 @@ from train.models.rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.token_fields import TOKEN_FIELDS
 from train.rl.tracing import traced_once
-from train.rollouts.context import RunContext
 from train.rollouts.sampler import Samples, Sampling, StopTable, WindowedSampler, samples_sharding, stop_table
 from train.rollouts.source import Completions, Request
 

@@ -1,7 +1,7 @@
 """Construction of the source that `rollout.source` names."""
 
 from train.config.user_functions import make_with
-from train.rollouts.context import RunContext
+from train.context import RunContext
 from train.rollouts.jax_source import JaxSource
 from train.rollouts.recorded import FileSource, open_recording
 from train.rollouts.server import AheadSource, ServerSource

@@ -9,12 +9,12 @@ import numpy as np
 
 import kljax
 from train.config.errors import UserError
+from train.context import RunContext
 from train.data.tasks import Example
 from train.distributed import RowSplit
 from train.models.sharding import batch_sharding
 from train.rl.keys import purpose_key
 from train.rl.token_fields import TokenFields
-from train.rollouts.context import RunContext
 
 Array = jax.Array | np.ndarray
 

@@ -7,12 +7,14 @@ import jax
 import numpy as np
 
 import kljax
+from train.context import RunContext
 from train.data.tasks import Example
 from train.data.tasks.rewards import judge
 from train.distributed import RowSplit, exchange_json
 from train.models.sharding import batch_sharding
-from train.rollouts import Completions, Sampler, begin_samples, completions_of, judge_together
-from train.rollouts.context import RunContext
+from train.rollouts.collect import judge_together
+from train.rollouts.jax_source import Sampler, begin_samples, completions_of
+from train.rollouts.source import Completions
 
 SHOWN = 16
 

@@ -10,6 +10,7 @@ import jax
 import kljax
 from train.config.errors import UserError
 from train.config.plan import Plan
+from train.context import RunContext
 from train.data.tasks.reward_function import RewardError
 from train.distributed import any_of, enter, run_together
 from train.process.interrupt import Interrupt
@@ -28,19 +29,11 @@ from train.rl.packing import Packer, StepPacking, make_packer
 from train.rl.reference import FrozenWeights, reference_head
 from train.rl.state import TrainState, policy_of, policy_part
 from train.rl.step import SCORED, make_control, make_prepare, make_score, make_update, update_rows
-from train.rollouts import (
-    Rollout,
-    Sampler,
-    Source,
-    SourceError,
-    draw,
-    judge_drawn,
-    make_sampler,
-    next_past,
-    sampling_policy,
-)
-from train.rollouts.context import RunContext
+from train.rollouts.collect import Rollout, draw, judge_drawn
+from train.rollouts.jax_source import Sampler, make_sampler
+from train.rollouts.lag import next_past, sampling_policy
 from train.rollouts.recorded import FileSource
+from train.rollouts.source import Source, SourceError
 from train.run.evaluate import evaluate
 from train.run.guard import StepGuard
 from train.run.metrics import Metrics

@@ -10,6 +10,7 @@ import jax
 import kljax
 from train.config.load import LoadedConfig
 from train.config.schema import Config
+from train.context import RunContext
 from train.distributed import agree, exchange_json, is_leader, on_leader, run_together
 from train.process.ending import ending_alone
 from train.process.interrupt import INTERRUPTED, Interrupt, listening
@@ -24,9 +25,9 @@ from train.references import (
     with_abstract_reference,
 )
 from train.rl.state import TrainState, policy_of
-from train.rollouts import Source, open_source
-from train.rollouts.context import RunContext
+from train.rollouts.open import open_source
 from train.rollouts.server import AheadSource
+from train.rollouts.source import Source
 from train.run.base import ExpectedBase, check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
 from train.run.guard import StepGuard
@@ -51,7 +52,9 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     config, resume = _start_of_leader(loaded.config, resume)
     quiet_abandoned_reads()
     agree("command", {**flat_fields(config), "--resume": resume, "jax": jax.__version__, "kljax": kljax.__version__})
-    context, source, expected, saved = run_together("start", lambda: _prepare(config, resume=resume))
+    continued = run_together("output", lambda: _check_directory(config, resume=resume))
+    context = make_context(config)
+    source, expected, saved = run_together("start", lambda: _prepare(context, continued))
     agree("data", {"task": data_digest(context)})
     with (
         open_run(config, resume=resume) as directory,
@@ -96,17 +99,23 @@ def run(loaded: LoadedConfig, *, resume: bool = False) -> int:
     return 0
 
 
-def _prepare(config: Config, *, resume: bool) -> tuple[RunContext, Source, ExpectedBase | None, SavedReference | None]:
-    """Checks all that can be checked before anything is written, and opens the source; no process waits for another."""
+def _check_directory(config: Config, *, resume: bool) -> RunDirectory | None:
+    """Checks the output directory, and returns that of the run that continues, or None."""
     check_output(config)
-    continued = existing_run(config) if resume else None
-    context = make_context(config)
+    return existing_run(config) if resume else None
+
+
+def _prepare(
+    context: RunContext, continued: RunDirectory | None
+) -> tuple[Source, ExpectedBase | None, SavedReference | None]:
+    """Checks all that can be checked before anything is written, and opens the source; no process waits for another."""
+    config = context.config
     check_examples(context, before_warm_start=continued is None or saved_base(continued.root) is None)
     check_start(config, context.model)
     steps = [] if continued is None else continued.steps()
     saved = check_reference(config, context.model, context.mesh, steps)
     expected = check_same_base(config, continued)
-    return context, open_source(context, continued=resume), expected, saved
+    return open_source(context, continued=continued is not None), expected, saved
 
 
 def _start_of_leader(config: Config, resume: bool) -> tuple[Config, bool]:

@@ -1,7 +1,7 @@
 """Setting up a run: the context, the base weights, and the state before RL."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import optax
@@ -11,11 +11,12 @@ from kljax.checkpoint import text_hash
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Config
+from train.context import RunContext
 from train.data.prompts import Prompts, Supervised, check_solutions, keep_prompts
-from train.data.tasks import load_task
+from train.data.tasks import Example, Task, load_task
 from train.data.tasks.rewards import compose, judge
-from train.data.tokenizers import load_tokenizer
-from train.distributed import device_count, enter, processes, processes_of
+from train.data.tokenizers import Tokenizer, load_tokenizer
+from train.distributed import device_count, enter, processes, processes_of, run_together
 from train.models import Decoder
 from train.models.sharding import make_mesh, replicated
 from train.references import warn_of_other_base
@@ -24,8 +25,8 @@ from train.rl.host_memory import has_host_memory, make_run_optimizer
 from train.rl.keys import purpose_key
 from train.rl.policy import init_adapter, init_params, init_value_head
 from train.rl.state import HOST, TrainState, initial_state
-from train.rollouts.context import RunContext
 from train.rollouts.lag import initial_past
+from train.rollouts.make_layout import device_memory, make_layout
 from train.run.base import load_initial_base, quantize_if_needed, record_folder
 from train.run.directory import RunDirectory
 from train.run.guard import check_finite
@@ -41,11 +42,22 @@ Tree = Any
 
 
 def make_context(config: Config) -> RunContext:
-    """Builds the run context; every mistake that can be found here is found before RL starts.
+    """Builds the run context in every process; every mistake that can be found here is found before RL starts.
 
     Raises:
-      UserError: data, tokenizer or model do not fit the config, or the devices do not fit it.
+      UserError: in every process: data, tokenizer or model do not fit the config, or the devices do not fit it.
     """
+    mesh = config_mesh(config)
+    if config.optim.host_memory and not has_host_memory(mesh.local_devices[0]):
+        kind = mesh.local_devices[0].device_kind
+        raise UserError(f"optim.host_memory: got true, but programs of {kind} have no {HOST} memory; set it to false")
+    tokenizer, model, task, prompts, held_out = run_together("data", lambda: _load_data(config))
+    context = make_bare_context(config, model, mesh, tokenizer)
+    return dataclasses.replace(context, task=task, prompts=prompts, held_out=held_out)
+
+
+def _load_data(config: Config) -> tuple[Tokenizer, Decoder, Task, Prompts, list[Example]]:
+    """Loads the tokenizer and the examples, and makes the decoder for them; no process waits for another."""
     tokenizer, task = load_tokenizer(config), load_task(config)
     prompts = Prompts(
         task.train,
@@ -55,20 +67,14 @@ def make_context(config: Config) -> RunContext:
         seed=config.seed,
     )
     held_out = keep_prompts(task.eval, tokenizer, config.data.max_prompt_length, label="held-out prompts")
-    mesh = config_mesh(config)
-    if config.optim.host_memory and not has_host_memory(mesh.local_devices[0]):
-        kind = mesh.local_devices[0].device_kind
-        raise UserError(f"optim.host_memory: got true, but programs of {kind} have no {HOST} memory; set it to false")
-    return RunContext(
-        config=config,
-        mesh=mesh,
-        model=make_model(config, tokenizer),
-        optimizer=make_run_optimizer(config.optim),
-        tokenizer=tokenizer,
-        task=task,
-        prompts=prompts,
-        held_out=held_out[: config.eval.prompts],
-    )
+    return tokenizer, make_model(config, tokenizer), task, prompts, held_out[: config.eval.prompts]
+
+
+def make_bare_context(config: Config, model: Decoder, mesh: Mesh, tokenizer: Tokenizer) -> RunContext:
+    """Builds a context without task and prompts, which no program reads."""
+    optimizer, none = make_run_optimizer(config.optim), cast(Any, None)
+    layout = make_layout(config, model, mesh, optimizer, memory=device_memory(mesh))
+    return RunContext(config, mesh, model, optimizer, layout, tokenizer, task=none, prompts=none, held_out=[])
 
 
 def data_digest(context: RunContext) -> str:

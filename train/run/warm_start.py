@@ -13,6 +13,7 @@ import kljax
 from train.config.errors import GuardError
 from train.config.plan import Layout
 from train.config.schema import Config
+from train.context import RunContext
 from train.data.prompts import Supervised, SupervisedBatch
 from train.distributed import held_rows
 from train.models import Decoder
@@ -23,7 +24,6 @@ from train.rl.algorithms import chain_optimizer
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.state import init_optimizer_state, keep_unless
 from train.rl.tracing import traced_once
-from train.rollouts.context import RunContext
 from train.run.guard import nonfinite_array
 
 Tree = Any

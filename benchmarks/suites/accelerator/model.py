@@ -20,7 +20,7 @@ from train.rl.batch import Batch
 from train.rl.keys import purpose_key
 from train.rl.policy import init_params
 from train.rl.state import policy_of
-from train.rollouts import rollout_programs
+from train.rollouts.jax_source import rollout_programs
 
 ROUNDS = 2
 LORA = {"rank": 32, "alpha": 64.0, "targets": list(PROJECTIONS)}

@@ -19,7 +19,7 @@ from benchmarks.harness.learner import Learner
 from benchmarks.harness.measure import Seconds
 from benchmarks.suites.overhead.problem import StepSizes, config_of, interleaved, learner_of
 from train.config.schema import Config
-from train.rollouts import open_source
+from train.rollouts.open import open_source
 from train.run.loop import Programs, rl_step
 
 RECORDED = {

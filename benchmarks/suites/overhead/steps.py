@@ -16,7 +16,7 @@ from benchmarks.suites.overhead.problem import StepSizes, config_of, learner_of
 from train.config.schema import Checkpoint
 from train.data.tasks import Example
 from train.process.interrupt import Interrupt
-from train.rollouts import open_source
+from train.rollouts.open import open_source
 from train.run.guard import StepGuard
 from train.run.loop import train
 from train.run.metrics import MetricsWriter

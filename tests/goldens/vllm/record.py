@@ -26,11 +26,11 @@ import numpy as np
 import kljax
 from tests.goldens.vllm import tiny
 from tests.goldens.vllm.server import LORA, serving
+from train.context import RunContext
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
-from train.rollouts import Completions, SourceError
-from train.rollouts.context import RunContext
 from train.rollouts.server import Client, ServerSource
 from train.rollouts.server.client import acknowledged
+from train.rollouts.source import Completions, SourceError
 from train.weights.huggingface.save import save_folder
 
 FIXTURE = Path(__file__).parent / "exchanges.json"

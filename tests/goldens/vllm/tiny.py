@@ -13,12 +13,12 @@ import kljax
 from kljax.checkpoint import named_leaves
 from tests import tiny
 from train.config.schema import Config
+from train.context import RunContext
 from train.data.tasks import Example
 from train.distributed import RowSplit
 from train.models.sharding import batch_sharding
 from train.rl.policy import abstract_adapter, abstract_params
-from train.rollouts import Request
-from train.rollouts.context import RunContext
+from train.rollouts.source import Request
 
 NAME = "tiny"
 PROMPTS = ("1+2=", "8", "")

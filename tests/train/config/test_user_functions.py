@@ -12,7 +12,7 @@ from train.config.errors import UserError
 from train.config.load import LoadedConfig
 from train.data.tasks import load_task
 from train.data.tokenizers import load_tokenizer
-from train.rollouts import open_source
+from train.rollouts.open import open_source
 from train.run import run as run_module
 
 USER = '''
@@ -20,7 +20,7 @@ import dataclasses
 import numpy as np
 from train.data.tasks import Example, Task
 from train.data.tokenizers import ByteTokenizer
-from train.rollouts import JaxSource
+from train.rollouts.jax_source import JaxSource
 
 def doubles(highest: int, held_out: int = 2):
     """Makes a task of doubling numbers."""

@@ -18,7 +18,7 @@ from train.rl.batch import Batch
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_score
-from train.rollouts import open_source
+from train.rollouts.open import open_source
 from train.run.loop import Programs, rl_step
 
 PROMPTS, PER_EPOCH, EPOCHS, STOPPED = 6, 3, 3, 4

@@ -22,7 +22,7 @@ from train.rl.batch import Batch
 from train.rl.objective import coefficients
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import reference_head
-from train.rollouts import sampling_program
+from train.rollouts.jax_source import sampling_program
 from train.rollouts.sampler import Sampling
 from train.run import warm_start
 from train.run.setup import first_state

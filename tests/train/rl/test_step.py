@@ -23,7 +23,8 @@ from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states
 from train.rl.reference import reference_head
 from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
-from train.rollouts import JaxSource, collect
+from train.rollouts.collect import collect
+from train.rollouts.jax_source import JaxSource
 
 MODEL = tiny.model_of(tiny.config_of())
 ALL_ROWS = np.arange(tiny.ROWS)

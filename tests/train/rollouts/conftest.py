@@ -8,7 +8,8 @@ import pytest
 from tests import tiny
 from train.rl.reference import FrozenWeights
 from train.rl.state import TrainState
-from train.rollouts import JaxSource, initial_past
+from train.rollouts.jax_source import JaxSource
+from train.rollouts.lag import initial_past
 from train.run.loop import Programs, rl_step
 
 OPTIONS = ("kl.rollout.coef=1e-3", "optim.learning_rate=3e-3", "temperature=0.8", "rollout.samples_per_prompt=8")

@@ -22,17 +22,17 @@ from jax.sharding import Mesh
 import kljax
 from tests.train.rollouts.census import weight_collectives
 from train.config.load import parse
+from train.context import RunContext
 from train.data.tokenizers import ByteTokenizer
 from train.models import Decoder, DecoderConfig
 from train.models.sharding import batch_sharding, make_mesh
 from train.plan.compiler import hlo
 from train.plan.compiler.lowering import LEAST_EFFORT, CompiledProgram, compile_program
-from train.rl.algorithms import make_optimizer
 from train.rl.policy import abstract_params
-from train.rollouts import sampling_program
-from train.rollouts.context import RunContext
+from train.rollouts.jax_source import sampling_program
 from train.rollouts.layout import device_bytes
 from train.rollouts.sampler import Sampling
+from train.run.setup import make_bare_context
 
 # Attention of the prefill by XLA: cuDNN is not installed where these programs are compiled.
 SHAPE = DecoderConfig(
@@ -57,8 +57,7 @@ def context_on(mesh: Mesh, rollout: dict[str, Any]) -> RunContext:
     """A context without task and prompts, which no program reads."""
     section = {**cast(dict[str, Any], RAW["rollout"]), **rollout}
     config = parse({**RAW, "mesh": dict(mesh.shape), "rollout": section})[0]
-    optimizer, tokenizer, none = make_optimizer(config.optim), ByteTokenizer(), cast(Any, None)
-    return RunContext(config, mesh, Decoder(SHAPE), optimizer, tokenizer, task=none, prompts=none, held_out=[])
+    return make_bare_context(config, Decoder(SHAPE), mesh, ByteTokenizer())
 
 
 def compile_sampler(context: RunContext, weights: Any) -> CompiledProgram:

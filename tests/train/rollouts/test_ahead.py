@@ -17,7 +17,8 @@ from train.config.schema import Checkpoint
 from train.data.tasks.reward_function import RewardError
 from train.data.tokenizers import ByteTokenizer
 from train.process.interrupt import Interrupt
-from train.rollouts import SourceError, open_source
+from train.rollouts.open import open_source
+from train.rollouts.source import SourceError
 from train.run.guard import StepGuard
 from train.run.loop import train
 from train.weights.orbax import RunCheckpoints

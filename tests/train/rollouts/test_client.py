@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.train.rollouts.fake_server import Answer, serving
-from train.rollouts import SourceError
 from train.rollouts.server import Client
 from train.rollouts.server.answers import read_models
 from train.rollouts.server.client import acknowledged, wait_before, wait_for
+from train.rollouts.source import SourceError
 
 
 @contextlib.contextmanager

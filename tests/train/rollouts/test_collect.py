@@ -8,8 +8,7 @@ import pytest
 from tests import tiny
 from train.data.tasks import Task
 from train.data.tasks.task import Example
-from train.rollouts import SourceError
-from train.rollouts.source import Completions
+from train.rollouts.source import Completions, SourceError
 
 EXAMPLES = [Example("1+1=", "2", "2")] * 4
 

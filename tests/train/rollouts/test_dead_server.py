@@ -16,7 +16,8 @@ from train.config.schema import Checkpoint
 from train.data.tokenizers import ByteTokenizer
 from train.process.interrupt import Interrupt
 from train.rl.policy import init_adapter, init_params
-from train.rollouts import SourceError, open_source
+from train.rollouts.open import open_source
+from train.rollouts.source import SourceError
 from train.run.guard import StepGuard
 from train.run.loop import train
 from train.weights.orbax import RunCheckpoints

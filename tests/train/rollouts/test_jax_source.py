@@ -17,7 +17,8 @@ from train.data.tokenizers import ByteTokenizer
 from train.models.rows import shard_rows
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.state import policy_of
-from train.rollouts import JaxSource, begin_samples, collect, make_sampler
+from train.rollouts.collect import collect
+from train.rollouts.jax_source import JaxSource, begin_samples, make_sampler
 from train.rollouts.sampler import Samples
 
 TOKENIZER = ByteTokenizer()

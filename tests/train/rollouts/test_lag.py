@@ -10,7 +10,7 @@ import pytest
 from tests import tiny
 from train.config.schema import Checkpoint
 from train.rl.state import TrainState
-from train.rollouts import initial_past, next_past, sampling_policy
+from train.rollouts.lag import initial_past, next_past, sampling_policy
 from train.weights.orbax import RunCheckpoints, abstract
 
 

@@ -12,7 +12,9 @@ from tests import tiny
 from train.config.errors import UserError
 from train.data.tokenizers import ByteTokenizer
 from train.rl.state import policy_of
-from train.rollouts import JaxSource, collect, open_source
+from train.rollouts.collect import collect
+from train.rollouts.jax_source import JaxSource
+from train.rollouts.open import open_source
 from train.rollouts.recorded import write_rows
 from train.rollouts.recorded.files import JsonLinesFile
 

@@ -11,10 +11,11 @@ from train.config.errors import UserError
 from train.config.rollout import OpenAISourceSection
 from train.data.tokenizers import ByteTokenizer
 from train.rl.token_fields import MAX_LOG_PROB
-from train.rollouts import SourceError, open_source
+from train.rollouts.open import open_source
 from train.rollouts.server import Client
 from train.rollouts.server.answers import AnswerError, read_answers
 from train.rollouts.server.key import read_key
+from train.rollouts.source import SourceError
 
 KEY = "sk-0123456789-secret"
 

@@ -22,9 +22,12 @@ from train.rl.packing import StepPacking, make_packer
 from train.rl.state import policy_of
 from train.rl.step import make_prepare, make_score, make_update, update_rows
 from train.rl.token_fields import TOKEN_FIELDS, TokenField
-from train.rollouts import JaxSource, Request, Rollout, SourceError, collect, open_source
+from train.rollouts.collect import Rollout, collect
+from train.rollouts.jax_source import JaxSource
+from train.rollouts.open import open_source
 from train.rollouts.recorded import record_rows, write_rows
 from train.rollouts.sampler import draw, engine
+from train.rollouts.source import Request, SourceError
 
 NAME, FILL = "choices", -1
 OPTIONS = ("rollout.samples_per_prompt=4", "optim.updates_per_batch=2", "kl.loss.coef=0")

@@ -14,9 +14,9 @@ import pytest
 from tests.goldens.vllm import record, tiny
 from tests.train.rollouts.fake_server import Answer, serving
 from train.config.errors import UserError
-from train.rollouts import SourceError
 from train.rollouts.server import Client, ServerSource
 from train.rollouts.server.answers import read_answers
+from train.rollouts.source import SourceError
 
 EXCHANGES = json.loads(record.FIXTURE.read_text())
 

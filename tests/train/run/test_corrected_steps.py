@@ -11,7 +11,7 @@ from train.config.schema import Checkpoint
 from train.rl.objective import make_preparation
 from train.rl.reference import FrozenWeights
 from train.rl.step import make_score
-from train.rollouts import JaxSource
+from train.rollouts.jax_source import JaxSource
 from train.rollouts.server import Client
 from train.run.loop import Programs, rl_step
 from train.weights.orbax import RunCheckpoints

@@ -20,7 +20,7 @@ from train.process.interrupt import Interrupt
 from train.rl.metrics import metric_values
 from train.rl.policy import ScoredPolicy
 from train.rl.reference import FrozenWeights
-from train.rollouts import JaxSource
+from train.rollouts.jax_source import JaxSource
 from train.run.guard import StepGuard
 from train.run.loop import Programs, require_fields, rl_step, train
 

@@ -10,11 +10,11 @@ import pytest
 
 from tests import tiny
 from train.config.schema import Config
-from train.data.prompts import Prompts, Supervised
+from train.context import RunContext
+from train.data.prompts import Supervised
 from train.data.tasks import load_task
 from train.data.tokenizers import ByteTokenizer
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
-from train.rollouts.context import RunContext
 from train.run.warm_start import supervised_loss, warm_start
 
 
@@ -22,18 +22,7 @@ def context_of(config: Config) -> tuple[RunContext, Supervised]:
     tokenizer, task = ByteTokenizer(), load_task(config)
     lengths = {"prompt_length": tiny.PROMPT, "completion_length": tiny.ROOM}
     data = Supervised(task.train, tokenizer, **lengths, batch_size=config.warm_start.batch_size, seed=config.seed)
-    prompts = Prompts(task.train, tokenizer, length=tiny.PROMPT, batch_size=4, seed=0)
-    context = RunContext(
-        config=config,
-        mesh=tiny.mesh_of(),
-        model=tiny.model_of(config),
-        optimizer=optax.identity(),
-        tokenizer=tokenizer,
-        task=task,
-        prompts=prompts,
-        held_out=[],
-    )
-    return context, data
+    return tiny.context_of(config, task=task), data
 
 
 def params_of(config: Config):

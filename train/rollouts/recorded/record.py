@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from train.config.types import fits_float32
+from train.context import RunContext
 from train.data.tasks import Example
 from train.rl.token_fields import TOKEN_FIELDS, shorten
-from train.rollouts.context import RunContext
 
 
 @dataclasses.dataclass(frozen=True)

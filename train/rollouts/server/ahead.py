@@ -8,12 +8,12 @@ import numpy as np
 
 import kljax
 from train.config.errors import UserError, warn
+from train.context import RunContext
 from train.data.prompts import encode_prompts
 from train.distributed import run_together, to_host_rows
 from train.models.rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.token_fields import TOKEN_FIELDS
-from train.rollouts.context import RunContext
 from train.rollouts.server.source import Received, Sent, ServerSource, field_sizes
 from train.rollouts.source import Completions, Request, SourceError
 from train.weights.orbax import RunCheckpoints

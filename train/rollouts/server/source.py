@@ -14,11 +14,11 @@ import kljax
 from train.config.errors import UserError
 from train.config.rollout import OpenAISourceSection
 from train.config.schema import Config
+from train.context import RunContext
 from train.data.padding import pad_rows
 from train.data.prompts import decode_completions, encode_prompts
 from train.distributed import any_of, gather_rows, process, row_owners, run_together
 from train.models.sharding import batch_sharding
-from train.rollouts.context import RunContext
 from train.rollouts.server.answers import ServerAnswer, read_answers, read_models
 from train.rollouts.server.client import MOST_BYTES, Client, wait_for
 from train.rollouts.server.key import read_key

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 
 import kljax
 from train.config.errors import UserError
+from train.context import RunContext
 from train.distributed import is_leader, on_leader, run_together
-from train.rollouts.context import RunContext
 from train.rollouts.server.client import Client, acknowledged
 from train.rollouts.source import SourceError
 from train.weights.files import usable_directory

@@ -1,7 +1,6 @@
 """The run context: objects that a run builds from its config before the first step."""
 
 import dataclasses
-from functools import cached_property
 
 import optax
 from jax.sharding import Mesh
@@ -12,7 +11,6 @@ from train.data.tasks import Example, Task
 from train.data.tokenizers import Tokenizer
 from train.models import Decoder
 from train.rollouts.layout import SamplingLayout
-from train.rollouts.make_layout import device_memory, make_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +18,7 @@ class RunContext:
     """The config and the objects built from it; complete when made, constant during the run.
 
     Attributes:
+      layout: the layout of the weights for sampling, which rollouts and evaluations share.
       prompts: the training prompts, by step.
       held_out: the held-out examples of an evaluation.
     """
@@ -28,12 +27,8 @@ class RunContext:
     mesh: Mesh
     model: Decoder
     optimizer: optax.GradientTransformation
+    layout: SamplingLayout
     tokenizer: Tokenizer
     task: Task
     prompts: Prompts
     held_out: list[Example]
-
-    @cached_property
-    def layout(self) -> SamplingLayout:
-        """The layout of the weights for sampling, which rollouts and evaluations share."""
-        return make_layout(self.config, self.model, self.mesh, self.optimizer, memory=device_memory(self.mesh))
