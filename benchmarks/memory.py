@@ -41,7 +41,7 @@ from train.rl.step import update_rows
 from train.rollouts.collect import collect
 from train.rollouts.lag import sampling_policy
 from train.rollouts.open import open_source
-from train.run.base import load_initial_base
+from train.run.base_weights import load_initial_base
 from train.run.evaluate import evaluate
 from train.run.loop import Programs
 from train.run.setup import first_state, make_context

@@ -66,7 +66,7 @@ def show(
     from train.distributed import agree, is_leader
     from train.run.directory import flat_fields
     from train.run.report import default_console, print_evaluation, write_summary
-    from train.run.saved import SavedRun, fitting
+    from train.run.saved_run import SavedRun, fitting
     from train.run.setup import make_context
 
     if file is not None and not file.absolute().parent.is_dir():
@@ -113,7 +113,7 @@ def measure(context: "RunContext", policy: "kljax.Policy") -> dict[str, Any]:
 def _initial_policy(context: "RunContext") -> "kljax.Policy":
     """Loads the saved policy that the config starts from."""
     import kljax
-    from train.run.base import load_initial_base
+    from train.run.base_weights import load_initial_base
     from train.run.setup import check_start, load_initial_adapter
 
     config, model, mesh = context.config, context.model, context.mesh

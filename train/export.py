@@ -90,7 +90,7 @@ def export(
 
     from train.data.tokenizers import load_tokenizer
     from train.distributed import agree, is_leader, on_leader, run_together
-    from train.run.saved import SavedRun, fitting
+    from train.run.saved_run import SavedRun, fitting
     from train.run.setup import config_mesh
     from train.weights.files import check_free
     from train.weights.model import make_model

@@ -8,6 +8,7 @@ from kljax.advantages.distillation import (
     jsd_advantages,
     kimi_advantages,
 )
+from kljax.advantages.dynamic_sampling import groups_with_spread
 from kljax.advantages.entropy_clip import clip_b_mask, clip_v_mask
 from kljax.advantages.entropy_mask import high_entropy_mask
 from kljax.advantages.group import (
@@ -17,12 +18,11 @@ from kljax.advantages.group import (
     reinforce_plus_plus_baseline_advantages,
     rloo_advantages,
 )
+from kljax.advantages.group_scaling import gpg_advantages, maxrl_advantages, pass_at_k_advantages
 from kljax.advantages.multi_reward import gdpo_advantages
-from kljax.advantages.scaled import gpg_advantages, maxrl_advantages, pass_at_k_advantages
-from kljax.advantages.spread import groups_with_spread
-from kljax.advantages.steps import broadcast_to_steps
 from kljax.advantages.temporal import gae, reinforce_plus_plus_returns
 from kljax.advantages.token_baseline import otb_advantages
+from kljax.advantages.trajectories import broadcast_to_steps
 
 __all__ = [
     "asymre_advantages",

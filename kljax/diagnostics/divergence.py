@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from kljax._typing import ArrayLike, Estimator, Float, Level, Mask, MaskLike, MetricMode, Scalar
 from kljax.aggregation import WeightedSum
-from kljax.diagnostics.means import mean_by_position, mean_metric
+from kljax.diagnostics.token_means import mean_by_position, mean_metric
 from kljax.kl import estimate_kl
 from kljax.ratios import level_log_ratios, level_mask, log_ratios
 

@@ -9,6 +9,7 @@ from kljax.losses.distillation import (
     top_k_with_tail,
 )
 from kljax.losses.kl import reference_kl_loss, rollout_kl_loss
+from kljax.losses.log_ratio_penalty import dro_loss, rec_loss
 from kljax.losses.policy import cispo_loss, gspo_loss, ppo_clip_loss
 from kljax.losses.policy_gradient import (
     cross_entropy_loss,
@@ -19,8 +20,7 @@ from kljax.losses.policy_gradient import (
     topr_loss,
 )
 from kljax.losses.preference import dpo_loss
-from kljax.losses.regularised import dro_loss, rec_loss
-from kljax.losses.smooth import gmpo_loss, sapo_loss, vespo_loss
+from kljax.losses.soft_clipping import gmpo_loss, sapo_loss, vespo_loss
 from kljax.losses.trust_region import dppo_loss, dppo_mask, sppo_loss
 from kljax.losses.value import value_loss
 

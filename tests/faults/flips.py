@@ -26,10 +26,10 @@ from train.config.schema import Checkpoint
 from train.models.sharding import replicated
 from train.process.console import quiet_orbax
 from train.rl.state import TrainState, initial_state
-from train.run.base import load_base
+from train.run.base_weights import load_base
 from train.run.directory import RunDirectory
 from train.run.setup import first_state, make_context
-from train.weights.abandoned_reads import quiet_abandoned_reads
+from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, abstract, orbax_arrays, restore_base, save_base
 
 SECTION = Checkpoint(every=1, keep=10)

@@ -15,7 +15,7 @@ from train.data.tokenizers import load_tokenizer
 from train.export import main
 from train.models import Decoder
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
-from train.run.saved import SavedRun, fitting
+from train.run.saved_run import SavedRun, fitting
 from train.run.setup import config_mesh
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config

@@ -18,7 +18,7 @@ from train.models import Decoder
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, init_params, token_stats
 from train.run.run import run
-from train.run.saved import SavedRun
+from train.run.saved_run import SavedRun
 from train.weights.files import read_record
 from train.weights.huggingface import folder_digest, load_params, save_folder
 from train.weights.huggingface.config import decoder_config

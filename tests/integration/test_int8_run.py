@@ -16,7 +16,7 @@ from train.export import main as export
 from train.models import Decoder
 from train.models.int8 import is_int8
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
-from train.run.saved import SavedRun, fitting
+from train.run.saved_run import SavedRun, fitting
 from train.run.setup import config_mesh
 from train.weights.huggingface import load_params
 from train.weights.huggingface.config import decoder_config

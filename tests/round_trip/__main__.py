@@ -32,7 +32,7 @@ from train.models.sharding import make_mesh
 from train.process.console import quiet_orbax
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.run.run import run
-from train.run.saved import SavedRun
+from train.run.saved_run import SavedRun
 from train.weights.model import make_model
 
 FOLDER = Path(__file__).parents[1] / "goldens" / "models" / "qwen3"

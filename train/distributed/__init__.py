@@ -5,7 +5,6 @@ through the coordination service of JAX. With one process every function is a no
 trainer asks how many processes there are, or which devices belong to this one.
 """
 
-from train.distributed.alive import cause, enter, leave, watching
 from train.distributed.exchange import (
     agree,
     any_of,
@@ -15,8 +14,7 @@ from train.distributed.exchange import (
     send_to_leader,
     was_raised_together,
 )
-from train.distributed.peers import is_leader, peers_of, process, processes, start, stop
-from train.distributed.rows import (
+from train.distributed.global_arrays import (
     RowSplit,
     device_count,
     gather_rows,
@@ -30,6 +28,8 @@ from train.distributed.rows import (
     to_host,
     to_host_rows,
 )
+from train.distributed.peer_watch import cause, enter, leave, watching
+from train.distributed.peers import is_leader, peers_of, process, processes, start, stop
 
 __all__ = [
     "RowSplit",

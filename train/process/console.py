@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from train.config.errors import UserError, leave_warnings_to_another_process, warn
 from train.config.load import LoadedConfig
 from train.process.disk_problem import handle_thread_errors
-from train.process.ending import ending_alone, known_ending
+from train.process.error_exit import ending_alone, known_ending
 from train.process.interrupt import ending_at_once
 from train.process.streams import guarded_streams
 

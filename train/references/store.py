@@ -15,7 +15,7 @@ from train.config.plan import Plan
 from train.config.schema import Config
 from train.distributed import agree, held_rows, to_host
 from train.models import Decoder
-from train.models.rows import shard_rows
+from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding
 from train.rl.batch import Batch
 from train.rl.policy import ScoredPolicy

@@ -12,7 +12,7 @@ from train.config.load import LoadedConfig
 from train.config.schema import Config
 from train.context import RunContext
 from train.distributed import agree, exchange_json, is_leader, on_leader, run_together
-from train.process.ending import ending_alone
+from train.process.error_exit import ending_alone
 from train.process.interrupt import INTERRUPTED, Interrupt, listening
 from train.references import (
     SavedReference,
@@ -28,17 +28,17 @@ from train.rl.state import TrainState, policy_of
 from train.rollouts.open import open_source
 from train.rollouts.server import AheadSource
 from train.rollouts.source import Source
-from train.run.base import ExpectedBase, check_same_base, load_base, saved_base
+from train.run.base_weights import ExpectedBase, check_same_base, load_base, saved_base
 from train.run.directory import RunDirectory, existing_run, flat_fields, open_run
 from train.run.guard import StepGuard
 from train.run.loop import Programs, train, write_evaluation
 from train.run.metrics import Metrics, open_metrics, read_metrics
-from train.run.output import check_output
+from train.run.output_path import check_output
 from train.run.plots import write_curves
 from train.run.report import Start, default_console, print_comparison, progress, write_summary
 from train.run.setup import check_examples, check_start, data_digest, first_state, make_base, make_context
 from train.run.supervise import is_supervised, tell_supervisor
-from train.weights.abandoned_reads import quiet_abandoned_reads
+from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, carried_with
 
 Tree = Any

@@ -27,7 +27,7 @@ from train.rl.policy import init_adapter, init_params, init_value_head
 from train.rl.state import HOST, TrainState, initial_state
 from train.rollouts.lag import initial_past
 from train.rollouts.make_layout import device_memory, make_layout
-from train.run.base import load_initial_base, quantize_if_needed, record_folder
+from train.run.base_weights import load_initial_base, quantize_if_needed, record_folder
 from train.run.directory import RunDirectory
 from train.run.guard import check_finite
 from train.run.metrics import Metrics

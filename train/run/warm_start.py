@@ -17,7 +17,7 @@ from train.context import RunContext
 from train.data.prompts import Supervised, SupervisedBatch
 from train.distributed import held_rows
 from train.models import Decoder
-from train.models.rows import shard_rows
+from train.models.shard_rows import shard_rows
 from train.models.sharding import batch_sharding, replicated
 from train.rl import objective as objectives
 from train.rl.algorithms import chain_optimizer

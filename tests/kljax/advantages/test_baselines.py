@@ -7,7 +7,7 @@ import pytest
 from scipy.special import logsumexp
 
 import kljax
-from tests.kljax.advantages.rows import GROUPS, IDS, REAL, REWARDS, check_rows, groups
+from tests.kljax.advantages.group_rows import GROUPS, IDS, REAL, REWARDS, check_rows, groups
 from tests.masks import MASK, check_masked, draw
 
 

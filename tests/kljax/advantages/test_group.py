@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kljax
-from tests.kljax.advantages.rows import GROUPS, IDS, REAL, REWARDS, dtype_of
+from tests.kljax.advantages.group_rows import GROUPS, IDS, REAL, REWARDS, dtype_of
 from tests.masks import MASK, check_masked, draw
 
 LENGTHS = np.array([3, 1, 7, 2, 0, 5, 4, 9, 9])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kljax
-from tests.kljax.advantages.rows import GROUPS, IDS, REAL
+from tests.kljax.advantages.group_rows import GROUPS, IDS, REAL
 
 RNG = np.random.default_rng(0)
 REWARDS = np.where(REAL[:, None], RNG.normal(size=(len(IDS), 3)) * np.array([1.0, 50.0, 0.1]), np.nan)

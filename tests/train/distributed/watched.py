@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train import distributed
-from train.distributed import alive
+from train.distributed import peer_watch
 from train.models.sharding import make_mesh, replicated
 from train.process.console import add_process_flags, join_processes
 
@@ -88,16 +88,16 @@ def main() -> None:
     command.add_argument("--at", choices=MOMENTS, required=True)
     options = command.parse_args()
     join_processes(options)
-    with alive.watching():
-        alive.enter(7, options.at)
+    with peer_watch.watching():
+        peer_watch.enter(7, options.at)
         print("watching", flush=True)
         try:
             MOMENTS[options.at]()
         except BaseException as error:
-            reason = alive.cause(error)
+            reason = peer_watch.cause(error)
             if reason is None:
                 raise
-            alive.leave(f"error: {reason}", reason.code, reason)
+            peer_watch.leave(f"error: {reason}", reason.code, reason)
         distributed.stop()
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.models.test_rows import CONFIG, jit
+from tests.train.models.test_padding import CONFIG, jit
 from tests.train.models.test_shared import (
     GROUP,
     MASK,

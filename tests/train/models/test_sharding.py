@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from train.models import Decoder, DecoderConfig, LoraConfig
-from train.models.rows import shard_rows
+from train.models.shard_rows import shard_rows
 from train.models.sharding import (
     RULES,
     batch_sharding,

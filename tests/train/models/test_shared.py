@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.models.test_rows import CONFIG, PAD, jit, weights
+from tests.train.models.test_padding import CONFIG, PAD, jit, weights
 from train.models import Decoder, attention, kernels
 from train.models.attention import AttentionOptions, attend, causal_mask
 from train.models.kernels import choose_kernel, splash_attention

@@ -16,7 +16,7 @@ from tests.run_programs import shared_by_runs
 from train.config.errors import UserError
 from train.config.load import LoadedConfig
 from train.models import Decoder
-from train.run.base import ExpectedBase, SavedBase, check_same_base, record_folder
+from train.run.base_weights import ExpectedBase, SavedBase, check_same_base, record_folder
 from train.run.run import run
 from train.weights.files import read_record, write_record
 from train.weights.huggingface import folder_digest, load_params

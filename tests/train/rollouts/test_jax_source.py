@@ -14,7 +14,7 @@ from train.data.prompts import encode_prompts
 from train.data.tasks import Example, Task, load_task
 from train.data.tasks.arithmetic import score
 from train.data.tokenizers import ByteTokenizer
-from train.models.rows import shard_rows
+from train.models.shard_rows import shard_rows
 from train.rl.policy import ScoredPolicy, Sequences, token_stats
 from train.rl.state import policy_of
 from train.rollouts.collect import collect

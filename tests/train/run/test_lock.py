@@ -13,7 +13,7 @@ from tests import tiny
 from train.config.errors import UserError
 from train.run.directory import open_run, start_run
 from train.run.lock import claim, locked
-from train.run.output import check_output
+from train.run.output_path import check_output
 
 HOLD = """
 import sys, time

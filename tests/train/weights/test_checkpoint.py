@@ -22,7 +22,7 @@ from train.config.errors import UserError
 from train.config.schema import Checkpoint
 from train.models.sharding import replicated
 from train.rl.state import TrainState, initial_state
-from train.weights.abandoned_reads import quiet_abandoned_reads
+from train.weights.late_read_errors import quiet_abandoned_reads
 from train.weights.orbax import RunCheckpoints, abstract, restore_base, save_base
 
 SECTION = Checkpoint(every=1, keep=2)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from train.config.errors import UserError
 from train.config.json_text import parse_json
-from train.rollouts.recorded.check import FIELD, RowCounter, take_check
+from train.rollouts.recorded.row_checks import FIELD, RowCounter, take_check
 
 SUFFIXES = {".jsonl": "JSON lines", ".json": "JSON lines", ".parquet": "Parquet"}
 

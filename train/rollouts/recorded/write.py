@@ -11,7 +11,7 @@ import numpy as np
 from train.config.errors import UserError
 from train.distributed import RowSplit
 from train.rl.token_fields import TOKEN_FIELDS
-from train.rollouts.recorded.check import with_checks
+from train.rollouts.recorded.row_checks import with_checks
 from train.rollouts.source import Completions, SourceError
 from train.weights.files import usable_directory, write_text_atomic
 

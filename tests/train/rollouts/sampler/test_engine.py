@@ -10,7 +10,7 @@ import pytest
 import kljax
 from tests import tiny
 from train.models import Decoder, DecoderConfig, LoraConfig
-from train.models.rows import shard_rows
+from train.models.shard_rows import shard_rows
 from train.models.sharding import make_mesh
 from train.rl import policy as policies
 from train.rl.policy import ScoredPolicy, Sequences, abstract_params, init_params, token_stats

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 import kljax
 from tests import other_seeds, tiny
 from train.models import Decoder, DecoderConfig, LayerKind
-from train.models.rows import shard_rows
+from train.models.shard_rows import shard_rows
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states, token_stats
 from train.rollouts.sampler import Samples, Sampling, sample, stop_table

@@ -13,7 +13,7 @@ from train.config.schema import Config
 from train.config.schema import Mesh as MeshSection
 from train.models import Decoder
 from train.rl.policy import abstract_adapter, abstract_params
-from train.run.base import load_base
+from train.run.base_weights import load_base
 from train.run.directory import RunDirectory
 from train.run.setup import config_mesh
 from train.weights.orbax import ITEM, restore_base

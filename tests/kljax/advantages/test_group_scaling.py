@@ -7,7 +7,7 @@ import pytest
 from scipy.special import softmax
 
 import kljax
-from tests.kljax.advantages.rows import IDS, REAL, REWARDS, check_rows, groups
+from tests.kljax.advantages.group_rows import IDS, REAL, REWARDS, check_rows, groups
 
 
 @pytest.mark.parametrize("singleton", ["zero", "reward"])

@@ -10,7 +10,7 @@ import pytest
 
 from tests import peers
 from train.config.errors import LostProcessError
-from train.distributed import alive
+from train.distributed import peer_watch
 from train.distributed.exchange import ProcessError
 
 NAMES = ("a, pid 10", "b, pid 11", "c, pid 12")
@@ -37,14 +37,14 @@ def clock(monkeypatch):
     class ManualClock:
         now = 100.0
 
-    monkeypatch.setattr(alive.time, "monotonic", lambda: ManualClock.now)
+    monkeypatch.setattr(peer_watch.time, "monotonic", lambda: ManualClock.now)
     return ManualClock
 
 
 @pytest.fixture
 def watches(clock):
     service = Service()
-    return [alive.PeerWatch(NAMES, service, number) for number in range(3)]
+    return [peer_watch.PeerWatch(NAMES, service, number) for number in range(3)]
 
 
 def pass_seconds(clock, seconds: int, *watches) -> None:
@@ -88,7 +88,7 @@ def test_a_process_that_was_stopped_itself_blames_nobody(clock, watches):
 def test_what_another_process_told_comes_first(clock, watches):
     pass_seconds(clock, 3, *watches)
     pass_seconds(clock, 8, watches[0])
-    watches[0]._service.key_value_set(f"{alive.LOST}/reason", "process 1 of 3 is lost")
+    watches[0]._service.key_value_set(f"{peer_watch.LOST}/reason", "process 1 of 3 is lost")
     watches[0].beat()
     assert str(watches[0].reason()) == "process 1 of 3 is lost"
 
@@ -131,7 +131,7 @@ def test_the_process_that_all_others_wait_for_in_an_exchange_is_slow(clock, watc
     for _ in range(64):
         clock.now += 1
         for watch, rounds in zip(watches, (8, 7, 8), strict=True):
-            monkeypatch.setattr(alive, "rounds_begun", lambda rounds=rounds: rounds)
+            monkeypatch.setattr(peer_watch, "rounds_begun", lambda rounds=rounds: rounds)
             watch.beat()
     text = "process 1 of 3 (b, pid 11) is slow: the others have waited 62 s for it; it is at step 2 (rollout)"
     assert watches[0].slow() == text

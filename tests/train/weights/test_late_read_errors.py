@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from train.weights.abandoned_reads import quiet_abandoned_reads
+from train.weights.late_read_errors import quiet_abandoned_reads
 
 
 @pytest.fixture
