@@ -66,7 +66,7 @@ def test_collectives():
 
 
 @pytest.mark.slow
-def test_each_column_of_the_head_is_gathered_once_in_each_pass():
+def test_head_columns_are_gathered_once_per_pass():
     order = Order("v5e", "sharded", "kljax")
     columns, width = order.problem.vocab // 4, order.problem.width
     found = plan("v5e", "sharded", "kljax", LEAST).collectives

@@ -18,7 +18,7 @@ from benchmarks.suites.head.rates import Rates, matmul_rate, traffic
 MODULE = "benchmarks.suites.head.jax_forms"
 
 
-def test_inputs_are_drawn_anew_and_kept(tmp_path):
+def test_inputs_are_equal_if_drawn_again_or_loaded(tmp_path):
     inputs = make_inputs(QUICK)
     inputs.save(tmp_path)
     again, loaded = make_inputs(QUICK), Inputs.load(tmp_path)
@@ -29,7 +29,7 @@ def test_inputs_are_drawn_anew_and_kept(tmp_path):
     assert inputs.mask.sum() == QUICK.tokens // 2
 
 
-def test_old_log_probs_decide_what_is_clipped():
+def test_old_log_probs_decide_the_clipping():
     inputs = make_inputs(QUICK)
     logits = inputs.hidden.astype(np.float64) @ inputs.head
     exact = logits[np.arange(QUICK.tokens), inputs.targets] - np.log(np.exp(logits).sum(1))
@@ -70,7 +70,7 @@ def test_verdicts_of_times_and_memory():
     assert not failures(measured(tile=1.0).results, {})
 
 
-def test_a_large_vocabulary_has_bounds_of_its_own():
+def test_large_vocabulary_has_separate_bounds():
     large = verdicts(measured(Size(1024, 1024, 131_072), tile=10.0, naive=200.0))
     assert large["temporary", "tile", "naive"].limit == 1 / 24
     assert large["temporary", "tile", "naive"].verdict == "missed"
@@ -86,7 +86,7 @@ def test_the_part_of_the_matmul_rate(reached, cpu, gpu):
         assert verdicts(measured(rates=rates, tile=1.0), device)["rate"].verdict == verdict
 
 
-def test_errors_name_what_makes_the_table_worthless():
+def test_errors_name_the_cause_of_a_worthless_table():
     results = measured(tile=1.0, naive=1.0, verl=1.0, trl=1.0).results
     results["tile"].differences = {"loss": 1e-6, "gradients": 2e-4}
     results["verl"].differences = {"loss": float("nan"), "gradients": 0.0}
@@ -110,7 +110,7 @@ def test_distances():
         measure.relative_distance(expected[:1], expected)
 
 
-def test_matmul_rate_is_the_time_of_two_logits_and_two_gradients():
+def test_matmul_rate_times_two_logits_and_two_gradients():
     seconds = {"matmul_logits": 1.0, "matmul_hidden": 2.0, "matmul_head": 4.0}
     assert matmul_rate(10, seconds) == 40 / (1 + 1 + 2 + 4)
 
@@ -137,7 +137,7 @@ def test_peak_memory_is_without_results():
     assert contender.peak("any") == pytest.approx(64 << 20, rel=0.1)
 
 
-def test_peak_memory_of_a_gpu_is_asked_of_its_library():
+def test_peak_memory_of_gpu_comes_from_its_library():
     class Gpu(Allocating):
         def device_peak(self, name):
             return 7
@@ -187,7 +187,7 @@ def test_another_process_compares_and_measures_its_memory(tmp_path):
     assert peak is None or peak > 2 * 4 * size.tokens * size.vocab * 0.9
 
 
-def test_a_process_that_cannot_load_or_start_is_an_error_and_not_a_hang(tmp_path):
+def test_process_failing_to_load_or_start_raises(tmp_path):
     with start(MODULE) as remote, pytest.raises(RemoteError, match="FileNotFoundError"):
         remote.ask(do="load", inputs=str(tmp_path), options=dataclasses.asdict(HeadOptions()))
     message = r"(?s)its process .*No module named 'benchmarks.nothing'"
@@ -195,7 +195,7 @@ def test_a_process_that_cannot_load_or_start_is_an_error_and_not_a_hang(tmp_path
         remote.ask(do="load")
 
 
-def test_what_an_environment_needs(tmp_path):
+def test_requirements_of_an_environment(tmp_path):
     assert "no --torch-env was given" in suite.missing_torch_env(None)
     assert "is missing" in suite.missing_torch_env(tmp_path)
     venv, releases = suite.torch_paths(tmp_path)

@@ -44,7 +44,7 @@ def test_a_larger_limit_needs_no_more_cache(tmp_path, monkeypatch):
     assert files[1].read_text() == limits.markdown(found)
 
 
-def test_limits_that_draw_different_tokens_are_an_error(monkeypatch):
+def test_limits_with_different_tokens_are_an_error(monkeypatch):
     class OtherTokens:
         def __init__(self, *_: object, max_new_tokens: int, **__: object) -> None:
             self.limit = max_new_tokens

@@ -11,7 +11,7 @@ from train.rollouts.sampler import Samples
 TAIL = long_tail.Tail(rows=8, slots=2, group=2, prompt_length=4, max_new_tokens=12, median=3.0, vocab=32, layers=1)
 
 
-def test_the_queue_saves_the_steps_of_the_longest_rows(tmp_path, monkeypatch):
+def test_queue_saves_the_steps_of_the_longest_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(long_tail, "Tail", lambda: TAIL)
     assert long_tail.main(["--rounds", "1", "--json", str(tmp_path / "found.json")]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
@@ -27,7 +27,7 @@ def test_the_queue_saves_the_steps_of_the_longest_rows(tmp_path, monkeypatch):
     assert set(found["gain"]) == {"tokens_per_second", "tokens_per_cpu_second"}
 
 
-def test_ways_that_differ_are_an_error(monkeypatch):
+def test_differing_ways_are_an_error(monkeypatch):
     def of(token: int) -> Samples:
         whole = np.full((2, 3), token)
         return Samples(whole, whole > 0, whole > 0, np.ones(2, bool), {"log_probs": whole * -1.0})

@@ -44,7 +44,7 @@ def test_a_machine_without_proc_and_sysconf_is_described(monkeypatch, tmp_path, 
     assert (found["processor"], found["memory"]) == ("arm", None)
 
 
-def test_an_arm_linux_without_model_names_is_its_architecture(monkeypatch, tmp_path):
+def test_arm_linux_without_model_names_reports_its_architecture(monkeypatch, tmp_path):
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(machine.platform, "processor", lambda: "")

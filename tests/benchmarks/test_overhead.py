@@ -31,7 +31,7 @@ def report(**seconds: float) -> dict:
     }
 
 
-def test_steps_are_compared_with_the_plain_ones_of_their_round():
+def test_steps_are_compared_with_plain_steps_per_round():
     found = report(logged=1.01, saved=1.2, after=1.1)
     verdicts = {check.title: (round(check.value, 4), check.verdict) for check in overhead.checks(found)}
     assert verdicts == {
@@ -46,7 +46,7 @@ def test_steps_are_compared_with_the_plain_ones_of_their_round():
     assert f"{StepSizes(**found['work']).rows} completions of 3 tokens" in text
 
 
-def test_steps_that_score_once_are_compared_with_the_others_of_their_round():
+def test_steps_scored_once_are_compared_per_round():
     names = {recorded.title(updates, kept): updates * (0.5 if kept == "scored once" else 1) for updates, kept in
              recorded.names()}  # fmt: skip
     found = report() | {"recorded": [{name: [pace * n, 2 * pace * n] for name, n in names.items()} for pace in (1, 2)]}
@@ -55,7 +55,7 @@ def test_steps_that_score_once_are_compared_with_the_others_of_their_round():
     assert "| 1 update on a batch, scored in every epoch | 1.500 | 1.00 | 3.000 | 1.00 |" in text
 
 
-def test_the_trainer_saves_at_the_last_step_of_a_round():
+def test_trainer_saves_at_the_last_step_per_round():
     assert [kind_of(step) for step in range(1, 15)] == [*CYCLE, *CYCLE]
     assert [step for step in range(1, 15) if kind_of(step) == "saved"] == [7, 14]
 

@@ -28,7 +28,7 @@ def worker(tmp_path_factory) -> tuple[Worker, object]:
     return found, directory
 
 
-def test_weights_have_the_names_and_shapes_of_a_checkpoint_and_of_the_decoder(worker):
+def test_weights_match_checkpoint_and_decoder_shapes(worker):
     weights = problem.load_weights(worker[1])
     assert {array.dtype.name for array in weights.values()} == {"float32"}
     assert len(weights) == 2 + 11 * problem.QUICK.layers
@@ -42,7 +42,7 @@ def test_weights_have_the_names_and_shapes_of_a_checkpoint_and_of_the_decoder(wo
     np.testing.assert_array_equal(kernel, weights["model.layers.1.mlp.down_proj.weight"].T)
 
 
-def test_an_update_moves_the_policy_and_runs_have_their_parts(worker):
+def test_update_moves_the_policy_and_runs_report_parts(worker):
     held, directory = worker
     held.ask(do="score", path=str(directory / "kljax.npy"))
     before = np.load(directory / "kljax.npy")
@@ -74,7 +74,7 @@ def test_a_wrong_rollout_or_request_is_an_error(worker, monkeypatch):
         held.ask(do="fly")
 
 
-def test_a_part_within_another_is_counted_once(monkeypatch):
+def test_nested_part_is_counted_once(monkeypatch):
     now = iter(range(100))
     monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(now)))
     monkeypatch.setattr(measure.time, "process_time", lambda: 10.0)
@@ -86,7 +86,7 @@ def test_a_part_within_another_is_counted_once(monkeypatch):
     assert clock.parts == {"rollout": (1.0, 0.0), "update": (2.0, 0.0)}
 
 
-def test_memory_of_a_part_within_another_is_that_parts():
+def test_memory_of_a_nested_part_is_separate():
     grown = measure.Memory()
     with grown.part("update"):
         with grown.part("rollout"):
@@ -113,7 +113,7 @@ def measured(tunix: ContenderResult | None = None) -> Measured:
     return Measured(problem.QUICK, {"kljax": ours, "tunix": theirs})
 
 
-def test_the_fastest_round_counts_and_the_whole_is_that_of_one_round():
+def test_best_round_is_chosen_per_part_and_total():
     ours = measured().results["kljax"]
     assert ours.best("wall", "rollout") == 1
     assert ours.best("cpu", "rollout") == 1
@@ -133,7 +133,7 @@ def test_targets_have_verdicts():
     assert speed.limit == 2
 
 
-def test_the_table_says_what_was_found_and_what_is_missing():
+def test_table_reports_measured_and_missing_results():
     found = {
         "machine": {"date": "2026-01-01 00:00 UTC", "processor": "a processor", "memory": None},
         "rounds": 2,
@@ -149,7 +149,7 @@ def test_the_table_says_what_was_found_and_what_is_missing():
     assert "Not measured: Tunix: no --envs was given." in suite.ModelSuite("step").markdown(found, [missing])
 
 
-def test_what_computes_something_else_fails_the_command():
+def test_different_results_fail_the_command():
     def wrong(tunix):
         return failures(measured(tunix).results, suite.TOLERANCES)
 
@@ -160,7 +160,7 @@ def test_what_computes_something_else_fails_the_command():
     assert wrong(ContenderResult("tunix", problem="no --envs was given")) == []
 
 
-def test_processes_race_and_what_is_missing_says_so(tmp_path, monkeypatch):
+def test_processes_race_and_missing_ones_are_reported(tmp_path, monkeypatch):
     """The driver with a stub of kljax's process, without JAX: what is asked, and in which order."""
     asked = []
 
@@ -230,7 +230,7 @@ def test_races_run_under_each_instruction_set(tmp_path, monkeypatch):
     ]
 
 
-def test_the_long_tail_is_a_section_of_its_own():
+def test_long_tail_has_its_section():
     one = {"tokens_per_second": 100.0, "tokens_per_cpu_second": 90.0, "steps": 12, "occupancy": 0.5}
     found = {"continuous": one, "static": one, "target": 1.5}
     lines = long_tail.markdown(found | {"gain": {"tokens_per_second": 1.4, "tokens_per_cpu_second": 1.6}}).splitlines()
@@ -254,7 +254,7 @@ def test_wrong_arguments(main, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_without_python_3_12_the_environments_are_not_begun(tmp_path, monkeypatch):
+def test_environments_without_python_3_12_are_not_created(tmp_path, monkeypatch):
     monkeypatch.setattr(environments.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="\n"))
     with pytest.raises(FileNotFoundError, match="--python312"):
         suite.make_envs(tmp_path)
@@ -271,7 +271,7 @@ def test_the_sizes_of_the_targets():
 
 
 @pytest.mark.thorough
-def test_the_parts_of_an_update_add_up_to_it(capsys):
+def test_parts_of_an_update_add_up(capsys):
     """The profile really runs, tiny; what is left of the update without its layers and AdamW is its head."""
     assert profile.main(["--quick", "--rounds", "1"]) == 0
     text = capsys.readouterr().out

@@ -88,7 +88,7 @@ def of_two(shared, arguments, env):
 
 
 @pytest.mark.slow
-def test_recorded_rows_a_step_as_reference_a_roll_back_and_an_evaluation(of_two, arguments, tmp_path):
+def test_rows_step_reference_rollback_and_evaluation_run(of_two, arguments, tmp_path):
     one = run_here(*arguments, "eval.greedy=false", f"output={tmp_path}").succeeded()
     for run in (of_two, one):
         assert run.stderr.count("rolled back to the weights of step 0") == STEPS
@@ -101,7 +101,7 @@ def test_recorded_rows_a_step_as_reference_a_roll_back_and_an_evaluation(of_two,
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("form", ["peft", "orbax", "hf"])
-def test_an_export_is_that_of_one_process(of_two, env, tmp_path, form):
+def test_export_equals_the_export_of_one_process(of_two, env, tmp_path, form):
     flags = ["--format", form, *(["--merge"] if form == "hf" else [])]
     one, two = tmp_path / "one" / "out", tmp_path / "two" / "out"
     assert export([str(of_two.root), "--to", str(one), *flags]) == 0

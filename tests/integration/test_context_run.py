@@ -51,7 +51,7 @@ def assert_close(got, expected, names) -> None:
 
 
 @pytest.mark.parametrize("step", range(STEPS))
-def test_one_device_goes_on_from_each_checkpoint_with_the_same_numbers(recipe, split, tmp_path, step):
+def test_one_device_resumes_each_checkpoint_with_equal_numbers(recipe, split, tmp_path, step):
     """From that before RL it repeats the whole run."""
     root = shutil.copytree(split, tmp_path / "smoke")
     for later in range(step + 1, STEPS + 1):

@@ -35,7 +35,7 @@ def assert_as_written(found, record):
     assert found["greedy"]["accuracy"] == record["accuracy_greedy"]
 
 
-def test_a_step_of_a_run_gives_the_numbers_that_the_run_wrote(run, evaluate):
+def test_evaluated_step_gives_the_numbers_of_the_run(run, evaluate):
     before, record = files(run), records(run, "eval")[0]
     code, found, printed = evaluate(run, "--step", "0")
     assert code == 0
@@ -46,7 +46,7 @@ def test_a_step_of_a_run_gives_the_numbers_that_the_run_wrote(run, evaluate):
     assert files(run) == before
 
 
-def test_a_config_that_starts_from_saved_weights_and_an_adapter(run, evaluate, tmp_path):
+def test_config_starting_from_weights_and_adapter_is_evaluated(run, evaluate, tmp_path):
     adapter = tmp_path / "adapter"
     assert export([str(run), "--to", str(adapter)]) == 0
     arguments = [*LORA, f"warm_start.checkpoint={run / 'base'}", f"lora.path={adapter}"]
@@ -69,7 +69,7 @@ def test_a_config_that_starts_from_saved_weights_and_an_adapter(run, evaluate, t
         (["RUN/base"], "error: RUN/base is not the directory of a run: it has no config.yaml"),
     ],
 )
-def test_what_cannot_be_evaluated_is_named(run, evaluate, arguments, message):
+def test_impossible_evaluations_are_named(run, evaluate, arguments, message):
     code, _, printed = evaluate(*(str(argument).replace("RUN", str(run)) for argument in arguments))
     assert code == 2
     assert message.replace("RUN", str(run)) in printed

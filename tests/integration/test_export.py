@@ -76,7 +76,7 @@ def test_an_adapter_becomes_a_peft_folder(lora, export):
     assert (files(folder), files(lora)) == (exported, before)
 
 
-def test_what_orbax_writes_is_a_reference_of_another_run(lora, full, export, tmp_path):
+def test_orbax_export_is_a_reference_of_another_run(lora, full, export, tmp_path):
     folder = export(lora, "--format", "orbax", "--step", "1")
     for name, values in adapter_of(lora, 1).items():
         np.testing.assert_array_equal(saved_arrays(folder)[name], values)
@@ -132,11 +132,11 @@ def test_merged_weights_become_a_folder_of_hugging_face(lora, export):
         (["--format", "peft", "--merge"], "error: --format: got peft, but merged weights are no adapter"),
     ],
 )
-def test_what_does_not_go_together_is_named(lora, export, flags, message):
+def test_contradicting_export_options_are_named(lora, export, flags, message):
     assert message.replace("RUN", str(lora)) in export(lora, *flags)
 
 
-def test_what_is_no_run_or_has_no_adapter_is_named(full, lora, export, tmp_path):
+def test_export_without_run_or_adapter_is_named(full, lora, export, tmp_path):
     assert "error: --merge: the run has no adapter" in export(full, "--merge")
     assert "error: --format: got peft, but the run has no adapter" in export(full, "--format", "peft")
     assert f"error: {tmp_path} is not the directory of a run: it has no config.yaml" in export(tmp_path)

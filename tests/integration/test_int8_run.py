@@ -37,7 +37,7 @@ def policy_of(root, step):
     return model, mesh, saved.policy(model, mesh, step)
 
 
-def test_it_trains_an_adapter_on_a_base_that_is_saved_as_it_was_before(run, shared):
+def test_adapter_trains_and_int8_base_stays_the_same(run, shared):
     _, _, policy = policy_of(run, STEPS)
     held = jax.tree.leaves(policy.params["layers"], is_leaf=is_int8)
     assert sum(map(is_int8, held)) == 7
@@ -57,7 +57,7 @@ def test_it_trains_an_adapter_on_a_base_that_is_saved_as_it_was_before(run, shar
 
 
 @pytest.mark.thorough
-def test_it_goes_on_bit_by_bit(run, tmp_path):
+def test_run_resumes_bit_by_bit(run, tmp_path):
     first = run_here(*INT8, "steps=1", f"output={tmp_path}").succeeded().root
     run_here(*INT8, f"output={tmp_path}", "--resume").succeeded()
     assert_same_arrays(state_arrays(first, STEPS), state_arrays(run, STEPS))
@@ -65,7 +65,7 @@ def test_it_goes_on_bit_by_bit(run, tmp_path):
         assert records(first, phase) == records(run, phase)
 
 
-def test_other_weights_cannot_be_put_under_the_adapter(run):
+def test_resume_with_another_quantization_is_refused(run):
     again = run_here(*LORA, f"output={run.parent}", "--resume")
     assert again.returncode == 2
     assert "model.quantization: the run has 'int8', got None" in again.stderr
@@ -81,14 +81,14 @@ def test_a_step_is_evaluated_as_the_run_did(run, capsys, tmp_path):
     assert all(record[name] == value for name, value in found["sampled"].items() if name in record)
 
 
-def test_a_config_that_starts_from_the_saved_base_is_evaluated_as_the_run_began(run, capsys, tmp_path):
+def test_config_starting_from_the_saved_base_is_evaluated(run, capsys, tmp_path):
     file = tmp_path / "found.json"
     assert evaluate([*INT8, f"warm_start.checkpoint={run / 'base'}", "--json", str(file)]) == 0
     found, record = json.loads(file.read_text()), records(run, "eval")[0]
     assert found["sampled"] == {name: record[name] for name in found["sampled"]}
 
 
-def test_what_is_exported_has_the_log_probs_of_the_run(run, capsys, tmp_path):
+def test_export_has_the_log_probs_of_the_run(run, capsys, tmp_path):
     model, mesh, policy = policy_of(run, STEPS)
     tokens, mask = jax.random.randint(jax.random.key(0), (2, 9), 0, 256), np.ones((2, 9), bool)
     stats = jax.jit(functools.partial(token_stats, temperature=1.0))
@@ -108,7 +108,7 @@ def test_what_is_exported_has_the_log_probs_of_the_run(run, capsys, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_mesh_changes_nothing(run, shared):
+def test_mesh_gives_equal_numbers(run, shared):
     spread = shared(*INT8, "mesh={data: 1, fsdp: 2, tensor: 2}").succeeded().root
     for one, two in zip(records(spread, "train"), records(run, "train"), strict=True):
         for name in ("reward", "completion_length", "finished"):

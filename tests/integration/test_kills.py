@@ -39,7 +39,7 @@ def log_of(root: Path) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(KILLS))
-def test_killed_at_any_moment(shared, env, tmp_path, seed):
+def test_run_killed_at_any_moment_resumes(shared, env, tmp_path, seed):
     drawn = random.Random(seed)
     name = list(FEATURES)[seed % len(FEATURES)]
     recipe = (*QUICK, *FEATURES[name])

@@ -124,7 +124,7 @@ def test_a_saved_adapter_as_the_reference(first, from_base):
     assert files(first.root) == before
 
 
-def test_a_saved_base_as_the_reference_is_the_base(first, from_base):
+def test_saved_base_as_the_reference_is_the_base(first, from_base):
     second = from_base(f"reference={{source: checkpoint, path: {first.root / 'base'}}}").succeeded()
     assert (second.root / "metrics.jsonl").read_text() == "".join(
         line
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_another_run_as_the_reference(first, from_base, shared):
         ("model.width=32", "warm_start.checkpoint: checkpoint BASE does not fit: "),
     ],
 )
-def test_what_cannot_be_restored_is_named(first, from_base, tmp_path_factory, override, message):
+def test_unusable_references_are_named(first, from_base, tmp_path_factory, override, message):
     places = {
         "NOTHING": tmp_path_factory.mktemp("nothing"),
         "BASE": first.root / "base",

@@ -59,7 +59,7 @@ def assert_close_run(got, expected) -> None:
         np.testing.assert_allclose(*([r[name] for r in of_run] for of_run in steps), rtol=CLOSE, atol=CLOSE)
 
 
-def test_two_processes_begin_a_run_that_one_continues_when_its_leader_is_killed(env, tmp_path):
+def test_one_process_continues_after_the_leader_is_killed(env, tmp_path):
     """The leader is killed while it saves, and one device goes on with all; the other cases are thorough."""
     two, one = tmp_path / "two", tmp_path / "one"
     ended = lost.signalled(two, "in a save", 0, signal.SIGKILL, env=env, devices=2, more=("mesh={fsdp: 2}", *AVERAGE))
@@ -73,7 +73,7 @@ def test_two_processes_begin_a_run_that_one_continues_when_its_leader_is_killed(
 @pytest.mark.thorough
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("moment", lost.MOMENTS)
-def test_a_killed_process_is_named_and_the_run_continues_bit_by_bit(whole, env, tmp_path, moment, victim):
+def test_killed_process_is_named_and_the_run_resumes(whole, env, tmp_path, moment, victim):
     ended = lost.signalled(tmp_path, moment, victim, signal.SIGKILL, env=env)
     assert lost.names_the_lost(ended, victim), ended
     for code, _, errors in lost.go_on(tmp_path, env=env):

@@ -46,7 +46,7 @@ def one_device(shared):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
-def test_a_mesh_changes_nothing(shared, one_device, mesh):
+def test_mesh_gives_equal_numbers(shared, one_device, mesh):
     root = run_on(shared, *mesh)
     for phase, names in (("warm_start", ("loss",)), ("train", ("loss", "policy_loss", "entropy"))):
         got, expected = ([[r[name] for name in names] for r in records(one, phase)] for one in (root, one_device))
@@ -68,7 +68,7 @@ def test_a_mesh_changes_nothing(shared, one_device, mesh):
         assert {name: value for name, value in far.items() if value > TOLERANCE} == {}
 
 
-def test_the_comparison_is_of_a_policy_that_learns(one_device):
+def test_compared_policy_learns(one_device):
     """The steps move every leaf by far more than the tolerance, on rewards that are not all the same."""
     before, after = (state_arrays(one_device, step) for step in (0, STEPS))
     moved = {name: relative(after[name], before[name]) for name in before if name.startswith("trainable.")}

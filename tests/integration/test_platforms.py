@@ -96,7 +96,7 @@ NEWER_THAN_3_81 = {
 
 
 @pytest.mark.parametrize("construct", NEWER_THAN_3_81)
-def test_the_makefile_has_nothing_newer_than_make_3_81(construct):
+def test_makefile_runs_with_make_3_81(construct):
     assert not re.findall(NEWER_THAN_3_81[construct], (ROOT / "Makefile").read_text(), re.M)
 
 
@@ -169,7 +169,7 @@ def test_a_python_without_ensurepip_names_its_package(make):
     assert (line.count("\n"), called) == (0, "")
 
 
-def test_a_python_that_does_not_start_is_refused_in_one_line(make):
+def test_python_failing_to_start_is_refused_briefly(make):
     line, called = make("lint")
     assert line.startswith("error: PYTHON: got 'python3', which does not start; expected Python 3.11 or")
     assert (line.count("\n"), called) == (0, "")

@@ -34,7 +34,7 @@ def train(env, *arguments: object, mesh: str) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.thorough
-def test_each_process_takes_log_probs_that_another_one_computed(env, tmp_path):
+def test_processes_take_log_probs_computed_by_each_other(env, tmp_path):
     """Over three epochs of a recording, shuffled, so that rows change processes; one process scores every batch."""
     rows = tmp_path / "rows.jsonl"
     completions = [(group, sample) for group in range(16) for sample in range(4)]
@@ -67,7 +67,7 @@ def test_each_process_takes_log_probs_that_another_one_computed(env, tmp_path):
 
 
 @pytest.mark.thorough
-def test_two_processes_work_ahead_and_one_continues_from_the_batch_that_they_saved(env, tmp_path):
+def test_one_process_continues_the_batch_saved_by_two(env, tmp_path):
     """Each process requests the completions of its own prompts; the digits of the server depend on its seeds alone."""
     eos, shape = ByteTokenizer().eos_id, "rollout.prompts_per_step=4"
     server = Digits(eos)
@@ -91,7 +91,7 @@ def test_two_processes_work_ahead_and_one_continues_from_the_batch_that_they_sav
 
 
 @pytest.mark.slow
-def test_an_error_of_one_process_ends_both_with_its_message_and_the_run_saved(env, tmp_path):
+def test_error_of_one_process_ends_both_and_saves(env, tmp_path):
     """The reward function fails on one prompt, in a row of process 1, at the second step."""
     (tmp_path / "judge.py").write_text(
         "import jax\n"
