@@ -38,7 +38,7 @@ def on_mesh(name: str, function: Callable[..., Any], *arrays: Any, out_specs: An
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_sums_and_extremes_are_those_of_all_rows(name: str) -> None:
+def test_sums_and_extremes_cover_all_rows(name: str) -> None:
     def statistics(values: jax.Array, axis_name: AxisName) -> tuple[jax.Array, ...]:
         kept = _devices.all_rows(values, axis_name)
         return (
@@ -57,7 +57,7 @@ def test_sums_and_extremes_are_those_of_all_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_local_rows_are_those_that_were_given(name: str) -> None:
+def test_local_rows_are_the_inputs(name: str) -> None:
     def there_and_back(values: jax.Array, axis_name: AxisName) -> jax.Array:
         return _devices.local_rows(_devices.all_rows(values, axis_name), axis_name)
 
@@ -66,7 +66,7 @@ def test_local_rows_are_those_that_were_given(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_groups_whose_rows_are_on_several_devices(name: str) -> None:
+def test_groups_spread_over_several_devices(name: str) -> None:
     for function in (
         functools.partial(kljax.grpo_advantages, scale="batch_std"),
         kljax.pass_at_k_advantages,
@@ -81,7 +81,7 @@ def test_groups_whose_rows_are_on_several_devices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_roles_see_the_rows_in_the_order_of_the_whole_batch(name: str) -> None:
+def test_roles_see_rows_in_batch_order(name: str) -> None:
     start = np.linspace(-1, 1, GROUPS)
 
     def rae(rewards: jax.Array, ids: jax.Array, axis_name: AxisName = None) -> tuple[jax.Array, jax.Array]:
@@ -93,7 +93,7 @@ def test_roles_see_the_rows_in_the_order_of_the_whole_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_tokens_are_chosen_by_their_rank_in_the_whole_batch(name: str) -> None:
+def test_tokens_are_chosen_by_rank_in_the_batch(name: str) -> None:
     def dropped(log_probs: Any, old: Any, advantages: Any, mask: Any, axis_name: AxisName = None) -> jax.Array:
         # Nearly all tokens are candidates, and the key decides.
         key = jax.random.key(3)
@@ -112,7 +112,7 @@ def test_tokens_are_chosen_by_their_rank_in_the_whole_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_of_equal_scores_the_earlier_is_chosen_on_whichever_device(name: str) -> None:
+def test_first_of_equal_scores_is_chosen_across_devices(name: str) -> None:
     ones, mask = np.ones((ROWS, LENGTH)), np.ones((ROWS, LENGTH), bool)
 
     def paying(log_probs: Any, old: Any, advantages: Any, mask: Any, axis_name: AxisName = None) -> jax.Array:

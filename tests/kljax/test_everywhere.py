@@ -388,7 +388,7 @@ def test_value_and_gradients_are_the_eager_ones(name: str, transformation: str) 
     TRANSFORMATIONS[transformation](name)
 
 
-def test_every_public_function_is_called_or_says_why_not() -> None:
+def test_every_public_function_is_called_or_exempt() -> None:
     public = set(calls.public_functions())
     assert set(NOT_CALLED) <= public
     for name in NOT_CALLED:
@@ -398,14 +398,14 @@ def test_every_public_function_is_called_or_says_why_not() -> None:
         assert calls_of(name), name
 
 
-def test_a_trace_on_an_auto_mesh_sees_no_split() -> None:
+def test_trace_on_an_auto_mesh_sees_no_split() -> None:
     # So it is that of one device, and a mistake in it can only be the compiler's.
     seen = []
     jax.eval_shape(lambda x: seen.append(jax.typeof(x).sharding.spec), spread(jnp.ones((ROWS, LENGTH)), "a", "b"))
     assert seen == [P(None, None)]
 
 
-def test_rows_stay_where_they_are_on_explicit_axes() -> None:
+def test_rows_on_explicit_axes_are_not_moved() -> None:
     rows = NamedSharding(jax.make_mesh((8,), ("rows",)), P("rows"))
     rewards = jax.device_put(jnp.arange(16.0), rows)
     ids = jax.device_put(jnp.arange(16) // 4, rows)
@@ -416,7 +416,7 @@ def test_rows_stay_where_they_are_on_explicit_axes() -> None:
 
 
 @pytest.mark.parametrize("name", GATHERED)
-def test_what_is_gathered_is_a_statistic_of_the_whole_batch(name: str) -> None:
+def test_gathered_values_are_statistics_of_the_batch(name: str) -> None:
     assert "axis_name" not in calls.parameters(name)
 
     def part(rows: slice) -> Any:

@@ -130,7 +130,7 @@ def test_systems_and_audit_load_at_first_use() -> None:
     assert done.stdout == "\nestimate_kl Audit\n"
 
 
-def test_every_public_name_of_every_module_is_in_the_package() -> None:
+def test_every_public_name_is_in_the_package() -> None:
     names: set[str] = set()
     for path in LIBRARY:
         if path.stem.startswith("_") or topic(path) in NAMESPACES:
@@ -213,7 +213,7 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_a_function_that_raises_says_so(path: pathlib.Path) -> None:
+def test_function_with_raise_documents_it(path: pathlib.Path) -> None:
     tree = ast.parse(path.read_text())
     scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")]
     for node in (node for scope in scopes for node in scope.body if isinstance(node, ast.FunctionDef)):
@@ -253,7 +253,7 @@ POSITIONAL = {
 
 
 @pytest.mark.parametrize("name", public_functions())
-def test_arrays_are_positional_and_all_else_is_keyword_only(name: str) -> None:
+def test_arrays_are_positional_and_options_keyword_only(name: str) -> None:
     for parameter in inspect.signature(thing_of(name)).parameters.values():
         kinds = (parameter.annotation, *typing.get_args(parameter.annotation))
         is_array = any(kind in (ArrayLike, Mask) for kind in kinds)

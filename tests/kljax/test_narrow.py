@@ -120,7 +120,7 @@ OF_BITS = {"fingerprint"}
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(set(callable_functions()) - OF_BITS))
-def test_narrow_inputs_give_the_numbers_of_the_same_inputs_in_float32(name: str) -> None:
+def test_narrow_inputs_give_the_numbers_of_float32(name: str) -> None:
     def run(call: FunctionCall, arrays: Any, data: Any) -> Any:
         if name in KEEP_THE_DTYPE:  # a sum over its results would itself round
             return [(call(x, data), ()) for x in arrays]

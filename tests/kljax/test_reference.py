@@ -55,7 +55,7 @@ def test_restores_the_whole_checkpoint(saved: pathlib.Path) -> None:
     chex.assert_trees_all_equal(kljax.restore_tree(str(saved), abstract(whole)), whole)
 
 
-def test_adapter_reference_shares_the_base_and_restores_the_adapter(saved: pathlib.Path, rows: NamedSharding) -> None:
+def test_adapter_reference_shares_the_base(saved: pathlib.Path, rows: NamedSharding) -> None:
     policy = kljax.Policy({"w": jnp.ones(3)}, jax.tree.map(jnp.zeros_like, tree()))
     reference = kljax.adapter_reference(policy, saved, abstract(tree(), rows), item="trainable.adapter")
     assert reference.params["w"] is policy.params["w"]
@@ -102,7 +102,7 @@ def test_policy_is_a_pytree() -> None:
         ({"other": np.ones(2), "third": np.ones(2)}, r"other: got no such leaf, .*third: got no such leaf"),
     ],
 )
-def test_what_does_not_fit_is_named(saved: pathlib.Path, change: Tree, message: str) -> None:
+def test_mismatched_checkpoints_are_named(saved: pathlib.Path, change: Tree, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kljax.restore_tree(saved, abstract(jax.tree.map(jnp.asarray, change)), item="trainable.params")
 
@@ -149,7 +149,7 @@ def test_a_permutation_of_the_values_changes_the_fingerprint() -> None:
         assert kljax.fingerprint(values).item() != kljax.fingerprint(other).item()
 
 
-def test_signed_zeros_and_nans_are_bits_like_any_other() -> None:
+def test_signed_zeros_and_nans_change_the_fingerprint() -> None:
     assert kljax.fingerprint(jnp.zeros(2)).item() != kljax.fingerprint(-jnp.zeros(2)).item()
     nans = jnp.full(2, jnp.nan)
     assert kljax.fingerprint(nans).item() == kljax.fingerprint(nans + 0).item()

@@ -123,7 +123,7 @@ def test_split_permuted_padded_in_columns_and_sharded(
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=8)
 @given(seed=st.integers(0, 2**16), mask=oracles.masks(ROWS, LENGTH))
-def test_added_rows_change_nothing_when_empty_rows_are_dropped(mode: str, seed: int, mask: np.ndarray) -> None:
+def test_added_rows_change_nothing_without_empty_rows(mode: str, seed: int, mask: np.ndarray) -> None:
     batch = draw_batch(seed, mask)
     whole = value_and_grad(batch["log_probs"], batch, weights_of(batch, mode, "drop"))
     more = padded(batch, 5, 2)
@@ -133,7 +133,7 @@ def test_added_rows_change_nothing_when_empty_rows_are_dropped(mode: str, seed: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_added_rows_dilute_a_mean_over_rows_when_empty_rows_are_counted(mode: str) -> None:
+def test_added_rows_dilute_a_mean_counting_empty_rows(mode: str) -> None:
     # "count" means what it says: 8 rows added to 8 halve a mean over rows. A mean over tokens has no rows to count, and
     # a prompt counts if a row names it, so rows of padding that name a present prompt leave "prompt_mean" alone.
     batch = draw_batch(0, np.ones((ROWS, LENGTH), bool))

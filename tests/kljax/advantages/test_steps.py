@@ -15,7 +15,7 @@ STATES = np.where(REAL, RNG.integers(0, 3, TRAJECTORY.shape), -1)
 
 
 @pytest.mark.parametrize("divide", [False, True])
-def test_every_step_has_the_advantage_of_its_trajectory(divide: bool) -> None:
+def test_every_step_has_its_trajectory_advantage(divide: bool) -> None:
     advantages = np.where(LAST, np.arange(15.0), np.where(REAL, 0, np.nan))
     got = jax.jit(lambda a: kljax.broadcast_to_steps(a, TRAJECTORY, num_groups=6, divide_by_steps=divide))(advantages)
     for i in np.flatnonzero(REAL):

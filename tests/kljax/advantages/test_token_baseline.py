@@ -71,7 +71,7 @@ def test_every_token_by_hand(align: str, zero_tail: bool) -> None:
     np.testing.assert_array_equal(returns, kljax.reinforce_plus_plus_returns(REWARDS, real))
 
 
-def test_rows_without_holes_that_begin_together_may_be_aligned_either_way() -> None:
+def test_aligned_rows_without_holes_match_either_way() -> None:
     lengths = np.array([5, 3, 7, 3, 2, 0, 4, 6])
     mask = np.arange(MASK.shape[1]) < lengths[:, None]
     np.testing.assert_allclose(advantages(mask), advantages(mask, align="position"), 1e-12, 1e-14)
@@ -89,12 +89,12 @@ def test_the_baseline_has_the_least_variance() -> None:
         assert (here < there).all()
 
 
-def test_the_norm_is_that_of_the_score() -> None:
+def test_norm_is_the_score_norm() -> None:
     score = jax.jacfwd(lambda z: jax.nn.log_softmax(z)[2])(VOCABULARY[0, 0])
     np.testing.assert_allclose((score**2).sum(), 1 - 2 * np.exp(LOG_PROBS[0, 0]) + SQUARES[0, 0], 1e-12)
 
 
-def test_a_policy_that_is_certain_has_no_baseline() -> None:
+def test_policy_with_certainty_has_no_baseline() -> None:
     mask, ids = np.ones((2, 2), bool), np.zeros(2, int)
     certain = np.zeros((2, 2)), np.ones((2, 2))
     rewards = np.array([[0.0, 1.0], [0.0, 3.0]])
@@ -103,7 +103,7 @@ def test_a_policy_that_is_certain_has_no_baseline() -> None:
 
 
 @pytest.mark.parametrize("align", ["token", "position"])
-def test_padding_rows_count_in_nothing(align: str) -> None:
+def test_padding_rows_are_left_out(align: str) -> None:
     spoiled = np.where((IDS >= 0)[:, None], REWARDS, np.nan)
     np.testing.assert_array_equal(advantages(rewards=spoiled, align=align), advantages(align=align))
     groups = kljax.Groups(np.where(IDS < 0, 0, IDS), GROUPS, IDS >= 0)

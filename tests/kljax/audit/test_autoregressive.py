@@ -43,7 +43,7 @@ def expected_gradient(table: jax.Array, per_token: object) -> np.ndarray:
     return np.asarray(jax.jit(gradient, compiler_options=QUICK)(table))
 
 
-def test_the_reward_has_the_gradient_of_the_sequence_kl_and_the_loss_has_not(
+def test_reward_has_the_sequence_kl_gradient_unlike_loss(
     tables: tuple[jax.Array, jax.Array],
 ) -> None:
     table, ref = tables

@@ -81,7 +81,7 @@ def test_coefficients(estimator: str, place: str, batch: dict[str, np.ndarray]) 
         np.testing.assert_allclose([metrics[key].value for key in expected], list(expected.values()), **CLOSE)
 
 
-def test_the_report_says_which_yardstick_it_was(batch: dict[str, np.ndarray]) -> None:
+def test_report_names_its_reference_kl(batch: dict[str, np.ndarray]) -> None:
     assert "exact KL" in audit(batch, kl=True).yardstick
     assert "unbiased off-policy" in audit(batch, kl=False).yardstick
     on_policy = audit(batch, kl=False, stale=False)
@@ -125,7 +125,7 @@ def test_bias_of_sampled_tokens_is_within_its_interval() -> None:
         ({"max_ratio": np.inf}, "max_ratio: got inf, expected a finite number"),
     ],
 )
-def test_what_makes_no_sense_is_refused(change: dict[str, object], message: str, batch: dict[str, np.ndarray]) -> None:
+def test_nonsense_arguments_are_refused(change: dict[str, object], message: str, batch: dict[str, np.ndarray]) -> None:
     given = {**batch, "mask": MASK, "confidence": 0.95, "max_ratio": 2.0, **change}
     with pytest.raises(ValueError, match=message):
         kljax.audit.audit_batch(

@@ -70,7 +70,7 @@ def test_batch_and_example(
     assert "(sampled)" in printed
 
 
-def test_the_meaning_of_a_recorded_kl_is_asked(
+def test_command_asks_for_the_meaning_of_recorded_kl(
     files: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "have_matplotlib", lambda: False)
@@ -174,7 +174,7 @@ def test_out_must_be_a_folder(files: pathlib.Path, capsys: pytest.CaptureFixture
     assert "is not a folder" in capsys.readouterr().err
 
 
-def test_without_matplotlib_there_is_a_report_and_a_word_about_it(
+def test_missing_matplotlib_leaves_a_report_and_a_note(
     files: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -62,7 +62,7 @@ def number(audit: Audit, metric: str, **labels: str) -> float:
     return audit.find(how="exact", **labels).metrics[metric].value
 
 
-def test_the_kl_and_its_gradient_are_those_of_the_enumerated_sequences(logits: list[np.ndarray]) -> None:
+def test_kl_and_gradient_match_the_enumerated_sequences(logits: list[np.ndarray]) -> None:
     sequences = jnp.array(list(itertools.product(range(VOCABULARY), repeat=LENGTH)))
     steps = jnp.arange(LENGTH)
 
@@ -125,7 +125,7 @@ def test_gradients(place: str, estimator: str, on_policy: Audit, off_policy: Aud
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_who_is_right_on_policy(level: str, on_policy: Audit) -> None:
+def test_bias_of_estimators_on_policy(level: str, on_policy: Audit) -> None:
     def bias(kind: str, estimator: str, place: str = "") -> float:
         return abs(number(on_policy, "relative_bias", kind=kind, level=level, estimator=estimator, place=place))
 
@@ -143,7 +143,7 @@ def test_who_is_right_on_policy(level: str, on_policy: Audit) -> None:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_who_is_right_off_policy(level: str, off_policy: Audit) -> None:
+def test_bias_of_estimators_off_policy(level: str, off_policy: Audit) -> None:
     def bias(kind: str, estimator: str, correction: str, place: str = "") -> float:
         labels = {"kind": kind, "level": level, "estimator": estimator, "correction": correction, "place": place}
         return abs(number(off_policy, "relative_bias", **labels))
@@ -162,7 +162,7 @@ def test_who_is_right_off_policy(level: str, off_policy: Audit) -> None:
     assert bias("gradient", "k2", "ratio", "loss") > 0.1
 
 
-def test_low_var_kl_is_k3_until_its_clips_are_reached(logits: list[np.ndarray]) -> None:
+def test_low_var_kl_is_k3_within_its_clips(logits: list[np.ndarray]) -> None:
     far = logits[0] + np.array([6.0, 0, -6.0, 0])
     near, clipped = (kljax.audit.audit_logits(policy, logits[1], bootstrap=0) for policy in (logits[0], far))
     for audit, same in ((near, True), (clipped, False)):

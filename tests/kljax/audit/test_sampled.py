@@ -41,7 +41,7 @@ def test_few_draws_estimate_without_bias(kind: str, level: str, repeated: Audit)
             assert low - slack <= value <= high + slack, (labels, metric, value, sampled.metrics[metric])
 
 
-def test_squares_of_expectations_have_no_bias_from_the_noise(repeated: Audit) -> None:
+def test_squared_expectations_have_no_noise_bias(repeated: Audit) -> None:
     # A gradient that is exactly right: naively squared, three draws would show a bias larger than the gradient.
     found = repeated.find(kind="gradient", level="token", how="sampled", place="straight_through", correction="ratio")
     assert found.metrics["relative_bias"].value < 0.1
@@ -53,7 +53,7 @@ def test_squares_of_expectations_have_no_bias_from_the_noise(repeated: Audit) ->
     )
 
 
-def test_intervals_cover_as_often_as_they_say() -> None:
+def test_intervals_cover_at_their_stated_rate() -> None:
     rng = np.random.default_rng(0)
     policy = rng.normal(size=(40, 2, 4))
     ref = policy + 0.4 * rng.normal(size=policy.shape)

@@ -60,7 +60,7 @@ def test_positions_do_not_depend_on_padding() -> None:
     np.testing.assert_allclose(whole.sum, longer.sum, 1e-13)
 
 
-def test_kl_by_position_is_over_tokens_of_the_first_policy() -> None:
+def test_kl_by_position_covers_tokens_of_policy_a() -> None:
     kl = np.exp(NOISE - VALUES) - 1 + VALUES - NOISE
     expected = kljax.mean_by_position(kl, MASK, num_buckets=3)
     got = kljax.kl_by_position(VALUES, NOISE, MASK, num_buckets=3)

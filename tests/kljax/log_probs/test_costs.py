@@ -115,7 +115,7 @@ def test_products_per_tile(kind: str, to: tuple[str, ...], expected: int) -> Non
     assert set(products) <= {(8, 12), (8, WIDTH), (WIDTH, 12)}
 
 
-def test_the_columns_of_targets_are_gathered_once() -> None:
+def test_target_columns_are_gathered_once() -> None:
     # A frozen head: each chunk of the vocabulary would otherwise read and write an array `[N, D]` for them.
     given = {"hidden": arrays()["hidden"]}
     program = jax.make_jaxpr(jax.grad(lambda given: loss(given, "log_prob")))(given).jaxpr
@@ -135,7 +135,7 @@ def test_masked_tokens_cost_nothing(kept: int, tiles: int, products: list[tuple[
     assert len(products) == tiles * CHUNKS * (1 + 1 + 3)
 
 
-def test_scoring_keeps_nothing() -> None:
+def test_scoring_stores_no_residuals() -> None:
     # As old or reference log-probs are in a loss: data beside what is differentiated.
     def score(scale: jax.Array) -> jax.Array:
         return scale * loss({}, "entropy")
@@ -145,7 +145,7 @@ def test_scoring_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize(("kind", "to", "per_token"), [("log_prob", WEIGHTS, 1), ("own", WEIGHTS, 3)])
-def test_a_gradient_keeps_a_few_numbers_per_token(kind: str, to: tuple[str, ...], per_token: int) -> None:
+def test_gradient_stores_a_few_numbers_per_token(kind: str, to: tuple[str, ...], per_token: int) -> None:
     given = {name: arrays()[name] for name in to}
     _, pull = jax.vjp(lambda given: loss(given, kind), given)
     sizes = [leaf.size for leaf in jax.tree.leaves(pull)]
@@ -170,7 +170,7 @@ def test_no_buffer_is_larger_than_the_inputs(kind: str, to: tuple[str, ...], mas
     assert not [shape for shape in shapes if TOKENS in shape and VOCABULARY in shape]
 
 
-def test_the_reference_builds_what_the_tiles_do_not() -> None:
+def test_reference_builds_buffers_unlike_the_tiles() -> None:
     # That the test above can fail.
     def full(head: jax.Array) -> jax.Array:
         targets = jnp.zeros(TOKENS, jnp.int32)
@@ -187,7 +187,7 @@ def temporary_bytes(function: Any, *arguments: Any) -> int:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_narrow_head_has_no_float32_copy_on_a_cpu(fused: bool) -> None:
+def test_narrow_head_has_no_float32_copy_on_cpu(fused: bool) -> None:
     # Tied embeddings as they are stored, frozen; wide enough that nothing else has their size.
     hidden, weights = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((8192, 32), jnp.bfloat16)
 

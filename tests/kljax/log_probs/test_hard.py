@@ -77,7 +77,7 @@ def test_small_divergences_through_a_head() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.thorough)])
-def test_a_policy_is_at_no_distance_of_itself(dtype: Any) -> None:
+def test_policy_has_no_distance_to_itself(dtype: Any) -> None:
     rng = np.random.default_rng(2)
     hidden, head = jnp.asarray(3 * rng.normal(size=(7, 5)), dtype), jnp.asarray(rng.normal(size=(5, 23)), dtype)
 
@@ -128,7 +128,7 @@ def problem() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_poison_under_the_mask(implementation: str) -> None:
+def test_non_finite_values_under_the_mask_stay_out(implementation: str) -> None:
     # Also of the cotangents: what is made of a masked 0 may be infinite, as its logarithm is.
     targets = np.arange(TOKENS)
 
@@ -173,7 +173,7 @@ def test_poison_under_the_mask(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_tokens_that_are_impossible_for_both(implementation: str) -> None:
+def test_tokens_impossible_for_both_add_nothing(implementation: str) -> None:
     # A bias of -infinity takes a token out of the vocabulary of policy and reference: all else is as without it.
     arrays = problem()
     del arrays["temperature"]
@@ -217,7 +217,7 @@ def test_tokens_that_are_impossible_for_both(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_divergences_where_one_rules_out_what_the_other_does_not(implementation: str) -> None:
+def test_divergences_with_tokens_impossible_for_one(implementation: str) -> None:
     rng = np.random.default_rng(5)
     hidden = jnp.asarray(np.append(rng.normal(size=(3, 1)), np.ones((3, 1)), 1), jnp.float32)
     open_head = jnp.asarray(rng.normal(size=(2, 9)), jnp.float32)
@@ -265,7 +265,7 @@ def test_an_infinite_kl_has_no_gradient(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_targets_outside_are_clamped_into_the_vocabulary_not_its_padding(implementation: str) -> None:
+def test_targets_outside_are_clamped_to_real_columns(implementation: str) -> None:
     arrays = problem()
     head = Head(arrays["head"], vocab_size=VOCABULARY - 2, tile=TILE, implementation=implementation)
 

@@ -234,13 +234,13 @@ def test_options_on_a_mesh(case: str, mesh: str) -> None:
     check(CASES[case], sharding_of(mesh, CASES[case].layout))
 
 
-def test_a_head_that_is_whole_on_every_device() -> None:
+def test_replicated_head_on_every_device() -> None:
     names, shape = MESHES["data 2, fsdp 2, tensor 2"]
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(shape), names)
     check(CASES["padding"], HeadSharding(P(("data", "fsdp", "tensor")), P(), mesh))
 
 
-def test_the_mesh_that_is_set_is_taken() -> None:
+def test_current_mesh_is_used() -> None:
     sharding = sharding_of("data 2, fsdp 2, tensor 2", "dv")
     arrays, data = arrays_of(CASES["log-prob alone"]), data_of(CASES["log-prob alone"])
     unset = HeadSharding(sharding.tokens, sharding.head)

@@ -184,7 +184,7 @@ def value_and_grads(function: Any, point: Point, x: dict[str, Any], mask: Any) -
         for index, point in enumerate(POINTS)
     ],
 )
-def test_loss_metrics_and_gradients_are_those_of_log_probs(point: Point) -> None:
+def test_loss_metrics_and_gradients_match_log_probs(point: Point) -> None:
     def run(x: dict[str, Any], mask: Any) -> Any:
         # The reference has no chunks: one of their sizes has it beside every value of the other options.
         found = {"tile": value_and_grads(fused, point, x, mask)}
@@ -204,7 +204,7 @@ def test_loss_metrics_and_gradients_are_those_of_log_probs(point: Point) -> None
                 np.testing.assert_allclose(leaf, other, **CLOSE, err_msg=where)
 
 
-def test_the_loss_is_the_same_whether_a_gradient_is_taken_or_not() -> None:
+def test_loss_is_the_same_with_and_without_gradient() -> None:
     def run(x: dict[str, Any], mask: Any) -> Any:
         return fused(PLAIN, x, mask), value_and_grads(fused, PLAIN, x, mask)[0]
 
@@ -212,7 +212,7 @@ def test_the_loss_is_the_same_whether_a_gradient_is_taken_or_not() -> None:
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get(results))
 
 
-def test_the_loss_is_that_of_the_logits() -> None:
+def test_loss_equals_the_loss_of_the_logits() -> None:
     # An oracle that shares no code with either.
     point = PLAIN | {"loss": "reverse", "ref_head": "weights", "padding": False}
     x = draw(point)
@@ -257,7 +257,7 @@ def test_nothing_under_the_mask_reaches_loss_or_gradient(loss: str, implementati
             assert not leaf[~MASK].any()
 
 
-def test_a_derivative_that_is_not_finite_on_no_token_adds_nothing() -> None:
+def test_non_finite_derivative_on_no_token_adds_nothing() -> None:
     def token_loss(stats: kljax.TokenStats, x: dict[str, Any]) -> Any:
         return x["scale"] * jnp.sqrt(x["roots"]) * stats.log_prob, ()
 

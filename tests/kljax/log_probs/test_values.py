@@ -32,7 +32,7 @@ def log_softmax(hidden: Any, head: Any, temperature: float = 1.0) -> np.ndarray:
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
-def test_fields_that_are_not_requested_are_none() -> None:
+def test_unrequested_fields_are_none() -> None:
     hidden, head, targets = draw()
 
     def run(hidden: Any) -> Any:
@@ -67,7 +67,7 @@ def test_gradients_by_central_differences() -> None:
         chex.assert_trees_all_close(grads[index][at], slope, rtol=1e-7, atol=1e-8)
 
 
-def test_gradient_of_the_log_prob_is_one_hot_minus_softmax() -> None:
+def test_log_prob_gradient_is_one_hot_minus_softmax() -> None:
     logits = jnp.asarray([[0.3, -1.0, 2.0]])
     grad = compiled(
         jax.grad(lambda h: kljax.log_probs_from_hidden(h, jnp.eye(3), jnp.array([2])).log_prob.sum()), logits
@@ -154,7 +154,7 @@ def test_exponentials_of_all_log_probs_sum_to_one() -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_statistics_of_whole_sequences_are_aligned_with_the_tokens(implementation: str) -> None:
+def test_statistics_of_sequences_are_aligned_with_tokens(implementation: str) -> None:
     hidden, head, tokens = draw()
     rng = np.random.default_rng(1)
     mask = np.array([[1, 1, 0, 1, 1], [0, 0, 0, 0, 1], [1, 0, 0, 0, 0]], bool)
@@ -204,7 +204,7 @@ def test_sequences_without_a_prediction(length: int) -> None:
     assert not stats.log_prob.any()
 
 
-def test_the_optimal_token_baseline_takes_the_sum_of_squared_probs() -> None:
+def test_optimal_token_baseline_takes_squared_probs() -> None:
     hidden, head, tokens = draw()
     mask, rewards = jnp.ones(tokens.shape, bool), jnp.ones(tokens.shape)
     stats = compiled(lambda h: kljax.token_log_probs(h, head, tokens, mask, sum_squared_probs=True), hidden)
@@ -245,7 +245,7 @@ def ids_of(kept: np.ndarray) -> np.ndarray:
     return np.where(np.sort(ids, -1) == VOCABULARY, -1, np.sort(ids, -1))
 
 
-def test_log_probs_over_kept_tokens_are_those_of_the_distribution_sampled_from() -> None:
+def test_kept_token_log_probs_match_the_sampling_distribution() -> None:
     # The sampler's set, and the log-probs of the sampler and of a policy that has moved since, for every token.
     hidden, head, _ = draw()
     sampler, policy = hidden.reshape(-1, WIDTH), hidden.reshape(-1, WIDTH) + 0.3
@@ -275,7 +275,7 @@ def test_log_probs_over_kept_tokens_are_those_of_the_distribution_sampled_from()
         np.testing.assert_allclose(np.asarray(stats.log_prob).T[~kept], outside, rtol=1e-11, atol=1e-13, err_msg=rule)
 
 
-def test_a_set_of_one_token_is_certain_and_has_no_gradient() -> None:
+def test_single_kept_token_is_certain_without_gradient() -> None:
     hidden, head, targets = draw()
 
     def run(hidden: Any) -> Any:

@@ -18,7 +18,7 @@ ROW = np.exp(SUM / N)
 
 @pytest.mark.parametrize("cap", [1.1, 1.6, 3.0])
 @pytest.mark.parametrize("dual", [None, 2.0])
-def test_max_ratio_is_the_cap_of_the_term_that_is_not_clipped(cap: float, dual: float | None) -> None:
+def test_max_ratio_caps_the_unclipped_term(cap: float, dual: float | None) -> None:
     # As TRL writes it: the capped ratio against the clipped one.
     terms = -ADV * np.minimum(R, cap), -ADV * np.clip(R, LOW, HIGH)
     value = np.maximum(*terms)
@@ -35,7 +35,7 @@ def test_max_ratio_is_the_cap_of_the_term_that_is_not_clipped(cap: float, dual: 
 
 
 @pytest.mark.parametrize("cap", [1.0, 1.1, 1.6])
-def test_arts_cap_of_the_ratio_before_everything_else(cap: float) -> None:
+def test_art_ratio_cap_comes_first(cap: float) -> None:
     ratio = np.minimum(R, cap)
     expected = np.maximum(-ADV * ratio, -ADV * np.clip(ratio, LOW, HIGH))
     loss = kljax.ppo_clip_loss(LP, OLD, ADV, MASK, clip_low=0.2, clip_high=min(0.3, cap - 1), max_ratio=cap)
@@ -43,7 +43,7 @@ def test_arts_cap_of_the_ratio_before_everything_else(cap: float) -> None:
 
 
 @pytest.mark.parametrize(("cap", "advantage", "expected"), [(2.0, -1.0, 2.0), (1.25, 1.0, -1.25), (1.25, -1.0, 1.25)])
-def test_on_max_ratio_the_gradient_is_whole(cap: float, advantage: float, expected: float) -> None:
+def test_gradient_at_max_ratio_is_not_split(cap: float, advantage: float, expected: float) -> None:
     lp = jnp.log(jnp.array([cap]))
     if jnp.exp(lp)[0] != cap:
         lp = jnp.nextafter(lp, jnp.where(jnp.exp(lp) < cap, jnp.inf, -jnp.inf))
@@ -94,7 +94,7 @@ def test_the_geometric_level_of_ppo_is_gspo() -> None:
     assert (gspo != kljax.gspo_loss(LP, OLD, ADV, MASK, **CLIP, gradient="sequence")).any()
 
 
-def test_the_clip_of_the_log_ratio_comes_after_the_level() -> None:
+def test_log_ratio_clip_comes_after_the_level() -> None:
     loss = kljax.ppo_clip_loss(LP, OLD, -np.ones_like(ADV), MASK, clip_low=1.0, level="sequence", log_ratio_clip=0.5)
     np.testing.assert_allclose(loss, np.where(MASK, np.exp(np.clip(SUM, -0.5, 0.5)), 0), 1e-12)
 
@@ -118,12 +118,12 @@ def test_levels_and_masks_of_cispo(level: str) -> None:
         )
 
 
-def test_trls_bound_of_cispo_is_absolute() -> None:
+def test_trl_bound_of_cispo_is_absolute() -> None:
     loss = kljax.cispo_loss(LP, OLD, ADV, MASK, clip_low=1.0, clip_high=0.2 - 1)
     np.testing.assert_allclose(loss, np.where(MASK, -ADV * np.minimum(R, 0.2) * LP, 0), 1e-12)
 
 
-def test_arts_mask_of_the_ratio_is_a_rejection_but_for_constants() -> None:
+def test_art_ratio_mask_is_a_rejection_except_constants() -> None:
     # ART sets ratios outside the bounds to 0 and then clips them: a constant where A < 0, the lower bound in CISPO.
     inside = (R > LOW) & (R < HIGH)
     ratio = np.where(inside, R, 0)

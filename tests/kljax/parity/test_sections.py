@@ -78,7 +78,7 @@ def test_advantages_per_row_of_a_function_per_token(
     assert differing.absolute == pytest.approx(0.5)
 
 
-def test_advantages_per_row_that_differ_within_a_row_are_refused(tmp_path: pathlib.Path) -> None:
+def test_differing_advantages_within_a_row_are_refused(tmp_path: pathlib.Path) -> None:
     # A discount makes the returns of the tokens of a row differ.
     header = {"system": "openrlhf", "advantage": {"name": "rloo", "gamma": 0.5}}
     arrays = batch() | {"advantages": REWARDS}
@@ -154,7 +154,7 @@ def test_arguments_reach_the_functions_of_a_loss(tmp_path: pathlib.Path) -> None
     assert compared(tmp_path, header, arrays, "token_loss").agrees
 
 
-def test_sections_take_the_arrays_that_their_system_names(tmp_path: pathlib.Path) -> None:
+def test_sections_take_the_arrays_of_their_system(tmp_path: pathlib.Path) -> None:
     arrays = batch() | {"advantages": REWARDS}
     policy, old, rollout = (arrays[f"{name}log_probs"] for name in ("", "old_", "rollout_"))
     # Between the new and the old policy, not the old one and the sampler.
@@ -174,7 +174,7 @@ def test_sections_take_the_arrays_that_their_system_names(tmp_path: pathlib.Path
         compared(tmp_path, header, arrays, "token_loss")
 
 
-def test_a_policy_gradient_fallback_takes_the_policy_as_the_old_one(tmp_path: pathlib.Path) -> None:
+def test_policy_gradient_fallback_takes_the_policy_as_old(tmp_path: pathlib.Path) -> None:
     arrays = batch() | {"advantages": REWARDS, "token_loss": np.broadcast_to(-REWARDS[:, None], (ROWS, 3))}
     header = {"system": "trinity", "loss": {"name": "ppo+fallback_to_policy_gradient"}}
     assert compared(tmp_path, header, arrays, "token_loss").agrees

@@ -36,11 +36,11 @@ def total(mask: np.ndarray) -> np.ndarray:
     return np.where(mask, D, 0).sum(-1, keepdims=True)
 
 
-def test_nothing_to_do() -> None:
+def test_empty_correction_changes_nothing() -> None:
     check([], np.ones(MASK.shape), MASK)
 
 
-def test_skyrl_vetoes_then_masks_tokens_then_weighs_then_masks_sequences() -> None:
+def test_skyrl_vetoes_masks_tokens_weighs_and_masks_sequences() -> None:
     """Weights and sequence mask see the tokens that are left."""
     r = np.exp(D)
     kept = MASK & ~(MASK & ((r < 0.3) | (r > 3))).any(-1, keepdims=True)
@@ -61,7 +61,7 @@ def test_skyrl_vetoes_then_masks_tokens_then_weighs_then_masks_sequences() -> No
     assert not np.allclose(other.weights, np.where(last, weights, 0))
 
 
-def test_verl_weighs_and_then_rejects_by_statistics_of_the_original_mask() -> None:
+def test_verl_weighs_then_rejects_by_original_mask_statistics() -> None:
     weights = np.minimum(np.exp(np.clip(D, -20, 20)), 1.5)
     weights = weights / weights[MASK].mean()
     k3 = np.exp(D) - 1 - D
@@ -91,7 +91,7 @@ def test_slime_rejects_and_weighs_with_the_original_mask() -> None:
 
 
 @pytest.mark.parametrize("divergence", [None, "tv", "kl"])
-def test_openrlhf_gates_sequences_and_leaves_the_weights_of_the_others_unbounded(divergence: str | None) -> None:
+def test_openrlhf_gates_sequences_with_unbounded_weights(divergence: str | None) -> None:
     mu, pi = np.exp(ROLLOUT), np.exp(LP)
     kl = mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
     if divergence is None:
