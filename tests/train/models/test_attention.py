@@ -102,7 +102,7 @@ def test_the_kernel_follows_the_devices(kind, dtype, softcap, expected, monkeypa
         assert choose_kernel(query, key, softcap) is None
 
 
-def test_the_devices_are_those_of_the_mesh():
+def test_devices_are_read_from_the_mesh():
     assert kernels.device_kind() == "cpu"
     mesh = make_mesh(2)
     other = jax.sharding.AbstractDevice("TPU v6 lite", 1, "tpu")

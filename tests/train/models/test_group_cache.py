@@ -28,7 +28,7 @@ def softmax_of_seen(query, key, value, seen, softcap):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("filled", [1, 3])
-def test_it_reads_what_every_row_has_and_sees(softcap, filled):
+def test_group_cache_attention_equals_attention_per_row(softcap, filled):
     rng = np.random.default_rng(0)
     prompt = rng.normal(size=(2, PROMPTS, WIDTH, KV_HEADS, SIZE)).astype(np.float32)
     own = rng.normal(size=(2, ROWS, filled, KV_HEADS, SIZE)).astype(np.float32)

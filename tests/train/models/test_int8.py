@@ -72,7 +72,7 @@ def log_probs(model: Decoder, params: dict, adapter: dict | None) -> jax.Array:
     return token_stats(ScoredPolicy(model, kljax.Policy(params, adapter)), SEQUENCES, temperature=1.0)[0].log_prob
 
 
-def test_a_weight_moves_by_half_a_scale_at_most_and_the_largest_of_a_channel_not_at_all():
+def test_quantised_weight_is_within_half_a_scale():
     weights = kernel((3, 16, 24))
     weights[1, :, 5] = 0
     made = jax.tree.map(np.asarray, quantise(jnp.asarray(weights)))
@@ -90,7 +90,7 @@ def test_a_weight_moves_by_half_a_scale_at_most_and_the_largest_of_a_channel_not
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 2.0**-6)])
-def test_the_product_and_its_gradient_are_those_of_the_weights_in_float64(dtype, tolerance):
+def test_product_and_gradient_match_float64_weights(dtype, tolerance):
     made = quantise(jnp.asarray(kernel()))
     rng = np.random.default_rng(1)
     x, up = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((2, 5, 16), (2, 5, 24)))
@@ -125,7 +125,7 @@ def differentiated(model: Decoder, base: dict, adapter: dict) -> tuple[dict, jax
     return jax.grad(total, has_aux=True)(adapter)
 
 
-def test_log_probs_and_gradients_of_the_adapter_are_those_of_the_weights_it_stands_for():
+def test_adapter_log_probs_and_gradients_match_dequantised_weights():
     params, weights, adapter = built()
     (got, found), (expected, same) = differentiated(INT8, params, adapter), differentiated(FLOAT, weights, adapter)
     np.testing.assert_allclose(found, same, rtol=0, atol=5e-6)
@@ -136,7 +136,7 @@ def test_log_probs_and_gradients_of_the_adapter_are_those_of_the_weights_it_stan
     assert 1e-3 < np.abs(found - exact).max() < 0.3
 
 
-def test_kernels_of_layers_alone_are_quantised_and_take_a_quarter_or_half_of_the_bytes():
+def test_only_layer_kernels_are_quantised_to_fewer_bytes():
     mesh = make_mesh()
     for dtype, part in (("float32", 0.26), ("bfloat16", 0.52)):
         wide = DecoderConfig(
@@ -161,7 +161,7 @@ def test_kernels_of_layers_alone_are_quantised_and_take_a_quarter_or_half_of_the
         assert others == {name: whole[name] for name in whole.keys() - set(kernels)}
 
 
-def test_new_weights_are_those_of_a_model_that_is_not_quantised():
+def test_new_weights_equal_the_unquantised_model():
     mesh = make_mesh(1, 2, 2)
     params = tiny.placed(kljax.Policy(drawn()), FLOAT, mesh).params
     given = dict(named_leaves(params))
@@ -211,7 +211,7 @@ def test_a_folder_is_quantised_as_it_is_read(shape, chunk_bytes, monkeypatch):
     assert stacked == {"int8"}
 
 
-def test_a_merged_folder_has_the_weights_that_the_adapter_was_trained_on(tmp_path):
+def test_merged_folder_has_the_weights_seen_in_training(tmp_path):
     lora = dataclasses.replace(LORA, targets=("q_proj", "down_proj"))
     model = Decoder(dataclasses.replace(INT8.config, lora=lora))
     params, weights, _ = built()
@@ -247,7 +247,7 @@ def sampled(model: Decoder, unroll: bool) -> Samples:
 
 
 @pytest.mark.parametrize("unroll", [False, True])
-def test_the_sampler_draws_what_the_weights_draw(unroll):
+def test_sampler_samples_like_the_dequantised_weights(unroll):
     got, expected = sampled(INT8, unroll), sampled(FLOAT, False)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_allclose(got.fields["log_probs"], expected.fields["log_probs"], rtol=0, atol=5e-6)
@@ -264,7 +264,7 @@ def test_a_pair_of_adapters_goes_over_one_base():
             np.testing.assert_allclose(one[MASK], expected[MASK], rtol=0, atol=1e-5)
 
 
-def test_on_a_mesh_the_numbers_are_the_same_and_kernels_are_gathered_as_int8():
+def test_mesh_gives_equal_numbers_and_gathers_int8():
     mesh = make_mesh(1, 2, 2)
     params, _, adapter = built()
     _, expected = differentiated(INT8, params, adapter)
@@ -287,7 +287,7 @@ def test_on_a_mesh_the_numbers_are_the_same_and_kernels_are_gathered_as_int8():
     assert not {"32,16", "16,32"} & {shape for kind, shape in gathered if kind != "s8"}
 
 
-def test_the_base_is_one_argument_in_int8_and_no_layer_stack_of_floats_is_made():
+def test_int8_base_is_one_argument_without_float_copies():
     """What XLA plans: weights become floats inside of the loop over layers, one layer at a time."""
     deep = dataclasses.replace(INT8.config, layers=24, qkv_bias=False)
     sizes = {}
@@ -308,7 +308,7 @@ def test_the_base_is_one_argument_in_int8_and_no_layer_stack_of_floats_is_made()
     assert sizes["int8"][1] - sizes[None][1] < 0.1 * kernels
 
 
-def test_a_linear_layer_draws_the_kernel_that_it_would_draw_as_floats():
+def test_linear_layer_initialises_the_same_float_kernel():
     drawn, plain = (
         nnx.to_pure_dict(nnx.state(Linear(16, 24, AXES, key=InitKey(jax.random.key(0)), quantization=how)))["kernel"]
         for how in ("int8", None)

@@ -54,7 +54,7 @@ def places(shared: bool) -> PackedRows:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_hidden_states_and_gradients_are_those_of_whole_rows(shared):
+def test_packed_hidden_states_and_gradients_equal_full_rows(shared):
     """Windows shorter than a prompt, two ropes, caps, an empty completion, and a prompt in two packed rows."""
     model, packed = Decoder(CONFIG), places(shared)
     assert len(packed.tokens) < PROMPTS * GROUP
@@ -74,7 +74,7 @@ def test_hidden_states_and_gradients_are_those_of_whole_rows(shared):
     chex.assert_trees_all_close(gradient, whole_gradient, rtol=0, atol=5e-6 * scale)
 
 
-def test_splash_attention_takes_packed_rows_without_shared_prompts_only(monkeypatch):
+def test_splash_attention_takes_packed_rows_without_shared_prompts(monkeypatch):
     """Segments cannot say that two completions attend to one prompt and not to each other."""
     called = []
 

@@ -87,14 +87,14 @@ def assert_close(got: np.ndarray, want: np.ndarray, what: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_log_probs_of_left_padded_rows_are_those_of_transformers(family):
+def test_left_padded_logits_and_log_probs_match_transformers(family):
     _, log_probs, logits, _ = results(family)
     assert_close(logits, golden(family)["logits"], "logits")
     assert_close(log_probs, golden(family)["log_probs"], "log-probs")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_the_loss_are_those_of_transformers(family):
+def test_loss_gradients_match_transformers(family):
     value, _, _, grads = results(family)
     assert_close(value, golden(family)["loss"], "loss")
     recorded = {name[5:]: array for name, array in golden(family).items() if name.startswith("grad/")}
@@ -105,7 +105,7 @@ def test_gradients_of_the_loss_are_those_of_transformers(family):
 
 
 @pytest.mark.parametrize("family", ADAPTED)
-def test_with_a_peft_adapter_values_and_its_gradients_are_those_of_peft(family):
+def test_adapter_values_and_gradients_match_peft(family):
     want = {name.removeprefix("adapter/"): array for name, array in golden(family).items() if "adapter/" in name}
     value, log_probs, logits, grads = results(family, adapted=True)
     assert_close(logits, want["logits"], "logits")
@@ -119,7 +119,7 @@ def test_with_a_peft_adapter_values_and_its_gradients_are_those_of_peft(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_continuations_are_those_of_transformers_decoded_one_token_at_a_time(family):
+def test_greedy_continuations_match_transformers(family):
     model, policy = loaded(family)
     want = golden(family)["greedy"]
     prompts, mask = jnp.asarray(golden(family)["prompts"]), jnp.asarray(golden(family)["prompt_mask"])

@@ -68,7 +68,7 @@ def test_no_program_has_float32_copies(name: str, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_array_equal(results, expected)
 
 
-def test_gradients_reach_weights_that_are_read_in_pieces() -> None:
+def test_gradients_reach_weights_read_in_pieces() -> None:
     rng = np.random.default_rng(0)
     stack, table = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((3, 4, 4), (5, 4)))
     ids = jnp.array([[4, 0], [4, 9]])

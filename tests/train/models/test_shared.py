@@ -70,7 +70,7 @@ def hidden_and_gradient(params, weight, **options):
     return hidden, gradient
 
 
-def test_hidden_states_and_gradients_are_those_of_whole_rows():
+def test_shared_hidden_states_and_gradients_equal_full_rows():
     whole, whole_gradient = jax.device_get(hidden_and_gradient(poisoned(), WEIGHT))
     shared, gradient = jax.device_get(hidden_and_gradient(poisoned(), WEIGHT, prompt=PROMPT, group=GROUP))
     real = np.asarray(MASK)
@@ -80,7 +80,7 @@ def test_hidden_states_and_gradients_are_those_of_whole_rows():
     assert max(jax.tree.leaves(relative)) < 5e-6
 
 
-def test_a_completion_sees_its_own_tokens_and_its_prompt_alone():
+def test_completion_attends_to_itself_and_its_prompt():
     model, params = Decoder(CONFIG), poisoned()
     run = jit(lambda tokens: model.bind(params).grouped(tokens, MASK, prompt=PROMPT, group=GROUP))
     before, at = run(TOKENS), (0, PROMPT + 2)
@@ -92,7 +92,7 @@ def test_a_completion_sees_its_own_tokens_and_its_prompt_alone():
 
 
 @pytest.mark.parametrize(("sliding", "softcap"), [(False, None), (True, 2.0)])
-def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(sliding, softcap, monkeypatch):
+def test_splash_attention_of_last_columns_has_equal_gradient(sliding, softcap, monkeypatch):
     """Interpreted: what the kernel computes, not how fast. Lengths that pad queries and keys by different amounts.
 
     Gradients with everything, the plain one forward.
@@ -126,7 +126,7 @@ def test_splash_attention_of_the_last_columns_is_the_same_with_its_gradient(slid
     chex.assert_trees_all_close(computed(), expected, atol=1e-5)
 
 
-def test_every_query_sees_what_it_sees_in_a_whole_row():
+def test_every_query_attends_as_in_a_full_row():
     whole, last = (causal_mask(MASK, WINDOW, first=first) for first in (0, PROMPT))
     assert last.sliding is not None
     np.testing.assert_array_equal(last.full, whole.full[:, :, PROMPT:])

@@ -143,7 +143,7 @@ def check_only_several_islands_use_the_network(target: str, plan: dict[str, Any]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_is_planned(target):
+def test_planned_programs_keep_their_properties(target):
     """One test for each target, so that its programs are compiled once."""
     plan, texts = planned(target)
     for check in (

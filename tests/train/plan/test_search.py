@@ -23,7 +23,7 @@ def _devices_of_this_machine(monkeypatch):
     monkeypatch.setattr(search, "topology_devices", lambda topology: jax.devices()[: topology.size])
 
 
-def test_candidates_have_all_devices_and_are_what_the_config_allows():
+def test_candidates_use_all_devices_within_the_config():
     found = list(candidates(SMOKE, [], topology()))
     meshes = {(one.config.mesh.data, one.config.mesh.fsdp, one.config.mesh.tensor) for one in found}
     assert {math.prod(mesh) for mesh in meshes} == {4}
@@ -40,7 +40,7 @@ def test_candidates_have_all_devices_and_are_what_the_config_allows():
         assert (one.exchanged == 0) == (mesh.fsdp == mesh.tensor == 1)
 
 
-def test_what_memory_cannot_hold_is_not_compiled():
+def test_oversized_candidates_are_not_compiled():
     assert list(candidates(SMOKE, [], topology(memory=1000))) == []
     with pytest.raises(UserError, match="--search: no mesh of v5e:2x2 holds the state"):
         best(SMOKE, [], topology(memory=1000), most=1, effort=None, tell=print)

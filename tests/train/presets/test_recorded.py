@@ -59,7 +59,7 @@ def test_compiled_update_equals_the_system():
         ("tunix/ppo", {"temperature": 0.8}),
     ],
 )
-def test_another_setting_is_told_apart(name, change, monkeypatch):
+def test_another_setting_gives_another_result(name, change, monkeypatch):
     monkeypatch.setitem(proof.CHANGES, name, {**proof.CHANGES.get(name, {}), **change})
     (found,) = proof.prove(name)
     assert found.gradient > 1e-4

@@ -114,11 +114,11 @@ def make(kind: str, groups: str) -> Collective:
         ("collective-permute", "{{0,1},{1,0}}", [0, 0], (480, 0)),
     ],
 )
-def test_bytes_that_a_device_sends(kind, groups, islands, expected):
+def test_bytes_sent_by_a_device(kind, groups, islands, expected):
     assert sent(make(kind, groups), islands) == expected
 
 
-def test_what_goes_from_slice_to_slice():
+def test_bytes_sent_between_slices():
     text = """ENTRY %main (a: f32[2,8]) -> f32[2,8] {
   %send.1 = (f32[2,8]{1,0:T(8,128)}, u32[], token[]) send(%a, %t), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_megascale_reduce_operation="SUM",_xla_megascale_transfer_type="ALL_REDUCE"}
   %recv.1 = (f32[2,8]{1,0:T(8,128)}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
@@ -136,7 +136,7 @@ def test_kinds_are_summed():
     assert list(bytes_by_kind(found)) == ["all-reduce", "all-gather"]
 
 
-def test_a_program_of_this_machine_that_gathers_in_a_loop():
+def test_host_program_with_a_gathering_loop():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     layers, width = 5, 8
     abstract = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)

@@ -68,7 +68,7 @@ def naive_window(size: int, kernel: int, output: int, options: dict[str, int]) -
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_convolution_counts_what_meets_the_input(seed):
+def test_convolution_counts_products_with_the_input(seed):
     rng = np.random.default_rng(seed)
     size, kernel, output = (int(rng.integers(1, 9)) for _ in range(3))
     options = {name: int(rng.integers(1, 4)) for name in ("stride", "base", "spread")} | {
@@ -115,7 +115,7 @@ def test_a_program_of_this_machine_with_loops():
     assert count_flops(parse(both)) == 8 * one
 
 
-def test_a_loop_whose_end_depends_on_data():
+def test_loop_with_a_data_dependent_end():
     def run(x: jax.Array) -> jax.Array:
         with jax.named_scope("decode"):
             return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
@@ -165,7 +165,7 @@ ARGUMENTS = ("%a = f32[6,100]{1,0} parameter(0)", "%i = s32[] parameter(1)", "%x
         ("%r = f32[6,100]{1,0:S(1)} copy-done(%a)", 0),
     ],
 )
-def test_bytes_that_move(line, expected):
+def test_moved_bytes(line, expected):
     assert count_traffic(parse(program(*ARGUMENTS, line, others=KERNELS))) == expected
 
 

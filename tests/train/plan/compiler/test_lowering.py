@@ -15,15 +15,15 @@ from train.plan.compiler.lowering import compile_program, needed_memory
         ("XLA:TPU compile permanent error. Used 512.5M of 15.75G hbm. Exceeded hbm capacity", 512.5 * 2**20),
     ],
 )
-def test_a_program_that_does_not_fit(message, size):
+def test_oversized_program_is_reported(message, size):
     assert needed_memory(f"RESOURCE_EXHAUSTED: {message}") == round(size)
 
 
-def test_another_error_is_an_error():
+def test_other_errors_are_raised():
     assert needed_memory("INTERNAL: RET_CHECK failure") is None
 
 
-def test_memory_of_a_program_whose_argument_is_donated():
+def test_memory_of_a_program_with_a_donated_argument():
     def update(state, x):
         return state + x @ x.T, x.sum()
 
