@@ -41,7 +41,7 @@ def test_the_base_is_one_argument_of_scoring():
     assert compiled.memory_analysis().argument_size_in_bytes == given
 
 
-def test_a_policy_on_the_shared_base_has_its_arrays():
+def test_policy_on_the_shared_base_has_its_arrays():
     base, adapter = {"w": jnp.ones(2)}, {"a": jnp.ones(1)}
     model = tiny.model_of(tiny.config_of())
     shared, separate = (ScoredPolicy(model, kljax.Policy(params, adapter)) for params in (None, {"w": base["w"]}))

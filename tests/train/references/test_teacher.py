@@ -80,7 +80,7 @@ def values_and_gradients(params: dict, teacher: dict) -> dict[str, tuple[jax.Arr
     return {name: (value, pull(slopes[name])[0]) for name, value in values.items()}
 
 
-def test_distillation_is_the_exact_kl_to_a_teacher_of_another_shape():
+def test_distillation_is_exact_kl_to_another_shape():
     """Of another softcap too. Value and gradient of both directions, against autodiff through the whole vocabulary."""
     config, mesh = distil(), tiny.mesh_of()
     model, teacher = tiny.model_of(config), teacher_params()
@@ -113,7 +113,7 @@ def other_run(tmp_path) -> Path:
     return root
 
 
-def test_a_reference_from_another_run_has_the_decoder_of_that_run(other_run):
+def test_reference_from_another_run_has_its_decoder(other_run):
     weights = init_params(tiny.model_of(WIDER), jax.random.key(3), tiny.mesh_of())
     save_base(other_run / "base", weights)
     config = distil(f"reference={{source: checkpoint, path: {other_run / 'base'}}}")
@@ -122,7 +122,7 @@ def test_a_reference_from_another_run_has_the_decoder_of_that_run(other_run):
     chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
 
 
-def test_the_base_of_a_run_that_quantises_it_is_a_reference_before_that(other_run):
+def test_base_of_a_quantising_run_is_a_reference(other_run):
     """What a run holds its base in is allowed with its adapter, which a reference of whole weights has not."""
     shape = WIDER.model.model_copy(update={"quantization": "int8", "param_dtype": "bfloat16"})
     lora = tiny.config_of("lora={rank: 2}").lora
@@ -139,7 +139,7 @@ def test_the_base_of_a_run_that_quantises_it_is_a_reference_before_that(other_ru
     chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
 
 
-def test_a_run_is_not_a_checkpoint_and_its_steps_are_listed(other_run):
+def test_run_directory_is_refused_with_its_steps_listed(other_run):
     for step in ("0", "10"):
         (other_run / "checkpoints" / step / "state").mkdir(parents=True)
     config = distil(f"reference={{source: checkpoint, path: {other_run}}}")
@@ -147,7 +147,7 @@ def test_a_run_is_not_a_checkpoint_and_its_steps_are_listed(other_run):
         find_reference(config, tiny.model_of(config))
 
 
-def test_a_vocabulary_of_other_tokens_is_refused(tmp_path):
+def test_vocabulary_of_other_tokens_is_refused(tmp_path):
     config, model = distil(), tiny.model_of(tiny.config_of())
     other = Decoder(dataclasses.replace(model.config, vocab_size=300))
     with pytest.raises(ValueError, match="has a vocabulary of 300 tokens, expected 264 as the policy has"):

@@ -118,7 +118,7 @@ def types(tree):
     return {str(leaf.dtype) for leaf in floats(tree)}
 
 
-def test_what_is_held_is_float32_but_for_a_base_that_is_not_trained(case, steps):
+def test_parameters_are_float32_except_a_frozen_base(case, steps):
     step, config = steps["moved"], config_of(case)
     assert types(weights_of(config)) == {config.model.param_dtype}
     assert types((step.after.trainable, step.after.opt_state, step.metrics)) == {"float32"}
@@ -168,7 +168,7 @@ def test_metrics_are_sums_in_float32(steps):
     assert float(step.metrics["ppo_kl"].weight) == mask.sum()
 
 
-def test_an_update_moves_weights_by_less_than_bfloat16_could(case, steps):
+def test_update_moves_weights_below_bfloat16_resolution(case, steps):
     config, step = config_of(case), steps["moved"]
     moments = next(part for part in step.after.opt_state[1] if hasattr(part, "mu"))
     smaller = total = 0
@@ -215,7 +215,7 @@ def flat(tree):
     return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
 
 
-def test_a_gradient_differs_from_that_of_float32_by_what_rounding_allows(case):
+def test_gradient_is_within_rounding_of_float32(case):
     """What one rounding of every weight does to it is measured in float32; the other roundings are as large.
 
     `ROUNDINGS` of them, which are independent, add up to the square root of `ROUNDINGS / PRODUCTS` times that.

@@ -75,7 +75,7 @@ def of_size(equation: Any, size: int) -> bool:
     return made.size == size and jnp.issubdtype(read.aval.dtype, jnp.floating)
 
 
-def test_it_computes_in_bfloat16(traced):
+def test_program_computes_in_bfloat16(traced):
     _, program = traced
     assert [str(out.aval.dtype) for out in program.outvars] == ["bfloat16"]
     assert {"bfloat16"} == set(operands(program, "logistic")) == set(operands(program, "dot_general"))

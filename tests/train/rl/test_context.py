@@ -66,14 +66,14 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize(
     "mesh", [EVERY_AXIS, *(pytest.param(mesh, marks=pytest.mark.thorough) for mesh in FEWER_AXES)], ids=str
 )
-def test_loss_and_gradients_are_those_of_one_device(mesh):
+def test_loss_and_gradients_equal_one_device(mesh):
     expected, found = updated(()), updated(tuple(mesh.items()))
     assert np.abs(expected[0]).max() > 1
     for actual, one in zip(found, expected, strict=True):
         assert_close(actual, one)
 
 
-def test_tokens_are_split_and_no_device_scores_those_of_another():
+def test_tokens_are_split_and_scored_on_their_device():
     """Here in four parts, with the hidden states of one device."""
     config, mesh = tiny.config_of(*OPTIONS), make_mesh(context=4)
     model, batch = tiny.model_of(config), jax.tree.map(lambda x: x[:, 1:] if x.ndim > 1 else x, tiny.rollout_batch())
@@ -97,7 +97,7 @@ def test_tokens_are_split_and_no_device_scores_those_of_another():
 
 
 @pytest.mark.parametrize("window", [None, 100])
-def test_splash_attention_of_split_queries_is_that_of_whole_ones(window, monkeypatch):
+def test_splash_attention_of_split_queries_is_unchanged(window, monkeypatch):
     """Interpreted: what the kernel computes, not how fast. Gradients with a window, the plain one forward."""
     keys = jax.random.split(jax.random.key(0), 4)
     query, key, value, slope = (jax.random.normal(k, (2, 256, n, 8)) for k, n in zip(keys, (4, 2, 2, 4), strict=True))
@@ -131,6 +131,6 @@ def test_splash_attention_of_split_queries_is_that_of_whole_ones(window, monkeyp
         (("optim.share_prompts=true",), "optim.share_prompts: got true with mesh.context = 4"),
     ],
 )
-def test_what_the_axis_does_not_divide_is_refused(overrides, message):
+def test_sizes_not_divisible_by_the_axis_are_refused(overrides, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         tiny.config_of(*OPTIONS, "mesh.context=4", *overrides)

@@ -109,7 +109,7 @@ def _recorded_advantages(monkeypatch):
 
 @pytest.mark.usefixtures("_recorded_advantages")
 @pytest.mark.parametrize("name", ENTRIES)
-def test_every_type(name):
+def test_every_correction_type_equals_the_library(name):
     mask = np.asarray(batch_of().completion_mask)
     expected = expected_of(name, mask)
     _, batch, metrics = corrected(ENTRIES[name])
@@ -154,7 +154,7 @@ def test_the_metrics_of_the_mismatch():
     assert set(alone) == {*whole, "mismatch_k3_part_1_of_1"}
 
 
-def test_an_entry_sees_the_mask_that_the_entries_before_it_left():
+def test_entry_sees_the_mask_of_earlier_entries():
     mask = np.asarray(batch_of().completion_mask)
     kept = expected_of("rejected", mask)
     _, first, _ = corrected(REJECTING, ENTRIES["sequence"])
@@ -196,7 +196,7 @@ def log_probs_and_gradient(params, tokens, token_mask, cotangent):
         pytest.param((REJECTING, ENTRIES["token"]), "count", id="mask_and_weights-count"),
     ],
 )
-def test_a_weight_scales_the_policy_term_and_a_rejected_token_has_no_term(entries, rejected_tokens):
+def test_weight_scales_the_policy_term_without_rejected_tokens(entries, rejected_tokens):
     config, objective = objective_of(rejected_tokens)
     batch = dataclasses.replace(corrected(*entries)[1], advantages=batch_of().advantages)
     # In float64: the oracle's log-probs are those of another program, and rounding is not the subject.
@@ -245,7 +245,7 @@ def test_micro_batches_do_not_change_the_correction():
     chex.assert_trees_all_close(results[1], results[0], rtol=2e-6, atol=atol)
 
 
-def test_the_recorded_log_probs_can_be_those_of_the_old_policy():
+def test_recorded_log_probs_can_be_the_old_policy():
     config = tiny.config_of("loss.old_log_probs=sampler", "optim.updates_per_batch=2")
     batch = dataclasses.replace(batch_of(), old_log_probs=None)
     prepared, _, metrics = jax.jit(make_preparation(config))(batch, controllers_of(config))

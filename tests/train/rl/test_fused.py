@@ -62,7 +62,7 @@ LEVELS_OF = {name: LEVELS if loss.scope == "level" else (None,) for name, loss i
 
 
 @pytest.mark.parametrize(("name", "level"), [(name, level) for name, levels in LEVELS_OF.items() for level in levels])
-def test_scope_of_a_loss_is_that_of_its_function(name: str, level: str | None) -> None:
+def test_scope_of_a_loss_matches_its_function(name: str, level: str | None) -> None:
     """With the options that give a loss its widest scope."""
     config = tiny.config_of(WIDEST.get(name, loss_option(name)), *([f"loss.level={level}"] if level else []))
     assert Plan.of(config).scope == traced_scope(config)
@@ -131,7 +131,7 @@ def objective_head() -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "fused"), [("ppo", True), ("gspo", False)])
-def test_which_program_is_compiled(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choice_between_fused_and_unfused_programs(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     loss_from_hidden = kljax.token_loss_from_hidden
     monkeypatch.setattr(

@@ -130,7 +130,7 @@ def test_scoring_and_updates_hold_no_logits(kind, shape):
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_the_check_finds_logits_where_there_are_some(shape, monkeypatch):
+def test_check_finds_logits_where_they_exist(shape, monkeypatch):
     lm_head = policy._lm_head
     building = lambda *arguments: dataclasses.replace(lm_head(*arguments), implementation="reference")  # noqa: E731
     monkeypatch.setattr(policy, "_lm_head", building)
@@ -141,7 +141,7 @@ def test_the_check_finds_logits_where_there_are_some(shape, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_the_warm_start_and_the_samplers_hold_no_logits(shape):
+def test_warm_start_and_samplers_hold_no_logits(shape):
     mesh = tiny.mesh_of(*shape)
     with jax.set_mesh(mesh):
         config, model, params = setting("full", mesh)

@@ -122,7 +122,7 @@ def read_back(packing, lengths: Lengths, cells: Cells) -> list[int]:
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("shards", "parts"), [(1, 1), (1, 4), (4, 2)])
-def test_every_completion_has_one_place_with_its_prompt(shared, shards, parts):
+def test_every_completion_is_packed_once_with_its_prompt(shared, shards, parts):
     rng, rows = np.random.default_rng(shards + 7 * parts), 64
     for _ in range(5):
         lengths = drawn_lengths(rng, rows, 4)
@@ -141,7 +141,7 @@ def test_every_completion_has_one_place_with_its_prompt(shared, shards, parts):
             assert real <= slots <= 1.35 * real + 2 * WIDTH
 
 
-def test_rows_that_may_not_move_keep_their_micro_batch_and_shard():
+def test_immovable_rows_stay_in_micro_batch_and_shard():
     lengths = drawn_lengths(np.random.default_rng(3), 32, 4)
     cells = cells_of(2, 4, group=4)
     packing = choose_packing(cells, lengths, np.arange(32), 4, 4, moves=False)
@@ -149,7 +149,7 @@ def test_rows_that_may_not_move_keep_their_micro_batch_and_shard():
     assert len(packing.packed.tokens) == 4
 
 
-def test_rows_stay_padded_where_packing_saves_nothing():
+def test_rows_stay_padded_if_packing_saves_nothing():
     lengths = Lengths(np.full(8, PROMPT), np.full(8, ROOM), np.arange(8) // 2)
     assert choose_packing(cells_of(1, 8), lengths, np.arange(8), 1, 2, moves=True) is None
 
@@ -199,7 +199,7 @@ SLOW = [
     [*(pytest.param(*case, id=name) for name, *case in CASES),
      *(pytest.param(*case, id=name, marks=pytest.mark.thorough) for name, *case in SLOW)],
 )  # fmt: skip
-def test_loss_metrics_and_gradient_are_those_of_padded_rows(options, shares, aggregation):
+def test_loss_metrics_and_gradient_equal_padded_rows(options, shares, aggregation):
     """In float64; with a prompt whose completions are all empty, and one completion as long as a row."""
     with jax.enable_x64(True):
         config, run = gradient_of(options)
@@ -287,7 +287,7 @@ def assert_same(actual, expected, *, roundings: float, scale: float | None = Non
 
 
 @pytest.mark.parametrize(("options", "shape"), STEPS)
-def test_a_step_is_that_of_padded_rows(options, shape):
+def test_step_equals_the_step_of_padded_rows(options, shape):
     """Scores, and the gradient and metrics of each update; with rows that move between micro-batches and devices."""
     batch, updates, _ = step_of(options, shape, packing=False)
     packed_batch, packed_updates, places = step_of(options, shape, packing=True)

@@ -49,7 +49,7 @@ def policy_of(model: Decoder, factor: float = 10.0) -> kljax.Policy:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_statistics_are_those_of_the_token_in_their_own_column(tie):
+def test_statistics_belong_to_the_token_in_their_column(tie):
     model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tie))
     policy = policy_of(model)
     stats, hidden = stats_of(ScoredPolicy(model, policy), SEQUENCES, temperature=0.7, entropy=True)
@@ -93,7 +93,7 @@ def test_left_padding_changes_nothing():
     np.testing.assert_allclose(far.log_prob[:, 6:], near.log_prob[:1, 1:], atol=1e-6)
 
 
-def test_columns_before_the_first_wanted_hold_zero_and_the_others_do_not_change():
+def test_columns_before_the_first_requested_hold_zero():
     policy = policy_of(MODEL)
     whole, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
     part, hidden = stats_of(
@@ -124,7 +124,7 @@ def test_only_the_tokens_of_the_mask_are_scored():
 
 
 @pytest.mark.parametrize("tie", [False, True])
-def test_the_exact_kl_is_that_of_whole_distributions(tie):
+def test_exact_kl_compares_full_distributions(tie):
     model = Decoder(dataclasses.replace(CONFIG, tie_embeddings=tie))
     policy, other = policy_of(model), kljax.Policy(tiny.moved(policy_of(model).params, 0.1))
 
@@ -161,7 +161,7 @@ def products(jaxpr: jax.extend.core.Jaxpr, columns: int) -> int:
 
 
 @pytest.mark.parametrize(("trained", "passes"), [(1, 2), (0, 4)], ids=["adapter", "params"])
-def test_a_head_that_is_not_trained_is_gone_through_once(trained, passes):
+def test_frozen_head_is_traversed_once(trained, passes):
     """Logits and their slopes to the hidden states; with a gradient of the head, the logits again and that gradient."""
     model = Decoder(dataclasses.replace(CONFIG, lora=LoraConfig(2, 4.0, ("q_proj",)), vocab_size=23))
     weights = (model.structure().params, model.structure().adapter)
@@ -200,7 +200,7 @@ def test_values_belong_to_the_state_before_the_token():
     assert not values[:, 0].any()
 
 
-def test_the_adapter_is_there_only_when_there_is_one():
+def test_adapter_exists_only_with_lora():
     policy = policy_of(MODEL)
     adapted = Decoder(dataclasses.replace(CONFIG, lora=LoraConfig(2, 4.0, ("q_proj",))))
     assert not jax.tree.leaves(nnx.state(bind(adapted, policy), nnx.LoRAParam))
@@ -209,7 +209,7 @@ def test_the_adapter_is_there_only_when_there_is_one():
 
 
 @pytest.mark.thorough
-def test_the_same_on_every_mesh():
+def test_policy_is_the_same_on_every_mesh():
     def results(shape: tuple[int, int, int]) -> list[np.ndarray]:
         mesh = make_mesh(*shape)
         with jax.set_mesh(mesh):

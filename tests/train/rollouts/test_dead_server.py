@@ -79,7 +79,7 @@ def test_a_run_survives_the_death_of_its_server(steps, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, continued.trainable, whole.trainable)
 
 
-def test_an_answer_that_cannot_be_used_leaves_a_run_to_continue(steps, tmp_path, monkeypatch):
+def test_unusable_answer_leaves_a_resumable_run(steps, tmp_path, monkeypatch):
     """Its log-probs would be trained on; the run stops before, with its state saved."""
     monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
 
@@ -101,7 +101,7 @@ def test_an_answer_that_cannot_be_used_leaves_a_run_to_continue(steps, tmp_path,
     assert [record["step"] for record in rest] == [3]
 
 
-def test_what_is_asked_of_a_server(steps, tmp_path, monkeypatch):
+def test_requests_to_a_server_have_these_fields(steps, tmp_path, monkeypatch):
     """Ids and not text, the seed and temperature of the run, and the rows in the order of their prompts."""
     monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
     server = Digits(EOS)
@@ -128,7 +128,7 @@ class Loads(Digits):
 
 @pytest.mark.parametrize("kind", ["lora", "weights"])
 @pytest.mark.parametrize("when", ["before", "later"])
-def test_a_folder_that_cannot_be_written_to_is_an_error_of_its_field(tmp_path, kind, when):
+def test_unwritable_folder_is_an_error_of_its_field(tmp_path, kind, when):
     """Found before a run starts; a disk that fills later stops the run like a server that is gone."""
     folder = tmp_path / "shared"
     source = "rollout.source={{type: openai, url: '{}', model: m, sync: {}, retries: 0, folder: {}}}"
@@ -151,7 +151,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_of_its_field(tmp_path, k
                 answers.update(kljax.Policy(params, adapter), 0)
 
 
-def test_a_recording_that_cannot_be_written_leaves_a_run_to_continue(steps, tmp_path, monkeypatch):
+def test_unwritable_recording_leaves_a_resumable_run(steps, tmp_path, monkeypatch):
     monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
     record = tmp_path / "recorded"
 

@@ -60,7 +60,7 @@ def collected(*overrides: str):
     return collect(context, source, 0)
 
 
-def test_rows_follow_their_prompts_and_are_judged_one_by_one():
+def test_rows_follow_their_prompts_and_are_scored_individually():
     rollout = collected()
     batch = rollout.batch
     assert rollout.completions.texts == TEXTS
@@ -84,7 +84,7 @@ def test_rows_follow_their_prompts_and_are_judged_one_by_one():
         assert getattr(batch, name) is None, name
 
 
-def test_log_probs_are_recorded_only_if_asked_for():
+def test_log_probs_are_recorded_on_request_only():
     recorded = collected().batch.rollout_log_probs
     np.testing.assert_array_equal(recorded, np.where(collected().batch.completion_mask, -1.5, 0))
     assert collected("rollout.record_log_probs=false").batch.rollout_log_probs is None
@@ -93,7 +93,7 @@ def test_log_probs_are_recorded_only_if_asked_for():
     assert needing.batch.rollout_log_probs is not None
 
 
-def test_one_temperature_for_the_sampler_and_the_log_probs():
+def test_sampler_and_log_probs_have_one_temperature():
     config = tiny.config_of("temperature=0.6")
     state = tiny.state_of(config, optax.identity())
     context, policy = tiny.context_of(config), policy_of(state.trainable, None)
@@ -140,7 +140,7 @@ def test_short_prompts_go_through_a_narrower_program():
     np.testing.assert_allclose(narrow.fields["log_probs"], whole.fields["log_probs"], atol=2e-6)
 
 
-def test_a_mesh_that_does_not_divide_the_rows_is_named():
+def test_mesh_not_dividing_the_rows_is_named():
     prompts, _ = encode_prompts(EXAMPLES[:3], TOKENIZER, tiny.PROMPT)
     with pytest.raises(ValueError, match=r"3 rows are not divisible by mesh\.data x mesh\.fsdp = 2"):
         shard_rows(prompts, tiny.mesh_of(2, 1, 1))

@@ -43,7 +43,7 @@ def test_no_decode_step_moves_a_weight(topology):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", CASES)
-def test_the_layout_is_chosen_by_the_memory_of_the_device(topology):
+def test_layout_is_chosen_by_device_memory(topology):
     found = plan(topology)
     expected = {
         "v5p:4x4x4": {"data": 16, "fsdp": 1, "context": 1, "tensor": 4},
@@ -55,6 +55,6 @@ def test_the_layout_is_chosen_by_the_memory_of_the_device(topology):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", CASES)
-def test_weights_on_their_way_take_no_more_than_three_leaves(topology):
+def test_moving_weights_take_at_most_three_leaves(topology):
     found = plan(topology)
     assert found["layout"]["temporary"] <= 3 * found["largest"]

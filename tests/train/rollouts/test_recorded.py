@@ -41,7 +41,7 @@ def row(prompt: int, sample: int, **changes) -> dict:
 ROWS = [row(prompt, sample) for prompt in range(5) for sample in range(2)]
 
 
-def test_what_was_recorded_is_read_back_row_for_row(tmp_path):
+def test_recording_is_read_back_row_for_row(tmp_path):
     """Also the float32 of a log-prob, and the reward that the task gave."""
     config = tiny.config_of(f"rollout.record={tmp_path / 'r'}")
     context = tiny.context_of(config)
@@ -88,7 +88,7 @@ def prompts_of(context, source, steps) -> list[list[int]]:
     return [collect(context, source, step).completions.tokens[::2, tiny.PROMPT - 1].tolist() for step in steps]
 
 
-def test_epochs_are_permutations_and_a_resumed_run_reads_on_at_the_same_row(tmp_path):
+def test_epochs_are_permutations_and_resume_continues_them(tmp_path):
     path = write(tmp_path / "a.jsonl", ROWS)
     context = context_of(path)
     whole = prompts_of(context, open_source(context), range(10))
@@ -104,7 +104,7 @@ def test_epochs_are_permutations_and_a_resumed_run_reads_on_at_the_same_row(tmp_
     np.testing.assert_array_equal(batch.rollout_log_probs[0, tiny.PROMPT :], [-2, -0.5, 0, 0])
 
 
-def test_texts_are_encoded_as_a_run_would_and_judged_by_the_task(tmp_path):
+def test_texts_are_encoded_and_scored_like_a_run(tmp_path):
     texts = [("3", True), ("4", True), ("3", False), ("12", True)]
     rows = [
         {"prompt": "1+2=", "completion": t, "finished": f, "answer": 3, "group": i // 2}
@@ -119,7 +119,7 @@ def test_texts_are_encoded_as_a_run_would_and_judged_by_the_task(tmp_path):
     assert rollout.batch.rollout_log_probs is None
 
 
-def test_a_group_may_be_a_multiple_and_what_is_too_long_is_left_out_and_counted(tmp_path, caplog):
+def test_group_may_be_a_multiple_without_long_rows(tmp_path, caplog):
     long = [row(9, 0, completion_ids=[1] * (tiny.ROOM + 1), log_probs=[-1.0] * (tiny.ROOM + 1)), row(9, 1)]
     rows = [row(7, sample) for sample in range(4)] + long
     context = context_of(write(tmp_path / "a.jsonl", rows), shuffle=False)
@@ -163,7 +163,7 @@ def test_a_bad_row_is_named(tmp_path, problem):
     assert str(caught.value).startswith(f"rollout.source.path: {path}, line 3: {problem}")
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path):
+def test_unusable_files_are_named(tmp_path):
     cases = {
         "a.jsonl": ("{\n", "line 1: not JSON"),
         "b.jsonl": ("[]\n", "line 1: got b'[]\\n', expected an object"),
@@ -201,7 +201,7 @@ def test_parquet_gives_the_same_rows(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, *batches)
 
 
-def test_parquet_without_pyarrow_says_what_to_do(tmp_path, monkeypatch):
+def test_missing_pyarrow_error_names_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     with pytest.raises(UserError, match="is Parquet, which needs pyarrow; install it, or convert"):

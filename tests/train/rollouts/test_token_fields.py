@@ -135,7 +135,7 @@ def counting(config, objective, compared: set[str]):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_field_in_an_update_is_equal_in_every_layout(name, recording, monkeypatch):
+def test_field_in_an_update_is_equal_everywhere(name, recording, monkeypatch):
     (options, shape), compared = LAYOUTS[name], set()
     mesh, make_objective = make_mesh(**shape), objectives.make_objective
     axes = (f"mesh.{axis}={size}" for axis, size in shape.items())

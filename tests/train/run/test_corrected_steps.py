@@ -25,7 +25,7 @@ LAGGED = tiny.config_of(
 )
 
 
-def test_corrected_steps_compile_once_and_continue_as_they_would_have(tmp_path):
+def test_corrected_steps_compile_once_and_continue_equally(tmp_path):
     context = tiny.context_of(LAGGED)
     with jax.set_mesh(context.mesh):
         state = tiny.state_of(LAGGED, context.optimizer)

@@ -253,6 +253,6 @@ def test_drawn_configs_train_two_steps(case, recorded, scores, tmp_path):
     run_two_steps(draw_config(*case), scores, tmp_path if seed % 10 == 0 else None)
 
 
-def test_the_covering_cases_have_every_name():
+def test_covering_cases_have_every_name():
     for column, table in enumerate((LOSSES, ADVANTAGES, OPTIMIZERS, CONTROLLERS), start=1):
         assert {case[column] for case in COVERING} == set(table)

@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_unharmed_folder_passes_and_so_does_one_without_digests(folder):
+def test_undamaged_folders_pass_with_or_without_digests(folder):
     check_tensors(folder)
     (folder / FILE_NAME).unlink()
     check_tensors(folder)
@@ -50,7 +50,7 @@ def test_a_cut_file_is_named(folder, size):
         check_tensors(folder)
 
 
-def test_a_file_that_is_gone_and_damaged_digests_are_named(folder):
+def test_missing_file_and_damaged_digests_are_named(folder):
     copy = Path(shutil.copytree(folder, folder / "copy"))
     (copy / "model-2.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model-2\.safetensors"):

@@ -61,7 +61,7 @@ def run(tokens: np.ndarray, mask: np.ndarray, policy=None, **changes) -> Samples
 LENGTHS = [6, 1, 3, 2, 5, 4, 6, 2]
 
 
-def test_recorded_log_probs_are_those_the_trainer_computes():
+def test_recorded_log_probs_equal_the_trainer():
     policy = policy_of()
     samples = run(*prompts_of(LENGTHS), policy)
     assert 0 < samples.finished.sum() < len(LENGTHS), "rows that end early and rows that do not"
@@ -76,7 +76,7 @@ def test_recorded_log_probs_are_those_the_trainer_computes():
     assert np.abs(np.where(samples.completion_mask, plain.log_prob, 0) - expected).max() > 1e-2, "the adapter counts"
 
 
-def test_masks_hold_the_completion_with_its_eos_and_nothing_after():
+def test_masks_hold_the_completion_through_its_eos():
     tokens, mask = prompts_of(LENGTHS)
     samples = run(tokens, mask)
     np.testing.assert_array_equal(samples.tokens[:, :WIDTH], tokens)
@@ -93,7 +93,7 @@ def test_masks_hold_the_completion_with_its_eos_and_nothing_after():
     assert not samples.fields["log_probs"][~samples.completion_mask].any()
 
 
-def test_draws_follow_the_distribution():
+def test_samples_follow_the_distribution():
     rows = 4000
     tokens, mask = (np.repeat(x, rows, axis=0) for x in prompts_of([3]))
     policy = policy_of()
@@ -111,7 +111,7 @@ def test_draws_follow_the_distribution():
     assert (np.abs(frequency - probability) < 5 * error + 1e-3).all()
 
 
-def test_a_row_is_the_same_alone_split_or_permuted():
+def test_row_is_the_same_alone_split_or_permuted():
     tokens, mask = prompts_of(LENGTHS)
     whole = run(tokens, mask)
     for ids in ([4], [7, 2, 0, 1, 6, 4, 5, 3]):
@@ -125,7 +125,7 @@ def test_a_row_is_the_same_alone_split_or_permuted():
     assert (other.tokens != whole.tokens).any()
 
 
-def test_the_amount_and_the_content_of_left_padding_change_nothing():
+def test_left_padding_width_and_content_change_nothing():
     near = run(*prompts_of(LENGTHS))
     far = run(*prompts_of(LENGTHS, width=WIDTH + 5, fill=EOS))
     np.testing.assert_array_equal(far.tokens[:, WIDTH + 5 :], near.tokens[:, WIDTH:])
@@ -134,7 +134,7 @@ def test_the_amount_and_the_content_of_left_padding_change_nothing():
     np.testing.assert_allclose(far.fields["log_probs"][:, 5:], near.fields["log_probs"], rtol=1e-6)
 
 
-def test_special_tokens_inside_a_prompt_confuse_nothing():
+def test_special_tokens_inside_a_prompt_are_harmless():
     tokens, mask = prompts_of(LENGTHS)
     tokens[0, 2], tokens[0, WIDTH - 1], tokens[2, WIDTH - 1] = EOS, EOS, 0
     policy = policy_of()
@@ -146,14 +146,14 @@ def test_special_tokens_inside_a_prompt_confuse_nothing():
     np.testing.assert_allclose(samples.fields["log_probs"], expected, atol=1e-5)
 
 
-def test_a_sampled_padding_id_is_a_token_like_any_other():
+def test_sampled_padding_id_is_an_ordinary_token():
     drawn = (run(*prompts_of(LENGTHS), eos_ids=(NEVER,), key=jax.random.key(number)) for number in range(100))
     samples = next(samples for samples in drawn if (samples.tokens[:, WIDTH:] == 0).any())
     assert samples.completion_mask[:, WIDTH:].all()
     assert not samples.finished.any()
 
 
-def test_greedy_takes_the_most_likely_token_each_time():
+def test_greedy_takes_the_most_likely_token():
     policy = policy_of()
     samples = run(*prompts_of(LENGTHS), policy, sampling=GREEDY, eos_ids=(NEVER,))
     again = run(*prompts_of(LENGTHS), policy, sampling=GREEDY, eos_ids=(NEVER,), key=jax.random.key(99))
@@ -166,7 +166,7 @@ def test_greedy_takes_the_most_likely_token_each_time():
         assert (stats.log_prob[:, column] <= samples.fields["log_probs"][:, column] + 1e-5).all()
 
 
-def test_it_stops_when_every_row_is_done():
+def test_loop_stops_when_every_row_is_done():
     tokens, mask = prompts_of(LENGTHS)
     whole = run(tokens, mask, sampling=GREEDY, eos_ids=(NEVER,))
     assert whole.steps == ROOM - 1, "the first token needs no step"
@@ -183,7 +183,7 @@ def test_it_stops_when_every_row_is_done():
         assert early.tokens[row, WIDTH + length - 1] in ends
 
 
-def test_a_row_without_a_prompt_is_padding_and_draws_nothing():
+def test_row_without_a_prompt_is_padding():
     tokens, mask = prompts_of([0, *LENGTHS[1:]])
     samples = run(tokens, mask)
     assert not samples.token_mask[0].any()
@@ -195,7 +195,7 @@ def test_a_row_without_a_prompt_is_padding_and_draws_nothing():
 
 
 @pytest.mark.parametrize("shape", [pytest.param((8, 1, 1), marks=pytest.mark.thorough), (2, 2, 2)])
-def test_the_same_on_every_mesh(shape):
+def test_samples_are_the_same_on_every_mesh(shape):
     tokens, mask = prompts_of(LENGTHS)
     single = run(tokens, mask)
     mesh = make_mesh(*shape)
@@ -207,7 +207,7 @@ def test_the_same_on_every_mesh(shape):
     np.testing.assert_allclose(samples.fields["log_probs"], single.fields["log_probs"], atol=2e-6)
 
 
-def test_one_loop_over_layers_per_phase_whatever_the_depth():
+def test_each_phase_has_one_layer_loop():
     tokens, mask = prompts_of([2, 3])
 
     def loops(layers: int) -> int:
@@ -233,6 +233,6 @@ def test_large_tied_head_is_read_as_stored(transposed, monkeypatch):
     assert (f"f32[{shape[1]},{shape[0]}]" in text) == transposed
 
 
-def test_no_room_for_a_token_is_an_error():
+def test_zero_max_new_tokens_is_an_error():
     with pytest.raises(ValueError, match="max_new_tokens: got 0, expected at least 1"):
         run(*prompts_of([2]), max_new_tokens=0)

@@ -97,7 +97,7 @@ def queued() -> Samples:
     return run()
 
 
-def test_rows_are_what_they_are_without_a_queue(queued):
+def test_rows_are_the_same_with_and_without_queue(queued):
     tokens, mask = prompts_of()
     lengths = queued.completion_mask.sum(-1)
     assert len(set(lengths)) > 4, "rows of many lengths"
@@ -114,7 +114,7 @@ def test_rows_are_what_they_are_without_a_queue(queued):
     )
 
 
-def test_a_slot_that_is_free_takes_the_next_row(queued):
+def test_free_slot_takes_the_next_row(queued):
     lengths = queued.completion_mask.sum(-1)
     free = np.zeros(SLOTS, int)
     for length in lengths:
@@ -223,13 +223,13 @@ def test_kept_tokens_are_the_same_without_a_queue(recorded):
     check_same_kept(run(sampling=KEPT, **NO_QUEUE), recorded)
 
 
-def test_kept_tokens_are_the_same_on_a_mesh_that_does_not_divide_the_prompts(recorded):
+def test_kept_tokens_are_equal_on_an_indivisible_mesh(recorded):
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
         check_same_kept(run(policy_of(mesh), sampling=KEPT, slots=4), recorded)
 
 
-def test_recording_changes_no_token_and_nothing_is_recorded_unless_asked_for(recorded, queued):
+def test_recording_is_optional_and_changes_no_token(recorded, queued):
     plain = run(sampling=Sampling(0.7, top_k=6, top_p=0.9, min_p=0.02))
     check_same(plain, recorded)
     assert plain.fields.keys() == queued.fields.keys() == {"log_probs"}
@@ -250,7 +250,7 @@ def sent(text: str) -> list[int]:
 # With kept tokens above; on one device the loop over the layers is compared.
 @pytest.mark.thorough
 @pytest.mark.parametrize("unroll", [True, False])
-def test_the_same_on_a_mesh_that_does_not_divide_the_prompts(queued, unroll):
+def test_samples_are_equal_on_an_indivisible_mesh(queued, unroll):
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
         check_same(run(policy_of(mesh), slots=4, unroll=unroll), queued)
@@ -259,13 +259,13 @@ def test_the_same_on_a_mesh_that_does_not_divide_the_prompts(queued, unroll):
 @pytest.mark.parametrize(
     "shape", [(2, 1, 2), *(pytest.param(shape, marks=pytest.mark.thorough) for shape in ((1, 1, 2), (2, 1, 1)))]
 )
-def test_rows_of_a_prompt_are_the_same_where_heads_or_rows_are_split(queued, shape):
+def test_rows_are_equal_with_split_heads_or_rows(queued, shape):
     mesh = make_mesh(*shape)
     with jax.set_mesh(mesh):
         check_same(run(policy_of(mesh), **NO_QUEUE), queued)
 
 
-def test_on_a_mesh_a_prompt_is_sent_when_it_is_taken_and_all_of_them_never():
+def test_mesh_sends_each_prompt_when_taken():
     """Nor are caches, or the logits of a step; what the loops send are activations, and one prompt."""
     mesh, prompts, config = make_mesh(2, 2, 2), 16, MODEL.config
     tokens, mask = np.zeros((prompts, 32), np.int32), np.ones((prompts, 32), bool)
@@ -283,7 +283,7 @@ def test_on_a_mesh_a_prompt_is_sent_when_it_is_taken_and_all_of_them_never():
     assert max(sent(text)) == one, "keys or values of one prompt, on one device"
 
 
-def test_the_cache_is_updated_where_it_is():
+def test_cache_is_updated_in_place():
     """In no loop is an array made that has the shape of a layer's cache, but by writing a part of the one before."""
     text = text_of()
     columns = f"(?:{WIDTH}|{ROOM})"
@@ -298,7 +298,7 @@ def test_the_cache_is_updated_where_it_is():
     assert all("dynamic-update-slice" in line.partition("=")[0] for line in loops), loops
 
 
-def test_rows_of_a_prompt_read_one_copy_of_it():
+def test_rows_of_a_prompt_read_one_copy():
     """Without a queue no array holds a prompt's keys or values for every row; those of the rows begin after it."""
     text = text_of(**NO_QUEUE)
 
@@ -312,7 +312,7 @@ def test_rows_of_a_prompt_read_one_copy_of_it():
 
 
 @pytest.mark.parametrize("slots", [None, SLOTS])
-def test_the_loop_computes_nothing_that_is_known_before_it(slots):
+def test_loop_repeats_no_constant_computation(slots):
     """Neither rotations nor random numbers."""
 
     def inside(jaxpr, found: set, within: bool) -> set:
@@ -331,7 +331,7 @@ def test_the_loop_computes_nothing_that_is_known_before_it(slots):
     assert not found & {"cos", "sin", "random_bits", "random_fold_in", "threefry2x32"}
 
 
-def test_slots_that_cannot_be_are_named():
+def test_impossible_slots_are_named():
     with pytest.raises(ValueError, match="slots: got 0, expected at least 1"):
         run(slots=0)
     with pytest.raises(ValueError, match="prompt_ids: got some and group = 2, expected one of them"):

@@ -34,7 +34,7 @@ def first_stop(text: list[bytes], stops: list[str]) -> int | None:
 @pytest.mark.parametrize(
     "stops", [["ab"], ["aba", "bb"], ["\n\n"], ["aé"], ["é", "aabaab"], ["abaab", "baa", "b\n"]], ids=str
 )
-def test_a_search_ends_at_the_token_that_completes_a_string(stops):
+def test_search_ends_at_the_token_completing_a_string(stops):
     rng, table = np.random.default_rng(0), stop_table(stops, VOCABULARY)
     tokens = rng.integers(0, len(VOCABULARY), (300, 12))
     states, found = np.zeros(300, np.int32), np.full(300, -1)

@@ -78,7 +78,7 @@ def save(name: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["merged", "adapter"])
-def test_log_probs_of_an_export_are_those_that_transformers_computed_of_it(name):
+def test_exported_log_probs_match_transformers(name):
     model, policy = loaded(name)
     tokens = recorded()["tokens"]
     stats, _ = jax.jit(
@@ -89,12 +89,12 @@ def test_log_probs_of_an_export_are_those_that_transformers_computed_of_it(name)
 
 
 @pytest.mark.parametrize(("name", "folder"), [("merged", MERGED), ("adapter", ADAPTER)])
-def test_what_is_exported_again_is_the_same_files(tmp_path, name, folder):
+def test_repeated_export_gives_the_same_files(tmp_path, name, folder):
     save(name, tmp_path / "out")
     assert_same_bytes(tmp_path / "out", folder)
 
 
-def test_the_base_with_its_adapter_is_exported_as_the_merged_weights(tmp_path):
+def test_base_with_its_adapter_is_exported_merged(tmp_path):
     save_folder(tmp_path / "out", *loaded("adapter"), source=BASE)
     assert others(tmp_path / "out") == others(MERGED)
     ours, theirs = tensors(tmp_path / "out"), tensors(MERGED)

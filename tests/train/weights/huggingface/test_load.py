@@ -51,7 +51,7 @@ def assert_loaded(params: dict, expected: dict[str, np.ndarray], dtype: str = "f
 
 
 @pytest.mark.parametrize(("shape", "chunk_bytes"), [((1, 1, 1), 3000), ((2, 2, 2), 3000), ((1, 1, 2), 2**24)], ids=str)
-def test_every_weight_arrives_as_it_is_in_the_file_laid_out_by_the_rules_of_the_mesh(shape, chunk_bytes):
+def test_every_weight_arrives_unchanged_in_its_sharding(shape, chunk_bytes):
     mesh = make_mesh(*shape)
     params = load_params(GOLDENS / "qwen2", QWEN2, mesh, chunk_bytes=chunk_bytes)
     assert_loaded(params, weights(GOLDENS / "qwen2"))
@@ -72,7 +72,7 @@ def test_bfloat16_files_are_widened_or_kept(dtype):
     assert_loaded(load_params(GOLDENS / "mistral", model, make_mesh()), found, dtype)
 
 
-def test_float32_and_float16_files_are_rounded_once_to_bfloat16(tmp_path):
+def test_float32_and_float16_files_round_once_to_bfloat16(tmp_path):
     shutil.copytree(GOLDENS / "qwen2", tmp_path / "half")
     found = {name: array.astype(np.float16) for name, array in weights(GOLDENS / "qwen2").items()}
     save_file(found, tmp_path / "half" / "model.safetensors")
@@ -81,7 +81,7 @@ def test_float32_and_float16_files_are_rounded_once_to_bfloat16(tmp_path):
     assert_loaded(load_params(GOLDENS / "qwen2", model, make_mesh()), weights(GOLDENS / "qwen2"), "bfloat16")
 
 
-def test_a_tied_head_may_be_in_the_file_again_but_not_another_one(tmp_path):
+def test_tied_head_may_be_repeated_but_not_different(tmp_path):
     found = weights(GOLDENS / "qwen2")
     embeddings = found["model.embed_tokens.weight"]
     save_file(found | {"lm_head.weight": embeddings.copy()}, tmp_path / "model.safetensors")
@@ -97,7 +97,7 @@ def test_a_tied_head_may_be_in_the_file_again_but_not_another_one(tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["", OLD, "model.language_model."])
-def test_names_of_a_bare_model_and_of_the_text_part_of_another_are_understood(tmp_path, prefix):
+def test_names_of_bare_and_text_models_are_accepted(tmp_path, prefix):
     found = weights(GOLDENS / "mistral")
     heads = {"lm_head.weight": "language_model.lm_head.weight" if prefix == OLD else "lm_head.weight"}
     renamed = {heads.get(name, prefix + name.removeprefix("model.")): array for name, array in found.items()}
@@ -106,7 +106,7 @@ def test_names_of_a_bare_model_and_of_the_text_part_of_another_are_understood(tm
     assert_loaded(load_params(tmp_path, MISTRAL, make_mesh()), found)
 
 
-def test_missing_and_left_over_tensors_and_other_shapes_are_named_before_a_weight_is_read(tmp_path):
+def test_missing_extra_and_misshapen_tensors_are_named_first(tmp_path):
     found = weights(GOLDENS / "qwen2")
     del found["model.layers.1.mlp.up_proj.weight"]
     found["model.layers.0.self_attn.sinks"] = np.zeros(4, np.float32)
@@ -124,7 +124,7 @@ def test_missing_and_left_over_tensors_and_other_shapes_are_named_before_a_weigh
         load_params(tmp_path, QWEN2, make_mesh())
 
 
-def test_what_is_wrong_in_every_layer_is_said_once(tmp_path):
+def test_mistake_in_every_layer_is_reported_once(tmp_path):
     with pytest.raises(ValueError, match=r"missing: model\.layers\.0\.self_attn\.k_proj\.bias \(and in 2 more\), "):
         check_folder(GOLDENS / "qwen3", QWEN2)
     untied = Decoder(dataclasses.replace(QWEN2.config, tie_embeddings=False))
@@ -140,7 +140,7 @@ def test_quantised_weights_are_not_read(tmp_path):
         check_folder(tmp_path, QWEN2)
 
 
-def test_folders_without_safetensors_say_what_there_is(tmp_path):
+def test_folders_without_safetensors_list_their_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no such directory"):
         check_folder(tmp_path / "nowhere", QWEN2)
     with pytest.raises(FileNotFoundError, match="there is neither"):
@@ -209,7 +209,7 @@ print(json.dumps({"streamed": peak(streamed), "everything": peak(everything)}))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from Linux")
-def test_the_host_needs_less_than_the_largest_tensor_beyond_the_weights(tmp_path):
+def test_host_memory_stays_below_the_largest_tensor(tmp_path):
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout.splitlines()[-1])
