@@ -1,4 +1,4 @@
-"""The language of the house, as far as it can be tested: docstrings, `Args`, names, and the width of the docs."""
+"""The language of the house, as far as it can be tested: docstrings, names, also of tests, and width of the docs."""
 
 import ast
 import pathlib
@@ -26,6 +26,9 @@ NAMES = {
     *("against", "asked", "away", "found", "given", "held", "one", "own", "place"),
     *("room", "sight", "staying", "toward", "turns", "whole"),
 }
+# A test is named `test_<subject>_<condition>_<result>`: a relative clause makes a riddle of it.
+RELATIVE = {"that", "which", "what", "whose", "those", "who"}
+WORDS_OF_A_TEST = 8
 LIMIT = 100
 
 
@@ -39,6 +42,7 @@ def relative(path: pathlib.Path) -> str:
 
 
 SOURCES = below("kljax", "train", "benchmarks", suffix=".py")
+TESTS = below("tests", suffix=".py")
 PAGES = below("docs", suffix=".md") + sorted(ROOT.glob("*.md"))
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -75,6 +79,15 @@ def test_names_say_the_type_of_thing(path: pathlib.Path) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             assert not NAMES & {argument.arg.strip("_") for argument in arguments}, node.name
+
+
+@pytest.mark.parametrize("path", TESTS, ids=relative)
+def test_test_names_are_short_and_without_clauses(path: pathlib.Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
+            words = node.name.split("_")[1:]
+            assert len(words) <= WORDS_OF_A_TEST, f"{node.name} has {len(words)} words"
+            assert not RELATIVE & set(words), f"{node.name} has a relative clause"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=relative)
