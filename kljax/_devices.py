@@ -33,10 +33,10 @@ def auto_sharded(function: Callable[Parameters, Result]) -> Callable[Parameters,
         first = next((leaf for leaf in leaves if _explicit_axes(leaf)), None)
         if first is None:
             return function(*args, **kwargs)
-        arrays = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+        arrays = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
 
         def of_arrays(arrays: dict[int, Array]) -> Result:
-            merged = [arrays.get(place, leaf) for place, leaf in enumerate(leaves)]
+            merged = [arrays.get(index, leaf) for index, leaf in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(structure, merged)
             return function(*args, **kwargs)
 

@@ -115,8 +115,8 @@ def clip_v_mask(
     below = masked(expected_scores, mask).astype(score.dtype) - score
     std = jnp.sqrt(masked_var(below, mask, ddof=0, axis_name=axis_name))
     candidates = keep & (jnp.asarray(advantages) < 0) & (below > jnp.asarray(mu, score.dtype) * std)
-    kept, below, candidates = all_rows((keep, below, candidates), axis_name)
-    most = jnp.maximum(floor_share(max_fraction, kept.sum(), kept.size), 1)
+    all_keep, below, candidates = all_rows((keep, below, candidates), axis_name)
+    most = jnp.maximum(floor_share(max_fraction, all_keep.sum(), all_keep.size), 1)
     return keep & ~local_rows(highest(below, candidates, most), axis_name)
 
 

@@ -85,8 +85,8 @@ def grpo_advantages(
     elif scale == "std":
         divisor, varies, alone = std[groups.ids] + eps, varies[groups.ids], alone / (1 + eps)
     else:
-        whole = groups.as_one()
-        batch_std, varies = deviations(whole, centered(whole, whole.weights()), ddof)
+        batch = groups.as_one()
+        batch_std, varies = deviations(batch, centered(batch, batch.weights()), ddof)
         divisor, alone = batch_std + eps, alone / (batch_std + eps)
     result = jnp.where(varies, distances / jnp.where(varies, divisor, 1), 0)
     return finish(groups, result, alone, singleton)

@@ -88,10 +88,10 @@ def _is_zip(option: str, path: str) -> bool:
 
 def _member(where: str, archive: zipfile.ZipFile, name: str) -> np.ndarray:
     """Reads one array, after its header is compared with the size of the member."""
-    found = [info for info in archive.infolist() if info.filename in (name, f"{name}.npy")]
-    if len(found) != 1:
-        raise InputError(f"{where}: the file holds it {len(found)} times")
-    info = found[0]
+    matches = [info for info in archive.infolist() if info.filename in (name, f"{name}.npy")]
+    if len(matches) != 1:
+        raise InputError(f"{where}: the file holds it {len(matches)} times")
+    info = matches[0]
     if info.flag_bits & ENCRYPTED:
         raise InputError(f"{where}: is encrypted; store it with numpy.savez")
     if info.compress_type != zipfile.ZIP_STORED and info.file_size > MAX_COMPRESSED:

@@ -7,6 +7,7 @@ merge in the same way. Statistics of a whole batch (`effective_sample_size`, `ex
 `probability_correlation`, `ratio_quantiles`) are taken before it is split. Arrays are `[..., T]`.
 """
 
+from kljax.diagnostics.batch_statistics import effective_sample_size, explained_variance, probability_correlation
 from kljax.diagnostics.clipping import (
     clip_fraction,
     clipped_tokens,
@@ -28,7 +29,6 @@ from kljax.diagnostics.order import Extremes, log_prob_diff_extremes, ratio_quan
 from kljax.diagnostics.perplexity import log_perplexity, log_perplexity_diff, perplexity, perplexity_ratio
 from kljax.diagnostics.probabilities import probability_diff
 from kljax.diagnostics.top_k import top_k_overlap
-from kljax.diagnostics.whole import effective_sample_size, explained_variance, probability_correlation
 
 __all__ = [
     "Extremes",

@@ -271,9 +271,9 @@ def set_columns(spec: Spec, chunk: Chunk, gradients: Gradients, of_chunk: Gradie
     """Returns the gradients of a chunk with those of its columns written into those of the heads and biases."""
 
     def write(name: str, columns: Array) -> Array:
-        whole = getattr(gradients, name)
-        columns = columns.astype(whole.dtype)
-        return lax.dynamic_update_slice_in_dim(whole, columns, chunk.start, _column_axis(spec, name))
+        gradient = getattr(gradients, name)
+        columns = columns.astype(gradient.dtype)
+        return lax.dynamic_update_slice_in_dim(gradient, columns, chunk.start, _column_axis(spec, name))
 
     return _map_columns(write, of_chunk)
 
@@ -405,9 +405,9 @@ def _kept_grads(chunk: Chunk, tile: RowInputs, logits: Array) -> Array:
         weight = weight - tile.cotangents.log_prob
     if tile.cotangents.log_kept_mass is not None:
         weight = weight + tile.cotangents.log_kept_mass
-    kept = is_kept(chunk, tile.tokens)
-    log_probs = jnp.where(kept, logits - tile.residuals.kept_logsumexp[:, None], 0)
-    return jnp.where(kept, jnp.exp(log_probs) * weight[:, None], 0)
+    in_kept_set = is_kept(chunk, tile.tokens)
+    log_probs = jnp.where(in_kept_set, logits - tile.residuals.kept_logsumexp[:, None], 0)
+    return jnp.where(in_kept_set, jnp.exp(log_probs) * weight[:, None], 0)
 
 
 def _kl_grads(p: Array, q: Array, difference: Array, residuals: Residuals, *, reverse: bool) -> tuple[Array, Array]:

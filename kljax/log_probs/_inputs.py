@@ -420,13 +420,13 @@ def completed(spec: Spec, weights: Weights, constants: Constants) -> Constants:
     inverse = constants.inverse_temperature
     if constants.mask is not None:
         inverse = jnp.where(constants.mask, inverse, 1)
-    targets, kept = constants.targets, constants.kept
+    targets, kept_ids = constants.targets, constants.kept
     if targets is not None:
         targets = jnp.clip(targets, 0, spec.vocab_size - 1).astype(jnp.int32)
-    if kept is not None:
-        kept = jnp.where((kept >= 0) & (kept < spec.vocab_size), kept, -1).astype(jnp.int32)
+    if kept_ids is not None:
+        kept_ids = jnp.where((kept_ids >= 0) & (kept_ids < spec.vocab_size), kept_ids, -1).astype(jnp.int32)
     inverse = jnp.broadcast_to(inverse, weights.hidden.shape[:-1])
-    constants = constants._replace(inverse_temperature=inverse, targets=targets, kept=kept)
+    constants = constants._replace(inverse_temperature=inverse, targets=targets, kept=kept_ids)
     return jax.tree.map(jax.lax.stop_gradient, constants)
 
 

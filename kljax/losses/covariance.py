@@ -82,8 +82,10 @@ def clip_cov_loss(
     below, above = beyond_clip(jnp.exp(log_ratio), advantages, clip_low, clip_high)
     covariance = _covariance(log_probs, advantages, mask, axis_name)
     candidates = keep & ~(below | above) & (covariance > lower) & (covariance < upper)
-    kept, candidates = all_rows((keep, candidates), axis_name)
-    chosen = local_rows(highest(jax.random.uniform(key, kept.shape), candidates, _number(fraction, kept)), axis_name)
+    all_keep, candidates = all_rows((keep, candidates), axis_name)
+    chosen = local_rows(
+        highest(jax.random.uniform(key, all_keep.shape), candidates, _number(fraction, all_keep)), axis_name
+    )
     loss = clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     return masked(loss, keep & ~chosen)
 
@@ -134,8 +136,8 @@ def kl_cov_loss(
     """
     check_at_least("fraction", fraction, 0)
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
-    covariance, kept = all_rows((_covariance(log_probs, advantages, mask, axis_name), check_mask(mask)), axis_name)
-    chosen = local_rows(highest(covariance, kept, _number(fraction, kept)), axis_name)
+    covariance, unmasked = all_rows((_covariance(log_probs, advantages, mask, axis_name), check_mask(mask)), axis_name)
+    chosen = local_rows(highest(covariance, unmasked, _number(fraction, unmasked)), axis_name)
     penalty = jnp.asarray(coef, log_probs.dtype) * masked(abs_diff(log_probs, old_log_probs), chosen)
     return masked(penalty - importance_weighted(advantages, log_probs - old_log_probs), mask)
 

@@ -146,7 +146,7 @@ def rec_loss(
     low, high, inner, outer = (
         jnp.asarray(bound, token.dtype) for bound in (1 - clip_low, 1 + clip_high, 1 - ring_low, 1 + ring_high)
     )
-    kept = {
+    accepted = {
         "none": jnp.ones_like(token, bool),
         "one_side": jnp.where(advantages > 0, token <= high, token >= low),
         "gspo_one_side": jnp.where(advantages > 0, row <= high, row >= low),
@@ -154,7 +154,7 @@ def rec_loss(
         "ring": (token >= low) & (token <= high) | jnp.where(advantages > 0, token <= inner, token >= outer),
     }[clip_mode]
     # What is not kept, or has no advantage, may have any weight, infinity as well.
-    used = kept & (advantages != 0)
+    used = accepted & (advantages != 0)
     weights = {
         "none": jnp.ones_like(token),
         "importance_sampling": token,

@@ -131,7 +131,7 @@ def dppo_loss(
     check_choice("through", through, THROUGH)
     check_at_least("max_ratio", max_ratio, 0, strict=True)
     check_at_least("log_ratio_clip", log_ratio_clip, 0, strict=True)
-    kept = dppo_mask(
+    accepted = dppo_mask(
         log_probs,
         old_log_probs,
         advantages,
@@ -144,9 +144,9 @@ def dppo_loss(
     log_probs, old_log_probs, advantages = loss_inputs(log_probs, old_log_probs, advantages, mask)
     log_ratio = clip_symmetric(log_probs - old_log_probs, log_ratio_clip)
     if through == "ratio":
-        return -importance_weighted(advantages, log_ratio, kept=kept, max_ratio=max_ratio)
+        return -importance_weighted(advantages, log_ratio, kept=accepted, max_ratio=max_ratio)
     fixed = jax.lax.stop_gradient(log_ratio)
-    return times(-importance_weighted(advantages, fixed, kept=kept, max_ratio=max_ratio), log_probs)
+    return times(-importance_weighted(advantages, fixed, kept=accepted, max_ratio=max_ratio), log_probs)
 
 
 def sppo_loss(

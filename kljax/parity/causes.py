@@ -105,12 +105,12 @@ def causes_of(replay: Replay) -> list[Cause]:
       The causes; of several that give the same recipe, the first.
     """
     recipe = replay.plan.recipe
-    found = [*_mask_causes("mask_rule", "recorded mask"), *_score_causes(replay)]
-    found += [*_ratio_causes(replay), *_correction_causes(replay), *_kl_causes(replay)]
-    found += [*_advantage_causes(replay), *_loss_causes(replay), *_reduction_causes(replay)]
-    found += [*_mask_causes("mask", "mask of the loss"), *_gradient_causes(replay)]
+    causes = [*_mask_causes("mask_rule", "recorded mask"), *_score_causes(replay)]
+    causes += [*_ratio_causes(replay), *_correction_causes(replay), *_kl_causes(replay)]
+    causes += [*_advantage_causes(replay), *_loss_causes(replay), *_reduction_causes(replay)]
+    causes += [*_mask_causes("mask", "mask of the loss"), *_gradient_causes(replay)]
     unique: dict[Recipe, Cause] = {}
-    for cause in found:
+    for cause in causes:
         if getattr(recipe, cause.stage, None) is not None:
             changed = cause.apply(recipe)
             if changed != recipe:

@@ -110,10 +110,10 @@ class Replay:
           The roundoff of the dump's dtype, or the largest of the coarser ones that this result has.
         """
         order = list(ORDER)
-        place = order.index(name) if name in ORDER else len(order)
+        position = order.index(name) if name in ORDER else len(order)
         units = [UNITS[self.dtype]]
         for stage, dtype in recipe.rounding:
-            if stage == name or (stage in ORDER and place >= order.index(stage)):
+            if stage == name or (stage in ORDER and position >= order.index(stage)):
                 units.append(UNITS[dtype])
         return max(units)
 

@@ -152,10 +152,13 @@ def _names(call: Call) -> dict[str, bool]:
     """Returns the names of the inputs, each with whether it is required."""
     names: dict[str, bool] = {}
     for step, after in steps(call):
-        own = parameters(step, after)
+        step_parameters = parameters(step, after)
         # Ids need their number beside them, if they are no `Groups`.
-        needs = {*call.needs, *("num_groups" for p in own if p.name == "group_ids" and p.default is p.empty)}
-        for parameter in own:
+        needs = {
+            *call.needs,
+            *("num_groups" for p in step_parameters if p.name == "group_ids" and p.default is p.empty),
+        }
+        for parameter in step_parameters:
             name = step.renamed.get(parameter.name, parameter.name)
             known = parameter.name in step.arguments
             by_position = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
@@ -186,11 +189,9 @@ def _check_names(call: Call, arrays: Mapping[str, Any], arguments: Mapping[str, 
         raise ValueError(f"arrays: got {', '.join(both)} as an argument as well; pass it once")
     counted = {step.renamed.get("num_groups", "num_groups") for step, _ in steps(call) if _has_groups(step, arrays)}
     if missing := [name for name in call.required if name not in (*arrays, *arguments, *counted)]:
-        given = ", ".join([*arrays, *arguments]) or "nothing"
+        got = ", ".join([*arrays, *arguments]) or "nothing"
         optional = f" (optional: {', '.join(call.optional)})" if call.optional else ""
-        raise ValueError(
-            f"arrays: got {given}, expected {', '.join(call.required)}{optional}; add {', '.join(missing)}"
-        )
+        raise ValueError(f"arrays: got {got}, expected {', '.join(call.required)}{optional}; add {', '.join(missing)}")
 
 
 def _has_groups(call: Call, arrays: Mapping[str, Any]) -> bool:

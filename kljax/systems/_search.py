@@ -46,9 +46,9 @@ def find_by_function(text: str) -> list[Entry]:
 def did_you_mean(text: str, known: Sequence[str], kind: str | None = None) -> str:
     """Writes the end of an error: the names that the text finds, or else those of a close function, or close names."""
     system, _, name = text.rpartition("/")
-    found = [entry for entry in find(name) if kind in (None, entry.kind)] if name else []
-    found.sort(key=lambda entry: entry.system != system)
-    names = list(dict.fromkeys(entry.key for entry in found)) or _closest(text, known)
+    matches = [entry for entry in find(name) if kind in (None, entry.kind)] if name else []
+    matches.sort(key=lambda entry: entry.system != system)
+    names = list(dict.fromkeys(entry.key for entry in matches)) or _closest(text, known)
     if not names:
         return "; search with kljax.systems.find(text)"
     more = f" ({len(names) - SHOWN} more: kljax.systems.find({name!r}))" if len(names) > SHOWN else ""

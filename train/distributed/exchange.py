@@ -139,8 +139,8 @@ def _round(label: str, value: bytes, *, to_all: bool) -> list[bytes]:
         service.key_value_set_bytes(f"{prefix}/all", join([labels, *(values if to_all else ())]))
         # Every process has read the values of the round before, since it has sent those of this one.
         service.key_value_delete(f"kljax/{number - 1}/")
-    if len(set(found := json.loads(labels))) > 1:
-        raise RuntimeError(f"the processes are at different places of the program: {', '.join(found)}")
+    if len(set(all_labels := json.loads(labels))) > 1:
+        raise RuntimeError(f"the processes are at different places of the program: {', '.join(all_labels)}")
     return values
 
 

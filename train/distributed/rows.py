@@ -175,12 +175,12 @@ def _place_leaf(leaf: Any, sharding: Sharding) -> jax.Array:
     # The parts are of one size, so the number of all rows follows from that of this process.
     parts = sharding.num_devices
     rows = len(leaf) * parts // len(held_rows(sharding, parts))
-    held = held_rows(sharding, rows)
+    local_rows = held_rows(sharding, rows)
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         first, last = _bounds(index[0], rows)
-        start = int(np.searchsorted(held, first))
+        start = int(np.searchsorted(local_rows, first))
         return leaf[start : start + last - first]
 
     return jax.make_array_from_callback((rows, *leaf.shape[1:]), sharding, read)

@@ -201,11 +201,11 @@ def make_update(
             return jax.tree.map(jnp.add, total, grads), metrics
 
         zeros = jax.tree.map(jnp.zeros_like, state.trainable)
-        grads, found = jax.lax.scan(accumulate, zeros, split(batch, rows, packed))
+        grads, metric_sums = jax.lax.scan(accumulate, zeros, split(batch, rows, packed))
         # Sums of squares serve the norm and the guard: one reduction of each gradient is compiled, and not two.
         squares = jax.tree.map(lambda x: jnp.sum(jnp.square(x)), grads)
         norm = jnp.sqrt(optax.tree.sum(squares))
-        metrics = found.reduce().of_update() | {"grad_norm": single(norm)}
+        metrics = metric_sums.reduce().of_update() | {"grad_norm": single(norm)}
         applied = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].value())
         if guard.action == "skip":
             beyond = applied & is_beyond(guard, metrics)

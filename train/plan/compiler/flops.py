@@ -62,8 +62,8 @@ def _convolution(instruction: Instruction, left: Sizes, right: Sizes) -> float:
     """Counts the positions of a window that lie in the input, which are few where a TPU writes a batched matmul so."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.line)
     assert labels is not None, instruction.line
-    found = re.search(r"window=\{([^}]*)\}", instruction.line)
-    window = dict(re.findall(r"(\w+)=([\w\-]+)", found[1] if found else ""))
+    match = re.search(r"window=\{([^}]*)\}", instruction.line)
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", match[1] if match else ""))
     output = _only(instruction.shape)
     total = 2 * left[labels[1].index("b")] * output[labels[3].index("f")] * right[labels[2].index("i")]
     groups = re.search(r"batch_group_count=(\d+)", instruction.line)
