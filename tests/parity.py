@@ -53,7 +53,7 @@ def dumps() -> tuple[dict[str, Any], ...]:
 
 def write(dump: Mapping[str, Any], path: pathlib.Path, *, detail: str = "full") -> None:
     """Writes a recorded dump as a file of the command."""
-    arrays = {name: _arrays()[place] for name, place in dump["arrays"].items()}
+    arrays = {name: _arrays()[key] for name, key in dump["arrays"].items()}
     if detail == "loss":
         arrays = {name: array for name, array in arrays.items() if name not in LOSS_ONLY}
     write_dump(path, dump["header"], arrays)

@@ -48,6 +48,6 @@ def test_another_shape_or_structure_is_never_close():
 
 
 def test_a_gradient_has_more_roundings_than_log_probs():
-    one, three = (rounding.of_decoder(layers=3, longest_sum=24, passes=passes) for passes in (1, 3))
-    assert one == pytest.approx(2 * 33**0.5 * 2)
-    assert three == pytest.approx(one * 3**0.5)
+    single, three = (rounding.of_decoder(layers=3, longest_sum=24, passes=passes) for passes in (1, 3))
+    assert single == pytest.approx(2 * 33**0.5 * 2)
+    assert three == pytest.approx(single * 3**0.5)

@@ -39,8 +39,8 @@ def compiled(monkeypatch):
 
 def test_orders_and_plans_travel_as_text():
     order = Order("v5e", "one", "kljax", tile=(8, 16), problem=QUICK)
-    for one in (order, Order("v5e", "one", "kljax")):
-        assert Order.from_json(json.loads(json.dumps(dataclasses.asdict(one)))) == one
+    for item in (order, Order("v5e", "one", "kljax")):
+        assert Order.from_json(json.loads(json.dumps(dataclasses.asdict(item)))) == item
     assert str(order) == "v5e one kljax 8x16"
     plan = CompiledPlan(7, collectives=[{"kind": "all-gather"}])
     assert CompiledPlan(**json.loads(json.dumps(dataclasses.asdict(plan)))) == plan
@@ -58,10 +58,10 @@ def test_the_tables(compiled, tmp_path, capsys):
     assert "| v5p, sharded: collectives over Tunix, chunks | at most 0.100 | 0.100 | met |" in out
     assert "| v5p, one: estimated time over naive JAX | at most 1.100 | 0.500 | met |" in out
     assert "| h200, one: temporary memory over naive JAX | at most 0.020 | 0.013 | met |" in out
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert found["versions"] == {"jax": "1.2.3"}
-    assert len(found["results"]) == len(compiled)
-    assert [one["program"] for one in found["results"] if one["failed"]] == ["naive_kl"] * 3
+    recorded = json.loads((tmp_path / "a.json").read_text())
+    assert recorded["versions"] == {"jax": "1.2.3"}
+    assert len(recorded["results"]) == len(compiled)
+    assert [entry["program"] for entry in recorded["results"] if entry["failed"]] == ["naive_kl"] * 3
 
 
 def test_missing_baseline_is_reported_in_the_verdict():

@@ -58,15 +58,15 @@ def verdicts(found, device="cpu"):
 
 
 def test_verdicts_of_times_and_memory():
-    found = verdicts(measured(tile=80.0, naive=100.0, tunix_full=1921.0, tunix_chunk=99.0, tile_kl=121.0))
-    met = found["time", "tile", "naive"]
+    actual = verdicts(measured(tile=80.0, naive=100.0, tunix_full=1921.0, tunix_chunk=99.0, tile_kl=121.0))
+    met = actual["time", "tile", "naive"]
     assert (met.value, met.other, met.limit, met.verdict) == (0.8, 0.8, 0.8, "met")
-    assert found["time", "tile", "tunix_chunk"].verdict == "missed"
-    assert found["time", "tile_kl", "tile"].verdict == "missed"
-    assert found["temporary", "tile", "naive"].verdict == "missed"
-    assert found["temporary", "tile", "tunix_full"].verdict == "met"
-    assert found["time", "tile", "verl"].verdict == "not measured: not among the contenders"
-    assert found["rate"].verdict == "not measured"
+    assert actual["time", "tile", "tunix_chunk"].verdict == "missed"
+    assert actual["time", "tile_kl", "tile"].verdict == "missed"
+    assert actual["temporary", "tile", "naive"].verdict == "missed"
+    assert actual["temporary", "tile", "tunix_full"].verdict == "met"
+    assert actual["time", "tile", "verl"].verdict == "not measured: not among the contenders"
+    assert actual["rate"].verdict == "not measured"
     assert not failures(measured(tile=1.0).results, {})
 
 
@@ -177,12 +177,12 @@ def test_another_process_compares_and_measures_its_memory(tmp_path):
     with start(MODULE) as remote:
         remote.ask(do="load", **arguments)
         wall, cpu = remote.ask(do="run", name="tile_forward")["run"]
-        found = remote.ask(do="compare", name="tile_forward", directory=str(tmp_path), baseline="naive_forward")
+        actual = remote.ask(do="compare", name="tile_forward", directory=str(tmp_path), baseline="naive_forward")
         peak = remote.ask(do="peak", name="naive")
         with pytest.raises(RemoteError, match="KeyError: 'nothing'"):
             remote.ask(do="run", name="nothing")
     assert min(wall, cpu) > 0
-    assert found["differences"]["gradients"] < 2e-6
+    assert actual["differences"]["gradients"] < 2e-6
     # The naive form holds the logits, 32 MiB, at least twice.
     assert peak is None or peak > 2 * 4 * size.tokens * size.vocab * 0.9
 

@@ -40,8 +40,8 @@ def test_a_machine_without_proc_and_sysconf_is_described(monkeypatch, tmp_path, 
         monkeypatch.setattr(os, "sysconf", refuse)
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(machine.platform, "processor", lambda: "arm")
-    found = machine.describe(jax.devices()[0])
-    assert (found["processor"], found["memory"]) == ("arm", None)
+    actual = machine.describe(jax.devices()[0])
+    assert (actual["processor"], actual["memory"]) == ("arm", None)
 
 
 def test_arm_linux_without_model_names_reports_its_architecture(monkeypatch, tmp_path):

@@ -92,8 +92,8 @@ def test_step_kl_is_exact_if_recorded():
 
 def test_recipe_runs_are_named_after_the_recipe(tmp_path):
     write_run(tmp_path / "lora-1")
-    (found,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(1)], [], config="configs/lora.yaml")
-    assert (found.label, found.seed) == ("lora", 1)
+    (finished,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(1)], [], config="configs/lora.yaml")
+    assert (finished.label, finished.seed) == ("lora", 1)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_finished_runs_are_plotted_without_running_again(tmp_path):
 
 def test_non_finite_kl_is_reported_as_infinite(tmp_path):
     write_run(tmp_path / "quickstart-0", kls=(0.1, None))
-    (found,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(0)], [])
-    assert found.missed() == ["a KL of inf nats"]
+    (finished,) = quickstart.run_recipe(tmp_path, [quickstart.SeedCase(0)], [])
+    assert finished.missed() == ["a KL of inf nats"]
 
 
 def test_run_flags_follow_the_user_flags(monkeypatch):

@@ -38,59 +38,59 @@ def render(suite: Suite, found: dict, size: Callable[..., Any]) -> str:
 
 
 def test_the_head() -> None:
-    found, text = read("head-cpu")
-    assert render(HeadSuite(HeadOptions(**found["options"])), found, Size) == text
+    recorded, text = read("head-cpu")
+    assert render(HeadSuite(HeadOptions(**recorded["options"])), recorded, Size) == text
 
 
 @pytest.mark.parametrize(("name", "part"), [("rollout-cpu", "rollout"), ("train-step-cpu", "step")])
 def test_whole_models(name: str, part: str) -> None:
-    found, text = read(name)
-    section = "\n".join(found["profile"]) + "\n" if part == "step" else long_tail.markdown(found["long_tail"])
-    assert render(ModelSuite(part), found, ModelWork) + "\n" + section == text
+    recorded, text = read(name)
+    section = "\n".join(recorded["profile"]) + "\n" if part == "step" else long_tail.markdown(recorded["long_tail"])
+    assert render(ModelSuite(part), recorded, ModelWork) + "\n" + section == text
 
 
 def test_the_price_of_a_limit() -> None:
-    found, text = read("rollout-limits-cpu")
-    assert limits.markdown(found) == text
+    recorded, text = read("rollout-limits-cpu")
+    assert limits.markdown(recorded) == text
 
 
 def test_packed_rows() -> None:
-    found, text = read("update-packed-cpu")
-    assert packed.markdown(found) == text
+    recorded, text = read("update-packed-cpu")
+    assert packed.markdown(recorded) == text
 
 
 def test_the_memory_of_a_recipe() -> None:
-    found, text = read("memory-cpu")
-    assert memory.markdown(found) == text
+    recorded, text = read("memory-cpu")
+    assert memory.markdown(recorded) == text
 
 
 def test_the_overhead_of_a_step() -> None:
-    found, text = read("overhead-cpu")
-    assert overhead.markdown(found) == text
-    assert [check.as_json() for check in overhead.checks(found)] == found["targets"]
+    recorded, text = read("overhead-cpu")
+    assert overhead.markdown(recorded) == text
+    assert [check.as_json() for check in overhead.checks(recorded)] == recorded["targets"]
 
 
 def test_steps_with_recorded_completions() -> None:
-    found, text = read("overhead-recorded-cpu")
-    assert overhead.recorded_markdown(found) == text
+    recorded, text = read("overhead-recorded-cpu")
+    assert overhead.recorded_markdown(recorded) == text
 
 
 @pytest.mark.parametrize("name", ["quickstart-cpu", "quickstart-fooled-cpu"])
 def test_the_quickstart(name: str) -> None:
-    found, text = read(name)
-    runs = [quickstart.FinishedRun(**run) for run in found["runs"]]
-    assert quickstart.markdown(found, runs, fooled="fooled" in name) == text
+    recorded, text = read(name)
+    runs = [quickstart.FinishedRun(**run) for run in recorded["runs"]]
+    assert quickstart.markdown(recorded, runs, fooled="fooled" in name) == text
 
 
 def test_plans_of_compilers() -> None:
-    found, text = read("head-aot")
+    recorded, text = read("head-aot")
     names = {field.name for field in dataclasses.fields(plans.CompiledPlan)}
     compiled = [
         (
             plans.Order(fields["device"], fields["layout"], fields["program"]),
             plans.CompiledPlan(**{name: value for name, value in fields.items() if name in names}),
         )
-        for fields in found["results"]
+        for fields in recorded["results"]
     ]
-    written = plans.markdown(compiled, found["versions"], plans.FULL, date=found["date"], goals=True)
+    written = plans.markdown(compiled, recorded["versions"], plans.FULL, date=recorded["date"], goals=True)
     assert written == text

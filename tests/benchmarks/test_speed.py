@@ -22,10 +22,10 @@ def worker(tmp_path_factory) -> tuple[Worker, object]:
     """The worker of kljax, in this process."""
     directory = tmp_path_factory.mktemp("weights")
     kljax.save_weights(problem.QUICK, directory)
-    found = Worker(kljax.load)
+    actual = Worker(kljax.load)
     fields = {name: getattr(problem.QUICK, name) for name in problem.QUICK.__dataclass_fields__}
-    assert found.ask(do="load", work=fields, directory=str(directory), threads=0) is None
-    return found, directory
+    assert actual.ask(do="load", work=fields, directory=str(directory), threads=0) is None
+    return actual, directory
 
 
 def test_weights_match_checkpoint_and_decoder_shapes(worker):
@@ -43,35 +43,35 @@ def test_weights_match_checkpoint_and_decoder_shapes(worker):
 
 
 def test_update_moves_the_policy_and_runs_report_parts(worker):
-    held, directory = worker
-    held.ask(do="score", path=str(directory / "kljax.npy"))
+    contender, directory = worker
+    contender.ask(do="score", path=str(directory / "kljax.npy"))
     before = np.load(directory / "kljax.npy")
     assert before.shape == (4, 5)
     assert (before < 0).all()
     # As another trainer leaves it: its batch, and the log-probs after its update, which here are nobody's.
     tokens = problem.make_sequences(problem.QUICK)
     np.savez(directory / "learn.npz", tokens=tokens, advantages=np.float32([1, -1, 1, -1]), score=before)
-    held.ask(do="learn", path=str(directory / "learn.npz"))
+    contender.ask(do="learn", path=str(directory / "learn.npz"))
     with np.load(directory / "learn.npz") as file:
         moved = file["ours"] - before
     assert 1e-5 < np.abs(moved).max() < 1
     # The rows that are scored are the ones that were trained: those with an advantage of 1 became likelier.
     assert (moved.sum(1)[::2] > 0).all()
     assert (moved.sum(1)[1::2] < 0).all()
-    assert set(held.ask(do="run", part="rollout")) == {"rollout"}
-    seconds = held.ask(do="run", part="step")
+    assert set(contender.ask(do="run", part="rollout")) == {"rollout"}
+    seconds = contender.ask(do="run", part="step")
     assert set(seconds) == {"rollout", "update"}
     assert all(wall > 0 and cpu >= 0 for wall, cpu in seconds.values())
-    assert set(held.ask(do="peak", part="step")) <= {"rollout", "update"}
+    assert set(contender.ask(do="peak", part="step")) <= {"rollout", "update"}
 
 
 def test_a_wrong_rollout_or_request_is_an_error(worker, monkeypatch):
-    held, _ = worker
-    monkeypatch.setattr(held.contender, "rollout", lambda: np.full((4, 5), V))
+    contender, _ = worker
+    monkeypatch.setattr(contender.contender, "rollout", lambda: np.full((4, 5), V))
     with pytest.raises(ValueError, match="ids of the vocabulary"):
-        held.ask(do="run", part="rollout")
+        contender.ask(do="run", part="rollout")
     with pytest.raises(ValueError, match="expected load or one of"):
-        held.ask(do="fly")
+        contender.ask(do="fly")
 
 
 def test_nested_part_is_counted_once(monkeypatch):
@@ -99,26 +99,26 @@ def test_memory_of_a_nested_part_is_separate():
 
 def measured(tunix: ContenderResult | None = None) -> Measured:
     """Numbers as a race leaves them: Tunix takes twice the CPU seconds of kljax for the update."""
-    ours = ContenderResult(
+    actual = ContenderResult(
         "kljax",
         seconds={"rollout": [(2.0, 1.0), (1.0, 2.0)], "update": [(1.0, 1.0), (3.0, 4.0)]},
         peak_bytes={"rollout": 2**20, "update": 2**20},
     )
-    theirs = tunix or ContenderResult(
+    expected = tunix or ContenderResult(
         "tunix",
         seconds={"rollout": [(4.0, 1.5)] * 2, "update": [(1.0, 2.0)] * 2},
         peak_bytes={"rollout": 2**20, "update": 2**22},
         differences={"log-probs": 1e-5, "update": 0.001},
     )
-    return Measured(problem.QUICK, {"kljax": ours, "tunix": theirs})
+    return Measured(problem.QUICK, {"kljax": actual, "tunix": expected})
 
 
 def test_best_round_is_chosen_per_part_and_total():
-    ours = measured().results["kljax"]
-    assert ours.best("wall", "rollout") == 1
-    assert ours.best("cpu", "rollout") == 1
-    assert ours.best("wall", ALL) == 3
-    assert ours.best("cpu", ALL) == 2
+    actual = measured().results["kljax"]
+    assert actual.best("wall", "rollout") == 1
+    assert actual.best("cpu", "rollout") == 1
+    assert actual.best("wall", ALL) == 3
+    assert actual.best("cpu", ALL) == 2
     assert ContenderResult("tunix").best("cpu", ALL) is None
 
 
@@ -134,19 +134,19 @@ def test_targets_have_verdicts():
 
 
 def test_table_reports_measured_and_missing_results():
-    found = {
+    actual = {
         "machine": {"date": "2026-01-01 00:00 UTC", "processor": "a processor", "memory": None},
         "rounds": 2,
         "threads": 2,
         "versions": {"kljax": "0"},
         "load": [0.1, 0.2],
     }
-    text = suite.ModelSuite("step").markdown(found, [measured()])
+    text = suite.ModelSuite("step").markdown(actual, [measured()])
     assert "2026-01-01 00:00 UTC on a processor; kljax 0." in text
     assert "| Tunix | 1 | 44 | 1.00 | 2 | 22 | 2.00 | 4 | 1e-05 | 0.1% |" in text
     assert "| update: peak memory of kljax over Tunix | at most 0.25 | 0.25 |  | met |" in text
     missing = measured(ContenderResult("tunix", problem="no --envs was given"))
-    assert "Not measured: Tunix: no --envs was given." in suite.ModelSuite("step").markdown(found, [missing])
+    assert "Not measured: Tunix: no --envs was given." in suite.ModelSuite("step").markdown(actual, [missing])
 
 
 def test_different_results_fail_the_command():
@@ -162,11 +162,11 @@ def test_different_results_fail_the_command():
 
 def test_processes_race_and_missing_ones_are_reported(tmp_path, monkeypatch):
     """The driver with a stub of kljax's process, without JAX: what is asked, and in which order."""
-    asked = []
+    requests = []
 
     class CountingContender:
         def ask(self, **request):
-            asked.append(request["do"])
+            requests.append(request["do"])
             if request["do"] == "score":
                 np.save(request["path"], np.zeros((2, 2)))
             return {"versions": {"kljax": "0"}, "run": {"rollout": [1, 2]}, "peak": {"rollout": 3}}.get(request["do"])
@@ -176,7 +176,7 @@ def test_processes_race_and_missing_ones_are_reported(tmp_path, monkeypatch):
     def process(work, directory, options, name, *settings):
         if name != "kljax":
             return real(work, directory, options, name, *settings)
-        asked.append("start for memory" if settings == (suite.RETURN_AT_ONCE,) else "start")
+        requests.append("start for memory" if settings == (suite.RETURN_AT_ONCE,) else "start")
         return suite.contextlib.nullcontext(CountingContender())
 
     monkeypatch.setattr(suite, "process", process)
@@ -184,15 +184,15 @@ def test_processes_race_and_missing_ones_are_reported(tmp_path, monkeypatch):
     arguments = ["--quick", "--threads", "0", "--envs", str(tmp_path), "--json", str(files[0])]
     assert rollout.main([*arguments, "--markdown", str(files[1])]) == 0
     # The race, and then memory in a process of its own: its first run compiles, the second is measured.
-    assert asked == ["start", "versions", "score", "run", "run", "run", "start for memory", "run", "peak"]
+    assert requests == ["start", "versions", "score", "run", "run", "run", "start for memory", "run", "peak"]
     (size,) = json.loads(files[0].read_text())["sizes"]
-    ours, tunix, transformers = size["results"].values()
-    assert ours["seconds"] == {"rollout": [[1, 2], [1, 2]]}
-    assert ours["peak_bytes"] == {"rollout": 3}
+    actual, tunix, transformers = size["results"].values()
+    assert actual["seconds"] == {"rollout": [[1, 2], [1, 2]]}
+    assert actual["peak_bytes"] == {"rollout": 3}
     missing = suite.interpreter(tmp_path, "tunix")
     assert tunix["problem"] == f"{missing} is missing; make it with --make-envs {tmp_path}"
     assert transformers["problem"].endswith(f"make it with --make-envs {tmp_path}")
-    assert [one["verdict"] for one in size["targets"]] == ["not measured, see above"] * 2
+    assert [entry["verdict"] for entry in size["targets"]] == ["not measured, see above"] * 2
     assert "| kljax | 1 | 20 |" in files[1].read_text()
 
 
@@ -220,8 +220,8 @@ def test_races_run_under_each_instruction_set(tmp_path, monkeypatch):
     assert "| kljax, AVX2 | 1 | 20 |" in text
     assert "without AVX-512, which it lacks" in text
     assert "### V=160, AVX2" in text
-    assert {one["XLA_FLAGS"] for one in started} == {"--a=b --xla_cpu_max_isa=AVX2"}
-    assert {one["ATEN_CPU_CAPABILITY"] for one in started} == {"avx2"}
+    assert {entry["XLA_FLAGS"] for entry in started} == {"--a=b --xla_cpu_max_isa=AVX2"}
+    assert {entry["ATEN_CPU_CAPABILITY"] for entry in started} == {"avx2"}
     monkeypatch.setattr(instructions, "lacking", lambda names: [])
     assert rollout.main(arguments) == 0
     assert [heading for heading in path.read_text().splitlines() if heading.startswith("###")] == [
@@ -231,9 +231,9 @@ def test_races_run_under_each_instruction_set(tmp_path, monkeypatch):
 
 
 def test_long_tail_has_its_section():
-    one = {"tokens_per_second": 100.0, "tokens_per_cpu_second": 90.0, "steps": 12, "occupancy": 0.5}
-    found = {"continuous": one, "static": one, "target": 1.5}
-    lines = long_tail.markdown(found | {"gain": {"tokens_per_second": 1.4, "tokens_per_cpu_second": 1.6}}).splitlines()
+    single = {"tokens_per_second": 100.0, "tokens_per_cpu_second": 90.0, "steps": 12, "occupancy": 0.5}
+    actual = {"continuous": single, "static": single, "target": 1.5}
+    lines = long_tail.markdown(actual | {"gain": {"tokens_per_second": 1.4, "tokens_per_cpu_second": 1.6}}).splitlines()
     assert "| continuous batching | 100 | 90 | 12 | 50% |" in lines
     assert lines[-1].startswith(
         "Continuous batching is faster by 1.60 in CPU seconds and by 1.40 in wall-clock seconds;"
@@ -277,8 +277,8 @@ def test_parts_of_an_update_add_up(capsys):
     text = capsys.readouterr().out
     assert "| policy: layers, forward and gradient |" in text
     seconds = {"score": 3.0, "layers": 1.0, "update": 9.0, "layers, gradient": 4.0, "AdamW": 0.5, "product": 1.0}
-    found = profile.rows(problem.ModelWork(), seconds)
-    assert [float(spent) for _, spent, *_ in found] == [1.0, 2.0, 4.0, 4.5, 0.5, 12.0]
+    actual = profile.rows(problem.ModelWork(), seconds)
+    assert [float(spent) for _, spent, *_ in actual] == [1.0, 2.0, 4.0, 4.5, 0.5, 12.0]
     # Counted by hand: 1,280 tokens of 786,432 weights in each of 4 layers, 589,824 pairs that attend, and 1,024 x V.
     layers, head = profile.operations(problem.ModelWork())
     assert layers == 4 * (2 * 1280 * 786_432 + 4 * (2 * 128**2 + 1024 * 256) * 256)

@@ -59,8 +59,8 @@ class Case:
     def recorded(self, name: str) -> np.ndarray:
         """An input as it is stored."""
         assert name in self.inputs, f"{self.id} did not read {name}"
-        place = f"{self.id}/in/{name}" if self.file == SHARED else f"{self.params['batch']}/{name}"
-        value = _arrays(self.file)[place]
+        position = f"{self.id}/in/{name}" if self.file == SHARED else f"{self.params['batch']}/{name}"
+        value = _arrays(self.file)[position]
         return value.astype(bool) if name == "mask" else value
 
     def result(self, name: str) -> np.ndarray:
@@ -141,7 +141,7 @@ def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[l
 
     @jax.jit
     def compared(arrays: list[dict[str, dict[str, Any]]]) -> list[list[tuple[Any, Any]]]:
-        found = []
+        collected = []
         for (cases, exercise), of_case in zip(exercises, arrays, strict=True):
             fields = {field.name: getattr(cases[0], field.name) for field in dataclasses.fields(Case)}
             traced = TracedCase(**fields, traced=of_case, comparisons=[], read=set())
@@ -150,8 +150,8 @@ def run_together(exercises: Sequence[tuple[Sequence[Case], Exercise]]) -> list[l
             except Exception as error:
                 error.add_note(f"in {traced.id}")
                 raise
-            found.append(traced.comparisons)
-        return found
+            collected.append(traced.comparisons)
+        return collected
 
     comparisons: list[list[Comparison]] = [[] for _ in exercises]
     for number in range(max((len(cases) for cases, _ in exercises), default=0)):

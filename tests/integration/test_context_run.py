@@ -46,8 +46,8 @@ def split(recipe, tmp_path_factory):
 def assert_close(got, expected, names) -> None:
     """Compares the values of some names, of all steps at once."""
     for name in names:
-        one, two = (np.array([record[name] for record in run], np.float64) for run in (got, expected))
-        np.testing.assert_allclose(one, two, rtol=0, atol=TOLERANCE * np.abs(two).max(), err_msg=name)
+        first, second = (np.array([record[name] for record in run], np.float64) for run in (got, expected))
+        np.testing.assert_allclose(first, second, rtol=0, atol=TOLERANCE * np.abs(second).max(), err_msg=name)
 
 
 @pytest.mark.parametrize("step", range(STEPS))

@@ -37,12 +37,12 @@ def assert_as_written(found, record):
 
 def test_evaluated_step_gives_the_numbers_of_the_run(run, evaluate):
     before, record = files(run), records(run, "eval")[0]
-    code, found, printed = evaluate(run, "--step", "0")
+    code, actual, printed = evaluate(run, "--step", "0")
     assert code == 0
-    assert found["step"] == record["step"] == 0
-    assert_as_written(found, record)
-    assert f"{run} after step 0: {found['prompts']} prompts" in printed
-    assert f"{found['sampled']['accuracy']:.2f}" in printed
+    assert actual["step"] == record["step"] == 0
+    assert_as_written(actual, record)
+    assert f"{run} after step 0: {actual['prompts']} prompts" in printed
+    assert f"{actual['sampled']['accuracy']:.2f}" in printed
     assert files(run) == before
 
 
@@ -50,10 +50,10 @@ def test_config_starting_from_weights_and_adapter_is_evaluated(run, evaluate, tm
     adapter = tmp_path / "adapter"
     assert export([str(run), "--to", str(adapter)]) == 0
     arguments = [*LORA, f"warm_start.checkpoint={run / 'base'}", f"lora.path={adapter}"]
-    code, found, _ = evaluate(*arguments)
+    code, actual, _ = evaluate(*arguments)
     assert code == 0
-    assert found["step"] is None
-    assert_as_written(found, records(run, "eval")[-1])
+    assert actual["step"] is None
+    assert_as_written(actual, records(run, "eval")[-1])
     code, _, printed = evaluate(*arguments, "lora.rank=3")
     assert code == 2
     assert f"error: lora.path: adapter {adapter} does not fit the config: r: got 2, but lora.rank of" in printed

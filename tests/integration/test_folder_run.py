@@ -103,16 +103,16 @@ def test_it_is_continued_with_the_same_weights_only(trained):
     config, root, folder = trained
     assert run(load(config), resume=True) == 0
     path = max(folder.glob("*.safetensors"))
-    whole = path.read_bytes()
+    content = path.read_bytes()
     try:
-        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(UserError, match=rf"model\.path: {folder} is not what {root} began with.*sha256:"):
             run(load(config), resume=True)
         path.unlink()
         with pytest.raises(UserError, match=rf"model\.path: .*not there: {path.name}"):
             run(load(config), resume=True)
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(content)
 
 
 @pytest.mark.thorough
@@ -124,7 +124,7 @@ def test_int8_base_is_read_again_from_the_folder(trained, tmp_path):
     root = tmp_path / "run"
     assert read_record(root / "base.json", "") == {"folder": str(folder), "digest": folder_digest(folder)}
     assert not (root / "base").exists()
-    one, two = (
+    first, second = (
         [
             line
             for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
@@ -132,8 +132,8 @@ def test_int8_base_is_read_again_from_the_folder(trained, tmp_path):
         ]
         for path in (root, other)
     )
-    assert 0 <= one[0]["kl_reference"] < 1e-12 < one[1]["kl_reference"]
-    assert one[0]["entropy"] != two[0]["entropy"]
+    assert 0 <= first[0]["kl_reference"] < 1e-12 < first[1]["kl_reference"]
+    assert first[0]["entropy"] != second[0]["entropy"]
     saved = SavedRun.at(root)
     model = make_model(saved.config, load_tokenizer(saved.config))
     assert saved.policy(model, make_mesh(), 2).params["layers"]["mlp"]["up_proj"]["kernel"]["qvalue"].dtype == "int8"

@@ -39,8 +39,8 @@ def policy_of(root, step):
 
 def test_adapter_trains_and_int8_base_stays_the_same(run, shared):
     _, _, policy = policy_of(run, STEPS)
-    held = jax.tree.leaves(policy.params["layers"], is_leaf=is_int8)
-    assert sum(map(is_int8, held)) == 7
+    layer_leaves = jax.tree.leaves(policy.params["layers"], is_leaf=is_int8)
+    assert sum(map(is_int8, layer_leaves)) == 7
     plain = shared(*LORA).succeeded().root
     assert_same_arrays(saved_arrays(run / "base"), saved_arrays(plain / "base"))
     before, after = (state_arrays(run, step) for step in (0, STEPS))
@@ -74,18 +74,18 @@ def test_resume_with_another_quantization_is_refused(run):
 def test_a_step_is_evaluated_as_the_run_did(run, capsys, tmp_path):
     file = tmp_path / "found.json"
     assert evaluate([str(run), "--step", "1", "--json", str(file)]) == 0
-    found, record = json.loads(file.read_text()), records(run, "eval")[1]
+    recorded, record = json.loads(file.read_text()), records(run, "eval")[1]
     assert record["step"] == 1
-    assert found["sampled"]["accuracy"] == record["accuracy"]
-    assert found["greedy"]["accuracy"] == record["accuracy_greedy"]
-    assert all(record[name] == value for name, value in found["sampled"].items() if name in record)
+    assert recorded["sampled"]["accuracy"] == record["accuracy"]
+    assert recorded["greedy"]["accuracy"] == record["accuracy_greedy"]
+    assert all(record[name] == value for name, value in recorded["sampled"].items() if name in record)
 
 
 def test_config_starting_from_the_saved_base_is_evaluated(run, capsys, tmp_path):
     file = tmp_path / "found.json"
     assert evaluate([*INT8, f"warm_start.checkpoint={run / 'base'}", "--json", str(file)]) == 0
-    found, record = json.loads(file.read_text()), records(run, "eval")[0]
-    assert found["sampled"] == {name: record[name] for name in found["sampled"]}
+    recorded, record = json.loads(file.read_text()), records(run, "eval")[0]
+    assert recorded["sampled"] == {name: record[name] for name in recorded["sampled"]}
 
 
 def test_export_has_the_log_probs_of_the_run(run, capsys, tmp_path):
@@ -96,11 +96,9 @@ def test_export_has_the_log_probs_of_the_run(run, capsys, tmp_path):
     folder = tmp_path / "merged"
     assert export([str(run), "--to", str(folder), "--merge"]) == 0
     assert "The base was held in int8: these are the weights that it stands for" in capsys.readouterr().out
-    whole = Decoder(decoder_config(folder))
-    assert whole.config == dataclasses.replace(model.config, lora=None, quantization=None)
-    got = stats(ScoredPolicy(whole, kljax.Policy(load_params(folder, whole, mesh))), Sequences(tokens, mask))[
-        0
-    ].log_prob
+    full = Decoder(decoder_config(folder))
+    assert full.config == dataclasses.replace(model.config, lora=None, quantization=None)
+    got = stats(ScoredPolicy(full, kljax.Policy(load_params(folder, full, mesh))), Sequences(tokens, mask))[0].log_prob
     np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6)
     assert export([str(run), "--to", str(tmp_path / "adapter")]) == 0
     assert "int8" not in capsys.readouterr().out
@@ -110,7 +108,7 @@ def test_export_has_the_log_probs_of_the_run(run, capsys, tmp_path):
 @pytest.mark.thorough
 def test_mesh_gives_equal_numbers(run, shared):
     spread = shared(*INT8, "mesh={data: 1, fsdp: 2, tensor: 2}").succeeded().root
-    for one, two in zip(records(spread, "train"), records(run, "train"), strict=True):
+    for first, second in zip(records(spread, "train"), records(run, "train"), strict=True):
         for name in ("reward", "completion_length", "finished"):
-            assert one[name] == two[name]
-        np.testing.assert_allclose([one["entropy"]], [two["entropy"]], rtol=2e-6)
+            assert first[name] == second[name]
+        np.testing.assert_allclose([first["entropy"]], [second["entropy"]], rtol=2e-6)

@@ -77,10 +77,10 @@ def test_every_locked_package_has_a_wheel(system, python):
 
 
 def test_a_package_without_a_wheel_is_found():
-    for system, found in (("darwin arm64", ["jaxlib"]), ("linux x86_64", [])):
+    for system, missing in (("darwin arm64", ["jaxlib"]), ("linux x86_64", [])):
         wheels = [{"url": "https://a/jaxlib-1-cp311-cp311-manylinux_2_27_x86_64.whl"}]
         package = {"name": "jaxlib", "wheels": wheels}
-        assert lacking(iter([package]), wheel_tags(system, (3, 11))) == found
+        assert lacking(iter([package]), wheel_tags(system, (3, 11))) == missing
 
 
 # What GNU make 3.81, which macOS has, does not know; from the NEWS of its later releases.

@@ -61,9 +61,9 @@ def test_processes_take_log_probs_computed_by_each_other(env, tmp_path):
     for code, out, err in ended:
         assert code == 0, f"{out}\n{err}"
     run_here(*TINY, *options, source(0), "mesh={data: 2}", f"output={tmp_path}/one").succeeded()
-    one, two = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
-    assert all(record["kl_reference"] > 1e-9 for record in one[1:])
-    assert one == two
+    first, second = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
+    assert all(record["kl_reference"] > 1e-9 for record in first[1:])
+    assert first == second
 
 
 @pytest.mark.thorough
@@ -80,14 +80,14 @@ def test_one_process_continues_the_batch_saved_by_two(env, tmp_path):
         for code, out, err in begun:
             assert code == 0, f"{out}\n{err}"
         run_here(*TINY, *ahead, "mesh={}", "steps=3", f"output={tmp_path}/one").succeeded()
-        asked = len(server.bodies)
+        requests = len(server.bodies)
         run_here(*TINY, *ahead, "mesh={}", "steps=3", f"output={tmp_path}/two", "--resume").succeeded()
     # One request to look at the server, and one batch: that of step 4, for which another run would go on.
-    assert len(server.bodies) - asked == 1 + 4
-    one, two = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
-    assert [record["rollout_lag"] for record in two] == [0, 1, 1]
+    assert len(server.bodies) - requests == 1 + 4
+    first, second = (records(tmp_path / name / "quickstart", "train") for name in ("one", "two"))
+    assert [record["rollout_lag"] for record in second] == [0, 1, 1]
     for name in ("reward", "completion_length", "finished", "rollout_lag"):
-        assert [record[name] for record in one] == [record[name] for record in two]
+        assert [record[name] for record in first] == [record[name] for record in second]
 
 
 @pytest.mark.slow

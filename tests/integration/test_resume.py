@@ -53,8 +53,8 @@ def assert_same_run(got: Path, expected: Path) -> None:
     assert_same_arrays(saved_arrays(got / "base"), saved_arrays(expected / "base"))
     for step in (0, STEPS):
         assert_same_arrays(state_arrays(got, step), state_arrays(expected, step))
-    one, two = (json.loads((root / "summary.json").read_text()) for root in (got, expected))
-    assert one | {"seconds": 0} == two | {"seconds": 0}
+    first, second = (json.loads((root / "summary.json").read_text()) for root in (got, expected))
+    assert first | {"seconds": 0} == second | {"seconds": 0}
 
 
 def copied(run: Run, output: Path) -> Path:

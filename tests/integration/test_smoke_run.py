@@ -47,15 +47,15 @@ def scalars(directory):
     """Reads `{(tag, step): value}` from the event files of a directory."""
     from tensorboardX import proto
 
-    found = {}
+    collected = {}
     for path in directory.glob("events.out.tfevents.*"):
         data = path.read_bytes()
         while data:
             length = int.from_bytes(data[:8], "little")
             event = proto.event_pb2.Event.FromString(data[12 : 12 + length])
-            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+            collected |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
             data = data[16 + length :]
-    return found
+    return collected
 
 
 def test_output_is_progress_and_the_table_alone(smoke):
@@ -74,9 +74,9 @@ def test_output_is_progress_and_the_table_alone(smoke):
 
 def test_the_resolved_config_loads_back_as_the_config(smoke):
     expected = load(CONFIG, [f"output={smoke.root.parent}"])
-    found = load(smoke.root / "config.yaml")
-    assert found.config == expected.config
-    assert found.warnings == ()
+    loaded = load(smoke.root / "config.yaml")
+    assert loaded.config == expected.config
+    assert loaded.warnings == ()
 
 
 def test_metrics_have_every_step_and_every_name(smoke):
@@ -124,15 +124,15 @@ def test_completions_of_each_evaluation_are_kept(smoke):
 
 def test_tensorboard_has_the_same_values_and_the_times(smoke):
     for phase in ("warm_start", "train", "eval"):
-        found = scalars(smoke.root / "tensorboard" / phase)
-        timed = {place: found.pop(place) for place in list(found) if place[0].startswith("time/")}
+        points = scalars(smoke.root / "tensorboard" / phase)
+        timed = {position: points.pop(position) for position in list(points) if position[0].startswith("time/")}
         expected = {
             (name, record["step"]): np.float32(value)
             for record in records(smoke.root, phase)
             for name, value in record.items()
             if name not in ("phase", "step")
         }
-        assert found == expected
+        assert points == expected
         names = {f"time/{name}" for name in TIMES} if phase == "train" else set()
         assert set(timed) == {(name, step) for name in names for step in (1, 2)}
         assert all(seconds > 0 for seconds in timed.values())
@@ -176,4 +176,4 @@ def test_another_seed_gives_another_run(smoke, again, tmp_path):
     other = run_here(CONFIG, "seed=1", f"output={tmp_path}").succeeded()
     for phase in ("warm_start", "train"):
         pairs = zip(records(smoke.root, phase), records(other.root, phase), strict=True)
-        assert all(one["loss"] != two["loss"] for one, two in pairs)
+        assert all(first["loss"] != second["loss"] for first, second in pairs)

@@ -95,8 +95,8 @@ def test_denominator_replaces_the_count(mode: str, mask: np.ndarray, group_ids: 
         "prompt_mean": len({j for j in set(group_ids) if mask[ids == j].any()}),
     }.get(mode, mask.any(1).sum())
     if counted:
-        own = kljax.token_weights(mask, mode=mode, denominator=float(counted), **needed(mode, ids))
-        chex.assert_trees_all_close(own, kljax.token_weights(mask, mode=mode, **needed(mode, ids)), **CLOSE)
+        local_weights = kljax.token_weights(mask, mode=mode, denominator=float(counted), **needed(mode, ids))
+        chex.assert_trees_all_close(local_weights, kljax.token_weights(mask, mode=mode, **needed(mode, ids)), **CLOSE)
 
 
 def test_traced_denominator_of_zero_leaves_no_weight() -> None:

@@ -115,8 +115,9 @@ def test_pi_follows_its_formula() -> None:
     # Within the error's bound, beyond it, into the upper bound, out of it, into the lower bound.
     for kl in (0.12, 0.5, 0.3, 0.3, np.inf, 0.08, 0.0, 0.0, 0.0, 0.1):
         error = np.clip(kl / 0.1 - 1, -0.5, 0.5)
-        room = (0.12 if error > 0 else 0.01) - 0.05 - 0.05 * error - total  # for the sum, to the bound it goes to
-        total += np.sign(error) * np.clip(np.sign(error) * room, 0, 0.02 * abs(error))
+        # How far the sum may go until it meets its bound.
+        slack = (0.12 if error > 0 else 0.01) - 0.05 - 0.05 * error - total
+        total += np.sign(error) * np.clip(np.sign(error) * slack, 0, 0.02 * abs(error))
         state = update(state, kl, 64)
         np.testing.assert_allclose(state.coef, np.clip(0.05 + 0.05 * error + total, 0.01, 0.12), 1e-13)
         np.testing.assert_allclose(state.integral, total, 1e-12, 1e-15)

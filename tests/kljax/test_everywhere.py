@@ -140,9 +140,9 @@ def spread(array: jax.Array, rows: Any, columns: Any) -> jax.Array:
 
 
 def on_eight_devices(name: str, rows: Any, columns: Any) -> None:
-    given = jax.tree.map(lambda array: spread(array, rows, columns), inputs(name))
+    arguments = jax.tree.map(lambda array: spread(array, rows, columns), inputs(name))
     run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
-    check(name, compiled(run, given), jitted(name)[0])
+    check(name, compiled(run, arguments), jitted(name)[0])
 
 
 @functools.cache
@@ -155,9 +155,9 @@ def explicit_mesh() -> Mesh:
 
 def on_explicit_axes(name: str) -> Any:
     """The inputs in 32 bits with their rows split over explicit axes, without their numbers."""
-    whole = inputs(name)
-    shardings = jax.tree.map(lambda spec: NamedSharding(explicit_mesh(), spec), by_rows(whole))
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, in_32_bits(x.dtype), sharding=at), whole, shardings)
+    full = inputs(name)
+    shardings = jax.tree.map(lambda spec: NamedSharding(explicit_mesh(), spec), by_rows(full))
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, in_32_bits(x.dtype), sharding=at), full, shardings)
 
 
 def lowered_on_explicit_axes(name: str) -> None:
@@ -171,9 +171,9 @@ def lowered_on_explicit_axes(name: str) -> None:
 
 
 def values_on_explicit_axes(name: str) -> None:
-    given = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), inputs(name), on_explicit_axes(name))
+    arguments = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), inputs(name), on_explicit_axes(name))
     run = each_call(name, lambda call, arrays, data: call.value_and_grads(arrays, data))
-    check(name, compiled(run, given), jitted(name)[0])
+    check(name, compiled(run, arguments), jitted(name)[0])
 
 
 def in_vmap(name: str) -> None:
@@ -203,7 +203,7 @@ def in_remat(name: str) -> None:
 def on_every_device(call: FunctionCall, arrays: Any, data: Any) -> Any:
     """The call inside `shard_map`, each device holding some of the rows, put together to the result of all rows."""
     results = zip(calls_of(call.of), jitted(call.of)[0], strict=True)
-    whole = next(out for each, (out, _) in results if each.name == call.name)
+    full = next(out for each, (out, _) in results if each.name == call.name)
     add = {"axis_name": "rows"} if "axis_name" in calls.parameters(call.of) else {}
     if "group_ids" in data and not add:
         call, data = of_groups(call, data)
@@ -218,7 +218,7 @@ def on_every_device(call: FunctionCall, arrays: Any, data: Any) -> Any:
 
     devices = Mesh(np.array(jax.devices()[:8]), ("rows",))
     specs = by_rows((arrays, data))
-    return jax.shard_map(on_one, mesh=devices, in_specs=specs, out_specs=by_rows(whole))(arrays, data)
+    return jax.shard_map(on_one, mesh=devices, in_specs=specs, out_specs=by_rows(full))(arrays, data)
 
 
 def of_groups(call: FunctionCall, data: Any) -> tuple[FunctionCall, Any]:
@@ -277,8 +277,8 @@ def traced_in_shard_map(name: str) -> None:
 
 def lowered_on_one_device(name: str) -> None:
     with jax.enable_x64(False):
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, in_32_bits(x.dtype)), inputs(name))
-        lowered = lowered_for_tpu_and_cuda(name, given)
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, in_32_bits(x.dtype)), inputs(name))
+        lowered = lowered_for_tpu_and_cuda(name, arguments)
     check_shapes(name, lowered.out_info, narrow=True)
 
 

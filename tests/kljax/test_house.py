@@ -61,7 +61,7 @@ def test_class_name_stands_once_in_the_repository() -> None:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
                     places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: collected for name, collected in places.items() if len(collected) > 1} == {}
 
 
 def thing_of(name: str) -> typing.Any:
@@ -152,10 +152,10 @@ def test_public_docstrings(name: str) -> None:
     assert len(first) > 20
     assert rest.startswith("\n"), f"{name}: the first line is followed by a blank one"
     if inspect.isfunction(thing):
-        found = [section for section in re.findall(r"^(\w+):$", text, re.MULTILINE) if section in SECTIONS]
+        present = [section for section in re.findall(r"^(\w+):$", text, re.MULTILINE) if section in SECTIONS]
         in_a_loss = thing.__module__.split(".")[1] in DIFFERENTIATED and not CONSTANTS.fullmatch(name)
-        required = [section for section in SECTIONS if section != "Gradient" or section in found or in_a_loss]
-        assert found == required, f"{name}: got the sections {found}, expected {required}"
+        required = [section for section in SECTIONS if section != "Gradient" or section in present or in_a_loss]
+        assert present == required, f"{name}: got the sections {present}, expected {required}"
         assert not re.search(r"^Gradient:\n +None\b", text, re.MULTILINE), f"{name}: no gradient needs no section"
         assert doctest.DocTestParser().get_examples(text), f"{name}: no example that runs"
 

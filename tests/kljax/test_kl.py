@@ -183,10 +183,10 @@ def test_mask_selects(seed: int, mask: np.ndarray, estimator: str) -> None:
 
 def test_leading_axes_jit_and_vmap() -> None:
     lp, ref = (jax.random.normal(jax.random.key(i), (2, 3, 4), jnp.float64) for i in range(2))
-    whole = kljax.estimate_kl(lp, ref, estimator="k3", gradient="k2")
+    full = kljax.estimate_kl(lp, ref, estimator="k3", gradient="k2")
     rows = [[kljax.estimate_kl(lp[i, j], ref[i, j]) for j in range(3)] for i in range(2)]
-    chex.assert_trees_all_close(whole, jnp.stack([jnp.stack(row) for row in rows]), rtol=1e-14)
-    chex.assert_trees_all_close(jax.vmap(kljax.estimate_kl)(lp, ref), whole, rtol=1e-14)
+    chex.assert_trees_all_close(full, jnp.stack([jnp.stack(row) for row in rows]), rtol=1e-14)
+    chex.assert_trees_all_close(jax.vmap(kljax.estimate_kl)(lp, ref), full, rtol=1e-14)
     jitted = jax.jit(
         lambda lp, clip, cap: kljax.estimate_kl(lp, ref, sampling_log_probs=ref, value_clip=clip, max_ratio=cap)
     )

@@ -26,6 +26,13 @@ NAMES = {
     *("against", "asked", "away", "found", "given", "held", "one", "own", "place"),
     *("room", "sight", "staying", "toward", "turns", "whole"),
 }
+# As local variables and as names of files these say as little.
+LOCAL_NAMES = NAMES | {"kept", "ours", "theirs"}
+# Not yet renamed.
+EXEMPT = (
+    *("benchmarks/", "train/models/", "train/weights/huggingface/", "train/weights/peft.py"),
+    *("train/rl/host_memory.py", "train/rollouts/layout.py"),
+)
 # A test is named `test_<subject>_<condition>_<result>`: a relative clause makes a riddle of it.
 RELATIVE = {"that", "which", "what", "whose", "those", "who"}
 WORDS_OF_A_TEST = 8
@@ -45,6 +52,7 @@ SOURCES = below("kljax", "train", "benchmarks", suffix=".py")
 TESTS = below("tests", suffix=".py")
 PAGES = below("docs", suffix=".md") + sorted(ROOT.glob("*.md"))
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -79,6 +87,25 @@ def test_names_say_the_type_of_thing(path: pathlib.Path) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             assert not NAMES & {argument.arg.strip("_") for argument in arguments}, node.name
+
+
+def local_names(node: ast.AST, local: bool = False) -> Iterator[ast.Name]:
+    """Yields the names that functions and comprehensions bind; fields of classes and constants are not among them."""
+    for child in ast.iter_child_nodes(node):
+        if local and isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child
+        inside = local and not isinstance(child, ast.ClassDef)
+        yield from local_names(child, inside or isinstance(child, (Function, ast.comprehension, ast.NamedExpr)))
+
+
+RENAMED = [path for path in [*SOURCES, *TESTS] if not relative(path).startswith(EXEMPT)]
+
+
+@pytest.mark.parametrize("path", RENAMED, ids=relative)
+def test_local_variables_say_the_type_of_thing(path: pathlib.Path) -> None:
+    assert path.stem.removeprefix("test_").strip("_") not in LOCAL_NAMES
+    for name in local_names(ast.parse(path.read_text())):
+        assert name.id.strip("_").lower() not in LOCAL_NAMES, f"line {name.lineno}: {name.id}"
 
 
 @pytest.mark.parametrize("path", TESTS, ids=relative)

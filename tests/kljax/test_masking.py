@@ -115,9 +115,9 @@ def test_completion_mask_by_loop(prompt: int, completion: int, length: int) -> N
 @given(mask=oracles.masks(ROWS, LENGTH))
 def test_last_token_mask_by_loop(mask: np.ndarray) -> None:
     expected = np.zeros_like(mask)
-    for row, kept in enumerate(mask):
-        if kept.any():
-            expected[row, np.flatnonzero(kept)[-1]] = True
+    for row, unmasked in enumerate(mask):
+        if unmasked.any():
+            expected[row, np.flatnonzero(unmasked)[-1]] = True
     chex.assert_trees_all_equal(np.asarray(kljax.last_token_mask(mask)), expected)
 
 

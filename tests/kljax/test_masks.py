@@ -123,19 +123,19 @@ def test_every_unmasked_array_element_reaches_the_result(name: str) -> None:
     before = values(calls.inputs(name))
     parameters = {parameter for call in calls_of(name) for parameter in lying_under(call)}
     for parameter in parameters:
-        given = [(dict(call.arrays), call.data) for call in calls_of(name)]
-        for (arrays, _), call, other in zip(given, calls_of(name), calls_of(name, seed=1), strict=True):
+        inputs = [(dict(call.arrays), call.data) for call in calls_of(name)]
+        for (arrays, _), call, other in zip(inputs, calls_of(name), calls_of(name, seed=1), strict=True):
             if parameter in lying_under(call):
                 array = arrays[parameter]
                 arrays[parameter] = np.where(hidden(call, array), array, other.arrays[parameter])
-        same = jax.tree.map(lambda x, y: bool((x == y).all()), before, values(given))
+        same = jax.tree.map(lambda x, y: bool((x == y).all()), before, values(inputs))
         assert not jax.tree.all(same), parameter
 
 
 @pytest.mark.parametrize("name", sorted(set(MASKED) - set(COMPARE)))
 def test_unmasked_nan_is_not_hidden(name: str) -> None:
-    given = [(jax.tree.map(lambda x: np.full_like(x, np.nan), call.arrays), call.data) for call in calls_of(name)]
-    for call, (out, _) in zip(calls_of(name), program(name)(given), strict=True):
+    inputs = [(jax.tree.map(lambda x: np.full_like(x, np.nan), call.arrays), call.data) for call in calls_of(name)]
+    for call, (out, _) in zip(calls_of(name), program(name)(inputs), strict=True):
         if call.name in COMPARE or "estimator=none" in call.name or not lying_under(call):
             continue
         floats = [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, jnp.floating)]

@@ -394,7 +394,7 @@ def total(chosen: list[FunctionCall]) -> Any:
     """All results of some calls in one number, as a function of the arrays of each."""
 
     def add(arrays: list[Any]) -> jax.Array:
-        parts = [calls.total(call(given, call.data)) for call, given in zip(chosen, arrays, strict=True)]
+        parts = [calls.total(call(inputs, call.data)) for call, inputs in zip(chosen, arrays, strict=True)]
         return sum(parts[1:], parts[0])
 
     return add
@@ -424,7 +424,7 @@ def test_derivatives_of_first_and_second_order(name: str) -> None:
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("prefix", DETACHED)
 def test_detached_arguments_fail_the_gradient_check(prefix: str) -> None:
-    found = [call for call in calls_of(prefix.partition("(")[0]) if call.name.startswith(prefix) and is_detached(call)]
-    assert found
+    actual = [call for call in calls_of(prefix.partition("(")[0]) if call.name.startswith(prefix) and is_detached(call)]
+    assert actual
     with pytest.raises(AssertionError):
-        check_grads(jax.jit(total(found[:1])), ([found[0].arrays],), order=1, modes=("rev",), rtol=1e-5, atol=1e-6)
+        check_grads(jax.jit(total(actual[:1])), ([actual[0].arrays],), order=1, modes=("rev",), rtol=1e-5, atol=1e-6)

@@ -51,8 +51,8 @@ def test_restores_a_subtree_into_its_sharding(saved: pathlib.Path, rows: NamedSh
 
 
 def test_restores_the_whole_checkpoint(saved: pathlib.Path) -> None:
-    whole = {"trainable": {"adapter": tree(), "params": tree()}, "step": jnp.int32(7)}
-    chex.assert_trees_all_equal(kljax.restore_tree(str(saved), abstract(whole)), whole)
+    full = {"trainable": {"adapter": tree(), "params": tree()}, "step": jnp.int32(7)}
+    chex.assert_trees_all_equal(kljax.restore_tree(str(saved), abstract(full)), full)
 
 
 def test_adapter_reference_shares_the_base(saved: pathlib.Path, rows: NamedSharding) -> None:
@@ -72,9 +72,9 @@ def test_base_reference_shares_every_buffer() -> None:
     policy = kljax.Policy(tree(), {"a": jnp.ones(2)})
     reference = kljax.base_reference(policy)
     assert reference.adapter is None
-    for ours, theirs in zip(jax.tree.leaves(reference), jax.tree.leaves(policy.params), strict=True):
-        assert ours is theirs
-        assert ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
+    for actual, expected in zip(jax.tree.leaves(reference), jax.tree.leaves(policy.params), strict=True):
+        assert actual is expected
+        assert actual.unsafe_buffer_pointer() == expected.unsafe_buffer_pointer()
 
 
 def test_base_reference_needs_an_adapter() -> None:

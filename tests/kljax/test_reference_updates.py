@@ -65,9 +65,9 @@ def test_reference_becomes_the_policy_every_few_steps() -> None:
     assert seen == [100, 100, 100, 3, 3, 3, 6, 6]
     chex.assert_trees_all_equal(reference, tree(6))
     wide = {"w": jnp.ones(2, jnp.float32)}
-    kept = kljax.refreshed_reference({"w": jnp.zeros(2, jnp.bfloat16)}, wide, jnp.uint32(2), every=jnp.int32(2))
-    assert kept["w"].dtype == jnp.bfloat16
-    chex.assert_trees_all_equal(kept["w"], jnp.ones(2, jnp.bfloat16))
+    selected = kljax.refreshed_reference({"w": jnp.zeros(2, jnp.bfloat16)}, wide, jnp.uint32(2), every=jnp.int32(2))
+    assert selected["w"].dtype == jnp.bfloat16
+    chex.assert_trees_all_equal(selected["w"], jnp.ones(2, jnp.bfloat16))
 
 
 def test_mixed_every_few_steps_equals_trl() -> None:

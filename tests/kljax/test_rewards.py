@@ -57,9 +57,9 @@ def test_masked_inputs_reach_nothing() -> None:
 
 @pytest.mark.parametrize("rewards", [SCORES, TOKEN_SCORES], ids=["row", "token"])
 def test_kl_array_is_subtracted_unchanged(rewards: np.ndarray) -> None:
-    given = placed(rewards) if rewards.ndim == 1 else np.where(MASK, rewards, 0)
+    arguments = placed(rewards) if rewards.ndim == 1 else np.where(MASK, rewards, 0)
     got = kljax.subtract_kl(rewards, LP, MASK, coef=0.3)
-    np.testing.assert_allclose(got, given - np.where(MASK, 0.3 * LP, 0), 1e-12, 1e-14)
+    np.testing.assert_allclose(got, arguments - np.where(MASK, 0.3 * LP, 0), 1e-12, 1e-14)
     check_masked(lambda rewards, kl: kljax.subtract_kl(rewards, kl, MASK, coef=0.3), [TOKEN_SCORES, LP])
     slopes = jax.grad(lambda r, kl: kljax.subtract_kl(r, kl, MASK, coef=0.3).sum(), (0, 1))(TOKEN_SCORES, LP)
     np.testing.assert_array_equal(slopes[0], MASK)

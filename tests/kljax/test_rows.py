@@ -55,7 +55,7 @@ def in_segments(mask: jax.Array) -> kljax.Segments:
 
 def segment_ids() -> jax.Array:
     """Numbered from 0 in every row; gaps and the rest of the row belong to none."""
-    inner = {member: place for members in PACKED for place, member in enumerate(members) if member is not GAP}
+    inner = {member: index for members in PACKED for index, member in enumerate(members) if member is not GAP}
     return packed([np.full(len(mask), inner[number]) for number, mask in enumerate(SEQUENCES)], -1)
 
 
@@ -86,8 +86,8 @@ STATISTICS: dict[str, Callable[..., jax.Array]] = {
 @pytest.mark.parametrize("name", STATISTICS)
 def test_segment_statistic_equals_its_sequence_statistic(name: str) -> None:
     ids, statistic = segment_ids(), jax.jit(STATISTICS[name])
-    whole = np.where(ids >= 0, packed(draw(0)), np.nan)
-    per_segment = statistic(whole, in_segments(packed(MASKS)))
+    full = np.where(ids >= 0, packed(draw(0)), np.nan)
+    per_segment = statistic(full, in_segments(packed(MASKS)))
     assert per_segment.shape == (len(PACKED), LENGTH)
     parts = unpacked(rows.to_tokens(per_segment, in_segments(packed(MASKS))))
     for part, values, mask in zip(parts, draw(0), MASKS, strict=True):
@@ -348,17 +348,17 @@ def test_packed_rows_are_separate_rows(name: str) -> None:
 
         return [run(case) for case in CASES[name]]
 
-    own = {key: in_own_rows(key, parts) for key, parts in arrays.items()} | {"mask": padded(MASKS)}
+    separate = {key: in_own_rows(key, parts) for key, parts in arrays.items()} | {"mask": padded(MASKS)}
     shared = {key: in_packed_rows(parts) for key, parts in arrays.items()} | {"mask": in_packed_rows(MASKS)}
     shared = {key: in_segments(value) if "mask" in key else value for key, value in shared.items()}
 
     def run(own: dict[str, jax.Array], shared: dict[str, Any]) -> Any:
         return value_and_grads(own, padded(cotangent)), value_and_grads(shared, packed(cotangent))
 
-    for (grads, out), (packed_grads, packed_out) in zip(*calls.compiled(run, own, shared), strict=True):
-        for part, whole in zip(jax.tree.leaves(out), jax.tree.leaves(packed_out), strict=True):
-            assert (part.dtype, part.ndim) == (whole.dtype, whole.ndim)
-            check_leaf(part, whole)
+    for (grads, out), (packed_grads, packed_out) in zip(*calls.compiled(run, separate, shared), strict=True):
+        for part, full in zip(jax.tree.leaves(out), jax.tree.leaves(packed_out), strict=True):
+            assert (part.dtype, part.ndim) == (full.dtype, full.ndim)
+            check_leaf(part, full)
         for key, expected in grads.items():
             if key not in OF_SEQUENCES:
                 check_leaf(expected, packed_grads[key])

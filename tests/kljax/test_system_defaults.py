@@ -271,17 +271,17 @@ def settings(entry: Entry) -> dict[str, Any]:
 
     An argument that has to be given and that the call leaves out is None.
     """
-    found: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     for call, _ in steps_of(entry.call) if entry.call else ():
         if "scale" in entry.sources and call.scale != 1:
-            found["scale"] = call.scale
+            collected["scale"] = call.scale
         for name, parameter in inspect.signature(getattr(kljax, call.function)).parameters.items():
             array = any(word in str(parameter.annotation) for word in ("ArrayLike", "Callable", "Mask"))
-            given = name in call.arguments
-            if name in entry.sources and (given or (parameter.kind is parameter.KEYWORD_ONLY and not array)):
+            arguments = name in call.arguments
+            if name in entry.sources and (arguments or (parameter.kind is parameter.KEYWORD_ONLY and not array)):
                 default = None if parameter.default is REQUIRED else parameter.default
-                found[name] = call.arguments.get(name, default)
-    return found
+                collected[name] = call.arguments.get(name, default)
+    return collected
 
 
 def expected(entry: Entry, name: str) -> Any:

@@ -131,6 +131,6 @@ def test_formula_of_the_system_with_any_micro_batches(name: str) -> None:
 def test_step_count_equals_its_joined_parts() -> None:
     # The part of a step that one process holds, weighed with the number of rows of the step: the parts add up to it.
     for mode in ("seq_mean_token_sum", "seq_mean_token_mean"):
-        whole = kljax.token_weights(MASK, mode=mode)
+        full = kljax.token_weights(MASK, mode=mode)
         parts = [kljax.token_weights(MASK[rows], mode=mode, denominator=5) for rows in (slice(0, 2), slice(2, None))]
-        np.testing.assert_allclose(np.concatenate(parts), whole, 1e-14)
+        np.testing.assert_allclose(np.concatenate(parts), full, 1e-14)

@@ -70,14 +70,14 @@ def part_of(entry: Entry, settings: Settings) -> str:
 def needed() -> dict[tuple[str, str], tuple[Settings, ...]]:
     """For each entry the settings that no other one has run, at least one: so that all entries and settings are run."""
     run: set[tuple[str, Settings]] = set()
-    found = {}
+    collected = {}
     # What few settings record comes first, as it leaves no choice.
     for entry, golden in sorted(CHECKED, key=lambda pair: len(settings_of(*pair))):
         settings = settings_of(entry, golden)
         new = tuple(s for s in settings if (part_of(entry, s), s) not in run)
-        found[key_of(entry), repr(golden)] = new or settings[:1]
+        collected[key_of(entry), repr(golden)] = new or settings[:1]
         run.update((part_of(entry, s), s) for s in settings)
-    return found
+    return collected
 
 
 def run_whole(exercise: Callable[[Entry, cases.Case], None], entry: Entry, case: cases.Case) -> None:
@@ -101,9 +101,9 @@ def compare(recorded: Iterable[tuple[Entry, Golden, Settings]]) -> dict[tuple[st
         else:
             names.append((key_of(entry), repr(golden)))
             exercises.append((alike, exercise))
-    for name, found in zip(names, cases.run_together(exercises), strict=True):
-        assert found, name
-        comparisons[name] += found
+    for name, actual in zip(names, cases.run_together(exercises), strict=True):
+        assert actual, name
+        comparisons[name] += actual
     return comparisons
 
 
@@ -138,10 +138,10 @@ def test_entry_on_results_recorded_by_another_entry(entry: Entry, golden: Golden
 
 def of_functions(pairs: Iterable[tuple[Any, cases.Case]]) -> list[Any]:
     """What compares recorded cases, with all cases of a function, as parameters of a test."""
-    found: dict[tuple[str, str], list[tuple[Any, cases.Case]]] = defaultdict(list)
+    actual: dict[tuple[str, str], list[tuple[Any, cases.Case]]] = defaultdict(list)
     for function, case in pairs:
-        found[case.system, case.function].append((function, case))
-    return [pytest.param(of_function, id="-".join(name)) for name, of_function in found.items()]
+        actual[case.system, case.function].append((function, case))
+    return [pytest.param(of_function, id="-".join(name)) for name, of_function in actual.items()]
 
 
 IN_BOUNDS = (REACHES_BOUND, RELEASE_DEFAULTS)
@@ -225,8 +225,8 @@ def test_arguments_of_an_estimator(entry: Entry) -> None:
 @pytest.mark.parametrize("entry", kljax.systems.entries(kind="reduction"), ids=key_of)
 def test_arguments_of_a_reduction(entry: Entry) -> None:
     arguments, mask = kljax.systems.arguments(entry.key, kind="reduction"), jnp.array([[True, False], [True, True]])
-    given = {"max_length": 2.0, "group_ids": jnp.array([0, 1]), "num_groups": 2}
-    sizes = {name: value for name, value in given.items() if name in entry.sources}
+    inputs = {"max_length": 2.0, "group_ids": jnp.array([0, 1]), "num_groups": 2}
+    sizes = {name: value for name, value in inputs.items() if name in entry.sources}
     weights = kljax.token_weights(mask, **arguments, **sizes)
     assert jnp.all((weights > 0) == mask)
 

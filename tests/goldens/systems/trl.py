@@ -38,11 +38,11 @@ ATTRIBUTES = {
 
 def trainer(given: InputTensors, params: Params, **methods: Callable[..., Any]) -> types.SimpleNamespace:
     """What the methods read from the trainer."""
-    ours = {name: params.get(name, default) for name, default in ATTRIBUTES.items()}
+    actual = {name: params.get(name, default) for name, default in ATTRIBUTES.items()}
     args = types.SimpleNamespace(**{name: params.get(name, default) for name, default in ARGUMENTS.items()})
     log_probs = given.log_probs
     return types.SimpleNamespace(
-        **ours,
+        **actual,
         **methods,
         args=args,
         epsilon_low=params["epsilon"],

@@ -84,13 +84,13 @@ def test_rae_follows_the_row_order() -> None:
 
 def test_rae_in_parts_equals_rae_of_all_rows() -> None:
     start = np.zeros(GROUPS)
-    whole, last = kljax.rae_advantages(REWARDS, start, IDS)
+    full, last = kljax.rae_advantages(REWARDS, start, IDS)
     first, between = kljax.rae_advantages(REWARDS[:4], start, IDS[:4])
     second, after = kljax.rae_advantages(REWARDS[4:], between, IDS[4:])
-    np.testing.assert_array_equal(np.concatenate([first, second]), whole)
+    np.testing.assert_array_equal(np.concatenate([first, second]), full)
     np.testing.assert_array_equal(after, last)
     marked = kljax.rae_advantages(REWARDS, start, kljax.Groups(np.where(REAL, IDS, 1), GROUPS, REAL))
-    jax.tree.map(np.testing.assert_array_equal, marked, (whole, last))
+    jax.tree.map(np.testing.assert_array_equal, marked, (full, last))
     gradient = jax.grad(lambda r: kljax.rae_advantages(r, start, IDS)[0].sum())(jnp.asarray(REWARDS))
     assert np.isfinite(gradient).all()
 

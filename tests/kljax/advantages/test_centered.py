@@ -41,13 +41,13 @@ def test_the_kl_is_detached() -> None:
 @pytest.mark.parametrize("split", [[0, 6], [0, 1, 6], [0, 3, 5, 6], list(range(7))], ids=str)
 @pytest.mark.parametrize("as_value", [False, True])
 def test_micro_batches_use_the_mean_of_the_batch(split: list[int], as_value: bool) -> None:
-    whole, whole_mean = kljax.centered_kl_advantages(ADVANTAGES, LP, REF, MASK, coef=0.3)
+    full, whole_mean = kljax.centered_kl_advantages(ADVANTAGES, LP, REF, MASK, coef=0.3)
     parts = [slice(*pair) for pair in itertools.pairwise(split)]
     sums = [kljax.WeightedSum.of(kljax.estimate_kl(LP[p], REF[p], MASK[p], estimator="k1"), MASK[p]) for p in parts]
     mean = functools.reduce(lambda a, b: a + b, sums)
     mean = mean.value() if as_value else mean
     got = [kljax.centered_kl_advantages(ADVANTAGES[p], LP[p], REF[p], MASK[p], coef=0.3, mean_kl=mean) for p in parts]
-    np.testing.assert_allclose(jnp.concatenate([advantages for advantages, _ in got]), whole, 1e-12, 1e-14)
+    np.testing.assert_allclose(jnp.concatenate([advantages for advantages, _ in got]), full, 1e-12, 1e-14)
     for _, mean_kl in got:
         np.testing.assert_allclose(mean_kl, whole_mean, 1e-12)
     np.testing.assert_allclose(

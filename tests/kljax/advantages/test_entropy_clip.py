@@ -53,10 +53,10 @@ def test_dropped_fraction_follows_python_floats() -> None:
     below = np.arange(1, 101, dtype=np.float32)
     for wide in (False, True):
         with jax.enable_x64(wide):
-            kept = jax.jit(
+            selected = jax.jit(
                 lambda x: kljax.clip_v_mask(-x, 0 * x, 0 * x, below, x.astype(bool), mu=0.0, max_fraction=0.29)
             )(ones)
-        assert (~kept).sum() == int(0.29 * 100) == 28
+        assert (~selected).sum() == int(0.29 * 100) == 28
 
 
 def test_tokens_with_equal_scores_are_all_retained() -> None:

@@ -11,8 +11,8 @@ ENTROPIES = np.abs(draw(1.0)[0])
 
 def by_quantile(entropies: np.ndarray, mask: np.ndarray, fraction: float) -> np.ndarray:
     """The tokens at or above the interpolated quantile of the unmasked ones, in float64."""
-    kept = np.ma.masked_array(entropies, mask=~mask).compressed()
-    return mask & (entropies >= np.quantile(kept, 1 - fraction, method="linear")) if kept.size else mask
+    selected = np.ma.masked_array(entropies, mask=~mask).compressed()
+    return mask & (entropies >= np.quantile(selected, 1 - fraction, method="linear")) if selected.size else mask
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.5, 0.73, 1.0])

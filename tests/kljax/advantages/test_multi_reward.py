@@ -63,8 +63,10 @@ def test_missing_reward_leaves_its_row_the_others() -> None:
 
 
 def test_single_reward_is_grpo_and_scales_cancel() -> None:
-    one = kljax.gdpo_advantages(REWARDS[:, :1], IDS, num_groups=GROUPS, singleton="reward")
-    np.testing.assert_array_equal(one, kljax.grpo_advantages(REWARDS[:, 0], IDS, num_groups=GROUPS, singleton="reward"))
+    single = kljax.gdpo_advantages(REWARDS[:, :1], IDS, num_groups=GROUPS, singleton="reward")
+    np.testing.assert_array_equal(
+        single, kljax.grpo_advantages(REWARDS[:, 0], IDS, num_groups=GROUPS, singleton="reward")
+    )
     larger = kljax.gdpo_advantages(REWARDS * np.array([1.0, 1e3, 1.0]), IDS, num_groups=GROUPS, eps=0.0)
     np.testing.assert_allclose(larger, kljax.gdpo_advantages(REWARDS, IDS, num_groups=GROUPS, eps=0.0), 1e-9, 1e-9)
 

@@ -10,11 +10,11 @@ GROUPS = 5
 
 
 def by_hand(threshold: float, ddof: int, real: np.ndarray) -> list[bool]:
-    found = []
+    collected = []
     for group in range(GROUPS):
         rewards = REWARDS[real & (group == IDS)]
-        found.append(len(rewards) > 1 and bool(np.std(rewards, ddof=ddof) > threshold))
-    return found
+        collected.append(len(rewards) > 1 and bool(np.std(rewards, ddof=ddof) > threshold))
+    return collected
 
 
 @pytest.mark.parametrize("ddof", [0, 1])

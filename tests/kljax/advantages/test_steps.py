@@ -32,8 +32,8 @@ def test_step_wise_grpo_of_trinity() -> None:
     )
     for i in np.flatnonzero(REAL):
         rivals = STEP_REWARDS[LAST & (PROMPT[i] == PROMPT)]
-        own = STEP_REWARDS[LAST & (TRAJECTORY[i] == TRAJECTORY)][0]
-        np.testing.assert_allclose(shared[i], (own - rivals.mean()) / (rivals.std(ddof=1) + 1e-6), 1e-12)
+        step_reward = STEP_REWARDS[LAST & (TRAJECTORY[i] == TRAJECTORY)][0]
+        np.testing.assert_allclose(shared[i], (step_reward - rivals.mean()) / (rivals.std(ddof=1) + 1e-6), 1e-12)
 
 
 def test_gigpo_of_trinity() -> None:

@@ -43,14 +43,14 @@ def by_hand(mask: np.ndarray, *, align: str, zero_tail: bool, eps: float, single
                 if u is not None and mask[j, u]:
                     later, before = tokens[j][tokens[j] >= u], tokens[j][tokens[j] <= u]
                     peers.append((norm[j, before].sum(), REWARDS[j, later].sum()))
-            own = REWARDS[i, tokens[i][n:]].sum()
+            reward_to_go = REWARDS[i, tokens[i][n:]].sum()
             baseline = sum(w * g for w, g in peers) / (sum(w for w, _ in peers) + eps)
-            place = n if align == "token" else t - tokens[i][0]
-            if zero_tail and len(tokens[i]) == lengths[-1] > lengths[-2:][0] and place >= lengths[-2]:
+            position = n if align == "token" else t - tokens[i][0]
+            if zero_tail and len(tokens[i]) == lengths[-1] > lengths[-2:][0] and position >= lengths[-2]:
                 baseline = 0.0
             if len(group) == 1:
-                baseline = own if singleton == "zero" else 0.0
-            result[i, t] = own - baseline
+                baseline = reward_to_go if singleton == "zero" else 0.0
+            result[i, t] = reward_to_go - baseline
     return result
 
 

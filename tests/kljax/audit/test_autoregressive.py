@@ -69,5 +69,5 @@ def test_reward_has_the_sequence_kl_gradient_unlike_loss(
     reached = np.zeros(len(PREFIXES))
     for sequence, rows in zip(np.exp(np.asarray(log_probs(table).sum(-1))), AT, strict=True):
         reached[rows] += sequence
-    own = reached[:, None] * np.asarray(jnp.exp(log_p) * (log_p - log_q - kl))
-    np.testing.assert_allclose(from_loss, own, rtol=1e-12, atol=1e-14)
+    local_kl = reached[:, None] * np.asarray(jnp.exp(log_p) * (log_p - log_q - kl))
+    np.testing.assert_allclose(from_loss, local_kl, rtol=1e-12, atol=1e-14)

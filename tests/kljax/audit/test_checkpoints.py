@@ -59,9 +59,9 @@ def test_hidden_states_give_the_report_of_logits(saved, stale, draws, layout) ->
     assert by_hidden.kl["token"].value > 0.01
     assert by_hidden.settings == by_logits.settings
     np.testing.assert_allclose(by_hidden.kl["token"].value, by_logits.kl["token"].value, rtol=1e-12)
-    for ours, theirs in zip(by_hidden.results, by_logits.results, strict=True):
-        for name, metric in theirs.metrics.items():
-            np.testing.assert_allclose(ours.metrics[name].value, metric.value, rtol=1e-8, atol=1e-11)
+    for actual, expected in zip(by_hidden.results, by_logits.results, strict=True):
+        for name, metric in expected.metrics.items():
+            np.testing.assert_allclose(actual.metrics[name].value, metric.value, rtol=1e-8, atol=1e-11)
 
 
 def test_wrong_reference_kl_doubles_every_estimator(saved, monkeypatch) -> None:

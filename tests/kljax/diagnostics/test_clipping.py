@@ -54,7 +54,7 @@ def test_least_and_most_clipped_rows() -> None:
     """TRL's `clip_ratio/low_min` and `high_max`: extremes of the clip fractions of rows."""
     clipped = kljax.clipped_tokens(LP, OLD, ADV, MASK)
     rows = kljax.Extremes.of(kljax.masked_mean(clipped, MASK, axis=-1), MASK.any(-1))
-    expected = [np.asarray(clipped)[row][kept].mean() for row, kept in enumerate(MASK) if kept.any()]
+    expected = [np.asarray(clipped)[row][unmasked].mean() for row, unmasked in enumerate(MASK) if unmasked.any()]
     np.testing.assert_allclose([rows.min, rows.max], [min(expected), max(expected)], 1e-6)
 
 

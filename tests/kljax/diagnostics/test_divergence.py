@@ -8,7 +8,7 @@ from tests.masks import MASK, draw
 LP, OLD = draw(0.7, 0.7)
 D = (LP - OLD)[MASK]
 TOKENS = MASK.sum()
-ROWS = [(LP - OLD)[row][kept] for row, kept in enumerate(MASK) if kept.any()]
+ROWS = [(LP - OLD)[row][unmasked] for row, unmasked in enumerate(MASK) if unmasked.any()]
 
 
 def check_mean(metric: kljax.WeightedSum, expected: np.ndarray) -> None:

@@ -101,24 +101,24 @@ def test_every_diagnostic_is_here() -> None:
 
 @pytest.mark.parametrize("metric", calls(MEANS))
 def test_means_of_parts_add_up(metric: Metric) -> None:
-    whole = metric(LP, OLD, ADV, MASK, KEPT)
-    assert isinstance(whole, kljax.WeightedSum)
-    assert jnp.any(whole.weight > 0)
+    full = metric(LP, OLD, ADV, MASK, KEPT)
+    assert isinstance(full, kljax.WeightedSum)
+    assert jnp.any(full.weight > 0)
     for cuts in ((2, 4), (1, 2, 3, 4, 5)):
         parts = [
             metric(*arrays) for arrays in zip(*(np.split(x, cuts) for x in (LP, OLD, ADV, MASK, KEPT)), strict=True)
         ]
         total = sum(parts[1:], parts[0])
-        np.testing.assert_array_equal(total.weight, whole.weight)
-        np.testing.assert_allclose(total.sum, whole.sum, 1e-13, 1e-15)
-        np.testing.assert_allclose(total.value(), whole.value(), 1e-13, 1e-15)
+        np.testing.assert_array_equal(total.weight, full.weight)
+        np.testing.assert_allclose(total.sum, full.sum, 1e-13, 1e-15)
+        np.testing.assert_allclose(total.value(), full.value(), 1e-13, 1e-15)
 
 
 @pytest.mark.parametrize("metric", calls(EXTREMES))
 def test_extremes_of_parts_merge(metric: Metric) -> None:
-    whole = metric(LP, OLD, ADV, MASK, KEPT)
+    full = metric(LP, OLD, ADV, MASK, KEPT)
     parts = [metric(*arrays) for arrays in zip(*(np.split(x, (1, 3)) for x in (LP, OLD, ADV, MASK, KEPT)), strict=True)]
-    assert sum(parts[1:], parts[0]) == whole
+    assert sum(parts[1:], parts[0]) == full
     assert parts[0] == kljax.Extremes(jnp.inf, -jnp.inf)  # a row without a token
 
 

@@ -8,7 +8,7 @@ from tests.masks import MASK, draw
 
 LP, OLD = draw(0.7, 0.7)
 D = LP - OLD
-ROWS = [D[row][kept] for row, kept in enumerate(MASK) if kept.any()]
+ROWS = [D[row][unmasked] for row, unmasked in enumerate(MASK) if unmasked.any()]
 LEVELS = {"token": D[MASK], "sequence": [r.sum() for r in ROWS], "geometric": [r.mean() for r in ROWS]}
 
 

@@ -6,7 +6,7 @@ from tests.masks import MASK, draw
 NOISE, DRIFT = draw(1.0, 0.3)
 LP = -0.05 - abs(NOISE)
 ROLLOUT = LP + DRIFT
-ROWS = [row for row, kept in enumerate(MASK) if kept.any()]
+ROWS = [row for row, unmasked in enumerate(MASK) if unmasked.any()]
 NLL, ROLLOUT_NLL = (np.array([-x[row][MASK[row]].mean() for row in ROWS]) for x in (LP, ROLLOUT))
 
 

@@ -30,8 +30,8 @@ def exact(hidden: Any, head: Any, ref_hidden: Any, ref_head: Any, kind: str) -> 
     """The divergence by its definition, in extended precision: a small one loses half of the digits of float64."""
     bias, tokens = np.zeros(head.shape[1]), hidden.shape[:-1]
     arrays = [np.asarray(x, np.longdouble) for x in (hidden, head, bias, ref_hidden, ref_head, bias)]
-    kept = np.zeros((*tokens, head.shape[1]), bool)
-    numbers = Numbers(np.zeros(tokens, int), np.ones(tokens, bool), np.ones(tokens), (0, 0), (1, 1), 0.5, kept)
+    selected = np.zeros((*tokens, head.shape[1]), bool)
+    numbers = Numbers(np.zeros(tokens, int), np.ones(tokens, bool), np.ones(tokens), (0, 0), (1, 1), 0.5, selected)
     return token_by_token(Arrays(*arrays), numbers)[kind]
 
 
@@ -143,8 +143,8 @@ def test_non_finite_values_under_the_mask_stay_out(implementation: str) -> None:
             options = {"entropy": True, "sum_squared_probs": True, "reference": reference, **common}
             stats = kljax.log_probs_from_hidden(*policy, targets, **options)
             alone = kljax.log_probs_from_hidden(*map(jax.lax.stop_gradient, policy), targets, **common)
-            kept = kljax.renormalized_log_probs(*policy, targets, targets[:, None] + 1, **common)
-            return [stats, kljax.jsd_from_hidden(*policy, *reference, **common), alone, kept]
+            renormalised = kljax.renormalized_log_probs(*policy, targets, targets[:, None] + 1, **common)
+            return [stats, kljax.jsd_from_hidden(*policy, *reference, **common), alone, renormalised]
 
         def frozen(hidden: Any) -> jax.Array:
             return kljax.log_probs_from_hidden(hidden, head(arrays["head"]), targets, **common).log_prob.sum()
@@ -199,8 +199,8 @@ def test_tokens_impossible_for_both_add_nothing(implementation: str) -> None:
 
     def log_probs(arrays: dict[str, Any], bias: Any, targets: Any) -> list[Any]:
         head = Head(arrays["head"], bias=bias, tile=TILE, implementation=implementation)
-        kept = kljax.renormalized_log_probs(arrays["hidden"], head, targets, targets[:, None])
-        return [kljax.log_probs_from_hidden(arrays["hidden"], head, targets).log_prob, kept.log_kept_mass]
+        renormalised = kljax.renormalized_log_probs(arrays["hidden"], head, targets, targets[:, None])
+        return [kljax.log_probs_from_hidden(arrays["hidden"], head, targets).log_prob, renormalised.log_kept_mass]
 
     # Of the kept tokens 0 and 1, the first is impossible.
     kept_ids = np.broadcast_to(np.arange(2), (TOKENS, 2))
@@ -290,7 +290,7 @@ def test_no_tokens_and_a_single_one(shape: tuple[int, ...]) -> None:
             return stats.log_prob.sum() + stats.entropy.sum(), stats
 
         grad = jax.grad(loss, (0, 1), has_aux=True)
-        return [grad(hidden, head, given, name) for given in (None, mask) for name in IMPLEMENTATIONS]
+        return [grad(hidden, head, arguments, name) for arguments in (None, mask) for name in IMPLEMENTATIONS]
 
     results = compiled(run, hidden, head)
     for (of_hidden, of_head), stats in results:

@@ -187,10 +187,10 @@ def check(case: ShardedCase, sharding: HeadSharding) -> None:
     arrays, data = ({name: put(name, x) for name, x in some.items()} for some in (arrays_of(case), data_of(case)))
     program = jax.jit(lambda *x: run(case, *x, sharding)).lower(arrays, data, put("mask", KEPT))
     compiled = program.compile(compiler_options=known_options())
-    for kept, mask in MASKS.items():
-        actual, expected = compiled(arrays, data, put("mask", mask)), on_one_device(case)[kept]
+    for mask_name, mask in MASKS.items():
+        actual, expected = compiled(arrays, data, put("mask", mask)), on_one_device(case)[mask_name]
         for (path, leaf), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
-            where = f"mask: {kept}, {jax.tree_util.keystr(path)}"
+            where = f"mask: {mask_name}, {jax.tree_util.keystr(path)}"
             assert (leaf.dtype, leaf.shape) == (other.dtype, other.shape), where
             bound = 2e-6 * max(1.0, np.abs(other).max())
             np.testing.assert_allclose(leaf, other, rtol=2e-6, atol=bound, err_msg=where)
@@ -268,7 +268,7 @@ def test_a_fused_loss_exchanges_no_more_bytes() -> None:
         )
         grads = jax.jit(lambda *x, case=case: run(case, *x, None, sharding)[1])
         module = parse(grads.lower(arrays, data).compile().as_text())
-        found = collectives(module)
-        assert {"all-gather", "all-reduce"} <= {each.kind for each in found}
-        bytes_of[kind] = sum(each.total for each in found)
+        operations = collectives(module)
+        assert {"all-gather", "all-reduce"} <= {each.kind for each in operations}
+        bytes_of[kind] = sum(each.total for each in operations)
     assert bytes_of["loss"] <= bytes_of["reverse"]

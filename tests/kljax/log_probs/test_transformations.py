@@ -112,9 +112,9 @@ def test_scalar_temperature_applies_to_every_token() -> None:
 
 def test_forward_mode_is_refused_except_over_gradients() -> None:
     # The gradient is made of ordinary operations, so that a Hessian, forwards over backwards, is there and exact.
-    given = {name: x[:4] if name != "head" else x for name, x in arrays().items()}
+    inputs = {name: x[:4] if name != "head" else x for name, x in arrays().items()}
     with pytest.raises(TypeError, match="forward-mode autodiff"):
-        jax.jvp(lambda x: loss(x, None), (given,), (given,))
+        jax.jvp(lambda x: loss(x, None), (inputs,), (inputs,))
 
     def run(given: dict[str, Any], mask: Any) -> list[Any]:
         def along(implementation: str) -> Any:
@@ -123,8 +123,8 @@ def test_forward_mode_is_refused_except_over_gradients() -> None:
 
         return [along("tile"), along("reference")]
 
-    tiled, expected = compiled(run, given, jnp.asarray(MASK[:4]))
-    for name in given:
+    tiled, expected = compiled(run, inputs, jnp.asarray(MASK[:4]))
+    for name in inputs:
         np.testing.assert_allclose(tiled[name], expected[name], rtol=1e-4, atol=1e-5)
 
 

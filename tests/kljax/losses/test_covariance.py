@@ -75,11 +75,11 @@ def test_losses_choose_as_many_tokens_as_python_counts(fraction: float, tokens: 
         @jax.jit
         def both(lp: jax.Array) -> tuple[jax.Array, jax.Array]:
             paid = kljax.kl_cov_loss(lp, lp - 1, none, mask, fraction=fraction)
-            kept = kljax.clip_cov_loss(lp, lp, adv, mask, KEYS[0], fraction=fraction, lower=-9.0)
-            return paid, kept
+            selected = kljax.clip_cov_loss(lp, lp, adv, mask, KEYS[0], fraction=fraction, lower=-9.0)
+            return paid, selected
 
-        paid, kept = map(np.asarray, both(np.linspace(-2.0, -1.0, tokens, dtype=np.float32)))
-        assert (paid != 0).sum() == (kept == 0).sum() == int(fraction * tokens)
+        paid, selected = map(np.asarray, both(np.linspace(-2.0, -1.0, tokens, dtype=np.float32)))
+        assert (paid != 0).sum() == (selected == 0).sum() == int(fraction * tokens)
 
 
 def test_kl_cov_penalty_has_no_gradient_at_start() -> None:
@@ -121,13 +121,13 @@ def test_clip_cov_is_ppo_at_the_remaining_tokens() -> None:
         )
 
     options = {"fraction": 0.1, "lower": 0.05}
-    kept = ~dropped(KEYS[0], **options)
-    weights = np.where(kept, 1.0 + np.arange(MASK.size).reshape(MASK.shape) % 5, 0)
+    selected = ~dropped(KEYS[0], **options)
+    weights = np.where(selected, 1.0 + np.arange(MASK.size).reshape(MASK.shape) % 5, 0)
     value, grad = of(weights, kljax.clip_cov_loss, KEYS[0], **options)
     ppo_value, ppo_grad = of(weights, kljax.ppo_clip_loss)
     np.testing.assert_allclose(value, ppo_value, 1e-13)
     np.testing.assert_allclose(grad, ppo_grad, 1e-13)
-    value, grad = of(np.where(kept, 0.0, 1.0), kljax.clip_cov_loss, KEYS[0], **options)
+    value, grad = of(np.where(selected, 0.0, 1.0), kljax.clip_cov_loss, KEYS[0], **options)
     assert value == 0
     assert not grad.any()
 

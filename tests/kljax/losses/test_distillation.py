@@ -186,10 +186,10 @@ def test_rows_with_a_tail_give_a_lower_bound() -> None:
     indices = np.argsort(-TEACHER, -1)[..., :3]
     with_tail, append = jax.jit(kljax.top_k_with_tail), jax.jit(kljax.append_tail)
     shortened = [np.asarray(with_tail(x, indices)) for x in (POLICY, TEACHER)]
-    for rows, whole in zip(shortened, (POLICY, TEACHER), strict=True):
+    for rows, full in zip(shortened, (POLICY, TEACHER), strict=True):
         np.testing.assert_allclose(logsumexp(rows, -1), 0, atol=1e-14)
-        np.testing.assert_allclose(rows[..., :3], np.take_along_axis(whole, indices, -1), 1e-15)
-        tail = 1 - np.exp(np.take_along_axis(whole, indices, -1)).sum(-1)
+        np.testing.assert_allclose(rows[..., :3], np.take_along_axis(full, indices, -1), 1e-15)
+        tail = 1 - np.exp(np.take_along_axis(full, indices, -1)).sum(-1)
         np.testing.assert_allclose(np.exp(rows[..., 3]), tail, 1e-10)
         np.testing.assert_allclose(append(rows[..., :3]), rows, 1e-10)
     for beta in BETAS:

@@ -56,7 +56,7 @@ def test_gradient_at_max_ratio_is_not_split(cap: float, advantage: float, expect
 def ratios(level: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The ratio of a level, and `d ratio_t / d log pi_u` as a part with `u = t` and a part for each `u` of the row."""
     zero = np.zeros(MASK.shape)
-    own, of_row = {
+    token_ratio, of_row = {
         "sequence": (zero, np.exp(SUM)),
         "geometric": (zero, ROW / N),
         "average": (R / 2, ROW / N / 2),
@@ -68,12 +68,12 @@ def ratios(level: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         "average": (R + ROW) / 2,
         "geometric_average": np.sqrt(R * ROW),
     }[level]
-    return tuple(np.broadcast_to(x, MASK.shape) for x in (value, own, of_row))
+    return tuple(np.broadcast_to(x, MASK.shape) for x in (value, token_ratio, of_row))
 
 
 @pytest.mark.parametrize("level", ["sequence", "geometric", "average", "geometric_average"])
 def test_levels_of_ppo(level: str) -> None:
-    ratio, own, of_row = ratios(level)
+    ratio, token_ratio, of_row = ratios(level)
     value = np.maximum(-ADV * ratio, -ADV * np.clip(ratio, LOW, HIGH))
     scale = np.where(MASK & np.where(ADV > 0, ratio <= HIGH, ratio >= LOW), -ADV * WEIGHTS, 0)
 
@@ -81,7 +81,7 @@ def test_levels_of_ppo(level: str) -> None:
         return kljax.ppo_clip_loss(lp, old, adv, MASK, **CLIP, level=level)
 
     np.testing.assert_allclose(loss(LP, OLD, ADV), np.where(MASK, value, 0), 1e-12, 1e-14)
-    expected = np.where(MASK, scale * own + (scale * of_row).sum(-1, keepdims=True), 0)
+    expected = np.where(MASK, scale * token_ratio + (scale * of_row).sum(-1, keepdims=True), 0)
     gradient = jax.grad(lambda lp: (loss(lp, OLD, ADV) * WEIGHTS).sum())(jnp.asarray(LP))
     np.testing.assert_allclose(gradient, expected, 1e-11, 1e-14)
     check_masked(loss, [LP, OLD, ADV])
@@ -102,11 +102,11 @@ def test_log_ratio_clip_comes_after_the_level() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric", "average", "geometric_average"])
 def test_levels_and_masks_of_cispo(level: str) -> None:
     ratio = R if level == "token" else ratios(level)[0]
-    kept = ~((ADV > 0) & (ratio > 1.28) | (ADV < 0) & (ratio < 0.8))
-    assert 0 < kept[MASK].sum() < MASK.sum()
+    selected = ~((ADV > 0) & (ratio > 1.28) | (ADV < 0) & (ratio < 0.8))
+    assert 0 < selected[MASK].sum() < MASK.sum()
     for options, weight in (
         ({}, np.clip(ratio, 0.5, 1.5)),
-        ({"mask_low": 0.2, "mask_high": 0.28}, kept * np.clip(ratio, 0.5, 1.5)),
+        ({"mask_low": 0.2, "mask_high": 0.28}, selected * np.clip(ratio, 0.5, 1.5)),
     ):
         check_pointwise(
             lambda lp, old, adv, o=options: kljax.cispo_loss(
@@ -127,12 +127,12 @@ def test_art_ratio_mask_is_a_rejection_except_constants() -> None:
     # ART sets ratios outside the bounds to 0 and then clips them: a constant where A < 0, the lower bound in CISPO.
     inside = (R > LOW) & (R < HIGH)
     ratio = np.where(inside, R, 0)
-    kept = kljax.rejection_mask(LP, OLD, MASK, lower=LOW, upper=HIGH)
+    selected = kljax.rejection_mask(LP, OLD, MASK, lower=LOW, upper=HIGH)
     ppo = kljax.importance_sampling_loss(LP, OLD, ADV, MASK)
-    ppo = jnp.where(kept, ppo, jnp.where(MASK, np.where(ADV < 0, -LOW * ADV, 0), 0))
+    ppo = jnp.where(selected, ppo, jnp.where(MASK, np.where(ADV < 0, -LOW * ADV, 0), 0))
     expected = np.maximum(-ADV * ratio, -ADV * np.clip(ratio, LOW, HIGH))
     np.testing.assert_allclose(ppo, np.where(MASK, expected, 0), 1e-12)
-    cispo = jnp.where(kept, kljax.cispo_loss(LP, OLD, ADV, MASK), LOW * kljax.reinforce_loss(LP, ADV, MASK))
+    cispo = jnp.where(selected, kljax.cispo_loss(LP, OLD, ADV, MASK), LOW * kljax.reinforce_loss(LP, ADV, MASK))
     np.testing.assert_allclose(cispo, np.where(MASK, -ADV * np.clip(ratio, LOW, HIGH) * LP, 0), 1e-12)
 
 

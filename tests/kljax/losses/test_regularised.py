@@ -33,10 +33,10 @@ ONES = np.ones(9, bool)
     ],
 )
 def test_rec(clip_mode: str, weight: str, regularizer: str) -> None:
-    kept = KEPT[clip_mode]
-    assert clip_mode == "none" or 0 < kept[MASK].sum() < MASK.sum()
+    selected = KEPT[clip_mode]
+    assert clip_mode == "none" or 0 < selected[MASK].sum() < MASK.sum()
     penalty, pull = PENALTIES[regularizer]
-    scale = -ADV * kept * WEIGHTS[weight]
+    scale = -ADV * selected * WEIGHTS[weight]
     names = {"clip_mode": clip_mode, "weight": weight, "regularizer": regularizer}
     check_pointwise(
         lambda lp, old, adv: kljax.rec_loss(lp, old, adv, MASK, **names, **BOUNDS, coef=0.6, temperature=2.0),

@@ -113,9 +113,9 @@ def check_relative(actual: jax.Array, exact: np.ndarray) -> None:
 @pytest.mark.parametrize("program", EACH_PROGRAM)
 @pytest.mark.parametrize("tau", [1e-3, 1.05, 60.0])
 def test_sapo_in_float32_where_the_gate_saturates(tau: float, program: str) -> None:
-    one = jnp.ones((APART.size, 1), jnp.float32)
+    single = jnp.ones((APART.size, 1), jnp.float32)
     value, slope = in_float32(
-        lambda lp: kljax.sapo_loss(lp, 0 * one, one, jnp.ones(one.shape, bool), tau_positive=tau), program
+        lambda lp: kljax.sapo_loss(lp, 0 * single, single, jnp.ones(single.shape, bool), tau_positive=tau), program
     )
     drift = APART.astype(np.longdouble)
     tail = np.exp(-np.abs(np.longdouble(tau) * np.expm1(drift)))
@@ -126,10 +126,10 @@ def test_sapo_in_float32_where_the_gate_saturates(tau: float, program: str) -> N
 @pytest.mark.parametrize("program", EACH_PROGRAM)
 @pytest.mark.parametrize(("k", "rate"), [(2.0, 3.0), (1.3, 0.7), (0.1, 40.7), (2.0, 80.0)])
 def test_vespo_in_float32_where_phi_is_nearly_0(k: float, rate: float, program: str) -> None:
-    one = jnp.ones((APART.size, 1), jnp.float32)
+    single = jnp.ones((APART.size, 1), jnp.float32)
     options = {"k_positive": k, "lambda_positive": rate}
     value, slope = in_float32(
-        lambda lp: kljax.vespo_loss(lp, 0 * one, one, jnp.ones(one.shape, bool), **options), program
+        lambda lp: kljax.vespo_loss(lp, 0 * single, single, jnp.ones(single.shape, bool), **options), program
     )
     drift = APART.astype(np.longdouble)
     phi = np.exp(np.longdouble(k) * drift - np.longdouble(rate) * np.expm1(drift))
@@ -141,14 +141,14 @@ def test_traced_coefficients_equal_float32() -> None:
     lp = jnp.asarray(APART)[:, None]
     zero, mask = jnp.zeros_like(lp), jnp.ones(lp.shape, bool)
     losses = ((kljax.sapo_loss, "tau_positive"), (kljax.vespo_loss, "lambda_positive"))
-    given = np.float32(0.3)
+    arguments = np.float32(0.3)
 
     @jax.jit
     def of_both(traced: jax.Array) -> list[list[jax.Array]]:
-        numbers = (traced, float(given))
+        numbers = (traced, float(arguments))
         return [[loss(lp, zero, zero + 1, mask, **{name: x}) for x in numbers] for loss, name in losses]
 
-    for traced, static in of_both(given):
+    for traced, static in of_both(arguments):
         np.testing.assert_allclose(traced, static, 1e-6)
 
 
@@ -220,9 +220,9 @@ def test_vespo(clip: float | None, weighted: bool) -> None:
     bounded = np.clip(D, -(clip or np.inf), clip or np.inf)
     w = np.prod(np.where(MASK, np.exp(bounded) * weights, 1), -1, keepdims=True)
     phi = w**K * np.exp(RATE * (1 - w))
-    given = {"weights": np.where(MASK, weights, np.nan)} if weighted else {}
+    arguments = {"weights": np.where(MASK, weights, np.nan)} if weighted else {}
     check_pointwise(
-        lambda lp, old, adv: kljax.vespo_loss(lp, old, adv, MASK, **GAMMA, **given, log_ratio_clip=clip),
+        lambda lp, old, adv: kljax.vespo_loss(lp, old, adv, MASK, **GAMMA, **arguments, log_ratio_clip=clip),
         -ADV * phi * LP,
         -ADV * phi,
     )

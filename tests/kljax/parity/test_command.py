@@ -54,7 +54,7 @@ def test_text_json_and_page_of_a_fault(tmp_path: pathlib.Path, capsys: pytest.Ca
 def test_unknown_causes_name_the_deciding_field(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump = dump_named("verl-clean-token-mean")
     recorded = np.load(parity.DIRECTORY / "dumps.npz")
-    arrays = {name: recorded[place] for name, place in dump["arrays"].items() if name not in parity.LOSS_ONLY}
+    arrays = {name: recorded[key] for name, key in dump["arrays"].items() if name not in parity.LOSS_ONLY}
     arrays["loss"] = np.float32(0.123)
     write_dump(tmp_path / "dump.npz", dump["header"], arrays)
     assert main(["parity", str(tmp_path / "dump.npz"), "--seconds", "0"]) == 1

@@ -147,9 +147,9 @@ def test_arguments_reach_the_functions_of_a_loss(tmp_path: pathlib.Path) -> None
     # REINFORCE times a mask of the importance ratio to the sampler; `upper` is an argument of the mask.
     arrays = batch() | {"advantages": REWARDS}
     ratio = np.exp(arrays["log_probs"] - arrays["rollout_log_probs"])
-    kept = (ratio >= 0.8) & (ratio <= 3)
-    assert (kept & (ratio > 1.2) & arrays["mask"]).any()
-    arrays["token_loss"] = np.where(kept, -ratio * REWARDS[:, None] * arrays["log_probs"], 0)
+    selected = (ratio >= 0.8) & (ratio <= 3)
+    assert (selected & (ratio > 1.2) & arrays["mask"]).any()
+    arrays["token_loss"] = np.where(selected, -ratio * REWARDS[:, None] * arrays["log_probs"], 0)
     header = {"system": "skyrl", "loss": {"name": "rollout_is", "upper": 3.0}}
     assert compared(tmp_path, header, arrays, "token_loss").agrees
 

@@ -23,8 +23,8 @@ def rows(values: np.ndarray, reduction: str) -> np.ndarray:
         return values
     reduce = {"sum": np.sum, "mean": np.mean, "max": np.max}[reduction]
     judged = np.zeros(MASK.shape)
-    for row, kept in enumerate(MASK):
-        judged[row] = reduce(values[row][kept]) if kept.any() else 0
+    for row, unmasked in enumerate(MASK):
+        judged[row] = reduce(values[row][unmasked]) if unmasked.any() else 0
     return judged
 
 

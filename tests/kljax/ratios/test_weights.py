@@ -49,7 +49,7 @@ def test_importance_weights(level: str, mode: str, lower: float | None, upper: f
     assert len(np.unique(expected)) >= 2
     np.testing.assert_allclose(weights(LP, OLD), expected, 1e-13)
     np.testing.assert_allclose(weights(LP, OLD, "tokens"), expected / expected[MASK].mean(), 1e-12)
-    means = [row[kept].mean() for row, kept in zip(expected, MASK, strict=True) if kept.any()]
+    means = [row[unmasked].mean() for row, unmasked in zip(expected, MASK, strict=True) if unmasked.any()]
     np.testing.assert_allclose(weights(LP, OLD, "rows"), expected / np.mean(means), 1e-12)
     check_masked(weights, [LP, OLD])
     check_masked(lambda lp, old: weights(lp, old, "rows"), [LP, OLD])
@@ -84,8 +84,8 @@ def test_far_log_ratios_have_finite_weights_and_gradients(normalize: str) -> Non
         return (weights * jnp.arange(1.0, 6.0, dtype=jnp.float32)).sum(), weights
 
     options = [{"upper": 2.0}, {"mode": "mask", "lower": 0.5, "upper": 2.0}, {"mode": "clip", "lower": 0.5, "upper": 2}]
-    for given, expected in zip(options, ([2, 0, 2, 0, 1], [0, 0, 0, 0, 1], [2, 0.5, 2, 0.5, 1]), strict=True):
-        gradient, weights = jax.grad(total, has_aux=True)(lp, **given)
+    for arguments, expected in zip(options, ([2, 0, 2, 0, 1], [0, 0, 0, 0, 1], [2, 0.5, 2, 0.5, 1]), strict=True):
+        gradient, weights = jax.grad(total, has_aux=True)(lp, **arguments)
         scale = 1 if normalize == "none" else np.mean(expected)
         np.testing.assert_allclose(weights, np.array(expected) / scale, 1e-6)
         assert np.isfinite(gradient).all()

@@ -89,12 +89,12 @@ def test_a_loss_has_the_defaults_of_its_function(name: str) -> None:
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_an_estimator_has_the_defaults_of_its_function(name: str) -> None:
     config, _ = build(f"advantage={name}", *(["loss.value_coef=0.5"] if name == "gae" else []))
-    given = {
+    arguments = {
         p.name: p.default
         for p in read_signature(ADVANTAGES[name]).parameters
         if p.type is not None and p.name != "num_groups"
     }
-    assert config.advantage.options() == given
+    assert config.advantage.options() == arguments
     assert parse(parse_yaml(dump_yaml(config))[0])[0] == config
 
 
@@ -129,12 +129,12 @@ def test_fields_of_a_family_are_in_every_variant() -> None:
 )
 def test_mistake_is_named_by_its_chosen_variant(override: str, start: str) -> None:
     raw: dict = {"steps": 5}
-    found = apply_overrides(raw, [override])
-    if not found:
+    actual = apply_overrides(raw, [override])
+    if not actual:
         with pytest.raises(ConfigError) as caught:
             parse(raw)
-        found = list(caught.value.problems)
-    assert found[0].startswith(start)
+        actual = list(caught.value.problems)
+    assert actual[0].startswith(start)
 
 
 def test_name_alone_can_be_followed_by_fields() -> None:

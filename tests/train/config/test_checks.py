@@ -184,13 +184,13 @@ def test_combination_is_accepted(overrides):
 
 
 def test_files_of_the_real_task_must_exist(tmp_path):
-    found = problems("task=gsm8k", f"data.train={tmp_path}", f"data.eval={tmp_path / 'none'}")
-    assert [problem.rpartition("but ")[2] for problem in found] == ["it is a directory", "there is no such file"]
+    actual = problems("task=gsm8k", f"data.train={tmp_path}", f"data.eval={tmp_path / 'none'}")
+    assert [problem.rpartition("but ")[2] for problem in actual] == ["it is a directory", "there is no such file"]
 
 
 def test_problems_caused_by_a_bad_field_are_omitted():
-    found = problems("mesh.tensor=-1", "model.mlp_width=5", "task=gsm", "data.train=a.jsonl")
-    assert [problem.partition(":")[0] for problem in found] == ["task", "mesh.tensor"]
+    actual = problems("mesh.tensor=-1", "model.mlp_width=5", "task=gsm", "data.train=a.jsonl")
+    assert [problem.partition(":")[0] for problem in actual] == ["task", "mesh.tensor"]
 
 
 def test_rollout_kl_switches_the_recording_on():

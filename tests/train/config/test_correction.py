@@ -70,8 +70,8 @@ def test_uncorrected_completions_of_another_policy_are_warned_of() -> None:
         assert warning.startswith(start)
         for remedy in (WEIGHTS, "kl.rollout.coef=0.1", "loss.old_log_probs=sampler"):
             fixed = [option for option in options if not option.startswith("correction")]
-            given = [*fixed, "correction=[]", remedy] if remedy != WEIGHTS else [*fixed, remedy]
-            assert build(*given)[1] == ()
+            arguments = [*fixed, "correction=[]", remedy] if remedy != WEIGHTS else [*fixed, remedy]
+            assert build(*arguments)[1] == ()
 
 
 @pytest.mark.parametrize(

@@ -142,8 +142,8 @@ def test_name_in_the_wrong_section_is_found(write):
     ],
 )
 def test_malformed_config_files_are_refused(write, text, problem):
-    (found,) = problems_of_file(write(text))
-    assert found.startswith(problem)
+    (actual,) = problems_of_file(write(text))
+    assert actual.startswith(problem)
 
 
 def test_unreadable_files_are_refused(tmp_path, write):

@@ -134,10 +134,15 @@ def test_only_a_base_under_an_adapter_is_quantised(folder):
 
 def test_an_adapter_brings_its_rank_alpha_and_targets(tmp_path):
     adapter = Path(__file__).parents[2] / "goldens" / "models" / "gemma3" / "adapter"
-    found = read_peft_config(adapter)
+    actual = read_peft_config(adapter)
     lora = build(f"lora={{path: {adapter}}}")[0].lora
-    assert (lora.rank, lora.alpha, lora.rslora, lora.targets) == (found.rank, found.alpha, found.rslora, found.targets)
-    assert found.rslora
+    assert (lora.rank, lora.alpha, lora.rslora, lora.targets) == (
+        actual.rank,
+        actual.alpha,
+        actual.rslora,
+        actual.targets,
+    )
+    assert actual.rslora
     assert build(f"lora.path={adapter}")[0].lora == lora
     assert build(f"lora={{path: {adapter}, rank: 7}}")[0].lora == lora.model_copy(update={"rank": 7})
     # What cannot be read is named by the check of the adapter.

@@ -26,12 +26,12 @@ def test_every_preset_loads_alone_with_its_fields(name):
     config, warnings = parse({"steps": 1, "preset": name})
     assert not warnings
     for path, value in leaves(read_preset(name)):
-        found = config
+        actual = config
         for part in path.split("."):
-            found = getattr(found, part)
+            actual = getattr(actual, part)
         if isinstance(value, list):
-            found = [entry.model_dump(include=set(given)) for entry, given in zip(found, value, strict=True)]
-        assert found == value, path
+            actual = [entry.model_dump(include=set(arguments)) for entry, arguments in zip(actual, value, strict=True)]
+        assert actual == value, path
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -61,12 +61,12 @@ def test_user_function_is_read_through_its_imports(tmp_path, monkeypatch) -> Non
     monkeypatch.syspath_prepend(tmp_path)
     signature = read_signature("mine_for_signatures:loss")
     assert signature.doc == "Shouts."
-    found = {p.name: (p.type, p.default, p.keyword) for p in signature.parameters}
-    assert found["log_probs"] == (None, REQUIRED, False)
-    assert found["scale"][1:] == (2, False)
-    assert found["mode"] == (Literal["a", "b"], "a", True)
+    parameters = {p.name: (p.type, p.default, p.keyword) for p in signature.parameters}
+    assert parameters["log_probs"] == (None, REQUIRED, False)
+    assert parameters["scale"][1:] == (2, False)
+    assert parameters["mode"] == (Literal["a", "b"], "a", True)
     assert next(p.doc for p in signature.parameters if p.name == "scale") == "how loud."
-    assert [p.name for p in read_signature(f"{package / 'deep.py'}:shout").parameters] == list(found)
+    assert [p.name for p in read_signature(f"{package / 'deep.py'}:shout").parameters] == list(parameters)
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ def test_the_fields_give_the_numbers_of_the_name(name: str) -> None:
         return
     section = config_of(kl={"loss": loss})[0].kl.loss
     lp, ref = jnp.array([-1.0, -40.0]), jnp.array([-2.0, -1.0])
-    given = {"estimator": section.estimator, "gradient": section.gradient, "value_clip": section.value_clip}
+    arguments = {"estimator": section.estimator, "gradient": section.gradient, "value_clip": section.value_clip}
     expected = kljax.estimate_kl(lp, ref, **kljax.systems.arguments(f"verl/{name}"))
-    np.testing.assert_array_equal(kljax.estimate_kl(lp, ref, **given), expected)
+    np.testing.assert_array_equal(kljax.estimate_kl(lp, ref, **arguments), expected)
 
 
 def test_reductions_have_names_too() -> None:

@@ -92,14 +92,14 @@ def test_batch_larger_than_the_data_continues_next_epoch():
 @pytest.mark.parametrize("rows", [[0], [1, 3], [3, 0, 2, 1]])
 def test_selected_rows_equal_the_rows_of_a_batch(rows):
     for step in (0, 5):
-        whole = prompts().batch(step)
-        assert prompts().batch(step, rows) == [whole[row] for row in rows]
+        full = prompts().batch(step)
+        assert prompts().batch(step, rows) == [full[row] for row in rows]
 
 
 def test_selected_supervised_rows_equal_the_rows_of_batches():
     data = Supervised(examples(9), TOKENIZER, prompt_length=5, completion_length=3, batch_size=4, seed=0)
-    for some, whole in zip(data.batch(1, np.array([1, 3])), data.batch(1), strict=True):
-        np.testing.assert_array_equal(some, whole[[1, 3]])
+    for some, full in zip(data.batch(1, np.array([1, 3])), data.batch(1), strict=True):
+        np.testing.assert_array_equal(some, full[[1, 3]])
 
 
 def test_an_empty_batch_is_refused():

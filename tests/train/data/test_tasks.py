@@ -192,13 +192,13 @@ def test_wrong_solutions_are_in_the_corpus_alone():
 
 
 def test_extra_solutions_have_new_errors_in_training_alone():
-    one = arithmetic.load(max_operand=9, operations="+", held_out=20, error_rate=0.5)
+    operation = arithmetic.load(max_operand=9, operations="+", held_out=20, error_rate=0.5)
     four = arithmetic.load(max_operand=9, operations="+", held_out=20, error_rate=0.5, solutions=4)
-    assert four.eval == one.eval
-    assert four.train[:80] == one.train
+    assert four.eval == operation.eval
+    assert four.train[:80] == operation.train
     assert len(four.train) == 4 * 80
     copies = [four.train[start : start + 80] for start in range(0, 320, 80)]
-    assert all(prompts(copy) == prompts(one.train) for copy in copies)
+    assert all(prompts(copy) == prompts(operation.train) for copy in copies)
     assert all(example.answer == str(eval(example.prompt.removesuffix("="))) for example in four.train)
     solutions = [tuple(example.solution for example in copy) for copy in copies]
     assert len(set(solutions)) == 4

@@ -106,8 +106,8 @@ def test_first_and_last_tokens_of_a_text():
 @pytest.mark.parametrize("chat", [True, False])
 def test_solutions_go_on_where_prompts_end(kind, chat):
     tokenizer = load_folder(FOLDERS / kind, chat=chat)
-    one = Example("Tom has", "7", " 7 apples." if not chat else " 7 apples.\n")
-    head, tail = tokenizer.prompt_ids(one), tokenizer.solution_ids(one)
+    single = Example("Tom has", "7", " 7 apples." if not chat else " 7 apples.\n")
+    head, tail = tokenizer.prompt_ids(single), tokenizer.solution_ids(single)
     assert tail[-1] in tokenizer.eos_ids
     assert not set(tail[:-1]) & set(tokenizer.eos_ids)
     if chat:  # as the template writes the whole conversation
@@ -116,9 +116,9 @@ def test_solutions_go_on_where_prompts_end(kind, chat):
         )
         assert tokenizer.encode(text)[: len(head) + len(tail)] == head + tail
     else:
-        whole = [*tokenizer.prompt_ids(Example("Tom has 7 apples.", "", "")), tokenizer.eos_ids[0]]
-        assert tokenizer.decode(head + tail) == tokenizer.decode(whole)
-        assert head + tail == whole or kind == "gemma"  # whose merges go over the border
+        full = [*tokenizer.prompt_ids(Example("Tom has 7 apples.", "", "")), tokenizer.eos_ids[0]]
+        assert tokenizer.decode(head + tail) == tokenizer.decode(full)
+        assert head + tail == full or kind == "gemma"  # whose merges go over the border
 
 
 def test_system_prompt_comes_first_unless_the_conversation_differs():
@@ -127,9 +127,11 @@ def test_system_prompt_comes_first_unless_the_conversation_differs():
     assert "system\nBe brief.<" in "".join(tokenizer._pieces[i] for i in ()) + tokenizer._render(
         tokenizer._template, example([user]), answer=None
     )
-    own = tokenizer._render(tokenizer._template, example([{"role": "system", "content": "Own."}, user]), answer=None)
-    assert "Own." in own
-    assert "Be brief." not in own
+    with_system = tokenizer._render(
+        tokenizer._template, example([{"role": "system", "content": "Own."}, user]), answer=None
+    )
+    assert "Own." in with_system
+    assert "Be brief." not in with_system
 
 
 def test_sampled_tokens_stay_visible_in_the_text():
@@ -148,9 +150,9 @@ def test_bos_follows_the_tokenizer_config_if_set(tmp_path):
     )
     assert without.prompt_ids(plain) == without.encode("a")
     told = {"add_bos_token": True, "bos_token": {"content": "<|im_start|>", "special": True}}
-    given = load_folder(changed(tmp_path / "2", "chatml", tokenizer_config__json=told), chat=False)
-    assert given.prompt_ids(plain) == [given.bos_id, *given.encode("a")]
-    assert given.prompt_ids(Example("<|im_start|>a", "", "")) == [given.bos_id, *given.encode("a")]
+    arguments = load_folder(changed(tmp_path / "2", "chatml", tokenizer_config__json=told), chat=False)
+    assert arguments.prompt_ids(plain) == [arguments.bos_id, *arguments.encode("a")]
+    assert arguments.prompt_ids(Example("<|im_start|>a", "", "")) == [arguments.bos_id, *arguments.encode("a")]
 
 
 def test_padding_and_truncation_of_files_are_disabled(tmp_path):
@@ -170,8 +172,8 @@ def test_where_a_template_is_found(tmp_path):
     (folder / "chat_template.jinja").write_text("c", "utf-8")
     assert load_folder(folder).prompt_ids(user) == load_folder(folder).encode("c")
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}{{ n }}", "utf-8")
-    own = load_folder(folder, template=str(tmp_path / "own.jinja"), arguments={"n": 7})
-    assert own.prompt_ids(user) == own.encode("hi7")
+    with_template = load_folder(folder, template=str(tmp_path / "own.jinja"), arguments={"n": 7})
+    assert with_template.prompt_ids(user) == with_template.encode("hi7")
 
 
 @pytest.mark.parametrize(

@@ -168,8 +168,8 @@ def test_killed_process_is_named_within_fifteen_seconds(moment, victim, processe
             if number != victim:
                 assert peer.returncode == 75
                 pid = started[victim].process.pid
-                found = rf"error: process {victim} of {processes} \(.*, pid {pid}\) is lost: .* step 7 \({moment}\)"
-                assert re.search(found, peer.stderr), peer.stderr
+                actual = rf"error: process {victim} of {processes} \(.*, pid {pid}\) is lost: .* step 7 \({moment}\)"
+                assert re.search(actual, peer.stderr), peer.stderr
 
 
 @pytest.mark.thorough

@@ -162,7 +162,7 @@ def test_every_row_is_scored_once_by_its_process(shape, per_process) -> None:
         {d.process_index for d, i in sharding.devices_indices_map((16,)).items() if row in range(16)[i[0]]}
         for row in range(16)
     ]
-    assert all(owner in held for owner, held in zip(owners, holders, strict=True))
+    assert all(owner in holder_rows for owner, holder_rows in zip(owners, holders, strict=True))
     counts = np.bincount(owners, minlength=8 // per_process)
     assert counts.max() - counts.min() == 0  # the work is shared evenly
 

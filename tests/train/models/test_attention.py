@@ -75,9 +75,9 @@ def test_splash_attention_is_the_same_with_its_gradient(sliding, softcap, monkey
     expected = computed()
     monkeypatch.setattr(attention, "splash_attention", interpreted)
     monkeypatch.setattr(kernels, "device_kind", lambda: "TPU v5 lite")
-    found = computed()
-    chex.assert_trees_all_close(found, expected, atol=5e-6)
-    for x in found:
+    actual = computed()
+    chex.assert_trees_all_close(actual, expected, atol=5e-6)
+    for x in actual:
         assert not x[~MASK].any()
 
 

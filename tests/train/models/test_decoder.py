@@ -73,12 +73,12 @@ def test_grouped_queries_equal_repeated_keys_and_values():
     shape = (2, 5)
     query, (key, value) = drawn(*shape, 6, 4), drawn(2, *shape, 2, 4, seed=1)
     attention_mask = causal_mask(jnp.array([[True] * 5, [False, False, True, True, True]]), None)
-    found = jax.jit(attend)(query, key, value, attention_mask)
+    actual = jax.jit(attend)(query, key, value, attention_mask)
     mask = np.asarray(attention_mask.full)
     wide_key, wide_value = (np.repeat(np.asarray(x, np.float64), 3, axis=2) for x in (key, value))
     exps = np.where(mask, np.exp(np.einsum("bqnh,bknh->bnqk", query, wide_key) / 2), 0)
     weights = exps / np.maximum(exps.sum(-1, keepdims=True), 1e-30)
-    np.testing.assert_allclose(found, np.einsum("bnqk,bknh->bqnh", weights, wide_value), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(actual, np.einsum("bnqk,bknh->bqnh", weights, wide_value), rtol=0, atol=1e-6)
 
 
 def test_query_without_keys_gives_zero_and_no_gradient():
@@ -253,8 +253,8 @@ def test_decoded_tokens_equal_tokens_of_full_sequences(unroll):
     cache = cache.layers() if unroll else cache
     for column in range(width, width + 3):
         seen = jnp.pad(mask, ((0, 0), (0, 1))) & (jnp.arange(width + 4) <= column)
-        place = seen.sum(-1) - 1
-        before, (hidden, cache) = cache, decode(tokens[:, column], place, cache, seen, jnp.int32(column))
+        position = seen.sum(-1) - 1
+        before, (hidden, cache) = cache, decode(tokens[:, column], position, cache, seen, jnp.int32(column))
         rounding.assert_close_by_norm(hidden, expected[:, column], roundings=BOUND)
         planted = rounding.planted(hidden, roundings=10 * BOUND)
         with pytest.raises(AssertionError, match="roundings of the norm"):
@@ -263,8 +263,10 @@ def test_decoded_tokens_equal_tokens_of_full_sequences(unroll):
         for old, new in zip(before, cache, strict=True) if unroll else [(before, cache)]:
             chex.assert_trees_all_equal(old.prompts, new.prompts)
             parts = [jax.tree.map(np.asarray, c.completions) for c in (old, new)]
-            kept = [(c.key[..., others] if unroll else c.key[..., others, :], c.value[..., others, :]) for c in parts]
-            chex.assert_trees_all_equal(*kept)
+            selected = [
+                (c.key[..., others] if unroll else c.key[..., others, :], c.value[..., others, :]) for c in parts
+            ]
+            chex.assert_trees_all_equal(*selected)
 
 
 @pytest.mark.parametrize(("field", "value"), [("kv_heads", 3), ("head_dim", 5)])

@@ -31,10 +31,10 @@ def test_scale_and_bias_gradients_are_summed_in_float32(offset):
     def loss(params):
         return model.bind(params)(tokens, mask).astype(jnp.float32).sum()
 
-    found = list(sums(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
+    collected = list(sums(jax.make_jaxpr(jax.grad(loss))(params).jaxpr))
     # Of scales: two norms of a layer, two of its heads, the last one; and seven biases.
-    assert len(found) >= 12
-    assert jnp.bfloat16 not in found
+    assert len(collected) >= 12
+    assert jnp.bfloat16 not in collected
 
 
 def test_scales_and_biases_round_once_to_activation_dtype():

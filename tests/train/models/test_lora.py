@@ -82,7 +82,7 @@ def test_merging_preserves_layout_dtype_and_other_weights():
     assert (changed.dtype, changed.sharding) == (before.dtype, before.sharding)
     # Rounded once: the product of ones, 4 x 3, is exact in bfloat16, the sum is not.
     chex.assert_trees_all_equal(changed, (before.astype(jnp.float32) + 12).astype(jnp.bfloat16))
-    assert all(one is two for one, two in zip(jax.tree.leaves(merged), jax.tree.leaves(narrow), strict=True))
+    assert all(first is second for first, second in zip(jax.tree.leaves(merged), jax.tree.leaves(narrow), strict=True))
 
 
 def test_unmergeable_adapters_are_named():

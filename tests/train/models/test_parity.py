@@ -77,8 +77,8 @@ def tensor(tree: dict, name: str) -> np.ndarray:
     if name.endswith("bias"):
         kind = "bias"
     leaf = node[kind] if kind else node
-    own = leaf if layer is None else leaf[layer]
-    return own.T if kind == "kernel" or "lora_" in name else own
+    layer_leaf = leaf if layer is None else leaf[layer]
+    return layer_leaf.T if kind == "kernel" or "lora_" in name else layer_leaf
 
 
 def assert_close(got: np.ndarray, want: np.ndarray, what: str) -> None:
@@ -123,23 +123,23 @@ def test_greedy_continuations_match_transformers(family):
     model, policy = loaded(family)
     want = golden(family)["greedy"]
     prompts, mask = jnp.asarray(golden(family)["prompts"]), jnp.asarray(golden(family)["prompt_mask"])
-    room = want.shape[1]
+    max_new_tokens = want.shape[1]
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def generate(params: dict) -> jax.Array:
         hidden, cache = model.bind(params).prefill(prompts, mask)
-        cache = GroupCache.of(cache, 1, room)
-        seen = jnp.pad(mask, ((0, 0), (0, room)))
+        cache = GroupCache.of(cache, 1, max_new_tokens)
+        seen = jnp.pad(mask, ((0, 0), (0, max_new_tokens)))
         first = jnp.argmax(logits_of(model, params, hidden[:, -1]), -1)
 
         def step(carry: tuple, column: jax.Array) -> tuple:
             token, cache, seen = carry
             seen = seen.at[:, column].set(True)
-            place = seen.sum(-1) - 1
-            hidden, cache = model.bind(params).decode(token, place, cache, seen, column)
+            position = seen.sum(-1) - 1
+            hidden, cache = model.bind(params).decode(token, position, cache, seen, column)
             return (jnp.argmax(logits_of(model, params, hidden), -1), cache, seen), token
 
-        columns = prompts.shape[1] + jnp.arange(room)
+        columns = prompts.shape[1] + jnp.arange(max_new_tokens)
         return jax.lax.scan(step, (first, cache, seen), columns)[1].T
 
     np.testing.assert_array_equal(generate(policy.params), want)

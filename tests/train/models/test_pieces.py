@@ -86,8 +86,8 @@ def test_gradients_reach_weights_read_in_pieces() -> None:
             x = x @ kernel
         return x.astype(jnp.float32).sum()
 
-    found, expected = (jax.jit(jax.grad(function, argnums=(0, 1)))(stack, table) for function in (loss, plain))
-    for got, want in zip(found, expected, strict=True):
+    actual, expected = (jax.jit(jax.grad(function, argnums=(0, 1)))(stack, table) for function in (loss, plain))
+    for got, want in zip(actual, expected, strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=0.02)
 
 

@@ -112,11 +112,11 @@ def test_programs_within_and_beyond_memory_are_reported():
 def test_a_step_takes_the_sum_of_its_bounds():
     device = DEVICES["v5e"]
     busy = program(work=Work(flops=3 * device.flops, memory=device.bandwidth))
-    found = make(busy, program("score", work=Work(memory=2 * device.bandwidth)))
-    assert math.isclose(found.seconds, 5)
-    plain = json.loads(json.dumps(found.to_json()))
+    actual = make(busy, program("score", work=Work(memory=2 * device.bandwidth)))
+    assert math.isclose(actual.seconds, 5)
+    plain = json.loads(json.dumps(actual.to_json()))
     assert plain["least_seconds"] == pytest.approx(5)
-    assert [one["bound"] for one in plain["programs"]] == ["matrix units", "memory"]
+    assert [program["bound"] for program in plain["programs"]] == ["matrix units", "memory"]
     assert plain["peak"] == {"program": "update", "bytes": 5 * GIB}
     assert plain["devices"] == 32
 
@@ -124,14 +124,14 @@ def test_a_step_takes_the_sum_of_its_bounds():
 def test_tables_show_known_values():
     buffers = (Buffer(GIB, "f32[2], f32[3]", "jit(update)/while/body/closed_call/dot"), Buffer(GIB, "s32[1]"))
     exchanged = {"all-gather": (8.0, 3e9), "all-reduce": (2.0, 4e6)}
-    found = make(program(buffers=buffers, exchanged=exchanged), program("sample", refused=True, needed=20 * GIB))
-    memory, work, exchanges, arrays = tables(found)
+    actual = make(program(buffers=buffers, exchanged=exchanged), program("sample", refused=True, needed=20 * GIB))
+    memory, work, exchanges, arrays = tables(actual)
     assert memory[2][0] == ["update", "0.000", "1.00", "0.500", "1.50", "5.00"]
     assert memory[2][1][-1] == "20.0, refused"
     assert [row[0] for row in work[2]] == ["update"]
     assert exchanges[2] == [["update", "all-gather", "8", "3.00"]]
     assert [row[2:] for row in arrays[2]] == [["f32[2]", "while/dot"], ["s32[1]", "the compiler"]]
-    text = markdown(found)
+    text = markdown(actual)
     assert "**Memory of a device, GiB**" in text
     assert "| update | 0.000 | 1.00 | 0.500 | 1.50 | 5.00 |" in text
 

@@ -50,10 +50,10 @@ def load(config: Config, model: Decoder) -> ScoredPolicy:
 
 
 def test_folder_of_another_family_has_its_decoder():
-    found = load(config_of(QWEN2, f"{{source: checkpoint, path: {LLAMA}}}"), model_of(QWEN2, LORA))
-    assert found.model == model_of(LLAMA)
-    assert found.policy.adapter is None
-    chex.assert_trees_all_equal(found.policy.params, load_params(LLAMA, model_of(LLAMA), tiny.mesh_of()))
+    loaded = load(config_of(QWEN2, f"{{source: checkpoint, path: {LLAMA}}}"), model_of(QWEN2, LORA))
+    assert loaded.model == model_of(LLAMA)
+    assert loaded.policy.adapter is None
+    chex.assert_trees_all_equal(loaded.policy.params, load_params(LLAMA, model_of(LLAMA), tiny.mesh_of()))
 
 
 def test_loading_takes_the_checked_reference_without_another_search(monkeypatch):
@@ -62,8 +62,8 @@ def test_loading_takes_the_checked_reference_without_another_search(monkeypatch)
     assert (saved.format, saved.model) == ("folder", model_of(LLAMA))
     monkeypatch.setattr(find, "find_reference", None)
     monkeypatch.setattr(references_load, "find_reference", None)
-    found = load_reference(config, model, tiny.mesh_of(), saved=saved, read_base=lambda: None, checkpoints=None)
-    assert found.model == saved.model
+    loaded = load_reference(config, model, tiny.mesh_of(), saved=saved, read_base=lambda: None, checkpoints=None)
+    assert loaded.model == saved.model
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
@@ -71,14 +71,14 @@ def test_peft_adapter_brings_rank_scale_and_targets(lora):
     """With LoRA it shares the base of the policy; without, it has one, as the policy's own weights move."""
     config, model = config_of(QWEN3, f"{{source: adapter, path: {QWEN3 / 'adapter'}}}"), model_of(QWEN3, lora)
     plain = model_of(QWEN3)
-    found = load(config, model)
+    loaded = load(config, model)
     expected = dataclasses.replace(plain.config, lora=read_peft_config(QWEN3 / "adapter"))
-    assert found.model == Decoder(expected)
+    assert loaded.model == Decoder(expected)
     assert expected.lora != lora
-    chex.assert_trees_all_equal(found.policy.adapter, load_adapter(QWEN3 / "adapter", found.model, tiny.mesh_of()))
-    assert found.shares_base == (lora is not None)
+    chex.assert_trees_all_equal(loaded.policy.adapter, load_adapter(QWEN3 / "adapter", loaded.model, tiny.mesh_of()))
+    assert loaded.shares_base == (lora is not None)
     base = load_params(QWEN3, plain, tiny.mesh_of())
-    chex.assert_trees_all_equal(found.on_base(base).policy.params, base)
+    chex.assert_trees_all_equal(loaded.on_base(base).policy.params, base)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_scores_gradients_and_metrics_match_dequantised_weights(base, other):
 def test_every_reference_on_the_base_shares_it():
     config = tiny.config_of(LORA, "model.quantization=int8", *NEEDED, "reference={source: base}")
     model = tiny.model_of(config)
-    found = load_reference(config, model, tiny.mesh_of(), saved=None, read_base=lambda: None, checkpoints=None)
-    assert found.shares_base
-    assert found.policy.adapter is None
-    assert found.model == model
+    loaded = load_reference(config, model, tiny.mesh_of(), saved=None, read_base=lambda: None, checkpoints=None)
+    assert loaded.shares_base
+    assert loaded.policy.adapter is None
+    assert loaded.model == model

@@ -104,14 +104,14 @@ def test_abstract_moving_half_has_its_final_layout():
     config = config_of(EMA, "mesh.fsdp=4")
     mesh = tiny.mesh_of(1, 4, 1)
     state = tiny.state_of(config, optax.identity(), mesh)
-    place = with_abstract_reference(config, state).reference
+    position = with_abstract_reference(config, state).reference
     moving = start_following(config, ScoredPolicy(MODEL, kljax.Policy(None)), state.trainable)
 
     def layout(tree) -> list:
         return [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
 
-    chex.assert_trees_all_equal_structs(place, moving)
-    assert layout(place) == layout(moving)
+    chex.assert_trees_all_equal_structs(position, moving)
+    assert layout(position) == layout(moving)
     assert any("fsdp" in str(x.sharding.spec) for x in jax.tree.leaves(moving))
 
 

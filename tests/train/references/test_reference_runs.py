@@ -92,9 +92,9 @@ def test_switching_the_source_changes_the_kl_alone(first, sources):
 
 def test_a_moving_reference_is_saved_with_each_step(sources):
     trained = [state_arrays(sources["ema"], step) for step in (0, 1, 2)]
-    held = {name.removeprefix("trainable.adapter."): [step[name] for step in trained] for name in trained[0]}
+    adapter_leaves = {name.removeprefix("trainable.adapter."): [step[name] for step in trained] for name in trained[0]}
     for name, average in saved_arrays(sources["ema"] / "checkpoints" / "2" / "reference").items():
-        start, once, twice = (x.astype(np.float64) for x in held[name])
+        start, once, twice = (x.astype(np.float64) for x in adapter_leaves[name])
         np.testing.assert_allclose(average, start / 4 + once / 4 + twice / 2, rtol=1e-6, atol=1e-9)
 
 

@@ -64,10 +64,10 @@ def load(config: Config, root: Path) -> kljax.Policy | None:
 
     try:
         saved = check_reference(config, model, mesh, checkpoints.steps())
-        found = load_reference(config, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
+        loaded = load_reference(config, model, mesh, saved=saved, read_base=read_base, checkpoints=checkpoints)
     finally:
         checkpoints.close()
-    return None if found is None else found.policy
+    return None if loaded is None else loaded.policy
 
 
 def pointers(tree) -> list[int]:

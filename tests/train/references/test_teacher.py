@@ -55,13 +55,13 @@ def log_probs(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
 def divergences(params: dict, teacher: dict) -> dict[str, jax.Array]:
     """The means over the completions, from the logits of all positions."""
     batch, model = tiny.rollout_batch(), tiny.model_of(tiny.config_of())
-    ours, theirs = (
+    actual, expected = (
         log_probs(
-            one,
+            item,
             weights,
-            hidden_states(ScoredPolicy(one, kljax.Policy(weights)), Sequences(batch.tokens, batch.token_mask)),
+            hidden_states(ScoredPolicy(item, kljax.Policy(weights)), Sequences(batch.tokens, batch.token_mask)),
         )
-        for one, weights in ((model, params), (TEACHER, teacher))
+        for item, weights in ((model, params), (TEACHER, teacher))
     )
 
     def mean(p: jax.Array, q: jax.Array) -> jax.Array:
@@ -69,14 +69,14 @@ def divergences(params: dict, teacher: dict) -> dict[str, jax.Array]:
         before = jnp.roll(per_prefix, 1, axis=1)  # the state of a token predicts the next
         return jnp.where(batch.completion_mask, before, 0).sum() / batch.completion_mask.sum()
 
-    return {"reverse": mean(ours, theirs), "forward": mean(theirs, ours)}
+    return {"reverse": mean(actual, expected), "forward": mean(expected, actual)}
 
 
 @jax.jit
 def values_and_gradients(params: dict, teacher: dict) -> dict[str, tuple[jax.Array, dict]]:
     """Both divergences, each with its gradient."""
     values, pull = jax.vjp(lambda params: divergences(params, teacher), params)
-    slopes = {name: {one: jnp.float32(one == name) for one in values} for name in values}
+    slopes = {name: {item: jnp.float32(item == name) for item in values} for name in values}
     return {name: (value, pull(slopes[name])[0]) for name, value in values.items()}
 
 
@@ -117,9 +117,9 @@ def test_reference_from_another_run_has_its_decoder(other_run):
     weights = init_params(tiny.model_of(WIDER), jax.random.key(3), tiny.mesh_of())
     save_base(other_run / "base", weights)
     config = distil(f"reference={{source: checkpoint, path: {other_run / 'base'}}}")
-    found = load(config)
-    assert found.model == tiny.model_of(WIDER)
-    chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
+    loaded = load(config)
+    assert loaded.model == tiny.model_of(WIDER)
+    chex.assert_trees_all_equal(loaded.policy, kljax.Policy(weights))
 
 
 def test_base_of_a_quantising_run_is_a_reference(other_run):
@@ -134,9 +134,9 @@ def test_base_of_a_quantising_run_is_a_reference(other_run):
     config = distil(
         f"reference={{source: checkpoint, path: {other_run / 'base'}}}", "lora={rank: 2}", "model.quantization=int8"
     )
-    found = load(config)
-    assert found.model == tiny.model_of(WIDER)
-    chex.assert_trees_all_equal(found.policy, kljax.Policy(weights))
+    loaded = load(config)
+    assert loaded.model == tiny.model_of(WIDER)
+    chex.assert_trees_all_equal(loaded.policy, kljax.Policy(weights))
 
 
 def test_run_directory_is_refused_with_its_steps_listed(other_run):

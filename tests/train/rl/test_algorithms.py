@@ -97,13 +97,13 @@ def test_user_functions_are_called_by_parameter_names(tmp_path) -> None:
         "def estimate(rewards, token_rewards, *, num_groups, scale: float = 3.0):\n"
         "    return scale * rewards + num_groups + 0 * token_rewards.sum(-1)\n"
     )
-    own = f"{{type: '{path}:loss', power: 2}}", f"{{type: '{path}:estimate'}}"
-    config, batch = tiny.config_of(f"loss={own[0]}", f"advantage={own[1]}"), batch_of()
+    user_functions = f"{{type: '{path}:loss', power: 2}}", f"{{type: '{path}:estimate'}}"
+    config, batch = tiny.config_of(f"loss={user_functions[0]}", f"advantage={user_functions[1]}"), batch_of()
     expected = np.where(batch.completion_mask, 2 * (LOG_PROBS - batch.rollout_log_probs) - 1, 0)
     np.testing.assert_allclose(jax.jit(lambda: loss_of(config, batch))(), expected, rtol=1e-6)
     plan = Plan.of(config)
     assert (plan.rollout_log_probs, plan.entropies, plan.advantage) == (True, True, None)
-    config = tiny.config_of(f"advantage={own[1]}")
+    config = tiny.config_of(f"advantage={user_functions[1]}")
     token_rewards = jnp.where(batch.completion_mask, batch.advantages, 0)
     mask = batch.completion_mask
     advantages = jax.jit(lambda: estimate_advantages(Plan.of(config), config.advantage, token_rewards, batch)[0])()
@@ -205,8 +205,8 @@ def test_optimizer_is_optax_behind_the_norm_clip(name: str) -> None:
     def both() -> tuple:
         optimizer = make_optimizer(section)
         clipped, _ = optax.clip_by_global_norm(0.5).update(gradient, optax.EmptyState())
-        ours, _ = optimizer.update(gradient, optimizer.init(weights), weights)
-        return ours, plain.update(clipped, plain.init(weights), weights)[0]
+        updates, _ = optimizer.update(gradient, optimizer.init(weights), weights)
+        return updates, plain.update(clipped, plain.init(weights), weights)[0]
 
     change, expected = both()
     for leaf in weights:

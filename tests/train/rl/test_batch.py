@@ -105,8 +105,8 @@ def padded_and_split() -> tuple[Extended, Extended, Extended, Extended]:
 def test_every_optional_field_survives_padding_and_micro_batching(name):
     before, after, split, merged = (each(batch)[name] for batch in padded_and_split())
     assert after.shape[: 1 if per_row(name) else 2] == ((9,) if per_row(name) else (9, 8))
-    kept = after[:ROWS] if per_row(name) else after[:ROWS, :LENGTH]
-    np.testing.assert_array_equal(kept, before)
+    selected = after[:ROWS] if per_row(name) else after[:ROWS, :LENGTH]
+    np.testing.assert_array_equal(selected, before)
     padding = -1 if name in ("group_ids", "kept_ids", "row_numbers") else 0
     assert (after[ROWS:] == padding).all()
     assert per_row(name) or (after[:, LENGTH:] == padding).all()
@@ -196,8 +196,8 @@ def test_rows_of_a_group_stay_together():
 def test_micro_batches_leave_each_device_its_rows():
     # Two devices hold rows 0-2 and 3-5: each micro-batch has to take its share from both.
     rows = micro_batches(batch_of(["rewards"]), 3).rewards
-    whole = np.asarray(batch_of(["rewards"]).rewards)
-    np.testing.assert_array_equal(rows, [whole[[0, 3]], whole[[1, 4]], whole[[2, 5]]])
+    full = np.asarray(batch_of(["rewards"]).rewards)
+    np.testing.assert_array_equal(rows, [full[[0, 3]], full[[1, 4]], full[[2, 5]]])
 
 
 def test_mismatched_batches_are_reported():
@@ -227,13 +227,13 @@ def test_loss_gradient_and_metrics_ignore_padding():
         weighted = dataclasses.replace(batch, token_weights=token_weights(Plan.of(CONFIG), CONFIG.loss, batch))
         return gradient({"params": params}, None, weighted, coefficients(CONFIG))
 
-    whole, padded = results(batch), results(pad_columns(pad_rows(batch, 12), tiny.LENGTH + 3))
-    chex.assert_trees_all_close(padded[0], whole[0], rtol=1e-5, atol=1e-7)
-    assert float(whole[0][0]) != 0
+    full, padded = results(batch), results(pad_columns(pad_rows(batch, 12), tiny.LENGTH + 3))
+    chex.assert_trees_all_close(padded[0], full[0], rtol=1e-5, atol=1e-7)
+    assert float(full[0][0]) != 0
     bound = rounding.of_decoder(layers=tiny.LAYERS, longest_sum=24, passes=3)
-    rounding.assert_close_by_norm(padded[1], whole[1], roundings=bound)
+    rounding.assert_close_by_norm(padded[1], full[1], roundings=bound)
     with pytest.raises(AssertionError, match="roundings of the norm"):
-        rounding.assert_close_by_norm(rounding.planted(padded[1], roundings=10 * bound), whole[1], roundings=bound)
+        rounding.assert_close_by_norm(rounding.planted(padded[1], roundings=10 * bound), full[1], roundings=bound)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
@@ -241,6 +241,6 @@ def test_added_rows_belong_to_no_prompt(estimator):
     config = tiny.config_of(f"advantage.type={estimator}", "advantage.whiten=true")
     batch = tiny.rollout_batch()
     prepare = make_preparation(config)
-    whole, padded = jax.jit(lambda *batches: [prepare(one, {})[0] for one in batches])(batch, pad_rows(batch, 11))
-    chex.assert_trees_all_close(padded.advantages[: tiny.ROWS], whole.advantages, rtol=1e-6, atol=1e-6)
+    full, padded = jax.jit(lambda *batches: [prepare(item, {})[0] for item in batches])(batch, pad_rows(batch, 11))
+    chex.assert_trees_all_close(padded.advantages[: tiny.ROWS], full.advantages, rtol=1e-6, atol=1e-6)
     assert not padded.advantages[tiny.ROWS :].any()

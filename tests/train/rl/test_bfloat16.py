@@ -160,11 +160,11 @@ def test_metrics_are_sums_in_float32(steps):
         "rollout_log_prob_error": np.abs(rollout).max(),
     }
     assert expected["kl_reference"] > 1e-5
-    found = {name: float(step.metrics[name].value()) for name in expected}
+    actual = {name: float(step.metrics[name].value()) for name in expected}
     # The change of a log-prob of 6 is known to half a unit in its last place, 2.4e-7, twice.
     slack = 5e-7 * np.abs(change).mean() / expected["kl_reference"]
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5 + (slack if name == "kl_reference" else 0))
+        np.testing.assert_allclose(actual[name], value, rtol=1e-5 + (slack if name == "kl_reference" else 0))
     assert float(step.metrics["ppo_kl"].weight) == mask.sum()
 
 
@@ -234,14 +234,14 @@ def test_gradient_is_within_rounding_of_float32(case):
         if dtype == "float32":
             exact = flat(grads[dtype])
             rounded = [flat(gradient(*rough((trainable, wide), seed))) for seed in range(4)]
-    once = max(np.linalg.norm(one - exact) for one in rounded) / np.linalg.norm(exact)
-    found = flat(grads["bfloat16"])
-    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
-    cosine = found @ exact / np.linalg.norm(found) / np.linalg.norm(exact)
+    once = max(np.linalg.norm(item - exact) for item in rounded) / np.linalg.norm(exact)
+    actual = flat(grads["bfloat16"])
+    error = np.linalg.norm(actual - exact) / np.linalg.norm(exact)
+    cosine = actual @ exact / np.linalg.norm(actual) / np.linalg.norm(exact)
     assert HALF_ULP / 4 < error < (ROUNDINGS / PRODUCTS) ** 0.5 * once < 0.05
     # No vector that is as near has a larger angle.
     assert cosine > (1 - error**2) ** 0.5
-    assert abs(np.linalg.norm(found) / np.linalg.norm(exact) - 1) < 2 * HALF_ULP + once
+    assert abs(np.linalg.norm(actual) / np.linalg.norm(exact) - 1) < 2 * HALF_ULP + once
 
 
 def rough(tree, seed):

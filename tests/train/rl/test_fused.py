@@ -77,12 +77,12 @@ def fields_of(case: str) -> dict[str, Any]:
     """More fields of a batch, as scoring and corrections fill them in."""
     rng = np.random.default_rng(5)
     shape, width = batch_of().tokens.shape, tiny.model_of(tiny.config_of()).config.width
-    kept = batch_of().completion_mask & jnp.asarray(rng.random(shape) < 0.7)
+    selected = batch_of().completion_mask & jnp.asarray(rng.random(shape) < 0.7)
     return {
-        "corrected": {"correction_weights": jnp.asarray(rng.uniform(size=shape), jnp.float32), "kept_mask": kept},
+        "corrected": {"correction_weights": jnp.asarray(rng.uniform(size=shape), jnp.float32), "kept_mask": selected},
         "exact": {"ref_hidden": jnp.asarray(rng.normal(size=(*shape, width)), jnp.float32)},
         "kept tokens": {"fields": {"kept_ids": jnp.asarray(rng.integers(-1, 256, (*shape, 4)), jnp.int32)}},
-        "own weights": {"kl_token_weights": kljax.token_weights(kept, mode="seq_mean_token_mean")},
+        "own weights": {"kl_token_weights": kljax.token_weights(selected, mode="seq_mean_token_mean")},
         "first update": {"old_log_probs": None},
     }.get(case, {})
 
@@ -141,4 +141,4 @@ def test_choice_between_fused_and_unfused_programs(name: str, fused: bool, monke
     function = objective.make_objective(config, tiny.model_of(config))
     trainable = {"params": tiny.host_params()}
     jax.eval_shape(function, trainable, None, batch_of(), objective.coefficients(config))
-    assert [given["token_chunk"] for given in calls] == ([5] if fused else [])
+    assert [arguments["token_chunk"] for arguments in calls] == ([5] if fused else [])

@@ -11,7 +11,7 @@ from train.rl.keys import PURPOSES, purpose_key
 
 def test_every_seed_purpose_and_step_has_another_key():
     places = list(itertools.product((0, 1, 7), PURPOSES, (0, 1, 2)))
-    keys = [tuple(np.asarray(jax.random.key_data(purpose_key(*place))).tolist()) for place in places]
+    keys = [tuple(np.asarray(jax.random.key_data(purpose_key(*position))).tolist()) for position in places]
     assert len(set(keys)) == len(places)
 
 

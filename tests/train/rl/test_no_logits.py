@@ -60,8 +60,8 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 def largest(program: jax.stages.Compiled) -> int:
     """Elements of the largest array of a program, on one device; fused ones count too."""
-    found = (math.prod(map(int, dims.split(","))) for dims in SHAPE.findall(program.as_text()))
-    return max(found)
+    actual = (math.prod(map(int, dims.split(","))) for dims in SHAPE.findall(program.as_text()))
+    return max(actual)
 
 
 def logits(mesh: jax.sharding.Mesh, rows: int) -> int:
@@ -105,11 +105,11 @@ def rl_programs(kind: str, mesh: jax.sharding.Mesh) -> dict[str, jax.stages.Comp
     scored = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)), score.out_info
     )
-    whole = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32, sharding=batch_sharding(mesh))
+    full = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32, sharding=batch_sharding(mesh))
     update = step.make_update(config, model, optimizer, state, mesh).lower(
         state,
         base,
-        dataclasses.replace(scored, advantages=whole),
+        dataclasses.replace(scored, advantages=full),
         jnp.arange(ROWS),
         coefficients(config),
         ref_head=reference_head(Plan.of(config), reference),

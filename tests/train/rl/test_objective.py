@@ -233,8 +233,8 @@ def test_exact_kl_of_the_loss():
     mask = np.asarray(batch.completion_mask)
 
     def kl_of(params) -> jax.Array:
-        mine, theirs = distributions(params, batch), distributions(other, batch)
-        return (jnp.exp(mine) * (mine - theirs)).sum(-1)[mask].mean()
+        mine, expected = distributions(params, batch), distributions(other, batch)
+        return (jnp.exp(mine) * (mine - expected)).sum(-1)[mask].mean()
 
     objective = jax.jit(jax.value_and_grad(make_objective(config, MODEL), has_aux=True))
     (loss, metrics), gradient = objective(*arguments, coefs, stored_head(MODEL, other))
@@ -408,17 +408,17 @@ def test_tokens_of_advantage_0_can_be_dropped(aggregation):
     # Token weights have the aggregation, and the terms of the loss do not read it.
     terms = ("kl.loss.coef=0.3", "kl.rollout.coef=0.2", "loss.entropy_coef=0.1")
     options, loss = (f"loss.aggregation={aggregation}", *terms), tiny.config_of(*terms)
-    kept = mask & (np.arange(tiny.ROWS) > 1)[:, None] & mask.any(1)[:, None]
-    kept[np.flatnonzero(~mask.any(1)) ^ 1] = mask[np.flatnonzero(~mask.any(1)) ^ 1]
+    selected = mask & (np.arange(tiny.ROWS) > 1)[:, None] & mask.any(1)[:, None]
+    selected[np.flatnonzero(~mask.any(1)) ^ 1] = mask[np.flatnonzero(~mask.any(1)) ^ 1]
     config = tiny.config_of(*options, "advantage.zeros=drop")
-    found = prepared(config, batch)[0]
-    np.testing.assert_array_equal(found.kept_mask, kept)
-    found = dataclasses.replace(found, token_weights=weights_of(config, found))
-    without = dataclasses.replace(found, completion_mask=jnp.asarray(kept), kept_mask=None)
+    actual = prepared(config, batch)[0]
+    np.testing.assert_array_equal(actual.kept_mask, selected)
+    actual = dataclasses.replace(actual, token_weights=weights_of(config, actual))
+    without = dataclasses.replace(actual, completion_mask=jnp.asarray(selected), kept_mask=None)
     without = dataclasses.replace(without, token_weights=weights_of(tiny.config_of(*options), without))
     expected, _ = loss_of(loss, without)
-    np.testing.assert_allclose(loss_of(tiny.config_of(*terms, "advantage.zeros=drop"), found)[0], expected, rtol=1e-5)
-    counted = dataclasses.replace(found, kept_mask=None)
+    np.testing.assert_allclose(loss_of(tiny.config_of(*terms, "advantage.zeros=drop"), actual)[0], expected, rtol=1e-5)
+    counted = dataclasses.replace(actual, kept_mask=None)
     counted = dataclasses.replace(counted, token_weights=weights_of(tiny.config_of(*options), counted))
     assert abs(loss_of(loss, counted)[0] / expected - 1) > 1e-3
 

@@ -95,12 +95,12 @@ def test_left_padding_changes_nothing():
 
 def test_columns_before_the_first_requested_hold_zero():
     policy = policy_of(MODEL)
-    whole, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
+    full, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
     part, hidden = stats_of(
         ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, layout=Layout(4)), temperature=1.0, entropy=True
     )
     assert hidden.shape == (3, 6, 16)
-    for a, b in ((whole.log_prob, part.log_prob), (whole.entropy, part.entropy)):
+    for a, b in ((full.log_prob, part.log_prob), (full.entropy, part.entropy)):
         np.testing.assert_allclose(b[:, 4:], a[:, 4:], atol=1e-6)
         assert b.shape == a.shape
         assert not b[:, :4].any()
@@ -111,13 +111,13 @@ def test_columns_before_the_first_requested_hold_zero():
 
 def test_only_the_tokens_of_the_mask_are_scored():
     policy, chosen = policy_of(MODEL), MASK & (np.arange(6) % 2 == 1)
-    whole, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
+    full, _ = stats_of(ScoredPolicy(MODEL, policy), SEQUENCES, temperature=1.0, entropy=True)
     part, _ = stats_of(
         ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, chosen, layout=Layout(2)), temperature=1.0, entropy=True
     )
     wanted = chosen & (np.arange(6) >= 2)
     assert wanted.any()
-    for a, b in ((whole.log_prob, part.log_prob), (whole.entropy, part.entropy)):
+    for a, b in ((full.log_prob, part.log_prob), (full.entropy, part.entropy)):
         np.testing.assert_allclose(b, np.where(wanted, a, 0), atol=1e-6)
     last, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(TOKENS, MASK, layout=Layout(6)), temperature=1.0)
     assert not last.log_prob.any(), "no column is left"
@@ -134,8 +134,8 @@ def test_exact_kl_compares_full_distributions(tie):
         logits = hidden @ (stored.T if tie else stored) / 0.7
         return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
-    mine, theirs = log_probs(policy), log_probs(other)
-    expected = (np.exp(mine) * (mine - theirs)).sum(-1)[:, :-1]
+    mine, other_result = log_probs(policy), log_probs(other)
+    expected = (np.exp(mine) * (mine - other_result)).sum(-1)[:, :-1]
     reference = kljax.ReferenceStates(
         hidden_of(ScoredPolicy(model, other), SEQUENCES), stored_head(model, other.params)
     )
@@ -150,14 +150,14 @@ def test_exact_kl_compares_full_distributions(tie):
 
 def products(jaxpr: jax.extend.core.Jaxpr, columns: int) -> int:
     """The matrix products of a program with an axis of this size."""
-    found = 0
+    actual = 0
     for equation in jaxpr.eqns:
         shapes = [x.aval.shape for x in (*equation.invars, *equation.outvars)]
-        found += equation.primitive.name == "dot_general" and any(columns in shape for shape in shapes)
+        actual += equation.primitive.name == "dot_general" and any(columns in shape for shape in shapes)
         for parameter in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(parameter, "jaxpr", parameter)
-            found += products(inner, columns) if hasattr(inner, "eqns") else 0
-    return found
+            actual += products(inner, columns) if hasattr(inner, "eqns") else 0
+    return actual
 
 
 @pytest.mark.parametrize(("trained", "passes"), [(1, 2), (0, 4)], ids=["adapter", "params"])

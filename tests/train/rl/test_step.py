@@ -45,9 +45,9 @@ def off_policy_batch() -> Batch:
     # Log-probs of 264 tokens are about -5.6.
     batch = tiny.full_batch(np.full((tiny.ROWS, tiny.LENGTH), -5.6))
     drawn = np.random.default_rng(0).uniform(0.5, 1.5, batch.tokens.shape)
-    kept = np.asarray(batch.completion_mask) & (drawn > 0.7)
-    weights = jnp.asarray(np.where(kept, drawn, 0), jnp.float32)
-    return dataclasses.replace(batch, kept_mask=jnp.asarray(kept), correction_weights=weights)
+    selected = np.asarray(batch.completion_mask) & (drawn > 0.7)
+    weights = jnp.asarray(np.where(selected, drawn, 0), jnp.float32)
+    return dataclasses.replace(batch, kept_mask=jnp.asarray(selected), correction_weights=weights)
 
 
 PARTS = {number: f"optim.micro_batches={number}" for number in (2, 4)}
@@ -121,10 +121,10 @@ def test_step_donates_compiles_once_and_stays_on_device(looped):
     losses, before = [], jax.tree.map(np.array, state.trainable)
     for step in range(3):
         old = jax.tree.leaves(state)
-        place = jax.device_put((rows[step % 2], coefs), jax.devices()[0])
+        placed_inputs = jax.device_put((rows[step % 2], coefs), jax.devices()[0])
         guard = jax.transfer_guard("disallow") if step else contextlib.nullcontext()
         with guard:  # the first call brings the constants of the program
-            state, metrics = update(state, None, batch, *place)
+            state, metrics = update(state, None, batch, *placed_inputs)
         assert all(leaf.is_deleted() for leaf in old if leaf.ndim), "the buffers of the old state are given away"
         losses.append(float(metrics["loss"].value()))
         # A coefficient is an argument: another value is the same program.
@@ -133,7 +133,7 @@ def test_step_donates_compiles_once_and_stays_on_device(looped):
     assert len({round(loss, 6) for loss in losses}) == 3
     changed = jax.tree.map(lambda a, b: bool((a != np.asarray(b)).any()), before, state.trainable)
     assert all(jax.tree.leaves(changed)), "every weight was trained"
-    text = update.lower(state, None, batch, *place).as_text()
+    text = update.lower(state, None, batch, *placed_inputs).as_text()
     assert not [name for name in ("callback", "infeed", "outfeed") if name in text]
 
 
@@ -142,13 +142,13 @@ def test_passed_coefficient_is_used(looped):
     rows, coefs = update_rows(LOOP, purpose_key(0, "rows", 0))[0], coefficients(LOOP)
 
     def loss(kl: float) -> tuple[float, float]:
-        place = jax.device_put((rows, {**coefs, "kl_loss": jnp.float32(kl)}), jax.devices()[0])
-        _, metrics = update(tiny.copied(state), None, batch, *place)
+        placed_inputs = jax.device_put((rows, {**coefs, "kl_loss": jnp.float32(kl)}), jax.devices()[0])
+        _, metrics = update(tiny.copied(state), None, batch, *placed_inputs)
         return float(metrics["loss"].value()), float(metrics["kl_loss"].value())
 
-    (none, kl), (one, same) = loss(0.0), loss(1.0)
+    (none, kl), (single, same) = loss(0.0), loss(1.0)
     assert kl == same > 0
-    np.testing.assert_allclose(one - none, kl, rtol=1e-4)
+    np.testing.assert_allclose(single - none, kl, rtol=1e-4)
 
 
 EXACT = (
@@ -172,8 +172,8 @@ def exact_update(config, shape, reference):
     with jax.set_mesh(mesh):
         first, score, prepare, update = exact_programs(config, shape)
         state = tiny.copied(first)
-        place = jax.tree.map(lambda x: x.sharding, state.trainable["params"])
-        reference = ScoredPolicy(model, kljax.Policy(jax.tree.map(jax.device_put, reference, place)))
+        placed_inputs = jax.tree.map(lambda x: x.sharding, state.trainable["params"])
+        reference = ScoredPolicy(model, kljax.Policy(jax.tree.map(jax.device_put, reference, placed_inputs)))
         batch = jax.device_put(tiny.rollout_batch(), batch_sharding(mesh))
         batch = score(state.trainable, None, reference, batch)
         prepared, _, _ = prepare(batch, state.controllers)
@@ -253,13 +253,13 @@ def test_measured_exact_kl_equals_loss_without_gradient(loss):
 
 def model_applications(jaxpr: jax.extend.core.Jaxpr) -> int:
     """How often the scan over the layers of the model stands in a program."""
-    found = 0
+    actual = 0
     for equation in jaxpr.eqns:
-        found += equation.primitive.name == "scan" and equation.params["length"] == tiny.LAYERS
+        actual += equation.primitive.name == "scan" and equation.params["length"] == tiny.LAYERS
         for parameter in jax.tree.leaves(list(equation.params.values())):
             inner = getattr(parameter, "jaxpr", parameter)
-            found += model_applications(inner) if hasattr(inner, "eqns") else 0
-    return found
+            actual += model_applications(inner) if hasattr(inner, "eqns") else 0
+    return actual
 
 
 @pytest.mark.parametrize("updates", [1, 2])

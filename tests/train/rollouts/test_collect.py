@@ -19,7 +19,7 @@ def completions_of(**changes) -> Completions:
     shape = (4, tiny.PROMPT + config.data.max_completion_length)
     mask = np.zeros(shape, bool)
     mask[:, tiny.PROMPT] = True
-    whole = Completions(
+    full = Completions(
         examples=EXAMPLES,
         tokens=np.full(shape, 7, np.int32),
         token_mask=mask,
@@ -28,7 +28,7 @@ def completions_of(**changes) -> Completions:
         texts=["x"] * 4,
         finished=np.ones(4, bool),
     )
-    return dataclasses.replace(whole, **changes)
+    return dataclasses.replace(full, **changes)
 
 
 def collected(completions: Completions):

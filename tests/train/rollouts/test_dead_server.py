@@ -65,7 +65,7 @@ def go_on(steps, server: Digits, directory, count: int, *options: str):
 
 def test_a_run_survives_the_death_of_its_server(steps, tmp_path, monkeypatch):
     monkeypatch.setattr("train.run.loop.write_evaluation", lambda *arguments: None)
-    whole, records = go_on(steps, Digits(EOS), tmp_path / "whole", 3)
+    uninterrupted, records = go_on(steps, Digits(EOS), tmp_path / "whole", 3)
     assert [record["step"] for record in records] == [1, 2, 3]
     # One request to look at the server, four prompts a step: it dies within the third step.
     with pytest.raises(SourceError) as caught:
@@ -76,7 +76,7 @@ def test_a_run_survives_the_death_of_its_server(steps, tmp_path, monkeypatch):
     assert RunCheckpoints(tmp_path / "broken", Checkpoint()).steps() == [2]
     continued, rest = go_on(steps, Digits(EOS), tmp_path / "broken", 3)
     assert rest == records[2:]
-    jax.tree.map(np.testing.assert_array_equal, continued.trainable, whole.trainable)
+    jax.tree.map(np.testing.assert_array_equal, continued.trainable, uninterrupted.trainable)
 
 
 def test_unusable_answer_leaves_a_resumable_run(steps, tmp_path, monkeypatch):
@@ -110,9 +110,9 @@ def test_requests_to_a_server_have_these_fields(steps, tmp_path, monkeypatch):
     prompts = [steps.context.tokenizer.prompt_ids(example) for example in steps.context.prompts.batch(0)]
     assert sorted(body["prompt"] for body in bodies) == sorted(list(ids) for ids in prompts)
     assert len({body["seed"] for body in bodies}) == 4
-    asked = {"model": "m", "n": 8, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    requests = {"model": "m", "n": 8, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     for body in bodies:
-        assert asked.items() <= body.items()
+        assert requests.items() <= body.items()
         assert body["stop_token_ids"] == [EOS]
         assert body["return_token_ids"] is True
         assert body["logprobs"] == 0

@@ -30,9 +30,9 @@ def scripted(texts: list[str], finished: list[bool]):
 
     def draw(policy, prompts, prompt_mask, key) -> Samples:
         prompts, prompt_mask = (jax.numpy.repeat(x, 2, axis=0) for x in (prompts, prompt_mask))
-        rows, room = prompts.shape[0], tiny.ROOM
-        tokens = np.zeros((rows, room), np.int32)
-        mask = np.zeros((rows, room), bool)
+        rows, max_new_tokens = prompts.shape[0], tiny.NEW_TOKENS
+        tokens = np.zeros((rows, max_new_tokens), np.int32)
+        mask = np.zeros((rows, max_new_tokens), bool)
         for row, (text, done) in enumerate(zip(texts, finished, strict=True)):
             ids = TOKENIZER.encode(text) + [TOKENIZER.eos_id] * done
             tokens[row, : len(ids)], mask[row, : len(ids)] = ids, True
@@ -130,14 +130,14 @@ def test_short_prompts_go_through_a_narrower_program():
 
     short, key = EXAMPLES * 2, jax.random.key(1)
     narrow = begin_samples(context, watched, policy, short, key)
-    whole = sampler(policy, *shard_rows(encode_prompts(short, TOKENIZER, 64), context.mesh), key)
+    full = sampler(policy, *shard_rows(encode_prompts(short, TOKENIZER, 64), context.mesh), key)
     long = [Example("1" * 40, "1", "1"), *short[1:]]
     begin_samples(context, watched, policy, long, key)
     assert widths == [32, 64]
-    chex.assert_trees_all_equal_shapes_and_dtypes(narrow, whole)
+    chex.assert_trees_all_equal_shapes_and_dtypes(narrow, full)
     for name in ("tokens", "token_mask", "completion_mask", "finished"):
-        np.testing.assert_array_equal(getattr(narrow, name), getattr(whole, name), err_msg=name)
-    np.testing.assert_allclose(narrow.fields["log_probs"], whole.fields["log_probs"], atol=2e-6)
+        np.testing.assert_array_equal(getattr(narrow, name), getattr(full, name), err_msg=name)
+    np.testing.assert_allclose(narrow.fields["log_probs"], full.fields["log_probs"], atol=2e-6)
 
 
 def test_mesh_not_dividing_the_rows_is_named():

@@ -73,7 +73,7 @@ def test_rollout_kl_grows_with_the_policy_lag(steps):
 
 def test_the_ring_is_saved_and_restored(steps, tmp_path):
     """So a run that is continued samples with the very policies that the other would have."""
-    whole, metrics = steps.run(steps.first(2), 4)
+    full, metrics = steps.run(steps.first(2), 4)
     half, _ = steps.run(steps.first(2), 2)
     checkpoints = RunCheckpoints(tmp_path, Checkpoint())
     checkpoints.save(half, 2)
@@ -83,4 +83,4 @@ def test_the_ring_is_saved_and_restored(steps, tmp_path):
     assert abstract(restored.past) == abstract(half.past)
     continued, rest = steps.run(restored, 2)
     assert rest == metrics[2:]
-    jax.tree.map(np.testing.assert_array_equal, (continued.trainable, continued.past), (whole.trainable, whole.past))
+    jax.tree.map(np.testing.assert_array_equal, (continued.trainable, continued.past), (full.trainable, full.past))

@@ -198,9 +198,9 @@ def test_weights_are_laid_out_once_until_they_change():
     second = layout.weights(changed)
     # The base is frozen: laid out once in a run.
     assert second.params is first.params
-    np.testing.assert_array_equal(*(jax.tree.leaves(one.adapter)[0] for one in (second, changed)))
+    np.testing.assert_array_equal(*(jax.tree.leaves(item.adapter)[0] for item in (second, changed)))
     moved = kljax.Policy(jax.tree.map(lambda x: x + 1, policy.params), policy.adapter)
-    np.testing.assert_array_equal(*(jax.tree.leaves(one.params)[0] for one in (layout.weights(moved), moved)))
+    np.testing.assert_array_equal(*(jax.tree.leaves(item.params)[0] for item in (layout.weights(moved), moved)))
 
 
 def test_all_weights_are_freed_before_the_update():
@@ -270,7 +270,7 @@ def test_weights_in_place_are_gathered_per_decode_step():
     context = context_on((1, 4, 2))
     with jax.set_mesh(context.mesh):
         text = decode_program(context)
-    found = weight_collectives(hlo.parse(text), context.model.structure().params, context.mesh)
+    operations = weight_collectives(hlo.parse(text), context.model.structure().params, context.mesh)
     # Seven projections in the prefill, seven of each of the two layers and the embedding in the loop.
-    assert len(found) >= 7 + 2 * 7 + 1
-    assert {one.partition(" ")[0] for one in found} == {"all-gather"}
+    assert len(operations) >= 7 + 2 * 7 + 1
+    assert {entry.partition(" ")[0] for entry in operations} == {"all-gather"}

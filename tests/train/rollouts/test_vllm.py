@@ -202,7 +202,7 @@ def test_rows_are_prompts_completions_and_log_probs():
         for row in rows[tuple(ids)]
     ]
     for row, (prompt, ids, log_probs) in enumerate(expected):
-        real, own = completions.token_mask[row], completions.completion_mask[row]
+        real, completion = completions.token_mask[row], completions.completion_mask[row]
         assert completions.tokens[row][real].tolist() == [*prompt, *ids]
-        assert completions.tokens[row][own].tolist() == ids
-        np.testing.assert_allclose(completions.fields["log_probs"][row][own], log_probs, rtol=1e-6)
+        assert completions.tokens[row][completion].tolist() == ids
+        np.testing.assert_allclose(completions.fields["log_probs"][row][completion], log_probs, rtol=1e-6)

@@ -110,7 +110,7 @@ def draw_config(seed: int, loss: str, advantage: str, optimizer: str, controller
 def draw_raw(draw: Draw, loss: str, advantage: str, optimizer: str, controller: str) -> dict[str, Any]:
     section = draw.variant("loss", loss) | {"aggregation": draw.one_of(MODES)}
     if section["aggregation"] == "seq_mean_token_sum_norm":
-        section["max_length"] = tiny.ROOM
+        section["max_length"] = tiny.NEW_TOKENS
     if draw.often(0.3):
         section["entropy_coef"] = 0.01
     if advantage == "gae" and loss != "cross_entropy":

@@ -57,8 +57,8 @@ def test_example_mistakes_are_found_before_the_directory(tmp_path, options, mess
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "judge.py").write_text("def one(record, completion, finished):\n    return 1.0\n")
     rows = tmp_path / "rows.jsonl"
-    given = ("task=jsonl", f"data.train={rows}", f"data.eval={rows}", f"data.reward={tmp_path}/judge.py:one")
-    config = tiny.config_of(*given, f"output={tmp_path / 'runs'}", *options)
+    arguments = ("task=jsonl", f"data.train={rows}", f"data.eval={rows}", f"data.reward={tmp_path}/judge.py:one")
+    config = tiny.config_of(*arguments, f"output={tmp_path / 'runs'}", *options)
     with pytest.raises(UserError, match=f"^{message}"):
         run_module.run(LoadedConfig(config, (), Path("config.yaml")))
     assert not (tmp_path / "runs").exists()

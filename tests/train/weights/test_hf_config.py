@@ -62,9 +62,9 @@ def test_public_models_have_the_published_number_of_parameters(name):
     config = decoder_config(CONFIGS / f"{name}.json")
     assert parameter_count(config) == PUBLISHED[name]
     assert decoder_config(hf_config(config)) == config
-    kept = hf_config(config, like=public(name))
-    assert decoder_config(kept) == config
-    assert kept["eos_token_id"] == public(name)["eos_token_id"]
+    selected = hf_config(config, like=public(name))
+    assert decoder_config(selected) == config
+    assert selected["eos_token_id"] == public(name)["eos_token_id"]
 
 
 def test_public_configs_are_read():

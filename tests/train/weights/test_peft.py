@@ -78,9 +78,9 @@ def test_written_adapter_equals_the_adapter_read(tmp_path):
     adapter = load_adapter(ADAPTER, MODEL, mesh)
     save_adapter(tmp_path / "out", MODEL, adapter, base_name="tiny-random/qwen3")
     chex.assert_trees_all_equal(load_file(tmp_path / "out" / WEIGHTS), load_file(ADAPTER / WEIGHTS))
-    ours, theirs = (json.loads((path / CONFIG).read_text()) for path in (tmp_path / "out", ADAPTER))
-    assert ours.items() <= theirs.items()
-    assert {name for name, value in theirs.items() if value and value != ours.get(name)} == {
+    actual, expected = (json.loads((path / CONFIG).read_text()) for path in (tmp_path / "out", ADAPTER))
+    assert actual.items() <= expected.items()
+    assert {name for name, value in expected.items() if value and value != actual.get(name)} == {
         "megatron_core",
         "peft_version",
         "qalora_group_size",
@@ -113,18 +113,18 @@ def test_text_part_of_a_larger_model_keeps_names(tmp_path):
 def test_omitted_layers_add_nothing(edited):
     path = edited(lambda found: {k: v for k, v in found.items() if ".layers.1." in k}, layers_to_transform=[1])
     assert read_peft_config(path) == LORA
-    for leaf, whole in zip(
+    for leaf, full in zip(
         *(jax.tree.leaves(load_adapter(p, MODEL, make_mesh())) for p in (path, ADAPTER)), strict=True
     ):
-        np.testing.assert_array_equal(leaf, np.where(np.arange(3)[:, None, None] == 1, whole, 0))
+        np.testing.assert_array_equal(leaf, np.where(np.arange(3)[:, None, None] == 1, full, 0))
 
 
 def test_bfloat16_becomes_float32(edited):
     path = edited(lambda found: {k: np.asarray(jnp.asarray(v, jnp.bfloat16)) for k, v in found.items()})
     leaves = jax.tree.leaves(load_adapter(path, MODEL, make_mesh()))
-    for leaf, whole in zip(leaves, jax.tree.leaves(load_adapter(ADAPTER, MODEL, make_mesh())), strict=True):
+    for leaf, full in zip(leaves, jax.tree.leaves(load_adapter(ADAPTER, MODEL, make_mesh())), strict=True):
         assert leaf.dtype == jnp.float32
-        chex.assert_trees_all_equal(leaf, whole.astype(jnp.bfloat16).astype(jnp.float32))
+        chex.assert_trees_all_equal(leaf, full.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,11 @@ def test_undamaged_folders_pass_with_or_without_digests(folder):
 
 def test_every_flipped_bit_is_named(folder, tmp_path):
     path = folder / "model-1.safetensors"
-    whole = path.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
     named = set()
-    for position in range(len(whole)):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << position % 8]) + whole[position + 1 :])
+    for position in range(len(content)):
+        path.write_bytes(content[:position] + bytes([content[position] ^ 1 << position % 8]) + content[position + 1 :])
         with pytest.raises(ValueError, match=r"model-1\.safetensors is damaged: got other bytes than") as caught:
             check_tensors(folder)
         tensor = str(caught.value).partition("exported in ")[2].partition(";")[0]

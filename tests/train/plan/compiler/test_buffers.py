@@ -18,4 +18,4 @@ def test_largest_buffers():
 
 
 def test_origin_comes_from_the_largest_value():
-    assert [one.origin for one in largest_buffers(ASSIGNMENT, program=PROGRAM)] == ["jit(f)/prefill/copy", ""]
+    assert [entry.origin for entry in largest_buffers(ASSIGNMENT, program=PROGRAM)] == ["jit(f)/prefill/copy", ""]

@@ -21,8 +21,8 @@ ASYNC = (TEXTS / "async.txt").read_text()
 
 
 def test_collectives_by_loops():
-    found = {(c.kind, c.payload, c.executions) for c in collectives(parse(TPU))}
-    assert found == {
+    operations = {(c.kind, c.payload, c.executions) for c in collectives(parse(TPU))}
+    assert operations == {
         ("all-gather", 64 * 128 * 2, 3),
         ("all-reduce", 16 * 256 * 4, 3),  # the scatter that is a kernel of its own
         ("collective-permute", 2 * 8 * 4, 1),  # start and done are one
@@ -34,8 +34,8 @@ def test_collectives_by_loops():
 
 
 def test_asynchronous_collectives():
-    found = {(c.kind, c.payload, c.executions) for c in collectives(parse(GPU))}
-    assert found == {("all-reduce", 16, 6), ("all-gather", 16, 6), ("reduce-scatter", 32, 6)}
+    operations = {(c.kind, c.payload, c.executions) for c in collectives(parse(GPU))}
+    assert operations == {("all-reduce", 16, 6), ("all-gather", 16, 6), ("reduce-scatter", 32, 6)}
 
 
 def test_asynchronous_collectives_of_several_arrays():
@@ -83,7 +83,7 @@ def test_groups_are_read_from_the_line(groups, after):
     text = (
         f"ENTRY %main (a: f32[2]) -> f32[2] {{\n  %r = f32[2]{{0}} all-reduce(%a), replica_groups={groups}{after}\n}}\n"
     )
-    assert [one.groups for one in collectives(parse(text))] == [groups]
+    assert [operation.groups for operation in collectives(parse(text))] == [groups]
 
 
 def test_unknown_groups_are_an_error():
@@ -125,15 +125,15 @@ def test_bytes_sent_between_slices():
   %send.2 = (f32[2,8]{1,0:T(8,128)}, u32[], token[]) send(%a, %t), channel_id=3, is_host_transfer=true
 }
 """  # noqa: E501
-    (found,) = collectives(parse(text))
-    assert (found.kind, found.payload, found.executions) == ("slices all_reduce", 64, 1)
-    assert sent(found, [0, 0, 1, 1]) == (0, 64)
+    (operations,) = collectives(parse(text))
+    assert (operations.kind, operations.payload, operations.executions) == ("slices all_reduce", 64, 1)
+    assert sent(operations, [0, 0, 1, 1]) == (0, 64)
 
 
 def test_kinds_are_summed():
-    found = [make("all-gather", "{}"), make("all-reduce", "{}"), make("all-reduce", "{{0,1}}")]
-    assert bytes_by_kind(found) == {"all-reduce": (4, 960), "all-gather": (2, 480)}
-    assert list(bytes_by_kind(found)) == ["all-reduce", "all-gather"]
+    actual = [make("all-gather", "{}"), make("all-reduce", "{}"), make("all-reduce", "{{0,1}}")]
+    assert bytes_by_kind(actual) == {"all-reduce": (4, 960), "all-gather": (2, 480)}
+    assert list(bytes_by_kind(actual)) == ["all-reduce", "all-gather"]
 
 
 def test_host_program_with_a_gathering_loop():
@@ -145,12 +145,12 @@ def test_host_program_with_a_gathering_loop():
 
     def run(weights: jax.Array, x: jax.Array) -> jax.Array:
         def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
-            whole = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P()))
-            return jnp.sin(x @ whole), None
+            full = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P()))
+            return jnp.sin(x @ full), None
 
         return jax.lax.scan(layer, x, weights)[0]
 
     text = jax.jit(run).lower(weights, x).compile().as_text()
-    (gather,) = [one for one in collectives(parse(text)) if one.kind == "all-gather"]
+    (gather,) = [operation for operation in collectives(parse(text)) if operation.kind == "all-gather"]
     assert (gather.payload, gather.executions) == (width * width * 4, layers)
     assert sorted(map(sorted, group_members(gather.groups, 4))) == [[0, 2], [1, 3]]

@@ -65,13 +65,13 @@ def test_data_dependent_loop_is_counted_by_its_scope():
 
 
 def test_operands_and_called_computations():
-    lines = {one.name: one for one in parse(TPU).computations["outer_body"]}
+    lines = {item.name: item for item in parse(TPU).computations["outer_body"]}
     assert lines["scatter"].operands == ["b.1"]
     assert lines["scatter"].called("calls") == "all-reduce-scatter"
     assert lines["copy"].called("calls") == ""
     typed = "  %z = f32[2]{0:T(128)} fusion(f32[2]{0:T(128)} %x, (f32[2], s32[]) %y.1), kind=kLoop, calls=%k\n"
-    (one,) = parse(f"ENTRY %main () -> f32[2] {{\n{typed}}}\n").computations["main"]
-    assert one.operands == ["x", "y.1"]
+    (single,) = parse(f"ENTRY %main () -> f32[2] {{\n{typed}}}\n").computations["main"]
+    assert single.operands == ["x", "y.1"]
 
 
 def test_bytes_of_types():

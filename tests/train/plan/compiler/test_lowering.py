@@ -28,11 +28,11 @@ def test_memory_of_a_program_with_a_donated_argument():
         return state + x @ x.T, x.sum()
 
     state, x = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((64, 32), jnp.float32)
-    found = compile_program(jax.jit(update, donate_argnums=0).lower(state, x))
-    assert found.arguments == 4 * (64 * 64 + 64 * 32)
-    assert found.aliased == 4 * 64 * 64
+    actual = compile_program(jax.jit(update, donate_argnums=0).lower(state, x))
+    assert actual.arguments == 4 * (64 * 64 + 64 * 32)
+    assert actual.aliased == 4 * 64 * 64
     # The results are the state, a scalar and the table of both.
-    assert found.aliased < found.results < found.aliased + 100
-    assert found.host == 0
-    assert hlo.parse(found.text).entry
-    assert "BufferAssignment" in found.assignment
+    assert actual.aliased < actual.results < actual.aliased + 100
+    assert actual.host == 0
+    assert hlo.parse(actual.text).entry
+    assert "BufferAssignment" in actual.assignment

@@ -25,8 +25,8 @@ from train.plan.compiler.topology import Topology, check_compiler, gpu_target, p
     ],
 )
 def test_names(text, slices, shape, size):
-    found = parse_topology(text, slices)
-    assert (found.device.name, found.shape, found.slices, found.size) == (text.split(":")[0], shape, slices, size)
+    parsed = parse_topology(text, slices)
+    assert (parsed.device.name, parsed.shape, parsed.slices, parsed.size) == (text.split(":")[0], shape, slices, size)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ def test_every_token_gets_its_share_of_uniforms():
     ends = np.array([[a, b] for a in (0, last) for b in (0, last)], np.float32)
     at_ends = np.asarray(draw_index(np.repeat(masses[None], 4, axis=0), ends))
     assert (masses[at_ends] > 0).all()
-    one = np.zeros((3, size), np.float32)
-    one[np.arange(3), [0, CHUNK, size - 1]] = 1e-30
-    np.testing.assert_array_equal(draw_index(one, np.full((3, 2), last)), [0, CHUNK, size - 1])
+    single = np.zeros((3, size), np.float32)
+    single[np.arange(3), [0, CHUNK, size - 1]] = 1e-30
+    np.testing.assert_array_equal(draw_index(single, np.full((3, 2), last)), [0, CHUNK, size - 1])
 
 
 def test_samples_pass_a_chi_square_test_over_uniforms():
@@ -55,11 +55,11 @@ def test_samples_pass_a_chi_square_test_over_uniforms():
 
 def test_random_numbers_depend_on_row_and_position():
     key, ids = jax.random.key(7), jnp.array([4, 0, 9])
-    found = token_uniforms(key, ids, 0, 5, jnp.float32)
+    actual = token_uniforms(key, ids, 0, 5, jnp.float32)
     for row, number in enumerate(ids):
         for token in range(5):
-            own = jax.random.fold_in(jax.random.fold_in(key, number), token)
-            np.testing.assert_array_equal(found[row, token], jax.random.uniform(own, (2,)))
+            token_key = jax.random.fold_in(jax.random.fold_in(key, number), token)
+            np.testing.assert_array_equal(actual[row, token], jax.random.uniform(token_key, (2,)))
 
 
 def by_sorting(weights: np.ndarray, sampling: Sampling) -> np.ndarray:

@@ -21,7 +21,7 @@ CONFIG = DecoderConfig(
     vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, qkv_bias=True, qk_norm=True
 )
 MODEL = Decoder(dataclasses.replace(CONFIG, lora=LORA))
-KEY, EOS, WIDTH, ROOM = jax.random.key(11), 5, 6, 7
+KEY, EOS, WIDTH, NEW_TOKENS = jax.random.key(11), 5, 6, 7
 NEVER, ENDS = -1, 8
 WARM, GREEDY = Sampling(0.8), Sampling(0.8, greedy=True)
 
@@ -51,7 +51,14 @@ def prompts_of(lengths: list[int], width: int = WIDTH, fill: int = 0) -> tuple[n
 
 def run(tokens: np.ndarray, mask: np.ndarray, policy=None, **changes) -> Samples:
     rows = np.arange(len(tokens), dtype=np.int32)
-    arguments = {"key": KEY, "max_new_tokens": ROOM, "sampling": WARM, "eos_ids": (EOS,), "row_ids": rows, **changes}
+    arguments = {
+        "key": KEY,
+        "max_new_tokens": NEW_TOKENS,
+        "sampling": WARM,
+        "eos_ids": (EOS,),
+        "row_ids": rows,
+        **changes,
+    }
     # As many for every run, so that runs share a program.
     arguments["eos_ids"] = np.pad(np.array(arguments["eos_ids"]), (0, ENDS - len(arguments["eos_ids"])), mode="edge")
     samples = draw(MODEL, policy or policy_of(), tokens, mask, **arguments)
@@ -86,9 +93,9 @@ def test_masks_hold_the_completion_through_its_eos():
     for row in range(len(LENGTHS)):
         drawn = samples.tokens[row, WIDTH:]
         ends = np.flatnonzero(drawn == EOS)
-        length = ends[0] + 1 if samples.finished[row] else ROOM
+        length = ends[0] + 1 if samples.finished[row] else NEW_TOKENS
         assert samples.finished[row] == (len(ends) > 0)
-        np.testing.assert_array_equal(samples.completion_mask[row, WIDTH:], np.arange(ROOM) < length)
+        np.testing.assert_array_equal(samples.completion_mask[row, WIDTH:], np.arange(NEW_TOKENS) < length)
         assert (drawn[length:] == EOS).all()
     assert not samples.fields["log_probs"][~samples.completion_mask].any()
 
@@ -113,16 +120,16 @@ def test_samples_follow_the_distribution():
 
 def test_row_is_the_same_alone_split_or_permuted():
     tokens, mask = prompts_of(LENGTHS)
-    whole = run(tokens, mask)
+    full = run(tokens, mask)
     for ids in ([4], [7, 2, 0, 1, 6, 4, 5, 3]):
         part = run(tokens[ids], mask[ids], row_ids=np.array(ids, np.int32))
-        np.testing.assert_array_equal(part.tokens, whole.tokens[ids])
-        np.testing.assert_array_equal(part.completion_mask, whole.completion_mask[ids])
-        np.testing.assert_allclose(part.fields["log_probs"], whole.fields["log_probs"][ids], atol=2e-6)
+        np.testing.assert_array_equal(part.tokens, full.tokens[ids])
+        np.testing.assert_array_equal(part.completion_mask, full.completion_mask[ids])
+        np.testing.assert_allclose(part.fields["log_probs"], full.fields["log_probs"][ids], atol=2e-6)
     same_prompt = run(np.repeat(tokens[:1], 8, axis=0), np.repeat(mask[:1], 8, axis=0))
     assert len({tuple(row) for row in same_prompt.tokens}) > 4, "rows with one prompt have keys of their own"
     other = run(tokens, mask, key=jax.random.key(12))
-    assert (other.tokens != whole.tokens).any()
+    assert (other.tokens != full.tokens).any()
 
 
 def test_left_padding_width_and_content_change_nothing():
@@ -159,7 +166,7 @@ def test_greedy_takes_the_most_likely_token():
     again = run(*prompts_of(LENGTHS), policy, sampling=GREEDY, eos_ids=(NEVER,), key=jax.random.key(99))
     np.testing.assert_array_equal(samples.tokens, again.tokens)
     for token in range(24):
-        column = WIDTH + token % ROOM
+        column = WIDTH + token % NEW_TOKENS
         changed = samples.tokens.copy()
         changed[:, column] = token
         stats, _ = stats_of(ScoredPolicy(MODEL, policy), Sequences(changed, samples.token_mask), temperature=0.8)
@@ -168,18 +175,18 @@ def test_greedy_takes_the_most_likely_token():
 
 def test_loop_stops_when_every_row_is_done():
     tokens, mask = prompts_of(LENGTHS)
-    whole = run(tokens, mask, sampling=GREEDY, eos_ids=(NEVER,))
-    assert whole.steps == ROOM - 1, "the first token needs no step"
-    assert whole.occupancy == 1
+    full = run(tokens, mask, sampling=GREEDY, eos_ids=(NEVER,))
+    assert full.steps == NEW_TOKENS - 1, "the first token needs no step"
+    assert full.occupancy == 1
     # Every row ends at the token that it draws third, unless it drew it before.
-    ends = tuple({int(row[WIDTH + 2]) for row in whole.tokens})
+    ends = tuple({int(row[WIDTH + 2]) for row in full.tokens})
     early = run(tokens, mask, sampling=GREEDY, eos_ids=ends)
     lengths = early.completion_mask.sum(-1)
-    assert early.steps == lengths.max() - 1 < ROOM - 1
+    assert early.steps == lengths.max() - 1 < NEW_TOKENS - 1
     assert early.finished.all()
     np.testing.assert_allclose(early.occupancy, lengths.mean() / lengths.max(), rtol=1e-6)
     for row, length in enumerate(lengths):
-        np.testing.assert_array_equal(early.tokens[row, : WIDTH + length], whole.tokens[row, : WIDTH + length])
+        np.testing.assert_array_equal(early.tokens[row, : WIDTH + length], full.tokens[row, : WIDTH + length])
         assert early.tokens[row, WIDTH + length - 1] in ends
 
 

@@ -105,8 +105,8 @@ def test_tokens_equal_the_tokens_of_one_program(slots, unroll, chosen):
     for order in (np.arange(ROWS), REORDERED if chosen else np.arange(ROWS)):
         ids = {"prompt_ids": np.repeat(np.arange(PROMPTS), GROUP)[order], "row_ids": order} if chosen else {}
         samples = sampler(policy_of(), *prompts_of(), KEY, {"limits": LIMITS[order], **ids})
-        whole = jax.tree.map(lambda x, order=order: x[order] if np.ndim(x) else x, expected())
-        check_same(samples, whole, steps=slots is None)
+        full = jax.tree.map(lambda x, order=order: x[order] if np.ndim(x) else x, expected())
+        check_same(samples, full, steps=slots is None)
     lengths = expected().completion_mask.sum(-1)
     assert len(set(lengths)) > 4, "rows of many lengths"
     assert lengths.max() > 8, "a row that needs the last window"
@@ -148,5 +148,5 @@ def test_first_window_memory_is_independent_of_the_limit():
     assert first_window(1024) - first_window(64) <= records
     # The one program for all lengths has the widest cache from its start.
     samplers = [sampler_of(max_new_tokens=limit, unroll=False) for limit in (64, 1024)]
-    whole = [memory_of(sampler.lower(policy_of(), *prompts_of(), KEY)) for sampler in samplers]
-    assert whole[1] - whole[0] >= cache
+    full = [memory_of(sampler.lower(policy_of(), *prompts_of(), KEY)) for sampler in samplers]
+    assert full[1] - full[0] >= cache

@@ -61,11 +61,11 @@ def others(folder: Path) -> dict[str, bytes]:
 
 def assert_same_bytes(got: Path, want: Path) -> None:
     assert others(got) == others(want)
-    ours, theirs = tensors(got), tensors(want)
-    assert ours.keys() == theirs.keys()
-    for name, (dtype, array) in theirs.items():
-        assert (ours[name][0], ours[name][1].shape) == (dtype, array.shape), name
-        assert ours[name][1].tobytes() == array.tobytes(), name
+    actual, expected = tensors(got), tensors(want)
+    assert actual.keys() == expected.keys()
+    for name, (dtype, array) in expected.items():
+        assert (actual[name][0], actual[name][1].shape) == (dtype, array.shape), name
+        assert actual[name][1].tobytes() == array.tobytes(), name
 
 
 def save(name: str, path: Path) -> None:
@@ -97,12 +97,12 @@ def test_repeated_export_gives_the_same_files(tmp_path, name, folder):
 def test_base_with_its_adapter_is_exported_merged(tmp_path):
     save_folder(tmp_path / "out", *loaded("adapter"), source=BASE)
     assert others(tmp_path / "out") == others(MERGED)
-    ours, theirs = tensors(tmp_path / "out"), tensors(MERGED)
-    assert ours.keys() == theirs.keys()
+    actual, expected = tensors(tmp_path / "out"), tensors(MERGED)
+    assert actual.keys() == expected.keys()
     targets = json.loads((ADAPTER / "adapter_config.json").read_text())["target_modules"]
-    for name, (dtype, array) in theirs.items():
-        assert (ours[name][0], ours[name][1].shape) == (dtype, array.shape), name
+    for name, (dtype, array) in expected.items():
+        assert (actual[name][0], actual[name][1].shape) == (dtype, array.shape), name
         if name.split(".")[-2] not in targets:
-            assert ours[name][1].tobytes() == array.tobytes(), name
+            assert actual[name][1].tobytes() == array.tobytes(), name
         # A product of the two matrices is summed in another order on another machine: some units in the last place.
-        np.testing.assert_allclose(ours[name][1], array, rtol=0, atol=2.0**-22 * np.abs(array).max(), err_msg=name)
+        np.testing.assert_allclose(actual[name][1], array, rtol=0, atol=2.0**-22 * np.abs(array).max(), err_msg=name)

@@ -67,52 +67,52 @@ def test_several_files_are_read_through_their_index():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bfloat16_files_are_widened_or_kept(dtype):
     model = Decoder(dataclasses.replace(MISTRAL.config, param_dtype=dtype))
-    found = weights(GOLDENS / "mistral")
-    assert found["lm_head.weight"].dtype == jnp.bfloat16
-    assert_loaded(load_params(GOLDENS / "mistral", model, make_mesh()), found, dtype)
+    tensors = weights(GOLDENS / "mistral")
+    assert tensors["lm_head.weight"].dtype == jnp.bfloat16
+    assert_loaded(load_params(GOLDENS / "mistral", model, make_mesh()), tensors, dtype)
 
 
 def test_float32_and_float16_files_round_once_to_bfloat16(tmp_path):
     shutil.copytree(GOLDENS / "qwen2", tmp_path / "half")
-    found = {name: array.astype(np.float16) for name, array in weights(GOLDENS / "qwen2").items()}
-    save_file(found, tmp_path / "half" / "model.safetensors")
+    tensors = {name: array.astype(np.float16) for name, array in weights(GOLDENS / "qwen2").items()}
+    save_file(tensors, tmp_path / "half" / "model.safetensors")
     model = Decoder(dataclasses.replace(QWEN2.config, param_dtype="bfloat16"))
-    assert_loaded(load_params(tmp_path / "half", model, make_mesh()), found, "bfloat16")
+    assert_loaded(load_params(tmp_path / "half", model, make_mesh()), tensors, "bfloat16")
     assert_loaded(load_params(GOLDENS / "qwen2", model, make_mesh()), weights(GOLDENS / "qwen2"), "bfloat16")
 
 
 def test_tied_head_may_be_repeated_but_not_different(tmp_path):
-    found = weights(GOLDENS / "qwen2")
-    embeddings = found["model.embed_tokens.weight"]
-    save_file(found | {"lm_head.weight": embeddings.copy()}, tmp_path / "model.safetensors")
-    assert_loaded(load_params(tmp_path, QWEN2, make_mesh(), chunk_bytes=3000), found)
+    tensors = weights(GOLDENS / "qwen2")
+    embeddings = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embeddings.copy()}, tmp_path / "model.safetensors")
+    assert_loaded(load_params(tmp_path, QWEN2, make_mesh(), chunk_bytes=3000), tensors)
     other = embeddings.copy()
     other[-1, -1] += 1
-    save_file(found | {"lm_head.weight": other}, tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": other}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"tie_word_embeddings.*lm_head\.weight differs from model\.embed_tokens"):
         load_params(tmp_path, QWEN2, make_mesh(), chunk_bytes=3000)
-    save_file(found | {"lm_head.weight": other[:9].copy()}, tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": other[:9].copy()}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lm_head\.weight \[9, 32\]"):
         check_folder(tmp_path, QWEN2)
 
 
 @pytest.mark.parametrize("prefix", ["", OLD, "model.language_model."])
 def test_names_of_bare_and_text_models_are_accepted(tmp_path, prefix):
-    found = weights(GOLDENS / "mistral")
+    tensors = weights(GOLDENS / "mistral")
     heads = {"lm_head.weight": "language_model.lm_head.weight" if prefix == OLD else "lm_head.weight"}
-    renamed = {heads.get(name, prefix + name.removeprefix("model.")): array for name, array in found.items()}
+    renamed = {heads.get(name, prefix + name.removeprefix("model.")): array for name, array in tensors.items()}
     extra = {"vision_tower.patches.weight": np.zeros(3, np.float32)} if prefix else {}
     save_file(renamed | extra, tmp_path / "model.safetensors")
-    assert_loaded(load_params(tmp_path, MISTRAL, make_mesh()), found)
+    assert_loaded(load_params(tmp_path, MISTRAL, make_mesh()), tensors)
 
 
 def test_missing_extra_and_misshapen_tensors_are_named_first(tmp_path):
-    found = weights(GOLDENS / "qwen2")
-    del found["model.layers.1.mlp.up_proj.weight"]
-    found["model.layers.0.self_attn.sinks"] = np.zeros(4, np.float32)
-    found["model.layers.2.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)  # old releases saved this table
-    found["model.norm.weight"] = np.zeros(31, np.float32)
-    save_file(found, tmp_path / "model.safetensors")
+    tensors = weights(GOLDENS / "qwen2")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.self_attn.sinks"] = np.zeros(4, np.float32)
+    tensors["model.layers.2.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)  # old releases saved this table
+    tensors["model.norm.weight"] = np.zeros(31, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="does not fit") as error:
         check_folder(tmp_path, QWEN2)
     text = str(error.value)
@@ -133,9 +133,9 @@ def test_mistake_in_every_layer_is_reported_once(tmp_path):
 
 
 def test_quantised_weights_are_not_read(tmp_path):
-    found = weights(GOLDENS / "qwen2")
-    found["model.norm.weight"] = found["model.norm.weight"].astype(np.int8)
-    save_file(found, tmp_path / "model.safetensors")
+    tensors = weights(GOLDENS / "qwen2")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"expected F32, F16, BF16.*model\.norm\.weight: got I8"):
         check_folder(tmp_path, QWEN2)
 
@@ -158,8 +158,8 @@ def test_folders_without_safetensors_list_their_files(tmp_path):
 
 def test_damaged_files_are_named(tmp_path):
     path = tmp_path / "model.safetensors"
-    whole = (GOLDENS / "qwen2" / "model.safetensors").read_bytes()
-    for damaged in (whole[:-1], whole[:5], b"", b"PK\x03\x04" * 9, whole[:8] + b"?" + whole[9:]):
+    content = (GOLDENS / "qwen2" / "model.safetensors").read_bytes()
+    for damaged in (content[:-1], content[:5], b"", b"PK\x03\x04" * 9, content[:8] + b"?" + content[9:]):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"model\.safetensors: not a complete safetensors file; it is damaged or"):
             check_folder(tmp_path, QWEN2)
