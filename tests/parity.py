@@ -32,7 +32,7 @@ LOSS_ONLY = ("token_loss", "kl", "ratio", "weights", "metric/kl")
 class Outcome(NamedTuple):
     """Whether the planted causes are the ones that are named.
 
-    `named` is by the first explanation, `tied` by one of those that fit equally well, `extra` counts other causes.
+    `named` is by the first explanation, `tied` by one of several that fit equally well, `extra` counts other causes.
     """
 
     named: bool

@@ -129,7 +129,7 @@ def state_of(config: Config, optimizer: optax.GradientTransformation, mesh: Mesh
 
 
 def rollout_batch(seed: int = 0) -> Batch:
-    """What a rollout returns: rows of all lengths, one of them without a single token."""
+    """Returns a rollout: rows of all lengths, one of them without a single token."""
     rng = np.random.default_rng(seed)
     column = np.arange(LENGTH)
     prompts, completions = (np.array(lengths)[:, None] for lengths in (PROMPT_LENGTHS, COMPLETION_LENGTHS))

@@ -1,4 +1,4 @@
-"""What the TPU's compiler plans for the library's operation at full size: its memory and its collectives.
+"""Plans of the TPU's compiler for the library's operation at full size: its memory and its collectives.
 
 Each program is compiled by libtpu in a process of an environment of its own, which `make test-aot` makes.
 """

@@ -161,7 +161,7 @@ def test_different_results_fail_the_command():
 
 
 def test_processes_race_and_missing_ones_are_reported(tmp_path, monkeypatch):
-    """The driver with a stub of kljax's process, without JAX: what is asked, and in which order."""
+    """The driver with a stub of kljax's process, without JAX: its requests, and their order."""
     requests = []
 
     class CountingContender:

@@ -64,7 +64,7 @@ class Case:
         return value.astype(bool) if name == "mask" else value
 
     def result(self, name: str) -> np.ndarray:
-        """What PyTorch gave."""
+        """Returns the result of PyTorch."""
         return _arrays(self.file)[f"{self.id}/out/{name}"]
 
     def arrays(self) -> dict[str, dict[str, Any]]:
@@ -75,7 +75,7 @@ class Case:
         }
 
     def settings(self) -> tuple[Any, ...]:
-        """What cases that differ in their batch alone have in common."""
+        """The common part of cases that differ in their batch alone."""
         params = json.dumps({name: value for name, value in self.params.items() if name != "batch"}, sort_keys=True)
         return self.system, self.function, params, self.inputs, self.outputs, self.gradient_of, self.file
 

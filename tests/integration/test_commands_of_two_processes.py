@@ -69,7 +69,7 @@ def recorded_row(group: int, sample: int) -> dict:
 
 @pytest.fixture(scope="module")
 def arguments(session_directory):
-    """Of a run on recorded rows, with a step as reference. No policy has this entropy: weights roll back every step."""
+    """A run on recorded rows, with a step as reference. No policy has this entropy: weights roll back every step."""
     rows = [recorded_row(group, sample) for group in range(STEPS * 8) for sample in range(2)]
     path = session_directory / "recorded.jsonl"
     # Other test processes may read it by now.

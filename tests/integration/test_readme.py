@@ -1,4 +1,4 @@
-"""What the README shows works: its Python runs, and the files and targets it names are there."""
+"""The examples of the README work: its Python runs, and the files and targets it names are there."""
 
 import pathlib
 import re

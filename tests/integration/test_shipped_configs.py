@@ -61,7 +61,7 @@ def test_a_recipe_goes_to_its_end(shared, recipe, metrics):
 
 
 def test_curves_are_plotted_from_recipe_metrics(shared, tmp_path):
-    """Those of every recipe have what the panels show, as the test before asserts."""
+    """The metrics of every recipe have all that the panels show, as the test before asserts."""
     shutil.copy(shared(*PPO).succeeded().root / "metrics.jsonl", tmp_path)
     write_curves(tmp_path)
     assert (tmp_path / "curves.png").stat().st_size > 10_000

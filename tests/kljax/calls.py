@@ -404,7 +404,7 @@ def _deviations(name: str, parameter: str, about: inspect.Parameter, plain: Opti
 
 
 def _companions(name: str, parameter: str, value: Any) -> Options:
-    """What one value of an option needs beside it; the most specific entry counts."""
+    """Returns the options that a value of an option needs beside it; the most specific entry counts."""
     keys = [f"{name}.{parameter}={value!r}", f"{name}.{parameter}", f"{parameter}={value!r}", parameter]
     actual: Options = next((COMPANIONS[key] for key in keys if key in COMPANIONS), {})
     return {other: sample for other, sample in actual.items() if other in parameters(name)}

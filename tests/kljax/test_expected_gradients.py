@@ -1,4 +1,4 @@
-"""What each estimator is the value and the gradient of in expectation, by enumeration over a small vocabulary.
+"""Expected value and expected gradient of each estimator, by enumeration over a small vocabulary.
 
 The policy is a softmax of real logits; an expectation is the sum over every token of its probability times the
 estimate, with the probability held constant, as sampling does. Exact to 1e-12 in float64.

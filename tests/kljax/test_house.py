@@ -174,7 +174,7 @@ def documented_arguments(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [name for name in public_names() if inspect.isclass(thing_of(name))])
 def test_methods_of_public_classes_document_arguments_and_results(name: str) -> None:
-    """Those of a class that a module with an underscore defines are public as well."""
+    """Methods of a class that a module with an underscore defines are public as well."""
     for method, function in public_definitions(ast.parse(inspect.getsource(thing_of(name)))):
         if function.name not in METHODS_OF_PYTREES:
             check_sections(method, function)

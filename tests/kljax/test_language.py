@@ -36,6 +36,10 @@ EXEMPT = (
 # A test is named `test_<subject>_<condition>_<result>`: a relative clause makes a riddle of it.
 RELATIVE = {"that", "which", "what", "whose", "those", "who"}
 WORDS_OF_A_TEST = 8
+# Pronouns that stand for a noun, in the docs.
+PRONOUNS = re.compile(r"\b(that of|those)\b")
+# A heading states its subject.
+QUESTION = re.compile(r"#+ ((What|Which|How|Why|Who|Does|Do|Is|Are|Can|Should)\b.*|.*\?$)")
 LIMIT = 100
 
 
@@ -52,6 +56,9 @@ SOURCES = below("kljax", "train", "benchmarks", suffix=".py")
 TESTS = below("tests", suffix=".py")
 PAGES = below("docs", suffix=".md") + sorted(ROOT.glob("*.md"))
 
+# A change log quotes names and texts of its day.
+GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -63,7 +70,7 @@ def docstrings(path: pathlib.Path) -> Iterator[tuple[str, str]]:
             yield getattr(node, "name", path.stem), ast.get_docstring(node) or ""
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=relative)
 def test_docstrings_speak_plainly(path: pathlib.Path) -> None:
     for name, text in docstrings(path):
         assert not OPENINGS.match(text), f"{name}: begins with {text.split()[0]!r}; begin with a verb or a noun"
@@ -125,3 +132,18 @@ def test_lines_of_prose_are_at_most_100_wide(path: pathlib.Path) -> None:
         in_code ^= line.lstrip().startswith("```")
         if not in_code and not line.lstrip().startswith("|") and " " in line.strip():
             assert len(line) <= LIMIT, f"{relative(path)}:{number} is {len(line)} wide"
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=relative)
+def test_docs_use_nouns_and_the_usual_words(path: pathlib.Path) -> None:
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        for pattern, better in {PRONOUNS.pattern: "the noun", **DIALECT}.items():
+            word = re.search(pattern, line)
+            assert word is None, f"{relative(path)}:{number}: {word[0]!r}; write {better!r}"
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=relative)
+def test_headings_are_no_questions(path: pathlib.Path) -> None:
+    without_code = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for line in without_code.splitlines():
+        assert not QUESTION.match(line), line

@@ -137,7 +137,7 @@ def test_entry_on_results_recorded_by_another_entry(entry: Entry, golden: Golden
 
 
 def of_functions(pairs: Iterable[tuple[Any, cases.Case]]) -> list[Any]:
-    """What compares recorded cases, with all cases of a function, as parameters of a test."""
+    """Returns the comparisons of recorded cases, with all cases of a function, as parameters of a test."""
     actual: dict[tuple[str, str], list[tuple[Any, cases.Case]]] = defaultdict(list)
     for function, case in pairs:
         actual[case.system, case.function].append((function, case))
@@ -398,7 +398,7 @@ def test_counts() -> None:
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What the command prints, which fits into 100 columns."""
+    """Returns the text that the command prints, which fits into 100 columns."""
     assert main(["systems", *argv]) == 0
     text, errors = capsys.readouterr()
     assert errors == ""

@@ -129,7 +129,7 @@ def place_recorded(output: Path) -> dict[Path, np.ndarray]:
 
 
 def record(output: Path) -> None:
-    """Both exports of the run, and what transformers computed of them, in place of those that are recorded."""
+    """Both exports of the run, and what transformers computed of them, in place of the recorded ones."""
     shutil.rmtree(EXPORTS, ignore_errors=True)
     numbers = {name: np.load(output / f"{name}.npy") for name in ("tokens", "before")}
     for form, name in FORMS.items():

@@ -1,4 +1,4 @@
-"""What is worth seeing on a GPU or TPU: the attention kernel that it gets, and a run of the trainer."""
+"""Tests that need a GPU or TPU: the attention kernel that it gets, and a run of the trainer."""
 
 import json
 import math

@@ -295,7 +295,7 @@ def compare(name: str, got: dict[str, np.ndarray], want: dict[str, np.ndarray]) 
 
 
 def check_saved(root: pathlib.Path) -> None:
-    """What kljax saved, loaded by transformers: its logits against those recorded."""
+    """Compares the logits of a folder saved by kljax, loaded by transformers, with the recorded logits."""
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):
         name, _, merged = folder.name.partition("-")
         want = dict(np.load(HERE / name / "expected.npz"))

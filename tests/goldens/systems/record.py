@@ -38,7 +38,7 @@ class InputTensors:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedResult:
-    """What a call read and gave."""
+    """The inputs and outputs of a call."""
 
     inputs: tuple[str, ...]
     outputs: dict[str, np.ndarray]

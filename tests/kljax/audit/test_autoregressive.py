@@ -1,4 +1,4 @@
-"""What an audit at given prefixes leaves out: a token changes the prefixes after it, and with them the later KL.
+"""An audit at fixed prefixes leaves this out: a token changes the prefixes after it, and with them the later KL.
 
 Every sequence of a tiny autoregressive policy is enumerated, with logits of its own for every prefix.
 """

@@ -1,4 +1,4 @@
-"""What holds for every diagnostic: nothing masked is seen, no gradient flows, parts of a batch add up to the whole."""
+"""Properties of every diagnostic: nothing masked is seen, no gradient flows, parts of a batch add up to the whole."""
 
 from collections.abc import Callable
 from typing import Any

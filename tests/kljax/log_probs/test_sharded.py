@@ -38,7 +38,7 @@ MASKS = {
 
 
 class ShardedCase(NamedTuple):
-    """What is computed, by its options; of which arrays the gradient is taken."""
+    """A computation, by its options, and the arrays of which the gradient is taken."""
 
     kind: str = "reverse"
     own_head: bool = True

@@ -1,4 +1,4 @@
-"""What `test_everywhere` leaves: a caller's own `shard_map`, tracing once, which derivatives there are."""
+"""Transformations that `test_everywhere` leaves out: a caller's own `shard_map`, tracing once, derivatives."""
 
 import functools
 from typing import Any

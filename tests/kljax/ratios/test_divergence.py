@@ -18,7 +18,7 @@ POISON = [np.where(MASK, LP, np.nan), np.where(MASK, OLD, np.inf)]
 
 
 def rows(values: np.ndarray, reduction: str) -> np.ndarray:
-    """What each token is judged by, `[B, T]`; the loops of the definition."""
+    """The divergence that each token is compared by, `[B, T]`; the loops of the definition."""
     if reduction == "token":
         return values
     reduce = {"sum": np.sum, "mean": np.mean, "max": np.max}[reduction]

@@ -152,7 +152,7 @@ def _is_to_sampler(loss_entry: Entry, case: Case) -> bool:
 
 
 def _adjusted(case: Case, now: dict[str, Any]) -> dict[str, Any]:
-    """ART's shifts of the advantages, which are data."""
+    """ART's shifts of the advantages, which are constants."""
     lp, mask, params = jax.lax.stop_gradient(now["log_probs"]), now["mask"], case.params
     arrays = {**now, "log_probs": lp}
     for entry in kljax.systems.entries(system="art"):

@@ -1,4 +1,4 @@
-"""What must hold between fields, and what follows from them."""
+"""Conditions between fields, and facts that follow from them."""
 
 import pytest
 import yaml

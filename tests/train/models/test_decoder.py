@@ -205,7 +205,7 @@ def test_saved_projections_are_not_computed_again():
 
 @pytest.mark.parametrize("sliding", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_depth_changes_neither_the_trace_nor_the_operations(sliding):
-    """Also with layers of two kinds: what differs between layers is data."""
+    """Also with layers of two kinds: the differences between layers are arrays."""
 
     def operations(layers: int) -> tuple[int, Counter[str]]:
         kinds = tuple("full" if (layer + 1) % 3 else "sliding" for layer in range(layers)) if sliding else None

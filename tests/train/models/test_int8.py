@@ -1,4 +1,4 @@
-"""A base in int8 computes what the weights compute that it stands for, value and gradient, in a quarter of the room."""
+"""A base in int8 computes what its weights compute, value and gradient, in a quarter of the memory."""
 
 import dataclasses
 import functools
@@ -288,7 +288,7 @@ def test_mesh_gives_equal_numbers_and_gathers_int8():
 
 
 def test_int8_base_is_one_argument_without_float_copies():
-    """What XLA plans: weights become floats inside of the loop over layers, one layer at a time."""
+    """XLA plans it so: weights become floats inside of the loop over layers, one layer at a time."""
     deep = dataclasses.replace(INT8.config, layers=24, qkv_bias=False)
     sizes = {}
     for how in ("int8", None):

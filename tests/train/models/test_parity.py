@@ -30,7 +30,7 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 @functools.cache
 def golden(family: str) -> dict[str, np.ndarray]:
-    """What transformers computed."""
+    """Returns the results of transformers."""
     with np.load(GOLDENS / family / "expected.npz") as file:
         return dict(file)
 

@@ -1,4 +1,4 @@
-"""What the compilers of TPUs and GPUs plan for the programs of a step, of a small decoder with a large vocabulary.
+"""Plans of the compilers of TPUs and GPUs for the programs of a step, of a small decoder with a large vocabulary.
 
 The command runs in an environment of its own, which `make test-aot` makes; its plans and programs are read here.
 """

@@ -1,4 +1,4 @@
-"""References that follow the policy: what moves and how far, what is held twice, and in which type."""
+"""References that follow the policy: which weights move and how far, which are stored twice, and in which dtype."""
 
 import dataclasses
 

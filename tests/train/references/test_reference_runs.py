@@ -165,7 +165,7 @@ def test_base_on_disk_is_compared_before_writing(first, tmp_path):
 
 
 def test_adapter_without_run_says_nothing_about_its_base(first, tmp_path, capsys):
-    """What is known of it is its shape."""
+    """Only its shape is known."""
     alone = Path(shutil.copytree(first / "checkpoints" / "1", tmp_path / "alone"))
     option = f"reference={{source: adapter, path: {alone}, monitor: true}}"
     config = tiny.config_of(*LORA, f"output={tmp_path}", "seed=5", option)

@@ -45,7 +45,7 @@ def load(config: Config) -> ScoredPolicy:
 
 
 def log_probs(model: Decoder, params: dict, hidden: jax.Array) -> jax.Array:
-    """Of the whole vocabulary, as the library never has them."""
+    """Log-probs of the whole vocabulary, as the library never has them."""
     tied = model.config.tie_embeddings
     head = params["embed_tokens"]["embedding"].T if tied else params["lm_head"]["kernel"]
     logits, cap = hidden @ head, model.config.final_softcap
@@ -81,7 +81,7 @@ def values_and_gradients(params: dict, teacher: dict) -> dict[str, tuple[jax.Arr
 
 
 def test_distillation_is_exact_kl_to_another_shape():
-    """Of another softcap too. Value and gradient of both directions, against autodiff through the whole vocabulary."""
+    """Both directions, also with another softcap, have the value and gradient of autodiff over the whole vocabulary."""
     config, mesh = distil(), tiny.mesh_of()
     model, teacher = tiny.model_of(config), teacher_params()
     reference = ScoredPolicy(TEACHER, kljax.Policy(teacher))
@@ -123,7 +123,7 @@ def test_reference_from_another_run_has_its_decoder(other_run):
 
 
 def test_base_of_a_quantising_run_is_a_reference(other_run):
-    """What a run holds its base in is allowed with its adapter, which a reference of whole weights has not."""
+    """The quantization of a run is allowed with its adapter, which a reference of whole weights has not."""
     shape = WIDER.model.model_copy(update={"quantization": "int8", "param_dtype": "bfloat16"})
     lora = tiny.config_of("lora={rank: 2}").lora
     steps = WIDER.warm_start.model_copy(update={"steps": 0})

@@ -73,7 +73,7 @@ def nudged(tree, by, seed=1):
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRecord:
-    """What goes into an update on the first rows and what comes out."""
+    """The inputs and results of an update on the first rows."""
 
     scored: object
     prepared: object
@@ -147,7 +147,7 @@ def test_statistics_are_not_rounded(case, steps):
 
 
 def test_metrics_are_sums_in_float32(steps):
-    """Those of the first update, whose log-probs are the ones that were scored."""
+    """Metrics of the first update, whose log-probs are the ones that were scored."""
     step = steps["moved"]
     batch = jax.tree.map(lambda x: np.asarray(x, np.float64)[: len(UPDATED)], step.prepared)
     mask = batch.completion_mask > 0
@@ -216,7 +216,7 @@ def flat(tree):
 
 
 def test_gradient_is_within_rounding_of_float32(case):
-    """What one rounding of every weight does to it is measured in float32; the other roundings are as large.
+    """The effect of one rounding of every weight is measured in float32; the other roundings are as large.
 
     `ROUNDINGS` of them, which are independent, add up to the square root of `ROUNDINGS / PRODUCTS` times that.
     """

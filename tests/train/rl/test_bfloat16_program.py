@@ -1,4 +1,4 @@
-"""What a decoder in bfloat16 computes in float32, read from its program.
+"""Operations that a decoder in bfloat16 computes in float32, read from its program.
 
 Numbers do not show it: XLA's CPU backend fuses, and what is fused keeps the digits that a cast in between would lose.
 """

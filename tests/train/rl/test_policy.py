@@ -1,4 +1,4 @@
-"""What a policy computes: alignment, temperature, padding, values."""
+"""Computations of a policy: alignment, temperature, padding, values."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What the compilers of accelerators plan for sampling on a mesh of its own: no decode step gathers a weight.
+"""Plans of the compilers of accelerators for sampling on a mesh of its own: no decode step gathers a weight.
 
 Each topology is compiled for in a process of an environment of its own, which `make test-aot` makes.
 """

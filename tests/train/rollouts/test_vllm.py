@@ -1,4 +1,4 @@
-"""The client against what a real vLLM said: what is asked has not changed, and its log-probs are the trainer's.
+"""The client against what a real vLLM said: its requests have not changed, and its log-probs are the trainer's.
 
 `tests/goldens/vllm/record.py` made the exchanges; the weights are drawn again here, so that vLLM's log-probs are held
 to the trainer's without a vLLM.

@@ -1,4 +1,4 @@
-"""What a run leaves in the process that it ran in, and what it finds before it leaves anything on disk."""
+"""Traces of a run in its process, and mistakes that it finds before it writes anything to disk."""
 
 import json
 import logging

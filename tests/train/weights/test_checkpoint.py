@@ -1,4 +1,4 @@
-"""Checkpoints: what is kept, what a killed save leaves, and what damage does to the ones that are whole."""
+"""Checkpoints: which steps stay, what a killed save leaves, and what damage does to the ones that are whole."""
 
 import contextlib
 import dataclasses

@@ -63,7 +63,7 @@ def test_random_numbers_depend_on_row_and_position():
 
 
 def by_sorting(weights: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """What the cuts keep [V] bool, one sort after the other; of equal weights all or none."""
+    """Returns the tokens that the cuts keep, [V] bool, one sort after the other; of equal weights all or none."""
     keep = np.ones(len(weights), bool)
     if sampling.top_k:
         keep &= weights >= np.sort(weights)[::-1][min(sampling.top_k, len(weights)) - 1]

@@ -1,4 +1,4 @@
-"""What kljax exported once, and transformers and PEFT computed of it: read here it gives their log-probs, written again
+"""Recorded exports, and results of transformers and PEFT on them: read here it gives their log-probs, written again
 it is the same, so that what they read is what is still written.
 
 The folders are those of `tests/goldens/exports`, which `python -m tests.round_trip --record` made.
@@ -29,7 +29,7 @@ TOLERANCE = 5e-6
 
 @functools.cache
 def recorded() -> dict[str, np.ndarray]:
-    """What transformers computed."""
+    """Returns the results of transformers."""
     with np.load(GOLDENS / "exports" / "expected.npz") as file:
         return dict(file)
 
