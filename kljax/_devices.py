@@ -23,7 +23,7 @@ Parameters = ParamSpec("Parameters")
 def auto_sharded(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Makes a function treat the Explicit mesh axes of its arguments as Auto axes; without any it is called as it is.
 
-    Sorting, scattering and scanning over rows have no sharding rule in JAX. A result whose leading axes are those of
+    Sorting, scattering and scanning over rows have no sharding rule in JAX. A result whose leading axes are the axes of
     the first sharded argument keeps their sharding, any other is replicated.
     """
 

@@ -138,7 +138,7 @@ def token_weights(
         prompt_mean              1 / (P n_p)
 
     A `denominator` takes the place of what is counted over the batch, `N`, `S` or `P`: the number of tokens or rows of
-    a whole step, say, or 1 where a system sums. The ids of "prompt_mean" may be those of anything whose rows share one
+    a whole step, say, or 1 where a system sums. The ids of "prompt_mean" may be ids of anything whose rows share one
     mean: with the rollout of each row, several samples of one rollout share the divisor `n_p`, as in slime; with the
     micro-batch of each row, it is a mean of the means of micro-batches.
 

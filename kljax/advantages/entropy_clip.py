@@ -25,9 +25,9 @@ def clip_b_mask(
     mu: Scalar = 2.5,
     axis_name: AxisName = None,
 ) -> Bool[Array, "*b T"]:
-    """Tokens kept when those of negative advantage and small `S` go: `A >= 0` or `S - mean(S) >= -mu * std(S)`.
+    """Tokens kept when tokens of negative advantage and small `S` go: `A >= 0` or `S - mean(S) >= -mu * std(S)`.
 
-    Mean and population standard deviation are those of all unmasked tokens: give it the whole batch.
+    Mean and population standard deviation are taken over all unmasked tokens: give it the whole batch.
 
     Args:
       advantages: `[..., T]`, per token.
@@ -73,10 +73,10 @@ def clip_v_mask(
     max_fraction: Scalar = 1e-4,
     axis_name: AxisName = None,
 ) -> Bool[Array, "*b T"]:
-    """Tokens kept when those of negative advantage and an `S` far below its expectation go, the farthest first.
+    """Tokens kept when tokens of negative advantage and an `S` far below its expectation go, the farthest first.
 
     A token goes where `A < 0` and `E[S] - S > mu * std`, with the population standard deviation of `E[S] - S` over all
-    unmasked tokens: give it the whole batch. At most `max_fraction` of those tokens go, rounded down, but one may.
+    unmasked tokens: give it the whole batch. At most `max_fraction` of these tokens go, rounded down, but one may.
 
     Args:
       advantages: `[..., T]`, per token.
@@ -88,7 +88,7 @@ def clip_v_mask(
       mu: how many standard deviations below its expectation `S` may be, at least 0.
       max_fraction: bound of the share of tokens that are dropped, at least 0.
       axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread, in their order; the
-        ranks are those in the whole batch.
+        ranks are ranks in the whole batch.
 
     Returns:
       `[..., T]` booleans, True on tokens to train on; False where the mask is.

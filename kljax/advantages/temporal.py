@@ -103,7 +103,7 @@ def gae(
       mask: same shape, boolean or `Segments`.
       gamma: discount per token, usually between 0 and 1.
       lam: trace decay, 0 (one-step) to 1 (Monte Carlo).
-      masked_tokens: one of the three rules above; "skip" and "zero" are those of `reinforce_plus_plus_returns`.
+      masked_tokens: one of the three rules above; "skip" and "zero" are rules of `reinforce_plus_plus_returns`.
 
     Returns:
       `(advantages, returns)`, both `[..., T]`, float32 or float64, in the unit of the rewards; masked positions

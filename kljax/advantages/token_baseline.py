@@ -62,7 +62,7 @@ def otb_advantages(
       num_groups: static number of groups, unless they are `Groups`.
       weights: same shape as the mask: importance weights `w` of the tokens; None weighs each 1.
       align: which tokens of the rows of a group share a baseline: "token", the n-th unmasked ones (verl's
-        tir_optimal_token_baseline), or "position", those at the same position (optimal_token_baseline). The two are the
+        tir_optimal_token_baseline), or "position", all at the same position (optimal_token_baseline). The two are the
         same where the rows of a group have no holes and begin at the same position.
       zero_tail: whether a row longer than all others has no baseline where it is alone. Otherwise its baseline there is
         its own return and its advantage 0. The tail begins where the second longest row would end without its holes.

@@ -52,7 +52,7 @@ def read_array(option: str, path: str, *, kinds: str = "fiub") -> np.ndarray:
 
 
 def read_batch(option: str, path: str, *, needed: Sequence[str], others: Sequence[str]) -> Mapping[str, np.ndarray]:
-    """Reads arrays of numbers by name from an `.npz` file; those of `others` only if they are there.
+    """Reads arrays of numbers by name from an `.npz` file; arrays of `others` only if they exist.
 
     Args:
       path: an `.npz` file.

@@ -45,7 +45,7 @@ class Level(NamedTuple):
 
 
 def value_labels(corrections: tuple[str, ...]) -> list[Labels]:
-    """Lists the columns of the value sums: the estimators of the first correction, then those of the next."""
+    """Lists the columns of the value sums: the estimators of the first correction, then of the next."""
     return [Labels(name, "", correction) for correction in corrections for name in MEASURED]
 
 

@@ -19,7 +19,7 @@ __all__ = ["Extremes", "log_prob_diff_extremes", "ratio_quantiles"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Extremes:
-    """The smallest and the largest value so far; those of parts of a batch are merged by `+`.
+    """The smallest and the largest value so far; extremes of parts of a batch are merged by `+`.
 
     Attributes:
       min: the smallest value, a scalar; infinite if there was none.
@@ -122,7 +122,7 @@ def ratio_quantiles(
 ) -> Float[Array, " Q"]:
     """Quantiles of the importance ratios of a whole batch, interpolated linearly between their logarithms.
 
-    An order statistic: those of micro-batches do not add up, so it is taken before the batch is split.
+    An order statistic: statistics of micro-batches do not add up, so it is taken before the batch is split.
 
     Args:
       log_probs: `[..., T]` log-probs of the numerator policy, in nats.

@@ -47,7 +47,7 @@ class Sums(NamedTuple):
       entropy: `sum exp(z - max) (z - max)` of the policy.
       squares: `sum exp(z - max)^2` of the policy.
       difference: `sum e d`, and `excess`: `sum e (exp(-d) - 1 + d)`, where `e` is the exponential of the distribution
-        that the mean is over, and `d` its logits minus those of the other distribution.
+        that the mean is over, and `d` its logits minus the logits of the other distribution.
     """
 
     policy: PartialSoftmax
@@ -165,7 +165,7 @@ def merge(spec: Spec, sums: Sums, axes: MeshAxes) -> tuple[Sums, Array]:
 
 
 def impossible_to_infinite(logits: Array) -> Array:
-    """Returns the logits, with -infinity for those that `IMPOSSIBLE` replaced."""
+    """Returns the logits, with -infinity for logits that `IMPOSSIBLE` replaced."""
     return jnp.where(logits <= IMPOSSIBLE, -jnp.inf, logits)
 
 
@@ -177,7 +177,7 @@ class Normalisers(NamedTuple):
 
     Attributes:
       log_ratio: log of the normaliser of the other distribution over that of the first.
-      mean_difference: mean over the first of its logits minus those of the other.
+      mean_difference: mean over the first of its logits minus the logits of the other.
       close: whether `log_ratio` has the relative accuracy of the logits' differences.
     """
 

@@ -230,7 +230,7 @@ def _empty_carry(inputs: _Inputs) -> _Carry:
 
 
 def _empty_leaves(inputs: _Inputs) -> tuple[Array | None, ...]:
-    """Returns zeros for the gradients of the leaves; those of scalars are added up in the type of the statistics."""
+    """Returns zeros for the gradients of the leaves; a scalar accumulates in the type of the statistics."""
     parts = zip(inputs.leaves, inputs.requests.leaves, inputs.plan.scalars, strict=True)
     return tuple(
         jnp.zeros_like(x, dtype=inputs.device.dtype if scalar else None) if need else None for x, need, scalar in parts
@@ -315,7 +315,7 @@ def _differentiate(
 def _add_leaves(
     inputs: _Inputs, index: Array, sums: tuple[Array | None, ...], more: tuple[Array | None, ...]
 ) -> tuple[Array | None, ...]:
-    """Writes the gradients of a tile's leaves, and adds those of scalars."""
+    """Writes the gradients of a tile's leaves, and adds gradients of scalars."""
 
     def add(total: Array | None, part: Array | None, scalar: bool) -> Array | None:
         if total is None or part is None:
@@ -326,7 +326,7 @@ def _add_leaves(
 
 
 def _add_gradients(device: DeviceView, row: RowInputs, kept: _Kept, sums: Gradients) -> Gradients:
-    """Adds the gradients of a tile of tokens, from its logits, to those of its rows and of the heads."""
+    """Adds the gradients of a tile of tokens, from its logits, to the gradients of its rows and of the heads."""
     if sums.head is not None and device.spec.layout == "dv":
         row = row._replace(turned=device.turn(row.tokens.hidden, device.weights.head))
 

@@ -58,7 +58,7 @@ def token_loss_from_hidden(
       temperature: as in `log_probs_from_hidden`; a scalar or `[...]`, may be traced.
       entropy: as in `log_probs_from_hidden`.
       sum_squared_probs: as in `log_probs_from_hidden`.
-      kept_ids: `[..., K]` integer ids of the tokens that the sampler kept: the statistics are those of
+      kept_ids: `[..., K]` integer ids of the tokens that the sampler kept: the statistics are as in
         `renormalized_log_probs`. None: over the whole vocabulary.
       reference: as in `log_probs_from_hidden`, for the exact KL.
       token_chunk: tokens per chunk, whose logits are held at once, in float32. More of them read and write the gradient

@@ -54,7 +54,7 @@ def clip_cov_loss(
       clip_high: as in `ppo_clip_loss`.
       dual_clip: as in `ppo_clip_loss`; None, as in the paper, verl and SkyRL, has no bound.
       axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread, in their order; the
-        ranks are those in the whole batch, of which the same tokens are drawn by the same key.
+        ranks are ranks in the whole batch, of which the same tokens are drawn by the same key.
 
     Returns:
       `[..., T]`, float32 or float64; masked and dropped positions hold 0.
@@ -114,7 +114,7 @@ def kl_cov_loss(
         Python number is multiplied as Python does it, a traced one in its own type, as in `clip_cov_loss`.
       coef: weight of the penalty. verl 0.1, SkyRL 1.
       axis_name: mapped axes, as of `shard_map`, over whose parts the first axis is spread, in their order; the
-        ranks are those in the whole batch.
+        ranks are ranks in the whole batch.
 
     Returns:
       `[..., T]`, float32 or float64; masked positions hold 0. Of equal covariances the earlier token is chosen.

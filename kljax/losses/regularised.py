@@ -93,7 +93,7 @@ def rec_loss(
         ring           as two_side; or r <= 1 - ring_low if A > 0; or r >= 1 + ring_high if A < 0
 
     `w` is 1 ("none"), `r` ("importance_sampling"), `s` ("gspo_importance_sampling") or `exp(A / temperature)`
-    ("advantage"). The regularizer is paid by all tokens, also by those with `k = 0`: `d^2 / 2` ("k2") or `-log pi`
+    ("advantage"). The regularizer is paid by all tokens, also by tokens with `k = 0`: `d^2 / 2` ("k2") or `-log pi`
     ("forward_kl", imitation of the policy that drew the tokens).
 
     Args:

@@ -1,4 +1,4 @@
-"""Policy losses whose trust region is a mask: tokens outside it have no gradient, those inside are not clipped.
+"""Policy losses whose trust region is a mask: tokens outside it have no gradient, tokens inside are not clipped.
 
 `d = log_probs - old_log_probs`, `r = exp(d)`. All losses are `[..., T]`, masked positions exactly 0.
 """
@@ -31,7 +31,7 @@ def dppo_mask(
     clip_high: Scalar = 0.2,
     symmetric: bool = False,
 ) -> Bool[Array, "*b T"]:
-    """The tokens that `dppo_loss` trains: those that have not gone too far already in the direction of their advantage.
+    """The tokens that `dppo_loss` trains: they have not gone too far already in the direction of their advantage.
 
     With `p = pi_old` and `q = pi` at the sampled token, the distance is `|q - p|` ("tv") or that of the coins "this
     token or not", `p log(p / q) + (1 - p) log((1 - p) / (1 - q))` ("kl"). Not kept is a token of `A > 0` with `q > p`

@@ -49,7 +49,7 @@ class Cause:
         return f"{self.stage}: {self.name}"
 
     def apply(self, recipe: Recipe) -> Recipe:
-        """Returns the recipe with the fault; arguments of a call are added to those already changed.
+        """Returns the recipe with the fault; arguments of a call are added to the arguments already changed.
 
         Args:
           recipe: the settings; a stage that is None stays None.
@@ -96,7 +96,7 @@ def make(stage: str, name: str, text: str, **settings: Any) -> Cause:
 
 
 def causes_of(replay: Replay) -> list[Cause]:
-    """Lists every hypothesis about a dump, in the order of the data; those that change nothing are left out.
+    """Lists every hypothesis about a dump, in the order of the data; causes that change nothing are left out.
 
     Args:
       replay: the recorded arrays, and the plan whose recipe the causes change.

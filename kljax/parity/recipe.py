@@ -32,7 +32,7 @@ KL_REDUCTIONS = {"skyrl": "sequence_mean", "openrlhf": "token-mean"}
 
 @dataclasses.dataclass(frozen=True)
 class MaskRule:
-    """Which tokens are trained: those of the completion, or with faults.
+    """Which tokens are trained: tokens of the completion, or with faults.
 
     Attributes:
       shift: how many positions to the right the mask is moved.
@@ -129,7 +129,7 @@ class RecipeStep:
     """A call of the library by the arguments that differ from the header's.
 
     Attributes:
-      arguments: keyword arguments that override those of the header; None leaves an argument at its default.
+      arguments: keyword arguments that override the header's; None leaves an argument at its default.
       sign: factor of the result.
       swapped: whether the two policies of a ratio are exchanged.
       groups: rows of a group: "recorded", "interleaved" or "batch".
@@ -155,7 +155,7 @@ class ReductionRecipe:
       groups: the ids of "prompt_mean": "group_ids" or "micro_batch_ids".
       eps_batch: added to the number of tokens of the batch.
       eps_row: added to the number of tokens of a row.
-      micro_batches: number of equal micro-batches whose means are averaged; 1 is the whole batch, 0 those recorded.
+      micro_batches: number of equal micro-batches whose means are averaged; 1 is the whole batch, 0 the recorded ones.
       scale: a constant factor.
     """
 

@@ -59,7 +59,7 @@ class Replay:
         """Recomputes a result from the recorded inputs of its stage.
 
         Args:
-          recipe: the settings of its stage and of those before it.
+          recipe: the settings of its stage and of the stages before it.
 
         Returns:
           The `Prediction`; it is remembered by the settings that it depends on.
@@ -134,7 +134,7 @@ class Replay:
 
         Args:
           section: "correction", "advantage" or "loss".
-          step: arguments that replace those of the header, where None removes one. Another function drops them all.
+          step: arguments that replace arguments of the header, where None removes one. Another function drops them all.
         """
         call = self.plan.calls[section]
         changes = dict(step.arguments)
@@ -162,7 +162,7 @@ class Replay:
           section: "correction", "advantage" or "loss", which the header has.
 
         Returns:
-          The arrays by argument, without those that are not recorded.
+          The arrays by argument, without unrecorded ones.
         """
         fields = {name: self.array_name(section, name) for name in self.plan.calls[section].required}
         return {name: self.arrays[field] for name, field in fields.items() if field in self.arrays}

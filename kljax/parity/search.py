@@ -154,7 +154,7 @@ class Search:
         self._found_pairs: dict[Any, list[Causes]] = {}
 
     def run(self) -> ParityReport:
-        """Compares every field and explains those that differ.
+        """Compares every field and explains the differing ones.
 
         Returns:
           The `ParityReport`, with a note if the search for pairs of causes ran out of time.
@@ -290,7 +290,7 @@ class Search:
         return sufficient[:1]
 
     def _relevant(self, name: str) -> list[Cause]:
-        """Lists the causes that can move a field: those of its own stages."""
+        """Lists the causes that can move a field: causes of its own stages."""
         stages = ORDER.get(name, ORDER["loss"])
         return [cause for cause in self.causes if cause.stage in stages]
 

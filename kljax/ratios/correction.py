@@ -37,14 +37,14 @@ def correct_rollout(
     *,
     steps: Sequence[Step],
 ) -> RolloutCorrection:
-    """Applies weights and rejections in the order given, each to the tokens that those before it left.
+    """Applies weights and rejections in the order given, each to the tokens that the earlier ones left.
 
     A step is a function `(log_probs, rollout_log_probs, mask) -> [..., T]`: booleans reject, floats are weights that
     multiply. `functools.partial` makes one of `importance_weights` or of any mask of this library, and rejections that
     are to see the same mask are one step: `lambda *x: first(*x) & second(*x)`.
 
-    Nothing is divided here. The caller reduces with token weights of the mask he means: those of the original mask
-    keep the denominators (slime, SkyRL, OpenRLHF, TRL: a rejected token counts as zero loss), those of `kept` average
+    Nothing is divided here. The caller reduces with token weights of the mask he means: weights of the original mask
+    keep the denominators (slime, SkyRL, OpenRLHF, TRL: a rejected token counts as zero loss), weights of `kept` average
     over what is left (verl).
 
     Args:

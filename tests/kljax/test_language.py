@@ -36,7 +36,7 @@ EXEMPT = (
 # A test is named `test_<subject>_<condition>_<result>`: a relative clause makes a riddle of it.
 RELATIVE = {"that", "which", "what", "whose", "those", "who"}
 WORDS_OF_A_TEST = 8
-# Pronouns that stand for a noun, in the docs.
+# Pronouns that stand for a noun.
 PRONOUNS = re.compile(r"\b(that of|those)\b")
 # A heading states its subject.
 QUESTION = re.compile(r"#+ ((What|Which|How|Why|Who|Does|Do|Is|Are|Can|Should)\b.*|.*\?$)")
@@ -132,6 +132,12 @@ def test_lines_of_prose_are_at_most_100_wide(path: pathlib.Path) -> None:
         in_code ^= line.lstrip().startswith("```")
         if not in_code and not line.lstrip().startswith("|") and " " in line.strip():
             assert len(line) <= LIMIT, f"{relative(path)}:{number} is {len(line)} wide"
+
+
+@pytest.mark.parametrize("path", [path for path in RENAMED if path in SOURCES], ids=relative)
+def test_docstrings_name_the_noun(path: pathlib.Path) -> None:
+    for name, text in docstrings(path):
+        assert not re.search(r"\bthose\b", text), f"{name}: 'those'; write the noun"
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=relative)

@@ -153,7 +153,7 @@ def _paths(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _origins(raw: Mapping[str, Any], written: set[str], overrides: Sequence[str]) -> dict[str, str]:
-    """Tells the origin of every field that is not a default; `written` are those of the file."""
+    """Tells the origin of every field that is not a default; `written` are fields of the file."""
     commanded = [override.partition("=")[0] for override in overrides]
     origins = dict.fromkeys(preset_fields(raw), f"preset {raw.get('preset')}")
     for path in _paths(raw):

@@ -102,12 +102,12 @@ def on_leader(label: str, function: Callable[[], T]) -> T:
 
 
 def exchange_json(label: str, value: Any) -> list[Any]:
-    """Sends a JSON value to all processes; returns those of all, by process number."""
+    """Sends a JSON value to all processes; returns the values of all, by process number."""
     return [json.loads(part) for part in exchange(label, json.dumps(value).encode())]
 
 
 def exchange(label: str, value: bytes) -> list[bytes]:
-    """Sends bytes to all processes; returns those of all, by process number.
+    """Sends bytes to all processes; returns the bytes of all, by process number.
 
     The leader collects the values and sends them on, so the work grows with the number of processes, not its square.
 
@@ -119,7 +119,7 @@ def exchange(label: str, value: bytes) -> list[bytes]:
 
 
 def send_to_leader(label: str, value: bytes) -> list[bytes]:
-    """Sends bytes to the leader; returns those of all processes there, by process number, and elsewhere none."""
+    """Sends bytes to the leader; returns the bytes of all processes there, by process number, and elsewhere none."""
     return _round(label, value, to_all=False)
 
 
@@ -183,7 +183,7 @@ def _wait(key: str) -> bytes:
 
 
 def _user_error(kind: str, text: str) -> Exception:
-    """Makes an error of the kind that another process raised; `ProcessError` stands for those without a class here."""
+    """Makes an error of the kind that another process raised; `ProcessError` stands for kinds without a class here."""
     if kind in READING:
         return READING[kind](text)
     waiting: list[type[UserError]] = [UserError]

@@ -132,7 +132,7 @@ class AbstractRun:
             yield self._update(with_sharding(batch, rows), tiles)
 
     def policy(self) -> kljax.Policy:
-        """Returns the weights that sample: those of the state, or the oldest of a lagged policy."""
+        """Returns the weights that sample: the weights of the state, or the oldest of a lagged policy."""
         return policy_of(self.state.past[0] if self.state.past else self.state.trainable, self.base)
 
     def _traced(

@@ -58,7 +58,7 @@ class LargestToken:
         log_probs: jax.Array,
         ref_log_probs: jax.Array | None,
     ) -> Self:
-        """Finds the token among those of a mask, detached.
+        """Finds the token among the tokens of a mask, detached.
 
         Args:
           values: [B, T].

@@ -105,7 +105,7 @@ def token_weights(plan: Plan, loss: Loss, batch: Batch, term: LossKL | None = No
 
 
 def with_token_weights(plan: Plan, loss: Loss, term: LossKL, batch: Batch) -> Batch:
-    """Adds the token weights of the loss, and those of its KL if that has a reduction of its own."""
+    """Adds the token weights of the loss, and of its KL if that has a reduction of its own."""
     separate = "loss" in plan.controllers and term.aggregation is not None
     return dataclasses.replace(
         batch,
@@ -119,8 +119,8 @@ def make_preparation(config: Config) -> Preparation:
 
     They are advantages, returns and corrections; a loss that reads no advantages has none. Every mean is over the whole
     rollout batch. The logged reference KL is never scaled or shifted. The controller of the loss is updated after the
-    updates, by `make_control`. Corrections see the trainer's log-probs, also where the loss takes those of the sampler
-    for the old ones.
+    updates, by `make_control`. Corrections see the trainer's log-probs, also where the loss takes log-probs of the
+    sampler for the old ones.
     """
     plan, controllers, section = Plan.of(config), algorithms.make_controllers(config), config.kl
     options, correct = config.advantage, make_correction(config)

@@ -124,7 +124,7 @@ class Cells:
 def make_packer(config: Config, model: Decoder, mesh: Mesh) -> Packer | None:
     """Makes `(rollout batch, rows of each update) -> packing` of a step; None if the config packs nothing.
 
-    Only lengths come to the host, those of all rows in every process, so that all choose the same places.
+    Only lengths come to the host, lengths of all rows in every process, so that all choose the same places.
     """
     if not config.optim.packing:
         return None

@@ -104,7 +104,7 @@ def make_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., Batc
 
 
 def make_reference_score(config: Config, model: Decoder, mesh: Mesh) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """Compiles `(base, reference, batch) -> (log_probs, log_probs)`: those of the reference alone, [B, T] float32.
+    """Compiles `(base, reference, batch) -> (log_probs, log_probs)`: log-probs of the reference alone, [B, T] float32.
 
     The first are split over the mesh as the batch; the second are whole on every device, for the host. They are
     computed as in `make_score`, and treated as constants.

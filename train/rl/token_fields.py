@@ -35,7 +35,7 @@ class TokenField:
       dtype: of recorded values; the sampler may compute in a wider one.
       axes: the names of the axes after `[B, T]`.
       fill: the value in padding, and at tokens that have none.
-      prompts: whether the tokens of prompts have values too, not only those of completions.
+      prompts: whether the tokens of prompts have values too, not only tokens of completions.
       ragged: whether the last axis has its own length at every token; `fill` pads it.
       recorded: whether recordings have the field.
       check: raises ValueError for recorded values that cannot be; gets the values of a row, the ids of its tokens and

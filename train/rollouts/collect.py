@@ -158,7 +158,7 @@ def judge_together(
       rows: the rows of this process, and the number of all.
 
     Returns:
-      The named rewards of the rows of this process; and those of all rows with the penalties and "reward", `[count]`.
+      The named rewards of the rows of this process; and rewards of all rows with the penalties and "reward", `[count]`.
 
     Raises:
       UserError: in every process, if the rows of one cannot be judged, or their rewards have other names.

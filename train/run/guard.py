@@ -69,7 +69,7 @@ class Beyond(NamedTuple):
 
 
 class Warnings:
-    """Counts the steps beyond a limit and chooses those that are reported, so that many of them are a few lines."""
+    """Counts the steps beyond a limit and chooses the reported ones, so that many of them are a few lines."""
 
     def __init__(self) -> None:
         self._last, self._worst, self._silent = -math.inf, 0.0, 0
@@ -107,7 +107,7 @@ class StepGuard:
 
         Args:
           values: the metrics of the step.
-          tokens: those that name a token, on the host.
+          tokens: the arrays that name a token, on the host.
         """
         # A look-up copies rows to the host, which only a message is worth.
         self._name_token = functools.partial(describe_token, batch, tokens, self._tokenizer)

@@ -22,7 +22,7 @@ _WINDOW = ("stride", "lhs_dilate", "rhs_dilate", "pad")
 def count_flops(module: HloModule, expected: Mapping[str, float] | None = None) -> float:
     """Counts two operations for each multiplication of a matmul or convolution, on one device in one run.
 
-    Splash attention counts the products of each query with the keys up to it, cuDNN those with all keys.
+    Splash attention counts the products of each query with the keys up to it, cuDNN products with all keys.
 
     Args:
       module: the program.
@@ -90,7 +90,7 @@ def _window_hits(start: int, size: int, output: int, stride: int, base: int) -> 
 
 
 def _custom_call(instruction: Instruction, operands: list[tuple[str, Sizes]]) -> float:
-    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and splash attention, and those that say it themselves."""
+    """Counts kernels: matmuls of cuBLAS, attention of cuDNN and splash attention, and self-reporting kernels."""
     target = re.search(r'custom_call_target="([^"]*)"', instruction.line)
     name = target[1] if target else ""
     if name.startswith("__cublas$"):
