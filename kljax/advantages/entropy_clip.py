@@ -25,7 +25,7 @@ def clip_b_mask(
     mu: Scalar = 2.5,
     axis_name: AxisName = None,
 ) -> Bool[Array, "*b T"]:
-    """Tokens kept when tokens of negative advantage and small `S` go: `A >= 0` or `S - mean(S) >= -mu * std(S)`.
+    """Drops tokens of negative advantage and small `S`; the others have `A >= 0` or `S - mean(S) >= -mu * std(S)`.
 
     Mean and population standard deviation are taken over all unmasked tokens: give it the whole batch.
 
@@ -73,7 +73,7 @@ def clip_v_mask(
     max_fraction: Scalar = 1e-4,
     axis_name: AxisName = None,
 ) -> Bool[Array, "*b T"]:
-    """Tokens kept when tokens of negative advantage and an `S` far below its expectation go, the farthest first.
+    """Drops tokens of negative advantage and an `S` far below its expectation, the farthest first.
 
     A token goes where `A < 0` and `E[S] - S > mu * std`, with the population standard deviation of `E[S] - S` over all
     unmasked tokens: give it the whole batch. At most `max_fraction` of these tokens go, rounded down, but one may.

@@ -50,7 +50,7 @@ def with_preset(raw: Mapping[str, Any]) -> tuple[Fields, list[str], list[str]]:
     merged = _merge(below, dict(raw), "")
     now = dict(leaves(merged))
     replaced = [f"{path} {show(now.get(path))}" for path, value in leaves(below) if now.get(path) != value]
-    notes = [f"preset: {name} has other values of fields that are set; used: {', '.join(replaced)}"] if replaced else []
+    notes = [f"preset: fields of {name} are overridden by {', '.join(replaced)}"] if replaced else []
     return merged, notes, []
 
 

@@ -54,7 +54,7 @@ def test_defaults_precede_preset_file_and_command_line(tmp_path):
 
 def test_overridden_preset_fields_are_named():
     _, warnings = parse({"steps": 1, "preset": "trl/dapo", "loss": {"clip_high": 0.3}})
-    assert warnings == ("preset: trl/dapo has other values of fields that are set; used: loss.clip_high 0.3",)
+    assert warnings == ("preset: fields of trl/dapo are overridden by loss.clip_high 0.3",)
 
 
 def test_replaced_loss_inherits_the_reduction_without_clips():
