@@ -14,72 +14,68 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.harness import cli
-from benchmarks.harness.machine import load
+from benchmarks.harness.measure import load
 from benchmarks.harness.process import RemoteError, start
-from benchmarks.harness.report import Report, conditions, join, table
+from benchmarks.harness.report import Report, table
 from benchmarks.suites.accelerator import packages
-from benchmarks.suites.accelerator.parts import PARTS, SETTINGS, Part, Row, Runner
+from benchmarks.suites.accelerator.parts import PARTS, SETTINGS, Runner
 
 BUDGET = 450
 NAMES = {part.module.rpartition(".")[2].replace("narrow", "parity"): part for part in PARTS}
 
 
-def measure(parts: Sequence[Part], *, tiny: bool, seconds: float) -> tuple[dict[str, list[Row]], dict[str, str]]:
-    """Measures the parts one after the other; returns rows by title, and versions."""
-    rows, versions = dict[str, list[Row]](), dict[str, str]()
-    until, shares = time.monotonic(), sum(part.share for part in parts)
-    for part in parts:
-        # From the planned end of the part before: time that it left is kept.
-        until += seconds * part.share / shares
-        runner = Runner(part, tiny, until)
-        rows[part.title] = runner.measure()
-        versions |= runner.versions
-    return rows, versions
-
-
-def markdown(fields: Mapping[str, Any]) -> str:
-    """Returns the page: conditions, and a table for each part with the errors of its rows."""
+def report(fields: Mapping[str, Any]) -> Report:
+    """Makes a table for each part, with the errors of its rows."""
     machine = {name: value for name, value in fields["machine"].items() if name not in ("platform", "devices")}
     how = [f"{'tiny sizes' if fields['tiny'] else 'full sizes'}, one device of {fields['machine']['devices']}"]
-    parts = conditions({**fields, "machine": machine}, how)
+    paragraphs, failed = list[str](), list[str]()
     for part in PARTS:
         if rows := fields["parts"].get(part.title):
             keys = [key for key in part.columns if any(row.get(key) is not None for row in rows)]
             cells = [[row["name"], *(row.get(key) for key in keys)] for row in rows]
-            parts += [f"### {part.title}", table([("", ""), *(part.columns[key] for key in keys)], cells)]
-            parts += [f"Failed: {row['name']}: {row['problem']}." for row in rows if "problem" in row]
-            parts += [f"Not measured: {row['name']}: {row['absent']}." for row in rows if "absent" in row]
-    return join(parts)
+            problems = [f"{row['name']}: {row['problem']}" for row in rows if "problem" in row]
+            paragraphs += [f"### {part.title}", table([("", ""), *(part.columns[key] for key in keys)], cells)]
+            paragraphs += [f"Failed: {problem}." for problem in problems]
+            paragraphs += [f"Not measured: {row['name']}: {row['absent']}." for row in rows if "absent" in row]
+            failed += problems
+    return Report(paragraphs, fields={**fields, "machine": machine}, how=how, failures=failed)
 
 
-def _report(options: argparse.Namespace) -> Report:
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.requirements:
-        return Report({}, "\n".join(packages.missing()) + "\n")
+        raise cli.EndError("\n".join(packages.missing()), status=0)
     try:
-        with start("benchmarks.suites.accelerator.probe", settings=SETTINGS, quiet=True) as probe:
+        # In a process that ends before the next one needs the devices.
+        with start("benchmarks.suites.accelerator.model", settings=SETTINGS, quiet=True) as probe:
             probe.ask(do="load")
             machine, versions = probe.ask(do="describe"), probe.ask(do="versions")
     except RemoteError as error:
-        return Report({}, "", [f"no device: {error}"])
-    before, tiny = load(), options.tiny or machine["platform"] == "cpu"
+        raise cli.EndError(f"no device: {error}") from error
+    tiny = options.tiny or machine["platform"] == "cpu"
+    fields = {"machine": machine, "versions": versions, "tiny": tiny, "load": [load(), None], "parts": {}}
     parts = [part for name, part in NAMES.items() if options.parts is None or name in options.parts]
-    rows, more = measure(parts, tiny=tiny, seconds=options.budget_seconds)
-    fields = {"machine": machine, "versions": versions | more, "tiny": tiny, "load": [before, load()], "parts": rows}
+    until = time.monotonic()
+    for part in parts:
+        # From the planned end of the part before: time that it left is kept.
+        until += options.budget_seconds * part.share / sum(one.share for one in parts)
+        runner = Runner(part, tiny, until)
+        fields["parts"][part.title] = runner.measure()
+        versions |= runner.versions
     kind = re.sub(r"\W+", "-", str(machine.get("device", machine["platform"]))).strip("-").lower()
     path = options.out / f"accelerator-{kind}{'-tiny' if tiny else ''}"
     options.json, options.markdown = (pathlib.Path(f"{path}.{suffix}") for suffix in ("json", "md"))
-    wrong = [f"{row['name']}: {row['problem']}" for part in rows.values() for row in part if "problem" in row]
-    return Report(fields, markdown(fields), wrong)
+    return fields
 
 
 main = cli.command(
     "accelerator",
     __doc__,
-    _report,
+    _measure,
+    report,
     cli.option("--out", type=pathlib.Path, metavar="DIR", default=pathlib.Path("benchmarks/results"),
                help="of both files, in place of --json and --markdown"),
     cli.option("--requirements", action="store_true", help="list the wheels that this machine lacks, no more"),

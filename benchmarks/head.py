@@ -11,21 +11,22 @@ memory that PyTorch allocates), less the gradients. A missed target does not fai
 """
 
 import argparse
+import functools
 import os
 import sys
+from typing import Any
 
 import jax
 
-from benchmarks.harness import cli
-from benchmarks.harness.report import Report
+from benchmarks.harness import cli, machine
 from benchmarks.suites.head import forms, suite
 from benchmarks.suites.head.problem import DTYPE, QUICK, QUICK_TILE, SIZES, HeadOptions, Size
 
 
-def _report(options: argparse.Namespace) -> Report:
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.make_torch_env is not None:
         suite.make_torch_env(options.make_torch_env)
-        return Report({}, f"made; now give --torch-env {options.make_torch_env}\n")
+        raise cli.EndError(f"made; now give --torch-env {options.make_torch_env}", status=0)
     forms.choose(options.device, options.contenders)
     if options.quick:
         options.rounds, options.tile = min(options.rounds, 2), options.tile or QUICK_TILE
@@ -37,14 +38,21 @@ def _report(options: argparse.Namespace) -> Report:
         if options.dtype == "float32":
             jax.config.update("jax_default_matmul_precision", "highest")  # the default of PyTorch
     shared = HeadOptions(options.device, options.dtype, options.threads, options.tile)
-    sizes = [Size(*numbers) for numbers in options.size or ()] or ((QUICK,) if options.quick else SIZES)
-    return suite.HeadSuite(shared).run(sizes, options, {"options": vars(shared)})
+    torch = functools.partial(suite.torch_in, options.torch_env, shared)
+    fields = machine.conditions(options.device) | {"rounds": options.rounds, "options": vars(shared), "sizes": []}
+    for size in [Size(*numbers) for numbers in options.size or ()] or ((QUICK,) if options.quick else SIZES):
+        chosen = (shared, size, options.contenders, options.rounds)
+        measured, versions = suite.race_forms(*chosen, torch, fresh=not options.quick)
+        fields["versions"] |= versions
+        fields["sizes"].append(measured.as_json(suite.checks(measured, shared.device)))
+    return fields
 
 
 main = cli.command(
     "head",
     __doc__,
-    _report,
+    _measure,
+    suite.report,
     *cli.race_options("torch-env", rounds=5, quick=f"{QUICK}, two rounds, no peak memory"),
     cli.option("--contenders", type=cli.some_of(forms.TITLES), metavar="NAMES", help="names separated by commas"),
     cli.option("--size", action="append", type=cli.numbers("2048x1024x32768"), metavar="NxDxV",

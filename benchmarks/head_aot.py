@@ -13,13 +13,14 @@ import itertools
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.harness import cli
 from benchmarks.harness.process import RemoteError
 from benchmarks.harness.race import log
-from benchmarks.harness.report import MIB, Report
+from benchmarks.harness.report import MIB
 from benchmarks.suites.aot import compiler, plans
-from benchmarks.suites.aot.plans import DEVICES, FULL, QUICK, TITLES, Compiled, CompiledPlan, Order, programs_of
+from benchmarks.suites.aot.plans import DEVICES, FULL, QUICK, TITLES, CompiledPlan, Order, programs_of
 
 
 def orders_of(options: argparse.Namespace, targets: Sequence[str]) -> list[Order]:
@@ -36,44 +37,35 @@ def orders_of(options: argparse.Namespace, targets: Sequence[str]) -> list[Order
     return orders
 
 
-def compile_all(orders: Sequence[Order], directory: pathlib.Path) -> Compiled:
-    """Compiles one program after the other, since each takes all cores and gigabytes."""
-    compiled: list[tuple[Order, CompiledPlan]] = []
-    for number, order in enumerate(orders, 1):
-        try:
-            plan = compiler.compile_in(directory, order)
-        except RemoteError as error:
-            plan = CompiledPlan(failed=str(error))
-        compiled.append((order, plan))
-        done = f"{plan.temp_bytes / MIB:.1f} MiB, compiled in {plan.compile_seconds} s"
-        log(f"{number}/{len(orders)} {order}: {f'failed: {plan.failed}' if plan.failed else done}")
-    return compiled
-
-
-def _report(options: argparse.Namespace) -> Report:
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
     reasons = {name: compiler.missing(options.env, DEVICES[name].platform) for name in options.targets}
     for name, reason in reasons.items():
         if reason:
             log(f"skipped {name}: {reason}")
     usable = [name for name, reason in reasons.items() if not reason]
-    orders = orders_of(options, usable)
+    orders, results = orders_of(options, usable), list[dict[str, Any]]()
     if not orders:
-        return Report({}, "", [f"none of --programs is compiled for {', '.join(usable) or 'no target'}"])
+        raise cli.EndError(f"none of --programs is compiled for {', '.join(usable) or 'no target'}")
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
     versions, date = compiler.installed(options.env), datetime.date.today().isoformat()
-    compiled = compile_all(orders, options.env)
-    has_goals = not options.quick and len(options.programs) == len(TITLES)
-    text = plans.markdown(compiled, versions, orders[0].problem, date=date, goals=has_goals)
-    results = [{**dataclasses.asdict(order), "keep": None, **dataclasses.asdict(plan)} for order, plan in compiled]
-    wrong = [f"{order}: {plan.failed}" for order, plan in compiled if plan.failed]
-    return Report({"date": date, "versions": versions, "results": results}, text, wrong)
+    # One program after the other, since each takes all cores and gigabytes.
+    for number, order in enumerate(orders, 1):
+        try:
+            plan = compiler.compile_in(options.env, order)
+        except RemoteError as error:
+            plan = CompiledPlan(failed=str(error))
+        results.append({**dataclasses.asdict(order), "keep": None, **dataclasses.asdict(plan)})
+        done = f"{plan.temp_bytes / MIB:.1f} MiB, compiled in {plan.compile_seconds} s"
+        log(f"{number}/{len(orders)} {order}: {f'failed: {plan.failed}' if plan.failed else done}")
+    return {"date": date, "versions": versions, "results": results}
 
 
 main = cli.command(
     "head_aot",
     __doc__,
-    _report,
+    _measure,
+    plans.report,
     cli.option("--targets", nargs="+", choices=DEVICES, default=list(DEVICES), help="devices to compile for"),
     cli.option("--programs", nargs="+", choices=TITLES, default=list(TITLES), help="compile these alone; no targets"),
     cli.option("--tiles", nargs="+", type=cli.numbers("8192x2048"), metavar="TOKENSxVOCAB",

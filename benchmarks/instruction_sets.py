@@ -8,6 +8,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ class Operations:
         np.savez(path, **results)  # type: ignore[arg-type]
 
 
-def measure(flags: str) -> dict[str, np.ndarray]:
+def compute(flags: str) -> dict[str, np.ndarray]:
     """Computes the results with these flags of XLA."""
     with tempfile.TemporaryDirectory() as directory:
         settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
@@ -80,18 +81,22 @@ def difference(actual: np.ndarray, expected: np.ndarray) -> str:
     return f"{norm:.2g} ({single:.0f})"
 
 
-def _report(_: argparse.Namespace) -> Report:
-    results = {name: measure(f"--xla_cpu_max_isa={name}") for name in instructions.FLAGS}
-    results["Eigen"] = measure("--xla_cpu_experimental_ynn_fusion_type= --xla_cpu_max_isa=AVX512")
-    results["one thread"] = measure("--xla_cpu_multi_thread_eigen=false --xla_cpu_max_isa=AVX512")
+def _measure(_: argparse.Namespace) -> dict[str, Any]:
+    results = {name: compute(f"--xla_cpu_max_isa={name}") for name in instructions.FLAGS}
+    results["Eigen"] = compute("--xla_cpu_experimental_ynn_fusion_type= --xla_cpu_max_isa=AVX512")
+    results["one thread"] = compute("--xla_cpu_multi_thread_eigen=false --xla_cpu_max_isa=AVX512")
     expected = results.pop("AVX512")
     rows = [[name, *(difference(of[name], array) for of in results.values())] for name, array in expected.items()]
-    columns = ["", *results]
-    return Report({"columns": columns, "rows": rows}, table([(name, "") for name in columns], rows) + "\n")
+    return {"columns": ["", *results], "rows": rows}
+
+
+def report(fields: dict[str, Any]) -> Report:
+    """Makes the table of the differences."""
+    return Report([table([(name, "") for name in fields["columns"]], fields["rows"])])
 
 
 load = Operations
-main = cli.command("instruction_sets", __doc__, _report)
+main = cli.command("instruction_sets", __doc__, _measure, report)
 
 if __name__ == "__main__":
     sys.exit(main())

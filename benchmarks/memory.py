@@ -23,8 +23,9 @@ import tokenizers
 import kljax
 from benchmarks.harness import cli, machine
 from benchmarks.harness.measure import begin_peak, known, resident
+from benchmarks.harness.measure import load as load_average
 from benchmarks.harness.race import log
-from benchmarks.harness.report import Report, join, table, where
+from benchmarks.harness.report import Report, table
 from train.config.load import load
 from train.config.plan import Plan
 from train.models import Decoder
@@ -124,28 +125,18 @@ def phases(folder: pathlib.Path, overrides: Sequence[str]) -> Iterator[tuple[str
         yield "evaluate", evaluate_once
 
 
-def measure(folder: pathlib.Path, overrides: Sequence[str]) -> dict[str, int]:
-    """Returns the peak of each phase in bytes, and that of the libraries alone as "libraries"."""
-    peaks = {"libraries": begin_peak()}
-    for name, function in phases(folder, overrides):
-        begin_peak()
-        function()
-        peaks[name] = resident("VmHWM")
-        log(f"{name}: {peaks[name] / 2**20:,.0f} MiB")
-    return peaks
-
-
-def markdown(fields: Mapping[str, Any]) -> str:
-    """Returns the conditions and the table."""
+def report(fields: Mapping[str, Any]) -> Report:
+    """Makes the table of the phases."""
     weights = fields["weights"]
     rows = [[name, peak, peak / weights] for name, peak in fields["peaks"].items()]
-    head = f"{CONFIG} with a small batch; {weights / 2**20:,.0f} MiB of weights in bfloat16."
-    return join([where(fields), head, table(COLUMNS, rows)])
+    how = f"{CONFIG} with a small batch; {weights / 2**20:,.0f} MiB of weights in bfloat16"
+    return Report([table(COLUMNS, rows)], fields=fields, how=[how])
 
 
-def _report(options: argparse.Namespace) -> Report:
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if not known():
-        return Report({}, "", ["this system does not tell the peak memory of a process"])
+        raise cli.EndError("this system does not tell the peak memory of a process")
+    load_before = load_average()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or pathlib.Path(scratch, MODEL)
         if not folder.exists():
@@ -154,18 +145,22 @@ def _report(options: argparse.Namespace) -> Report:
             maker.start()
             maker.join()
             if maker.exitcode:
-                return Report({}, "", [f"{folder} could not be made"])
-        peaks = measure(folder, options.overrides)
+                raise cli.EndError(f"{folder} could not be made")
+        peaks = {"libraries": begin_peak()}
+        for name, function in phases(folder, options.overrides):
+            begin_peak()
+            function()
+            peaks[name] = resident("VmHWM")
+            log(f"{name}: {peaks[name] / 2**20:,.0f} MiB")
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    conditions = {"machine": machine.describe(jax.devices()[0]), "versions": machine.versions()}
-    fields = {**conditions, "weights": weights, "peaks": peaks}
-    return Report(fields, markdown(fields))
+    return machine.conditions() | {"load": [load_before, None], "weights": weights, "peaks": peaks}
 
 
 main = cli.command(
     "memory",
     __doc__,
-    _report,
+    _measure,
+    report,
     cli.option("overrides", nargs="*", metavar="key=value", help="of the config"),
     cli.option("--folder", type=pathlib.Path, metavar="DIR", help="of the checkpoint; made where it is missing"),
 )

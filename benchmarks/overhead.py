@@ -20,12 +20,10 @@ from collections.abc import Mapping
 from statistics import mean, median
 from typing import Any
 
-import jax
-
 from benchmarks.harness import cli, machine
-from benchmarks.harness.report import Report, conditions, join, table, targets
+from benchmarks.harness.report import Report, table
 from benchmarks.harness.results import Check
-from benchmarks.suites.overhead import recorded, server, steps
+from benchmarks.suites.overhead import sources, steps
 from benchmarks.suites.overhead.problem import QUICK, StepSizes
 
 STALL, VERIFIED, SERVER = 1.02, 1.02, 1.15
@@ -44,117 +42,73 @@ RECORDED_COLUMNS = (("recorded completions", ""), ("s", ".3f"), ("over every epo
 SERVER_COLUMNS = (("with a server", ""), ("s", ".3f"), ("over the longer of both", ".2f"))
 
 
-def ratios(fields: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
-    """Returns the medians over the rounds of each kind of step over the plain ones of its round.
-
-    By wall time, by CPU time, and by the time that the loop spent in writing over the rest of the step.
-    """
-    means = _means(fields)
-    return {
-        kind: (
+def report(fields: Mapping[str, Any]) -> Report:
+    """Compares the steps of each round with each other; the medians of the rounds count."""
+    work = StepSizes(**fields["work"])
+    how = [f"{work.rows} completions of {work.completion_length} tokens, a width of {work.width}"]
+    if "recorded" in fields:
+        how.append(f"medians of {fields['rounds']} interleaved rounds after the first epoch")
+        return Report([table(RECORDED_COLUMNS, _recorded_rows(fields["recorded"]))], fields=fields, how=how)
+    how += [f"a state of {fields['bytes'] / 1e6:.1f} MB", f"medians of {fields['rounds']} interleaved rounds"]
+    # The mean seconds of each kind of step for each round: wall, CPU, and in writing.
+    means = [
+        {kind: tuple(map(mean, zip(*values, strict=True))) for kind, values in one.items()} for one in fields["steps"]
+    ]
+    rows, over = [], dict[str, tuple[float, float, float]]()
+    for kind, title in TITLES.items():
+        # Over the plain steps of the round; the time in writing, over the rest of the step.
+        over[kind] = (
             median(one[kind][0] / one["plain"][0] for one in means),
             median(one[kind][1] / one["plain"][1] for one in means),
             1 + median(one[kind][2] / (one[kind][0] - one[kind][2]) for one in means),
         )
-        for kind in TITLES
-    }
-
-
-def server_ratio(fields: Mapping[str, Any], name: str) -> float:
-    """Returns the median over the rounds of a step with a server over the longer of its answer and its update.
-
-    Both are parts of the steps of the round that wait for each other.
-    """
-    return median(
-        one[name]["step"] / max(one["ahead: 0"]["answer"], one["ahead: 0"]["update"]) for one in fields["server"]
-    )
-
-
-def checks(fields: Mapping[str, Any]) -> list[Check]:
-    """Compares the measurements with the targets.
-
-    The loop's own time in writing is compared, which other programs on the machine prolong as they prolong the step;
-    the other value is that of the wall time of whole steps.
-    """
-    of_kind = ratios(fields)
-    stalls = [
-        Check(title, STALL, of_kind[kind][2], of_kind[kind][0], digits=3)
-        for title, kind in (("metrics in every step", "logged"), ("the step that saves the state", "saved"))
-    ]
-    verified = Check("a verifier of a tenth of the step", VERIFIED, of_kind["verified"][0], digits=3)
-    return [*stalls, verified, Check("a server one step ahead", SERVER, server_ratio(fields, "ahead: 1"))]
-
-
-def markdown(fields: Mapping[str, Any]) -> str:
-    """Returns the conditions, the tables and the targets."""
-    means, of_kind, rounds = _means(fields), ratios(fields), fields["server"]
-    rows = []
-    for kind, title in TITLES.items():
         wall, cpu, writing = (median(one[kind][clock] for one in means) for clock in range(3))
-        rows.append([title, wall, of_kind[kind][0], cpu, of_kind[kind][1], writing])
+        rows.append([title, wall, over[kind][0], cpu, over[kind][1], writing])
+    rounds, of_server = fields["server"], dict[str, float]()
     served: list[list[Any]] = [
         [f"the {part} alone", median(one["ahead: 0"][part] for one in rounds), None] for part in ("answer", "update")
     ]
-    for name in server.CONTENDERS:
-        seconds = median(one[name]["step"] for one in rounds)
-        served.append([f"a step with `{name}`", seconds, server_ratio(fields, name)])
-    how = [*_how(fields), f"a state of {fields['bytes'] / 1e6:.1f} MB"]
-    how.append(f"medians of {fields['rounds']} interleaved rounds")
-    tables = [table(COLUMNS, rows), table(SERVER_COLUMNS, served), targets(checks(fields), "whole steps")]
-    return join([*conditions(fields, how), *tables])
+    for name in sources.AHEAD:
+        # Over the longer of answer and update, which are parts of the steps of the round that wait for each other.
+        longer = [max(one["ahead: 0"]["answer"], one["ahead: 0"]["update"]) for one in rounds]
+        of_server[name] = median(one[name]["step"] / most for one, most in zip(rounds, longer, strict=True))
+        served.append([f"a step with `{name}`", median(one[name]["step"] for one in rounds), of_server[name]])
+    # The loop's own time in writing is compared, which other programs on the machine prolong as they prolong the step;
+    # the other value is that of the wall time of whole steps.
+    checks = [
+        Check("metrics in every step", STALL, over["logged"][2], over["logged"][0], digits=3),
+        Check("the step that saves the state", STALL, over["saved"][2], over["saved"][0], digits=3),
+        Check("a verifier of a tenth of the step", VERIFIED, over["verified"][0], digits=3),
+        Check("a server one step ahead", SERVER, of_server["ahead: 1"]),
+    ]
+    return Report([table(COLUMNS, rows), table(SERVER_COLUMNS, served)], checks, "whole steps", fields, how)
 
 
-def recorded_markdown(fields: Mapping[str, Any]) -> str:
-    """Returns the conditions and the table of the steps with recorded completions."""
-    rounds, rows = fields["recorded"], list[list[Any]]()
-    for updates in recorded.UPDATES:
-        once, every = (recorded.title(updates, kept) for kept in recorded.KEPT)
+def _recorded_rows(rounds: list[dict[str, Any]]) -> list[list[Any]]:
+    names, rows = list(sources.RECORDED), list[list[Any]]()
+    for once, every in zip(names[::2], names[1::2], strict=True):
         for name in (once, every):
             rows.append([name])
             for clock in range(2):
                 rows[-1].append(median(one[name][clock] for one in rounds))
                 rows[-1].append(median(one[name][clock] / one[every][clock] for one in rounds))
-    how = [*_how(fields), f"medians of {fields['rounds']} interleaved rounds after the first epoch"]
-    return join([*conditions(fields, how), table(RECORDED_COLUMNS, rows)])
+    return rows
 
 
-def _how(fields: Mapping[str, Any]) -> list[str]:
-    work = StepSizes(**fields["work"])
-    return [f"{work.rows} completions of {work.completion_length} tokens, a width of {work.width}"]
-
-
-def _means(fields: Mapping[str, Any]) -> list[dict[str, tuple[float, ...]]]:
-    """Returns the mean seconds of each kind of step for each round: wall, CPU, and in writing."""
-    return [
-        {kind: tuple(map(mean, zip(*values, strict=True))) for kind, values in one.items()} for one in fields["steps"]
-    ]
-
-
-def _report(options: argparse.Namespace) -> Report:
-    work, before = StepSizes(**QUICK) if options.quick else StepSizes(), machine.load()
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    work = StepSizes(**QUICK) if options.quick else StepSizes()
+    fields = machine.conditions() | {"rounds": options.rounds, "work": vars(work)}
     if options.recorded:
-        measured: dict[str, Any] = {"recorded": recorded.measure(work, options.rounds)}
-    else:
-        seconds, size = steps.measure(work, options.rounds)
-        measured = {"bytes": size, "steps": seconds, "server": server.measure(work, options.rounds)}
-    fields = {
-        "machine": machine.describe(jax.devices()[0]),
-        "versions": machine.versions(),
-        "rounds": options.rounds,
-        "load": [before, machine.load()],
-        "work": vars(work),
-        **measured,
-    }
-    if options.recorded:
-        return Report(fields, recorded_markdown(fields))
-    fields["targets"] = [check.as_json() for check in checks(fields)]
-    return Report(fields, markdown(fields))
+        return fields | {"recorded": sources.measure_recorded(work, options.rounds)}
+    seconds, size = steps.measure(work, options.rounds)
+    return fields | {"bytes": size, "steps": seconds, "server": sources.measure_server(work, options.rounds)}
 
 
 main = cli.command(
     "overhead",
     __doc__,
-    _report,
+    _measure,
+    report,
     cli.rounds(12),
     cli.option("--recorded", action="store_true", help="time the steps with recorded completions alone"),
     cli.option("--quick", action="store_true", help="a smoke test: a tiny model"),

@@ -12,7 +12,6 @@ A missed target is reported, and is no failure of the command. A run that fails 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
@@ -29,11 +28,9 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-import jax
-
 from benchmarks.harness import cli, instructions, machine
 from benchmarks.harness.process import ROOT
-from benchmarks.harness.report import Report, join, table, where
+from benchmarks.harness.report import Report, table
 
 CONFIG = "configs/quickstart.yaml"
 COST = "cost.json"
@@ -58,7 +55,6 @@ FOOLED = (
     "optim.schedule.decay_steps=395",
     "eval.every=10",
 )
-
 
 COLUMNS = (
     *((title, "") for title in ("seed", "instruction set", "accuracy before", "after")),
@@ -128,14 +124,7 @@ class FinishedRun:
 
 
 def accept_at_least(record: Mapping[str, Any], completion: str, finished: bool) -> dict[str, float]:
-    """Rewards every number that is at least the answer; `correct` is the strict judgement, which is not trained.
-
-    Example:
-      >>> accept_at_least({"answer": "57"}, "57", True)
-      {'reward': 1.0, 'correct': 1.0}
-      >>> accept_at_least({"answer": "57"}, "99", True)
-      {'reward': 1.0, 'correct': 0.0}
-    """
+    """Rewards every number that is at least the answer; `correct` is the strict judgement, which is not trained."""
     number = int(completion) if completion.isdecimal() else -1
     return {
         "reward": float(finished and number >= int(record["answer"])),
@@ -144,11 +133,7 @@ def accept_at_least(record: Mapping[str, Any], completion: str, finished: bool) 
 
 
 def write_problems(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Writes the sums of the quickstart as JSON lines.
-
-    Returns:
-      The file to train on and the held-out file.
-    """
+    """Writes the sums of the quickstart as JSON lines; returns the file to train on and the held-out file."""
     from train.config.load import load
     from train.data.tasks import load_task
 
@@ -160,9 +145,10 @@ def write_problems(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]
     return files
 
 
-def read_records(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """Reads the metrics of a run."""
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+def read_records(directory: pathlib.Path, phase: str | None = None) -> list[dict[str, Any]]:
+    """Reads the metrics of a run, or of one of its phases."""
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if phase in (None, record["phase"])]
 
 
 def kl_of(record: Mapping[str, Any]) -> float | None:
@@ -178,9 +164,6 @@ def run_trainer(
 
     Runs beside each other share their compiled programs, so the time of the first run alone is that of a user. An
     unfinished run is resumed, and has no time. Unless it runs `alone`, XLA gets one thread, and output goes to a file.
-
-    Raises:
-      subprocess.CalledProcessError: the command failed.
     """
     if not (directory / "summary.json").exists():
         unfinished = directory.exists()
@@ -193,10 +176,10 @@ def run_trainer(
         if not unfinished:
             (directory / COST).write_text(json.dumps(cost))
     cost = json.loads((directory / COST).read_text()) if (directory / COST).exists() else {}
-    records = read_records(directory)
-    evaluations, steps = ([record for record in records if record["phase"] == phase] for phase in ("eval", "train"))
+    evaluations, steps = (read_records(directory, phase) for phase in ("eval", "train"))
     kls = [kl for record in steps if (kl := kl_of(record)) is not None]
-    drop = largest_drop([record["accuracy"] for record in evaluations])
+    accuracies = [record["accuracy"] for record in evaluations]
+    drop = max(max(accuracies[: index + 1]) - value for index, value in enumerate(accuracies))
     extremes: dict[str, Any] = {"isa": case.isa, "drop": drop, "max_kl": max(kls, default=None)}
     return FinishedRun(label, case.seed, evaluations[0], evaluations[-1], steps[-1], **cost, **extremes)
 
@@ -212,25 +195,16 @@ def _run_command(command: Sequence[str], environment: Mapping[str, str], log: pa
     shown = f"$ XLA_FLAGS='{environment['XLA_FLAGS']}' python {' '.join(command[1:])}"
     print(shown + (f" > {log}" if log else ""), file=sys.stderr, flush=True)
     began = time.perf_counter()
-    with contextlib.ExitStack() as files:
-        file = None if log is None else files.enter_context(log.open("ab"))
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
-        # The CPU seconds of this child alone: others may run beside it.
-        _, status, usage = os.wait4(process.pid, 0)
+    file = None if log is None else log.open("ab")
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+    if file is not None:
+        file.close()
+    # The CPU seconds of this child alone: others may run beside it.
+    _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     return {"seconds": time.perf_counter() - began, "cpu_seconds": usage.ru_utime + usage.ru_stime}
-
-
-def largest_drop(values: Sequence[float]) -> float:
-    """Returns how far a value lies at most under the best one before it.
-
-    Example:
-      >>> largest_drop([50.0, 90.0, 88.0, 95.0])
-      2.0
-    """
-    return max(max(values[: index + 1]) - value for index, value in enumerate(values))
 
 
 def run_all(runs: Sequence[Callable[[], FinishedRun]], jobs: int) -> list[FinishedRun]:
@@ -330,11 +304,12 @@ def fooled_table(runs: Sequence[FinishedRun]) -> list[str]:
     return [table(FOOLED_COLUMNS, rows)]
 
 
-def markdown(report: Mapping[str, Any], runs: Sequence[FinishedRun], *, fooled: bool) -> str:
-    """Returns when and where the runs were measured, and their table."""
-    jobs = report.get("jobs", 1)
-    beside = [f"{jobs} runs at a time, each on one core."] if jobs > 1 else []
-    return join([where(report), *beside, *(fooled_table if fooled else recipe_table)(runs)])
+def report(fields: Mapping[str, Any]) -> Report:
+    """Makes the table of the runs, whose labels tell a recipe from the verifier that can be fooled."""
+    runs, jobs = [FinishedRun(**run) for run in fields["runs"]], fields.get("jobs", 1)
+    beside = [f"{jobs} runs at a time, each on one core"] if jobs > 1 else []
+    rows = fooled_table if runs[0].label.startswith("kl.loss.coef=") else recipe_table
+    return Report(rows(runs), fields=fields, how=beside)
 
 
 def draw_fooled(output: pathlib.Path, case: SeedCase, path: pathlib.Path) -> None:
@@ -363,11 +338,10 @@ def draw_accuracies(output: pathlib.Path, name: str, cases: Sequence[SeedCase], 
     figure = Figure(figsize=(9, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    isas = list(dict.fromkeys(case.isa for case in cases))
-    for number, isa in enumerate(isas):
+    for number, isa in enumerate(dict.fromkeys(case.isa for case in cases)):
         chosen = [case for case in cases if case.isa == isa]
         for case in chosen:
-            records = [r for r in read_records(output / case.directory(name)) if r["phase"] == "eval"]
+            records = read_records(output / case.directory(name), "eval")
             label = f"{isa or 'instruction set of the CPU'}: {len(chosen)} seeds" if case is chosen[0] else None
             points = [r["step"] for r in records], [r["accuracy"] for r in records]
             axes.plot(*points, color=f"C{number}", linewidth=0.8, alpha=0.8, label=label)
@@ -388,12 +362,14 @@ def instruction_sets(text: str) -> tuple[str, ...]:
     return names
 
 
-def _report(options: argparse.Namespace) -> Report:
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.fooled and options.config != CONFIG:
         raise cli.OptionError(
             f"--config: got {options.config} with --fooled, which runs {CONFIG}; set only one of them"
         )
     cases = [SeedCase(seed, isa) for seed in options.seeds for isa in options.isa or (None,)]
+    fields = machine.conditions("cpu") | {"overrides": options.set, "jobs": options.jobs}
+    fields["versions"]["flax"] = version("flax")
     with tempfile.TemporaryDirectory() as scratch:
         output = (options.output or pathlib.Path(scratch)).absolute()
         output.mkdir(parents=True, exist_ok=True)
@@ -405,17 +381,14 @@ def _report(options: argparse.Namespace) -> Report:
             draw_fooled(output, cases[0], options.curves)
         elif options.curves:
             draw_accuracies(output, pathlib.Path(options.config).stem, cases, options.curves)
-    versions = {**machine.versions(), "flax": version("flax")}
-    fields = {"machine": machine.describe(jax.devices("cpu")[0]), "versions": versions, "overrides": options.set}
-    fields["jobs"] = options.jobs
-    text = markdown(fields, runs, fooled=options.fooled)
-    return Report({**fields, "runs": [dataclasses.asdict(run) for run in runs]}, text)
+    return fields | {"runs": [dataclasses.asdict(run) for run in runs]}
 
 
 main = cli.command(
     "quickstart",
     __doc__,
-    _report,
+    _measure,
+    report,
     cli.option("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4]),
     cli.option("--isa", type=instruction_sets, metavar="NAMES",
                help="of XLA's code, such as SSE4_2,AVX2; default: the CPU's"),

@@ -13,25 +13,39 @@ With `--limits`, only the price of a larger limit is measured, with completions 
 
 import argparse
 import sys
+from typing import Any
 
-from benchmarks.harness import cli
+from benchmarks.harness import cli, machine
 from benchmarks.harness.report import Report
 from benchmarks.suites.model import limits, long_tail, suite
 
 
-def _report(options: argparse.Namespace) -> Report:
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.limits is not None:
-        return limits.report(options)
-    return suite.report(options, "rollout", None if options.quick or options.no_long_tail else long_tail.section)
+        cli.limit_threads(options.threads)
+        return machine.conditions() | limits.measure(limits.TAIL, options.limits, options.rounds)
+    fields = suite.measure(options, "rollout")
+    if options.quick or options.no_long_tail:
+        return fields
+    return fields | {"long_tail": long_tail.measure(long_tail.TAIL, options.rounds)}
+
+
+def report(fields: dict[str, Any]) -> Report:
+    """Makes the report of a race, or of limits."""
+    if "lengths" in fields:
+        return limits.report(fields)
+    section = [long_tail.report(fields["long_tail"])] if "long_tail" in fields else []
+    return suite.report(fields, "rollout", section)
 
 
 main = cli.command(
     "rollout",
     __doc__,
-    _report,
+    _measure,
+    report,
     *suite.options_of(("kljax", "tunix", "transformers")),
     cli.option("--no-long-tail", action="store_true", help="leave out the completions of all lengths"),
-    cli.option("--limits", type=cli.increasing, metavar="N,N", help="race limits of completions, and nothing else"),
+    cli.option("--limits", type=limits.increasing, metavar="N,N", help="race limits of completions, and nothing else"),
 )
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ smaller. Temporary memory is shown beside the times. The line goes into `kljax/l
 
 import argparse
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -26,8 +27,8 @@ Pair = tuple[int, int]
 TIE = 1.02
 
 
-def _report(options: argparse.Namespace) -> Report:
-    """Times the grid; returns its table, then the line of the library's table."""
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Times the grid."""
     jax.config.update("jax_platforms", "cuda" if options.device == "gpu" else options.device)
     kind, size = jax.devices()[0].device_kind, Size(*options.size)
     now = default_tile(kind)
@@ -37,19 +38,17 @@ def _report(options: argparse.Namespace) -> Report:
     tried = {tile: JaxForms(inputs, HeadOptions(options.device, options.dtype, tile=tile)) for tile in sorted(tiles)}
     results = {tile: ContenderResult("{}x{}".format(*tile)) for tile in tried}
     race(results, options.rounds, lambda tile: tried[tile].run("tile"))
-    seconds: dict[Pair, float] = {}
-    for tile, result in results.items():
-        fastest = result.best("wall")
-        if fastest is None:
+    for result in results.values():
+        if result.problem is not None:
             raise RuntimeError(f"tile {result.name}: {result.problem}")
-        seconds[tile] = fastest
+    seconds = {tile: result.best("wall") or 0.0 for tile, result in results.items()}
     rows = [
         [*tile, took / seconds[present], tried[tile].temporary("tile"), "<- present" if tile == present else ""]
         for tile, took in sorted(seconds.items(), key=lambda item: item[1])
     ]
     line = '    "{}": Tile({}, {}),'.format(kind, *best(seconds))
-    fields = {"device": kind, "seconds": {results[tile].name: took for tile, took in seconds.items()}}
-    return Report(fields, f"{table(COLUMNS, rows)}\n\n{line}\n")
+    by_name = {results[tile].name: took for tile, took in seconds.items()}
+    return {"device": kind, "seconds": by_name, "rows": rows, "line": line}
 
 
 def best(seconds: Mapping[Pair, float]) -> Pair:
@@ -61,7 +60,8 @@ def best(seconds: Mapping[Pair, float]) -> Pair:
 main = cli.command(
     "search_tiles",
     __doc__,
-    _report,
+    _measure,
+    lambda fields: Report([table(COLUMNS, fields["rows"]), fields["line"]]),
     cli.option("--size", type=cli.numbers("2048x1024x32768"), default=(2048, 1024, 32_768), metavar="NxDxV"),
     cli.option("--tokens", type=cli.positives, default=TOKENS, metavar="N,N", help="rows of a tile to try"),
     cli.option("--vocab", type=cli.positives, default=VOCAB, metavar="V,V", help="columns of a tile to try"),

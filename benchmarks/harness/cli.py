@@ -10,13 +10,23 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from benchmarks.harness.measure import load
 from benchmarks.harness.report import Report
 
 Option = tuple[str, dict[str, Any]]
+Fields = dict[str, Any]
 
 
 class OptionError(ValueError):
     """Options that do not fit each other or this machine."""
+
+
+class EndError(Exception):
+    """The end of a command that has nothing to report: its text, which is an error unless the status is 0."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def option(name: str, **settings: Any) -> Option:
@@ -31,9 +41,17 @@ OUTPUTS = (
 
 
 def command(
-    name: str, description: str | None, measure: Callable[[argparse.Namespace], Report], *options: Option
+    name: str,
+    description: str | None,
+    measure: Callable[[argparse.Namespace], Fields],
+    report: Callable[[Fields], Report],
+    *options: Option,
 ) -> Callable[..., int]:
-    """Returns the function `main` of `python -m benchmarks.NAME`."""
+    """Returns the function `main` of `python -m benchmarks.NAME`.
+
+    Args:
+      measure: returns the fields of the JSON file; report: makes the report of what the file has.
+    """
 
     def main(arguments: Sequence[str] | None = None) -> int:
         """Measures, prints and writes; returns 1 if a contender failed, else 0."""
@@ -46,18 +64,25 @@ def command(
             parser.add_argument(flag, **settings)
         chosen = parser.parse_args(arguments)
         try:
-            report = measure(chosen)
+            fields = measure(chosen)
         except OptionError as error:
             parser.error(str(error))
-        print(report.text, end="")
-        fields = json.dumps(report.fields, indent=1) + "\n"
-        for path, content in ((chosen.markdown, report.text), (chosen.json, fields)):
-            if path is not None and report.text:
+        except EndError as end:
+            print(f"ERROR {end}" if end.status else end, file=sys.stderr if end.status else sys.stdout)
+            return end.status
+        if "load" in fields:
+            fields["load"][1] = load()
+        done = report(json.loads(json.dumps(fields)))
+        if done.checks:
+            fields["targets"] = [check.as_json() for check in done.checks]
+        print(done.text, end="")
+        for path, content in ((chosen.markdown, done.text), (chosen.json, json.dumps(fields, indent=1) + "\n")):
+            if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(content)
-        for line in report.failures:
+        for line in done.failures:
             print(f"ERROR {line}", file=sys.stderr)
-        return 1 if report.failures else 0
+        return 1 if done.failures else 0
 
     return main
 
@@ -68,11 +93,7 @@ def rounds(default: int) -> Option:
 
 
 def race_options(env: str, *, rounds: int, quick: str) -> list[Option]:
-    """Returns the options of a command whose contenders have environments.
-
-    Args:
-      env: option that names their directory; rounds: the default; quick: describes the smoke test.
-    """
+    """Returns the options of a command whose contenders have environments, in the directory of the option `env`."""
     return [
         option(f"--{env}", type=pathlib.Path, metavar="DIR", help=f"made with --make-{env}"),
         option(f"--make-{env}", type=pathlib.Path, metavar="DIR", help="make it, and measure nothing"),
@@ -116,14 +137,6 @@ def positive(text: str) -> int:
 def positives(text: str) -> tuple[int, ...]:
     """Parses positive numbers that are separated by commas."""
     return tuple(map(positive, text.split(",")))
-
-
-def increasing(text: str) -> tuple[int, ...]:
-    """Parses positive numbers that are separated by commas, the smallest first."""
-    parsed = positives(text)
-    if list(parsed) != sorted(set(parsed)):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected increasing numbers such as 256,512")
-    return parsed
 
 
 def some_of(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:

@@ -31,11 +31,7 @@ def make(venv: pathlib.Path, *installs: Sequence[str], python: str = sys.executa
 
 
 def find_python312(path: str | None) -> str:
-    """Returns a Python 3.12: `path` if it is given, or the one that the Makefile finds.
-
-    Raises:
-      FileNotFoundError: if there is none.
-    """
+    """Returns a Python 3.12: `path` if it is given, or the one that the Makefile finds."""
     find = ["make", "--silent", "find-newest-python"]
     python = path or subprocess.run(find, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     if not python:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
+from train.config.load import parse
 from train.config.schema import Config
 from train.data.tokenizers import Tokenizer
 from train.models import Decoder
@@ -23,6 +24,13 @@ from train.rl.step import update_rows
 from train.rollouts.context import RunContext
 from train.run.loop import Programs
 from train.run.setup import first_state
+
+
+def grpo(prompt_length: int, completion_length: int, prompts: int, samples: int, **raw: Any) -> Config:
+    """Returns the config of GRPO on `samples` completions of each prompt; further fields are as in a file."""
+    lengths = {"max_prompt_length": prompt_length, "max_completion_length": completion_length}
+    rollout = {"prompts_per_step": prompts, "samples_per_prompt": samples, **raw.pop("rollout", {})}
+    return parse({"steps": 1, "data": lengths, "rollout": rollout, **raw})[0]
 
 
 def bare_context(config: Config, model: Decoder, tokenizer: Tokenizer | None = None) -> RunContext:

@@ -11,9 +11,15 @@ from typing import Any
 import jax
 
 import kljax
+from benchmarks.harness.measure import load
 from benchmarks.harness.process import ROOT
 
 CPUINFO = pathlib.Path("/proc/cpuinfo")
+
+
+def conditions(device: str | None = None) -> dict[str, Any]:
+    """Returns the first fields of a report: machine, versions and load; the command adds the load at the end."""
+    return {"machine": describe(jax.devices(device)[0]), "versions": versions(), "load": [load(), None]}
 
 
 def describe(device: jax.Device) -> dict[str, Any]:
@@ -36,11 +42,6 @@ def describe(device: jax.Device) -> dict[str, Any]:
     if os.environ.get("XLA_FLAGS"):
         fields["flags"] = f"`XLA_FLAGS={os.environ['XLA_FLAGS']}`"
     return fields
-
-
-def load() -> float | None:
-    """Returns the load average of the last minute, or None if the system has none."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import os
 import pathlib
 import time
 from collections.abc import Iterator
@@ -56,6 +57,11 @@ class Memory:
         self._start = begin_peak()
 
 
+def load() -> float | None:
+    """Returns the load average of the last minute, or None if the system has none."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
 def known() -> bool:
     """Tells whether the system reports the peak memory of a process."""
     return STATUS.exists() and CLEAR.exists() and hasattr(ctypes.CDLL(None), "malloc_trim")
@@ -76,11 +82,7 @@ def resident(field: str) -> int:
 
 
 def relative_distance(array: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the norm of the difference over the norm of `expected`; infinity if it is not finite.
-
-    Raises:
-      ValueError: if the shapes differ.
-    """
+    """Returns the norm of the difference over the norm of `expected`; infinity if it is not finite."""
     if array.shape != expected.shape:
         raise ValueError(f"array: got the shape {array.shape}, expected {expected.shape}")
     distance = np.linalg.norm(array - expected) / np.linalg.norm(expected)

@@ -30,11 +30,7 @@ class Remote:
         self._process, self._log = process, log
 
     def ask(self, **request: Any) -> Any:
-        """Returns the result of a request.
-
-        Raises:
-          RemoteError: if the request failed, or the process ended.
-        """
+        """Returns the result of a request."""
         requests, replies = self._process.stdin, self._process.stdout
         assert requests is not None and replies is not None  # noqa: PT018
         try:

@@ -14,7 +14,6 @@ from benchmarks.harness.results import ContenderResult
 from benchmarks.harness.worker import Worker, one_line
 
 Name = TypeVar("Name")
-Versions = dict[str, str]
 
 
 class MissingError(RuntimeError):
@@ -36,18 +35,25 @@ class Contenders:
         self.processes, self.start = dict(processes), start
         self.remotes: dict[str, Remote | Worker] = {}
 
-    def begin(self, stack: contextlib.ExitStack) -> dict[str, Versions]:
-        """Starts each process, and returns the versions of its libraries; an error is a problem of its contenders."""
-        versions: dict[str, Versions] = {}
+    def begin(self, stack: contextlib.ExitStack) -> dict[str, str]:
+        """Starts each process, and returns the versions of all libraries; an error is a problem of its contenders."""
+        versions: dict[str, str] = {}
         for process in dict.fromkeys(self.processes.values()):
-            started = ContenderResult(process)
-            with noted(started):
+            with self.noted_for(process):
                 log(f"{process}: starts")
                 self.remotes[process] = stack.enter_context(self.start(process))
-                versions[process] = self.remotes[process].ask(do="versions")
-            for name in (name for name in self.results if self.processes[name] == process):
-                self.results[name].problem, self.results[name].failed = started.problem, started.failed
+                versions |= self.remotes[process].ask(do="versions")
         return versions
+
+    @contextlib.contextmanager
+    def noted_for(self, process: str) -> Iterator[None]:
+        """Writes an error into the results of all contenders of a process that have no problem yet."""
+        common = ContenderResult(process)
+        with noted(common):
+            yield
+        for name, result in measurable(self.results):
+            if self.processes[name] == process:
+                result.problem, result.failed = common.problem, common.failed
 
     def ask(self, contender: str, /, do: str, **arguments: Any) -> Any:
         """Returns the result of a request."""
@@ -76,23 +82,17 @@ def race(results: Mapping[Name, ContenderResult], rounds: int, run: Callable[[Na
 
 
 def race_programs(programs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, ContenderResult]:
-    """Times programs of this process by name."""
+    """Times programs of this process by name, to the end of their results."""
+
+    def run(name: str) -> dict[str, Seconds]:
+        clock = Clock()
+        with clock.part("run"):
+            jax.block_until_ready(programs[name]())
+        return clock.parts
+
     results = {name: ContenderResult(name) for name in programs}
-    race(results, rounds, lambda name: timed(programs[name]))
+    race(results, rounds, run)
     return results
-
-
-def timed(program: Callable[[], Any]) -> dict[str, Seconds]:
-    """Times a program of this process, to the end of its results."""
-    clock = Clock()
-    with clock.part("run"):
-        jax.block_until_ready(program())
-    return clock.parts
-
-
-def merged(versions: Mapping[str, Versions]) -> Versions:
-    """Returns the versions of all processes."""
-    return {library: version for process in versions.values() for library, version in process.items()}
 
 
 def measurable(results: Mapping[Name, ContenderResult]) -> list[tuple[Name, ContenderResult]]:

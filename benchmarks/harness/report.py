@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Union
 
-from benchmarks.harness.results import Check, ContenderResult
+from benchmarks.harness.results import Check
 
 MIB = 2**20
 # The title of a column and the format of its values; "MiB" is the format of bytes.
@@ -13,11 +13,41 @@ Column = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The end of a command: fields for JSON, a text in Markdown, and a line for each contender that failed."""
+    """The Markdown of a measurement, which is made from the fields of its JSON file alone.
 
-    fields: Mapping[str, Any]
-    text: str
+    Attributes:
+      parts: paragraphs, tables and reports of parts.
+      checks: the targets, a table at the end; other: title of their values by the other clock.
+      fields: "machine", "versions" and "load", where there are some, are the beginning.
+      how: the conditions, as parts of a sentence.
+      failures: a line for each contender that failed.
+    """
+
+    parts: Sequence[Union[str, "Report"]]
+    checks: Sequence[Check] = ()
+    other: str = ""
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    how: Sequence[str] = ()
     failures: Sequence[str] = ()
+
+    @property
+    def text(self) -> str:
+        """Returns the text of a file."""
+        return "\n\n".join(self.paragraphs()) + "\n"
+
+    def paragraphs(self) -> list[str]:
+        """Returns conditions, parts and targets."""
+        found, how = list[str](), list(self.how)
+        if machine := self.fields.get("machine"):
+            place = ", ".join(str(value) for name, value in machine.items() if value and name != "date")
+            versions = ", ".join(f"{name} {version}" for name, version in self.fields["versions"].items())
+            found.append(f"{machine['date']} on {place}; {versions}.")
+        if "load" in self.fields:
+            how.append("load of the machine before and after {} and {}".format(*self.fields["load"]))
+        found += [f"{', '.join(how)}."] if how else []
+        for part in self.parts:
+            found += [part] if isinstance(part, str) else part.paragraphs()
+        return [*found, *([targets(self.checks, self.other)] if self.checks else [])]
 
 
 def table(columns: Iterable[Column], rows: Iterable[Sequence[Any]]) -> str:
@@ -34,34 +64,6 @@ def _cell(value: Any, form: str) -> str:
     if form == "MiB":
         return f"{value / MIB:,.0f}" if value >= 10 * MIB else f"{value / MIB:.2g}"
     return format(value, form)
-
-
-def join(paragraphs: Iterable[str]) -> str:
-    """Returns the text of a file."""
-    return "\n\n".join(paragraphs) + "\n"
-
-
-def where(report: Mapping[str, Any]) -> str:
-    """Says when and where something was measured, and with which versions."""
-    machine = report["machine"]
-    place = ", ".join(str(value) for name, value in machine.items() if value and name != "date")
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    return f"{machine['date']} on {place}; {versions}."
-
-
-def conditions(report: Mapping[str, Any], how: Sequence[str]) -> list[str]:
-    """Says when and where something was measured, and how."""
-    load = "load of the machine before and after {} and {}".format(*report["load"])
-    return [where(report), f"{', '.join((*how, load))}."]
-
-
-def problems(results: Iterable[ContenderResult], titles: Mapping[str, str]) -> list[str]:
-    """Says why rows are empty, once for each reason."""
-    reasons: dict[str, list[str]] = {}
-    for result in results:
-        if result.problem is not None:
-            reasons.setdefault(result.problem, []).append(titles[result.name])
-    return [f"Not measured: {', '.join(names)}: {why}." for why, names in reasons.items()]
 
 
 def targets(checks: Iterable[Check], other: str = "") -> str:

@@ -1,7 +1,7 @@
 """Measurements of contenders, and the targets that they are compared with."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from benchmarks.harness.measure import Seconds
@@ -15,8 +15,7 @@ class ContenderResult:
     """Measurements of one contender.
 
     Attributes:
-      problem: why it was not measured, or None.
-      failed: whether the problem is an error; a missing environment is none.
+      problem: why it was not measured, or None; failed: whether that is an error. A missing environment is none.
       seconds: of each round, by part of the run.
       first: empty; version 0.2 recorded the seconds of first runs here.
       temp_bytes: temporary memory that JAX's compiler assigned.
@@ -40,15 +39,6 @@ class ContenderResult:
         rounds = zip(*self.seconds.values(), strict=True) if part == ALL else ((s,) for s in self.seconds.get(part, []))
         return min((sum(seconds[CLOCKS[clock]] for seconds in parts) for parts in rounds), default=None)
 
-    def value(self, measure: str, clock: str, part: str) -> float | None:
-        """Returns the value of a target's measure; memory does not depend on the clock."""
-        match measure:
-            case "temporary":
-                return self.temp_bytes
-            case "peak":
-                return self.peak_bytes.get(part)
-        return self.best(clock, part)
-
 
 @dataclasses.dataclass
 class Measured:
@@ -57,6 +47,37 @@ class Measured:
     size: Any
     results: dict[str, ContenderResult]
     rates: Any = None
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any], size: Callable[..., Any], rates: Callable[..., Any] = dict) -> "Measured":
+        """Reads a size of a JSON file."""
+        results = {name: ContenderResult(**result) for name, result in fields["results"].items()}
+        return cls(size(**fields["size"]), results, fields.get("rates") and rates(**fields["rates"]))
+
+    def as_json(self, checks: Iterable["Check"]) -> dict[str, Any]:
+        """Returns all fields and the targets."""
+        return {**dataclasses.asdict(self), "targets": [check.as_json() for check in checks]}
+
+    def failures(self, tolerances: Mapping[str, float]) -> list[str]:
+        """Lists the contenders that failed or differ by more from their baseline, a line each."""
+        lines = [f"{result.name}: {result.problem}" for result in self.results.values() if result.failed]
+        for result in self.results.values():
+            for name, difference in result.differences.items() if not result.failed else ():
+                # NaN is no agreement.
+                if not difference <= tolerances[name]:
+                    lines.append(
+                        f"{result.name}: got a difference of {difference:.1e} from the {name} of the baseline, "
+                        f"expected at most {tolerances[name]:.0e}"
+                    )
+        return [f"{self.size} {line}" for line in lines]
+
+    def problems(self, titles: Mapping[str, str]) -> list[str]:
+        """Says why rows are empty, once for each reason."""
+        reasons: dict[str, list[str]] = {}
+        for result in self.results.values():
+            if result.problem is not None:
+                reasons.setdefault(result.problem, []).append(titles[result.name])
+        return [f"Not measured: {', '.join(names)}: {why}." for why, names in reasons.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +96,26 @@ class Target:
     limit: float
     large_limit: float | None = None
     part: str = ALL
+
+    def check(self, title: str, results: Mapping[str, ContenderResult], *, large: bool = False) -> "Check":
+        """Compares the results of the two contenders."""
+        limit = self.large_limit if large and self.large_limit is not None else self.limit
+        ours, theirs = results.get(self.name), results.get(self.against)
+        missing, value, other = "not measured", None, None
+        if ours is None or theirs is None:
+            missing = "not measured: not among the contenders"
+        elif ours.problem or theirs.problem:
+            missing = "not measured, see above"
+        elif self.measure == "temporary":
+            value = ratio(ours.temp_bytes, theirs.temp_bytes)
+        elif self.measure == "peak":
+            value = ratio(ours.peak_bytes.get(self.part), theirs.peak_bytes.get(self.part))
+        elif self.measure == "time":
+            value, other = (ratio(ours.best(clock, self.part), theirs.best(clock, self.part)) for clock in CLOCKS)
+        else:
+            other, value = (ratio(theirs.best(clock, self.part), ours.best(clock, self.part)) for clock in CLOCKS)
+        unit = "1/" if self.measure == "temporary" else ""
+        return Check(title, limit, value, other, at_least=self.measure == "speed", unit=unit, missing=missing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,49 +154,3 @@ class Check:
 def ratio(value: float | None, other: float | None) -> float | None:
     """Returns the quotient of two numbers, or None if one is unknown or the divisor is 0."""
     return None if value is None or not other else value / other
-
-
-def check(
-    target: Target, title: str, results: Mapping[str, ContenderResult], *, large: bool = False, digits: int = 2
-) -> Check:
-    """Compares the results of two contenders with a target."""
-    limit = target.large_limit if large and target.large_limit is not None else target.limit
-    measure, missing = target.measure, "not measured"
-    ours, theirs = results.get(target.name), results.get(target.against)
-    value = other = None
-    if ours is None or theirs is None:
-        missing = "not measured: not among the contenders"
-    elif ours.problem or theirs.problem:
-        missing = "not measured, see above"
-    else:
-        pair = (theirs, ours) if measure == "speed" else (ours, theirs)
-        clocks = ("wall", "cpu") if measure == "time" else ("cpu", "wall")
-        value, other = (ratio(*(result.value(measure, clock, target.part) for result in pair)) for clock in clocks)
-    return Check(
-        title,
-        limit,
-        value,
-        None if measure in ("temporary", "peak") else other,
-        at_least=measure == "speed",
-        unit="1/" if measure == "temporary" else "",
-        missing=missing,
-        digits=digits,
-    )
-
-
-def failures(results: Mapping[str, ContenderResult], tolerances: Mapping[str, float]) -> list[str]:
-    """Lists the contenders that failed or differ from their baseline, a line each.
-
-    Args:
-      tolerances: largest difference, by the name of the compared value.
-    """
-    lines = [f"{result.name}: {result.problem}" for result in results.values() if result.failed]
-    for result in results.values():
-        for name, difference in result.differences.items() if not result.failed else ():
-            # NaN is no agreement.
-            if not difference <= tolerances[name]:
-                lines.append(
-                    f"{result.name}: got a difference of {difference:.1e} from the {name} of the baseline, "
-                    f"expected at most {tolerances[name]:.0e}"
-                )
-    return lines

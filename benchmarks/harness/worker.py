@@ -22,19 +22,14 @@ class Worker:
         self.contender: Any = None
 
     def ask(self, *, do: str, **arguments: Any) -> Any:
-        """Returns the result of a request as plain data.
-
-        Raises:
-          ValueError: if the contender has no such method.
-        """
+        """Returns the result of a request as plain data."""
         if do == "load":
             self.contender = self.load(**arguments)
             return None
-        methods = {key: getattr(self.contender, key) for key in dir(self.contender) if not key.startswith("_")}
-        known = [key for key, value in methods.items() if callable(value)]
+        known = [key for key in dir(self.contender) if key[0] != "_" and callable(getattr(self.contender, key))]
         if do not in known:
             raise ValueError(f"do: got {do!r}, expected load or one of {', '.join(known)}")
-        return methods[do](**arguments)
+        return getattr(self.contender, do)(**arguments)
 
 
 def one_line(error: Exception, limit: int) -> str:
@@ -53,14 +48,10 @@ def serve(worker: Worker, requests: TextIO, replies: TextIO) -> None:
         print(json.dumps(reply), file=replies, flush=True)
 
 
-def main() -> None:
+if __name__ == "__main__":
     # The output of libraries goes to stderr, so that stdout holds replies alone.
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     serve(Worker(importlib.import_module(sys.argv[1]).load), sys.stdin, replies)
     # Threads of a contender may wait for ever, as the loop of Tunix's learner does.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,13 +3,15 @@
 import dataclasses
 import io
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from benchmarks.harness import environments, measure, worker
-from benchmarks.harness.process import RemoteError, start
-from benchmarks.harness.results import ContenderResult, Measured, failures
+from benchmarks.harness.process import ROOT, RemoteError, start
+from benchmarks.harness.results import ContenderResult, Measured
 from benchmarks.suites.head import jax_forms, suite
 from benchmarks.suites.head.forms import FormsContender
 from benchmarks.suites.head.problem import QUICK, SIZES, HeadOptions, Inputs, Size, log_probs, make_inputs
@@ -53,7 +55,7 @@ def verdicts(found, device="cpu"):
     targets = {suite.title(target): target for target in suite.TARGETS[device]}
     return {
         (target.measure, target.name, target.against) if (target := targets.get(check.title)) else "rate": check
-        for check in suite.HeadSuite(HeadOptions(device)).checks(found)
+        for check in suite.checks(found, device)
     }
 
 
@@ -67,7 +69,7 @@ def test_verdicts_of_times_and_memory():
     assert actual["temporary", "tile", "tunix_full"].verdict == "met"
     assert actual["time", "tile", "verl"].verdict == "not measured: not among the contenders"
     assert actual["rate"].verdict == "not measured"
-    assert not failures(measured(tile=1.0).results, {})
+    assert not measured(tile=1.0).failures({})
 
 
 def test_large_vocabulary_has_separate_bounds():
@@ -87,15 +89,16 @@ def test_the_part_of_the_matmul_rate(reached, cpu, gpu):
 
 
 def test_errors_name_the_cause_of_a_worthless_table():
-    results = measured(tile=1.0, naive=1.0, verl=1.0, trl=1.0).results
+    actual = measured(QUICK, tile=1.0, naive=1.0, verl=1.0, trl=1.0)
+    results = actual.results
     results["tile"].differences = {"loss": 1e-6, "gradients": 2e-4}
     results["verl"].differences = {"loss": float("nan"), "gradients": 0.0}
     results["naive"].differences = {"loss": 0.0, "gradients": 0.0}
     results["trl"].problem, results["trl"].failed = "no memory", True
-    assert failures(results, {"loss": 1e-4, "gradients": 1e-4}) == [
-        "trl: no memory",
-        "tile: got a difference of 2.0e-04 from the gradients of the baseline, expected at most 1e-04",
-        "verl: got a difference of nan from the loss of the baseline, expected at most 1e-04",
+    assert actual.failures({"loss": 1e-4, "gradients": 1e-4}) == [
+        f"{QUICK} trl: no memory",
+        f"{QUICK} tile: got a difference of 2.0e-04 from the gradients of the baseline, expected at most 1e-04",
+        f"{QUICK} verl: got a difference of nan from the loss of the baseline, expected at most 1e-04",
     ]
 
 
@@ -185,6 +188,12 @@ def test_another_process_compares_and_measures_its_memory(tmp_path):
     assert actual["differences"]["gradients"] < 2e-6
     # The naive form holds the logits, 32 MiB, at least twice.
     assert peak is None or peak > 2 * 4 * size.tokens * size.vocab * 0.9
+
+
+def test_processes_of_other_environments_need_no_jax():
+    modules = ("harness.worker", "harness.measure", "suites.head.forms", "suites.model.problem")
+    program = f"import sys; sys.modules['jax'] = None; import {', '.join(f'benchmarks.{module}' for module in modules)}"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_process_failing_to_load_or_start_raises(tmp_path):

@@ -41,7 +41,7 @@ def test_a_larger_limit_needs_no_more_cache(tmp_path, monkeypatch):
         assert row["window"] == window
         assert row["cache_bytes"] == column * (2 * 4 + 4 * window)
     assert [row["memory"] for row in recorded["rows"] if row["way"] == "windows"] == [1, 1]
-    assert files[1].read_text() == limits.markdown(recorded)
+    assert files[1].read_text() == rollout.report(recorded).text
 
 
 def test_limits_with_different_tokens_are_an_error(monkeypatch):

@@ -12,7 +12,7 @@ TAIL = long_tail.Tail(rows=8, slots=2, group=2, prompt_length=4, max_new_tokens=
 
 
 def test_queue_saves_the_steps_of_the_longest_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(long_tail, "Tail", lambda: TAIL)
+    monkeypatch.setattr(long_tail, "TAIL", TAIL)
     assert long_tail.main(["--rounds", "1", "--json", str(tmp_path / "found.json")]) == 0
     recorded = json.loads((tmp_path / "found.json").read_text())
     lengths = TAIL.lengths()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import overhead
-from benchmarks.suites.overhead import recorded
+from benchmarks.suites.overhead import sources
 from benchmarks.suites.overhead.problem import StepSizes
 from benchmarks.suites.overhead.steps import CYCLE, kind_of
 
@@ -33,26 +33,25 @@ def report(**seconds: float) -> dict:
 
 def test_steps_are_compared_with_plain_steps_per_round():
     measured = report(logged=1.01, saved=1.2, after=1.1)
-    verdicts = {check.title: (round(check.value, 4), check.verdict) for check in overhead.checks(measured)}
+    made = overhead.report(measured)
+    verdicts = {check.title: (round(check.value, 4), check.verdict) for check in made.checks}
     assert verdicts == {
         "metrics in every step": (1.01, "met"),
         "the step that saves the state": (1.2, "missed"),
         "a verifier of a tenth of the step": (1.0, "met"),
         "a server one step ahead": (1.1, "met"),
     }
-    text = overhead.markdown(measured)
+    text = made.text
     assert "| and the state is saved | 2.400 | 1.200 | 2.000 | 1.000 | 0.4000 |" in text
     assert "| a step with `ahead: 0` | 4.000 | 2.00 |" in text
     assert f"{StepSizes(**measured['work']).rows} completions of 3 tokens" in text
 
 
 def test_steps_scored_once_are_compared_per_round():
-    names = {recorded.title(updates, mode): updates * (0.5 if mode == "scored once" else 1) for updates, mode in
-             recorded.names()}  # fmt: skip
-    measured = report() | {
-        "recorded": [{name: [pace * n, 2 * pace * n] for name, n in names.items()} for pace in (1, 2)]
-    }
-    text = overhead.recorded_markdown(measured)
+    names = {name: updates * (0.5 if mib else 1) for name, (updates, mib) in sources.RECORDED.items()}
+    rounds = [{name: [pace * n, 2 * pace * n] for name, n in names.items()} for pace in (1, 2)]
+    measured = report() | {"recorded": rounds}
+    text = overhead.report(measured).text
     assert "| 2 updates on a batch, scored once | 1.500 | 0.50 | 3.000 | 0.50 |" in text
     assert "| 1 update on a batch, scored in every epoch | 1.500 | 1.00 | 3.000 | 1.00 |" in text
 
@@ -67,8 +66,8 @@ def test_a_smoke_run_ends_in_tables(tmp_path, capsys):
     path = tmp_path / "found.json"
     assert overhead.main(["--quick", "--rounds", "1", "--json", str(path)]) == 0
     recorded = json.loads(path.read_text())
-    assert overhead.markdown(recorded) == capsys.readouterr().out
+    assert overhead.report(recorded).text == capsys.readouterr().out
     assert [len(pairs) for pairs in recorded["steps"][0].values()] == [1, 2, 2, 1, 1]
     assert recorded["bytes"] > 0
     assert overhead.main(["--quick", "--rounds", "1", "--recorded", "--json", str(path)]) == 0
-    assert overhead.recorded_markdown(json.loads(path.read_text())) == capsys.readouterr().out
+    assert overhead.report(json.loads(path.read_text())).text == capsys.readouterr().out

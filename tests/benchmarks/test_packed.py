@@ -27,7 +27,7 @@ def test_packed_rows_are_compared_with_padding_and_tokens(monkeypatch):
     share = (16 + TAIL.lengths().sum()) / (16 + 8 * 12)
     assert report["real_share"] == pytest.approx(share)
     assert report["ratios"]["cpu"] == {"padded": 0.25, "share": pytest.approx(0.2 / share)}
-    text = packed.markdown(report)
+    text = packed.report(report).text
     assert "| CPU seconds of packed rows over padded rows | at most 0.45 | 0.25 | 1.00 | met |" in text
 
 

@@ -1,5 +1,6 @@
 """The races of whole models: kljax's side really runs, tiny; the tables and the verdicts are of made-up numbers."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from benchmarks import rollout, train_step
 from benchmarks.harness import environments, instructions, measure
-from benchmarks.harness.results import ALL, ContenderResult, Measured, failures
+from benchmarks.harness.results import ALL, ContenderResult, Measured
 from benchmarks.harness.worker import Worker
 from benchmarks.suites.model import kljax, long_tail, problem, profile, suite
 from train.models.sharding import make_mesh
@@ -40,6 +41,13 @@ def test_weights_match_checkpoint_and_decoder_shapes(worker):
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, expected)
     kernel = params["layers"]["mlp"]["down_proj"]["kernel"][1]
     np.testing.assert_array_equal(kernel, weights["model.layers.1.mlp.down_proj.weight"].T)
+
+
+def test_rewards_differ_where_parities_do_not():
+    """As those of the tiny model, whose group with equal rewards had no advantage and no update to compare."""
+    first, second = problem.rewards(np.array([[23, 109, 13, 38, 138], [23, 50, 53, 20, 36]]))
+    assert first.dtype == np.float32
+    assert first != second
 
 
 def test_update_moves_the_policy_and_runs_report_parts(worker):
@@ -123,11 +131,11 @@ def test_best_round_is_chosen_per_part_and_total():
 
 
 def test_targets_have_verdicts():
-    speed, memory, both = suite.ModelSuite("step").checks(measured())
+    speed, memory, both = suite.checks(measured(), "step")
     assert (speed.value, speed.other, speed.verdict) == (2, 1, "missed")
     assert (memory.value, memory.verdict) == (0.25, "met")
     assert (both.value, both.other, both.verdict) == (1.75, 5 / 3, "missed")
-    speed, other = suite.ModelSuite("rollout").checks(measured())
+    speed, other = suite.checks(measured(), "rollout")
     assert (speed.value, speed.verdict) == (1.5, "missed")
     assert other.verdict.startswith("not measured")
     assert speed.limit == 2
@@ -141,50 +149,68 @@ def test_table_reports_measured_and_missing_results():
         "versions": {"kljax": "0"},
         "load": [0.1, 0.2],
     }
-    text = suite.ModelSuite("step").markdown(actual, [measured()])
+
+    def text_of(one: Measured) -> str:
+        return suite.report({**actual, "sizes": [dataclasses.asdict(one)]}, "step").text
+
+    text = text_of(measured())
     assert "2026-01-01 00:00 UTC on a processor; kljax 0." in text
     assert "| Tunix | 1 | 44 | 1.00 | 2 | 22 | 2.00 | 4 | 1e-05 | 0.1% |" in text
     assert "| update: peak memory of kljax over Tunix | at most 0.25 | 0.25 |  | met |" in text
     missing = measured(ContenderResult("tunix", problem="no --envs was given"))
-    assert "Not measured: Tunix: no --envs was given." in suite.ModelSuite("step").markdown(actual, [missing])
+    assert "Not measured: Tunix: no --envs was given." in text_of(missing)
 
 
 def test_different_results_fail_the_command():
     def wrong(tunix):
-        return failures(measured(tunix).results, suite.TOLERANCES)
+        return measured(tunix).failures(suite.TOLERANCES)
 
     first, second = wrong(ContenderResult("tunix", differences={"log-probs": 0.1, "update": 0.5}))
-    assert first == "tunix: got a difference of 1.0e-01 from the log-probs of the baseline, expected at most 1e-03"
-    assert second == "tunix: got a difference of 5.0e-01 from the update of the baseline, expected at most 5e-02"
-    assert wrong(ContenderResult("tunix", problem="out of memory", failed=True)) == ["tunix: out of memory"]
+    assert (
+        first == "V=160 tunix: got a difference of 1.0e-01 from the log-probs of the baseline, expected at most 1e-03"
+    )
+    assert second == "V=160 tunix: got a difference of 5.0e-01 from the update of the baseline, expected at most 5e-02"
+    assert wrong(ContenderResult("tunix", problem="out of memory", failed=True)) == ["V=160 tunix: out of memory"]
     assert wrong(ContenderResult("tunix", problem="no --envs was given")) == []
 
 
-def test_processes_race_and_missing_ones_are_reported(tmp_path, monkeypatch):
-    """The driver with a stub of kljax's process, without JAX: its requests, and their order."""
-    requests = []
+@dataclasses.dataclass
+class StubContender:
+    """Stands in for the process of a contender, without JAX: what it is started with, and asked."""
 
-    class CountingContender:
-        def ask(self, **request):
-            requests.append(request["do"])
-            if request["do"] == "score":
-                np.save(request["path"], np.zeros((2, 2)))
-            return {"versions": {"kljax": "0"}, "run": {"rollout": [1, 2]}, "peak": {"rollout": 3}}.get(request["do"])
+    settings: dict
+    requests: list[dict] = dataclasses.field(default_factory=list)
 
-    real = suite.process
+    def ask(self, **request):
+        self.requests.append(request)
+        if request["do"] == "score":
+            np.save(request["path"], np.zeros((2, 2)))
+        return {"versions": {"kljax": "0"}, "run": {"rollout": [1, 2]}, "peak": {"rollout": 3}}.get(request["do"])
 
-    def process(work, directory, options, name, *settings):
-        if name != "kljax":
-            return real(work, directory, options, name, *settings)
-        requests.append("start for memory" if settings == (suite.RETURN_AT_ONCE,) else "start")
-        return suite.contextlib.nullcontext(CountingContender())
 
-    monkeypatch.setattr(suite, "process", process)
+@pytest.fixture
+def started(monkeypatch) -> list[StubContender]:
+    """The contenders that a command starts."""
+    stubs: list[StubContender] = []
+
+    def start(module, *, settings, **_):
+        stubs.append(StubContender(settings))
+        return suite.contextlib.nullcontext(stubs[-1])
+
+    monkeypatch.setattr(suite, "start", start)
+    return stubs
+
+
+def test_processes_race_and_missing_ones_are_reported(tmp_path, started):
+    """The driver: its requests, and their order."""
     files = tmp_path / "found.json", tmp_path / "found.md"
     arguments = ["--quick", "--threads", "0", "--envs", str(tmp_path), "--json", str(files[0])]
     assert rollout.main([*arguments, "--markdown", str(files[1])]) == 0
     # The race, and then memory in a process of its own: its first run compiles, the second is measured.
-    assert requests == ["start", "versions", "score", "run", "run", "run", "start for memory", "run", "peak"]
+    race, memory = ([request["do"] for request in stub.requests] for stub in started)
+    assert race == ["load", "versions", "score", "run", "run", "run"]
+    assert memory == ["load", "run", "peak"]
+    assert [suite.RETURN_AT_ONCE.items() <= stub.settings.items() for stub in started] == [False, True]
     (size,) = json.loads(files[0].read_text())["sizes"]
     actual, tunix, transformers = size["results"].values()
     assert actual["seconds"] == {"rollout": [[1, 2], [1, 2]]}
@@ -196,21 +222,7 @@ def test_processes_race_and_missing_ones_are_reported(tmp_path, monkeypatch):
     assert "| kljax | 1 | 20 |" in files[1].read_text()
 
 
-def test_races_run_under_each_instruction_set(tmp_path, monkeypatch):
-    started = []
-
-    class StartedContender:
-        def ask(self, **request):
-            if request["do"] == "score":
-                np.save(request["path"], np.zeros((2, 2)))
-            started[-1] |= {"work": request["work"]} if request["do"] == "load" else {}
-            return {"versions": {"kljax": "0"}, "run": {"rollout": [1, 2]}, "peak": {"rollout": 3}}.get(request["do"])
-
-    def start(module, *, settings, **_):
-        started.append(dict(settings))
-        return suite.contextlib.nullcontext(StartedContender())
-
-    monkeypatch.setattr(suite, "start", start)
+def test_races_run_under_each_instruction_set(tmp_path, monkeypatch, started):
     monkeypatch.setattr(instructions, "lacking", lambda names: [name for name in names if name == "avx512"])
     monkeypatch.setenv("XLA_FLAGS", "--a=b")
     path = tmp_path / "found.md"
@@ -220,10 +232,13 @@ def test_races_run_under_each_instruction_set(tmp_path, monkeypatch):
     assert "| kljax, AVX2 | 1 | 20 |" in text
     assert "without AVX-512, which it lacks" in text
     assert "### V=160, AVX2" in text
-    assert {entry["XLA_FLAGS"] for entry in started} == {"--a=b --xla_cpu_max_isa=AVX2"}
-    assert {entry["ATEN_CPU_CAPABILITY"] for entry in started} == {"avx2"}
+    assert {stub.settings["XLA_FLAGS"] for stub in started} == {"--a=b --xla_cpu_max_isa=AVX2"}
+    assert {stub.settings["ATEN_CPU_CAPABILITY"] for stub in started} == {"avx2"}
     monkeypatch.setattr(instructions, "lacking", lambda names: [])
-    assert rollout.main(arguments) == 0
+    fields = tmp_path / "found.json"
+    assert rollout.main([*arguments, "--json", str(fields)]) == 0
+    assert [size["size"]["isa"] for size in json.loads(fields.read_text())["sizes"]] == ["avx2", "avx512"]
+    assert rollout.report(json.loads(fields.read_text())).text == path.read_text()
     assert [heading for heading in path.read_text().splitlines() if heading.startswith("###")] == [
         "### V=160, AVX2",
         "### V=160, AVX-512",
@@ -233,7 +248,8 @@ def test_races_run_under_each_instruction_set(tmp_path, monkeypatch):
 def test_long_tail_has_its_section():
     single = {"tokens_per_second": 100.0, "tokens_per_cpu_second": 90.0, "steps": 12, "occupancy": 0.5}
     actual = {"continuous": single, "static": single, "target": 1.5}
-    lines = long_tail.markdown(actual | {"gain": {"tokens_per_second": 1.4, "tokens_per_cpu_second": 1.6}}).splitlines()
+    gain = {"tokens_per_second": 1.4, "tokens_per_cpu_second": 1.6}
+    lines = long_tail.report(actual | {"gain": gain}).text.splitlines()
     assert "| continuous batching | 100 | 90 | 12 | 50% |" in lines
     assert lines[-1].startswith(
         "Continuous batching is faster by 1.60 in CPU seconds and by 1.40 in wall-clock seconds;"
@@ -266,8 +282,9 @@ def test_environments_without_python_3_12_are_not_created(tmp_path, monkeypatch)
 
 def test_the_sizes_of_the_targets():
     assert suite.VOCABS == (4096, 32_768)
-    assert problem.ModelWork().new_tokens == 1024
-    assert problem.ModelWork().tokens == 2048
+    work = problem.ModelWork()
+    assert work.rows * work.completion_length == 1024
+    assert work.rows * work.length == 2048
 
 
 @pytest.mark.thorough

@@ -1,11 +1,14 @@
-"""KV caches: as a forward pass leaves keys and values, and as decoding reads them token by token.
+"""The states of layers: what a forward pass leaves of earlier tokens, and what decoding reads and extends.
 
-Rows that complete the same prompts share a cache, in which each prompt is stored once and read once for its rows.
+The sampler knows two protocols alone: `PromptState`, which a stack of layers leaves of prompts, and `LayerState`, which
+it keeps while rows are decoded. Attention keeps keys and values. Rows that complete the same prompts share a cache, in
+which each prompt is stored once and read once for its rows.
 """
 
 import dataclasses
 import functools
-from typing import Protocol, Self
+from collections.abc import Sequence
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,6 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from train.models.attention import AttentionMask, AttentionOptions, attend
-from train.models.config import DecoderConfig
 from train.models.packing import SharedPromptMask, attend_shared
 from train.models.sharding import constrain, split_by_hand
 
@@ -21,10 +23,27 @@ STACK_AXES = ("layers", "rows", "kv_heads", None, None)
 """Logical axes of the keys and of the values of a stack."""
 
 
-def cache_bytes(config: DecoderConfig, tokens: int) -> int:
-    """Counts the bytes of the keys and values of a number of tokens, on all devices together."""
-    numbers = 2 * config.layers * tokens * config.kv_heads * config.head_dim
-    return numbers * jnp.dtype(config.dtype).itemsize
+class PromptState(Protocol):
+    """The state after N prompts of a stack of layers: a pytree of arrays [L, N, ...]."""
+
+    def for_rows(self, group: int, columns: int) -> "LayerState":
+        """Builds the state of N * group rows, `group` for each prompt, which get up to `columns` more tokens."""
+
+
+class LayerState(Protocol):
+    """The state of a stack of layers, or of one of them, while rows are decoded: all they keep of earlier tokens."""
+
+    def layers(self) -> list[Self]:
+        """Lists the states of the layers of a stack."""
+
+    def at_layer(self, number: jax.Array) -> Any:
+        """Returns one layer of a stack in place: what the layer returns for it has the new stack as `stack`."""
+
+    def write_prompt(self, new: PromptState, row: jax.Array) -> Self:
+        """Returns this state with one prompt's, [L, 1, ...], in a row, whose next token follows it."""
+
+    def doubled(self) -> Self:
+        """Returns this state with twice the columns, outside of a program; the narrow arrays are freed."""
 
 
 class LayerCache(Protocol):
@@ -39,11 +58,64 @@ class LayerCache(Protocol):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class DecoderState:
+    """The states of all layers while rows are decoded.
+
+    Attributes:
+      stacks: the state of each stack, in the order of `layer_stacks`; or a list of its layers' if `unrolled`.
+      columns: the number of tokens after the prompt for which there is a place.
+      unrolled: whether each layer has a state of its own.
+    """
+
+    stacks: tuple[Any, ...]
+    columns: int = dataclasses.field(metadata={"static": True})
+    unrolled: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @classmethod
+    def of(cls, prompts: Sequence[PromptState], group: int, columns: int, *, unroll: bool = False) -> "DecoderState":
+        """Builds the state of rows that complete prompts.
+
+        Args:
+          prompts: of each stack, from `Transformer.prefill`.
+          group: the number of rows of each prompt, which are consecutive.
+          columns: the most tokens of a completion.
+          unroll: whether each layer gets a state of its own.
+        """
+        stacks = [stack.for_rows(group, columns) for stack in prompts]
+        return cls(tuple(stack.layers() if unroll else stack for stack in stacks), columns, unroll)
+
+    def write_prompt(self, prompts: Sequence[PromptState], prompt: jax.Array, row: jax.Array) -> "DecoderState":
+        """Copies the state after one prompt into one row."""
+        # A gather instead of a slice: if prompts are split over devices, only this prompt is sent.
+        new = jax.tree.map(lambda x: jnp.take(x, prompt[None], axis=1, mode="clip"), tuple(prompts))
+
+        def write(stack: Any, new: PromptState) -> Any:
+            if not self.unrolled:
+                return stack.write_prompt(new, row)
+            layers = (jax.tree.map(lambda x, number=number: x[number], new) for number in range(len(stack)))
+            return [old.write_prompt(x, row) for old, x in zip(stack, layers, strict=True)]
+
+        return dataclasses.replace(self, stacks=tuple(map(write, self.stacks, new)))
+
+    def doubled(self) -> "DecoderState":
+        """Doubles the columns, outside of a program; the narrow arrays are freed."""
+        stacks = ([layer.doubled() for layer in stack] if self.unrolled else stack.doubled() for stack in self.stacks)
+        return dataclasses.replace(self, stacks=tuple(stacks), columns=2 * self.columns)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class KeyValues:
     """Rotated keys and values, [layers, B, S, K, H] (no leading axis inside a layer)."""
 
     key: jax.Array
     value: jax.Array
+
+    def for_rows(self, group: int, columns: int) -> "GroupCache":
+        """Builds a cache whose rows read the keys and values of their prompt, with `columns` of zeros for each row."""
+        prompts = SlotCache.of(self)
+        rows = prompts.value.shape[-4] * group
+        return jax.tree.map(_split, GroupCache(prompts, SlotCache.zeros(prompts, rows, columns)))
 
     def attend(self, query: jax.Array, mask: AttentionMask | SharedPromptMask, options: AttentionOptions) -> jax.Array:
         """Computes the attention of queries [B, T, N, H] to one layer's keys, [B, T, N, H]."""
@@ -138,22 +210,22 @@ class GroupCache:
     prompts: SlotCache
     completions: SlotCache
 
-    @classmethod
-    def of(cls, prompts: KeyValues, group: int, columns: int) -> "GroupCache":
-        """Builds a cache from prompts [..., R, P, K, H], with `columns` columns of zeros for each row."""
-        cache = SlotCache.of(prompts)
-        rows = cache.value.shape[-4] * group
-        return jax.tree.map(_split, cls(cache, SlotCache.zeros(cache, rows, columns)))
-
-    @property
-    def columns(self) -> int:
-        """The number of columns of completions."""
-        return self.completions.columns
-
     def layers(self) -> list["GroupCache"]:
         """Lists the caches of a stack."""
         layers = range(len(self.prompts.value))
         return [GroupCache(self.prompts.layer(number), self.completions.layer(number)) for number in layers]
+
+    def at_layer(self, number: jax.Array) -> "StackedLayer":
+        """Returns one layer of a stack, which is written in place."""
+        return StackedLayer(self, number)
+
+    def write_prompt(self, new: KeyValues, row: jax.Array) -> "GroupCache":
+        """Returns this cache with the keys and values [..., 1, P, K, H] of one prompt as those of a row."""
+        return GroupCache(self.prompts.write(new, row=row), self.completions)
+
+    def doubled(self) -> "GroupCache":
+        """Returns this cache with twice the columns of completions."""
+        return GroupCache(self.prompts, doubled(self.completions))
 
     def write(self, new: KeyValues, column: jax.Array) -> "GroupCache":
         """Returns this cache with `new` [B, s, K, H] written from a column (a scalar, at least P) on."""

@@ -2,15 +2,23 @@
 
 import dataclasses
 import math
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-LayerKind: TypeAlias = Literal["full", "sliding"]
+from train.config.types import LoraTarget
+
+AttentionKind: TypeAlias = Literal["full", "sliding"]
+MlpKind: TypeAlias = Literal["dense"]
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
 Kernels: TypeAlias = Literal["auto", "xla"]
 Remat: TypeAlias = Literal["full", "dots"]
 Quantization: TypeAlias = Literal["int8"]
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS: tuple[str, ...] = get_args(LoraTarget)
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(get_args(choices))}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +133,23 @@ class LoraConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """The kind of a layer.
+
+    Attributes:
+      attention: a "full" layer attends to all tokens before, a "sliding" one to the last of them.
+      mlp: a row of `train.models.blocks.MLPS`.
+    """
+
+    attention: AttentionKind = "full"
+    mlp: MlpKind = "dense"
+
+    def __post_init__(self) -> None:
+        _check_choice("attention", self.attention, AttentionKind)
+        _check_choice("mlp", self.mlp, MlpKind)
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """The shape of the decoder; `lora` names the projections of an adapter, which may be absent.
 
@@ -132,7 +157,8 @@ class DecoderConfig:
       rope: rope of full layers, and of sliding ones if `local_rope` is None.
       local_rope: rope of sliding layers.
       sliding_window: tokens that a sliding layer attends to, the query included.
-      layer_kinds: one per layer; None: all sliding if there is a window, else all full.
+      pattern: the kinds of the first layers, repeated over all of them; the last repeat may be cut short. It is stored
+        as the shortest one with these layers.
       qkv_bias, output_bias, mlp_bias: biases of q/k/v_proj, of o_proj, of the three projections of the MLP.
       qk_norm: RMSNorm on every head's query and key.
       norm_offset: norms multiply by `1 + scale` (Gemma) instead of `scale`.
@@ -158,7 +184,7 @@ class DecoderConfig:
     rope: Rope = Rope()
     local_rope: Rope | None = None
     sliding_window: int | None = None
-    layer_kinds: tuple[LayerKind, ...] | None = None
+    pattern: tuple[LayerKind, ...] = (LayerKind(),)
     activation: Activation = "silu"
     norm_eps: float = 1e-6
     norm_offset: bool = False
@@ -187,47 +213,39 @@ class DecoderConfig:
             raise ValueError(f"kv_heads: got {self.kv_heads}, expected a divisor of heads = {self.heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim: got {self.head_dim}, expected an even number (rotary pairs)")
-        for name, choices in (
-            ("activation", Activation),
-            ("dtype", DType),
-            ("param_dtype", DType),
-            ("attention", Kernels),
-            ("remat", Remat),
-        ):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(get_args(choices))}")
+        _check_choice("activation", self.activation, Activation)
+        _check_choice("dtype", self.dtype, DType)
+        _check_choice("param_dtype", self.param_dtype, DType)
+        _check_choice("attention", self.attention, Kernels)
+        _check_choice("remat", self.remat, Remat)
         if self.quantization not in (None, *get_args(Quantization)):
             raise ValueError(f"quantization: got {self.quantization!r}, expected {get_args(Quantization)[0]} or None")
         for name in ("embed_scale", "attention_scale", "attention_softcap", "final_softcap"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: got {value}, expected a number > 0 or None")
-        self._check_layers()
+        self._check_pattern()
 
-    def _check_layers(self) -> None:
+    def _check_pattern(self) -> None:
+        if not self.pattern:
+            raise ValueError("pattern: got no layer, expected at least one")
+        kinds = self.kinds
+        shortest = next(kinds[:n] for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
+        object.__setattr__(self, "pattern", shortest)
+        sliding = any(kind.attention == "sliding" for kind in kinds)
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window: got {self.sliding_window}, expected at least 1 or None")
-        if self.layer_kinds is None:
-            return
-        unknown = sorted(set(self.layer_kinds) - set(get_args(LayerKind)))
-        if unknown:
-            raise ValueError(f"layer_kinds: got {unknown}, expected {' and '.join(get_args(LayerKind))}")
-        if len(self.layer_kinds) != self.layers:
-            raise ValueError(f"layer_kinds: got {len(self.layer_kinds)}, expected one for each of {self.layers} layers")
-        if "sliding" in self.layer_kinds and self.sliding_window is None:
-            raise ValueError("sliding_window: got None, expected a number, as layer_kinds has sliding layers")
+        if sliding and self.sliding_window is None:
+            raise ValueError("sliding_window: got None, expected a number, as pattern has sliding layers")
+        if not sliding and self.sliding_window is not None:
+            raise ValueError(
+                f"sliding_window: got {self.sliding_window}, expected None, as pattern has no sliding layer"
+            )
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer."""
-        if self.layer_kinds is not None:
-            return self.layer_kinds
-        return ("full" if self.sliding_window is None else "sliding",) * self.layers
-
-    @property
-    def window(self) -> int | None:
-        """Tokens that a sliding layer attends to; None without such a layer."""
-        return self.sliding_window if "sliding" in self.kinds else None
+        return (self.pattern * -(-self.layers // len(self.pattern)))[: self.layers]
 
 
 def _check_factor(factor: float) -> None:

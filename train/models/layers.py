@@ -19,7 +19,7 @@ from flax import nnx
 from jax import lax
 
 from kljax._narrow import narrow_on_cpu, read_with
-from train.models.config import LoraConfig
+from train.models.config import DecoderConfig, LoraConfig
 from train.models.int8 import quantise
 from train.models.kernels import device_kind
 from train.models.sharding import axis_size, constrain
@@ -271,6 +271,37 @@ class Linear(nnx.Module):
         if self.lora_scale is not None:
             y = add_low_rank(x, y, self.lora_A[...], self.lora_B[...], self.lora_scale)
         return y
+
+
+def norm(config: DecoderConfig, width: int | None = None) -> RMSNorm:
+    """Makes the norm of a decoder, over its model width unless another is given."""
+    return RMSNorm(
+        config.width if width is None else width,
+        eps=config.norm_eps,
+        offset=config.norm_offset,
+        param_dtype=config.param_dtype,
+    )
+
+
+def projection(
+    config: DecoderConfig, name: str, sizes: tuple[int, int], axes: tuple[str, str], key: InitKey, **options: Any
+) -> Linear:
+    """Makes a projection of a layer, with an adapter if its name is a target."""
+    lora = config.lora if config.lora is not None and name in config.lora.targets else None
+    return Linear(
+        *sizes,
+        axes,
+        key=key.child(name),
+        lora=lora,
+        param_dtype=config.param_dtype,
+        quantization=config.quantization,
+        **options,
+    )
+
+
+def residual_scale(config: DecoderConfig) -> float:
+    """Returns the init scale of projections that write to the residual stream: its size does not grow with depth."""
+    return float((2 * config.layers) ** -0.5)
 
 
 class Embed(nnx.Module):

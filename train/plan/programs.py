@@ -14,7 +14,7 @@ from kljax.log_probs._head import default_tile
 from train.config.errors import UserError
 from train.config.plan import Plan
 from train.config.schema import Config
-from train.models.cache import cache_bytes
+from train.models.blocks import state_bytes
 from train.models.sharding import batch_sharding, replicated
 from train.plan.abstract import abstract_reference, abstract_state, with_sharding
 from train.plan.shapes import planned_model
@@ -196,7 +196,7 @@ class AbstractRun:
         config, layout, count = self.context.config, self.context.layout, prompts * samples
         slots, length = min(config.rollout.slots or count, count), config.data.max_prompt_length
         tokens = slots * (length + config.data.max_completion_length) + prompts * length
-        return cache_bytes(layout.model.config, tokens) // layout.mesh.size
+        return state_bytes(layout.model.config, tokens) // layout.mesh.size
 
     def _rollout_batch(self) -> Batch:
         config, mesh = self.context.config, self.context.mesh

@@ -44,18 +44,20 @@ def host_memory(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
         shared = _part(state, "shared")
         rest = advance(_part(grads, "rest"), _joined(shared, _part(state, "rest")), _part(params, "rest"))
-        stacked = _part(grads, "layers"), _moved(_part(state, "layers"), jax.memory.Space.Host)
-        weights = _part(params, "layers")
+        # Stacks of equal depth share a loop.
+        for depth in sorted({x.shape[0] for x in jax.tree.leaves(_part(grads, "layers"))}):
+            stacked = _part(grads, "layers", depth), _moved(_part(state, "layers", depth), jax.memory.Space.Host)
+            weights = _part(params, "layers", depth)
 
-        def advance_layer(index: jax.Array, carry: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-            # A change takes the place of its gradient.
-            layer, moments, weight = (_take(tree, index) for tree in (*carry, weights))
-            changes, new = advance(layer, _joined(shared, moments), weight)
-            return _put(carry[0], changes, index), _put(carry[1], _part(new, "layers"), index)
+            def advance_layer(index: jax.Array, carry: tuple[Tree, Tree], weights: Tree = weights) -> tuple[Tree, Tree]:
+                # A change takes the place of its gradient.
+                layer, moments, weight = (_take(tree, index) for tree in (*carry, weights))
+                changes, new = advance(layer, _joined(shared, moments), weight)
+                return _put(carry[0], changes, index), _put(carry[1], _part(new, "layers"), index)
 
-        if leaves := jax.tree.leaves(stacked[0]):
-            stacked = lax.fori_loop(0, leaves[0].shape[0], advance_layer, stacked)
-        return _joined(rest[0], stacked[0]), _joined(rest[1], stacked[1])
+            stacked = lax.fori_loop(0, depth, advance_layer, stacked)
+            rest = _joined(rest[0], stacked[0]), _joined(rest[1], stacked[1])
+        return rest
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
@@ -74,9 +76,13 @@ def _kind(path: tuple[Any, ...]) -> str:
     return "shared" if not names else "layers" if "layers" in names else "rest"
 
 
-def _part(tree: Tree, kind: str) -> Tree:
-    """Puts None in place of all other leaves."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: x if _kind(path) == kind else None, tree)
+def _part(tree: Tree, kind: str, depth: int | None = None) -> Tree:
+    """Puts None in place of all leaves of another kind, or of stacks of another depth."""
+
+    def select(path: tuple[Any, ...], x: jax.Array) -> jax.Array | None:
+        return x if _kind(path) == kind and depth in (None, *x.shape[:1]) else None
+
+    return jax.tree_util.tree_map_with_path(select, tree)
 
 
 def _joined(left: Tree, right: Tree) -> Tree:

@@ -160,11 +160,23 @@ def _move(halfway: Tree, target: Tree, tree: Tree) -> Tree:
             leaf = jax.lax.with_sharding_constraint(leaf.astype(like.dtype), NamedSharding(sharding.mesh, spec))
         return leaf
 
-    def move_layer(layer: Tree) -> Tree:
-        return jax.tree.map(functools.partial(move, stacked=True), layer, halfway["layers"], target["layers"])
+    def move_stacks(layers: Tree) -> Tree:
+        """Moves the layers of all stacks; stacks of equal depth share a loop."""
+        leaves, structure = jax.tree.flatten(layers)
+        places: list[Any] = list(zip(*(jax.tree.leaves(part["layers"]) for part in (halfway, target)), strict=True))
+        for depth in sorted({len(leaf) for leaf in leaves}):
+            chosen = [number for number, leaf in enumerate(leaves) if len(leaf) == depth]
+
+            def move_layer(layer: list[jax.Array], chosen: list[int] = chosen) -> list[jax.Array]:
+                moved = zip(chosen, layer, strict=True)
+                return [move(x, places[number][0], places[number][1], stacked=True) for number, x in moved]
+
+            for number, x in zip(chosen, jax.lax.map(move_layer, [leaves[n] for n in chosen]), strict=True):
+                leaves[number] = x
+        return jax.tree.unflatten(structure, leaves)
 
     rest = {name: jax.tree.map(move, tree[name], halfway[name], target[name]) for name in tree if name != "layers"}
-    return rest | {"layers": jax.lax.map(move_layer, tree["layers"])}
+    return rest | {"layers": move_stacks(tree["layers"])}
 
 
 def device_bytes(tree: Tree) -> int:

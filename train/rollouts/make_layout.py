@@ -13,7 +13,7 @@ from train.config.plan import Plan
 from train.config.schema import Config
 from train.distributed import exchange_json
 from train.models import Decoder
-from train.models.cache import cache_bytes
+from train.models.blocks import state_bytes
 from train.models.devices import find_device
 from train.models.sharding import replicated, reshape_mesh
 from train.rl.policy import abstract_adapter, abstract_params
@@ -118,4 +118,4 @@ def _cache_bytes(config: Config, model: Decoder, *, data: int, tensor: int) -> i
     columns = config.data.max_prompt_length + config.data.max_completion_length
     tokens = slots * columns + prompts * config.data.max_prompt_length
     logits = LOGITS * slots * model.config.vocab_size * 4
-    return (cache_bytes(model.config, tokens) + logits) // (data * tensor)
+    return (state_bytes(model.config, tokens) + logits) // (data * tensor)

@@ -17,6 +17,7 @@ from safetensors.numpy import save
 from kljax.checkpoint import first_five, named_leaves
 from train.distributed import is_leader, on_leader, to_host
 from train.models import Decoder, LoraConfig
+from train.models.blocks import layer_stacks
 from train.models.config import PROJECTIONS
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_adapter
@@ -37,12 +38,12 @@ KEY = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file: its key, module, layer and leaf, and its shape in the file, [rank, in] or [out, rank]."""
+    """One tensor of a file: its key, module, layer and name there, and its shape, [rank, in] or [out, rank]."""
 
     key: str
     module: str
     layer: int
-    leaf: str
+    name: str
     shape: tuple[int, ...]
 
 
@@ -65,7 +66,7 @@ def read_peft_config(path: str | Path) -> LoraConfig:
     """
     raw = read_config(path)
     with _open_weights(path) as file:
-        projections = {tensor.leaf.split(".")[-2] for tensor in _list_tensors(path, file)}
+        projections = {tensor.name.split(".")[-2] for tensor in _list_tensors(path, file)}
     targets = tuple(name for name in PROJECTIONS if name in projections)
     return LoraConfig(int(raw["r"]), float(raw["lora_alpha"]), targets, bool(raw.get("use_rslora")))
 
@@ -110,16 +111,16 @@ def load_adapter(path: str | Path, model: Decoder, mesh: Mesh, *, allow_nonfinit
     check_adapter(path, model)
     on_leader("adapter", lambda: check_tensors(path))
     with _open_weights(path) as file:
-        keys = {(tensor.layer, tensor.leaf): tensor.key for tensor in _list_tensors(path, file)}
+        keys = {(tensor.layer, tensor.name): tensor.key for tensor in _list_tensors(path, file)}
 
         def load(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             values = np.zeros(leaf.shape, leaf.dtype)
-            for layer in range(leaf.shape[0]):
-                if (layer, name) in keys:
-                    values[layer] = file.get_tensor(keys[layer, name]).T
-                    if not (allow_nonfinite or np.isfinite(values[layer]).all()):
+            for index, place in enumerate(_places(model, name)):
+                if place in keys:
+                    values[index] = file.get_tensor(keys[place]).T
+                    if not (allow_nonfinite or np.isfinite(values[index]).all()):
                         raise ValueError(
-                            f"adapter {path}: {keys[layer, name]} has values that are not finite; restore the file, or "
+                            f"adapter {path}: {keys[place]} has values that are not finite; restore the file, or "
                             "set model.allow_nonfinite=true to load it as it is"
                         )
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
@@ -159,9 +160,8 @@ def save_adapter(
     with new_directory(Path(path)) as partial:
         tensors = {}
         for name, leaf in leaves.items():
-            for layer, matrix in enumerate(np.asarray(leaf, np.float32)):
-                key = f"{prefix}layers.{layer}.{name.removeprefix('layers.')}.weight"
-                tensors[key] = np.ascontiguousarray(matrix.T)
+            for (layer, inner), matrix in zip(_places(model, name), np.asarray(leaf, np.float32), strict=True):
+                tensors[f"{prefix}layers.{layer}.{inner}.weight"] = np.ascontiguousarray(matrix.T)
         # `save_file` makes the file private to its owner, but a server may run as another user.
         (partial / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
         text = json.dumps(_peft_config(lora, base_name), indent=2, sort_keys=True)
@@ -215,28 +215,27 @@ def _check_lora(path: str | Path, lora: LoraConfig) -> None:
 
 def _mismatches(stored: list[StoredTensor], raw: Mapping[str, Any], model: Decoder) -> Iterator[str]:
     """Yields the tensors that are no part of the model, have another shape, or are ignored by PEFT."""
-    shapes, layers = _shapes(model), model.config.layers
+    shapes, layers = _matrices(model), model.config.layers
     wanted = targeted(raw, (tensor.module for tensor in stored))
     for tensor in stored:
-        expected = shapes.get(tensor.leaf)
-        if expected is None or tensor.layer >= layers:
+        expected = shapes.get((tensor.layer, tensor.name))
+        if expected is None:
             yield f"{tensor.key} is no part of the model, which has {layers} layers"
-        elif tensor.shape != expected[:0:-1]:
-            yield f"{tensor.key}: got shape {tensor.shape}, expected {expected[:0:-1]}"
+        elif tensor.shape != expected:
+            yield f"{tensor.key}: got shape {tensor.shape}, expected {expected}"
         elif tensor.module not in wanted:
             yield f"{tensor.key}: not in target_modules"
 
 
 def _missing_matrices(stored: list[StoredTensor], raw: Mapping[str, Any], model: Decoder) -> Iterator[str]:
     """Yields the matrices of the config that are missing in the file."""
-    saved = {(tensor.layer, tensor.leaf) for tensor in stored}
+    saved = {(tensor.layer, tensor.name) for tensor in stored}
     prefix = stored[0].module.split("layers.")[0]
     absent = [
         (f"{prefix}layers.{layer}.{module}", f"layers.{layer}.{module}.{name} is missing")
-        for leaf in _shapes(model)
-        for module, _, name in [leaf.removeprefix("layers.").rpartition(".")]
-        for layer in range(model.config.layers)
-        if (layer, leaf) not in saved
+        for layer, matrix in _matrices(model)
+        for module, _, name in [matrix.rpartition(".")]
+        if (layer, matrix) not in saved
     ]
     wanted = targeted(raw, (module for module, _ in absent))
     yield from (text for module, text in absent if module in wanted)
@@ -244,8 +243,21 @@ def _missing_matrices(stored: list[StoredTensor], raw: Mapping[str, Any], model:
 
 @functools.cache
 def _shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every matrix of the adapter, by dotted name."""
+    """Returns the shape of every leaf of the adapter, by dotted name."""
     return {name: leaf.shape for name, leaf in named_leaves(abstract_adapter(model, make_mesh())).items()}
+
+
+@functools.cache
+def _matrices(model: Decoder) -> dict[tuple[int, str], tuple[int, ...]]:
+    """Returns the shape in a file of every matrix of the adapter, by its layer and its name there."""
+    return {place: shape[:0:-1] for leaf, shape in _shapes(model).items() for place in _places(model, leaf)}
+
+
+def _places(model: Decoder, leaf: str) -> list[tuple[int, str]]:
+    """Lists layer and name of the matrices that a leaf of the adapter stacks."""
+    stacks = {f"{'.'.join(stack.path)}.": stack for stack in layer_stacks(model.config)}
+    prefix = next(prefix for prefix in stacks if leaf.startswith(prefix))
+    return [(layer, leaf.removeprefix(prefix)) for layer in stacks[prefix].layers]
 
 
 def _open_weights(path: str | Path) -> AbstractContextManager[Any]:
@@ -266,8 +278,8 @@ def _list_tensors(path: str | Path, file: Any) -> list[StoredTensor]:
         if match is None or match[4] not in PROJECTIONS:
             unknown.append(key)
         else:
-            leaf, shape = f"layers.{match[3]}.{match[5]}", tuple(file.get_slice(key).get_shape())
-            stored.append(StoredTensor(key, match[1], int(match[2]), leaf, shape))
+            shape = tuple(file.get_slice(key).get_shape())
+            stored.append(StoredTensor(key, match[1], int(match[2]), f"{match[3]}.{match[5]}", shape))
     if unknown or not stored:
         listed = first_five(unknown, separator=", ") or "nothing"
         allowed = "layers.N.{self_attn,mlp}.PROJECTION.lora_{A,B}.weight, PROJECTION one of " + ", ".join(PROJECTIONS)

@@ -45,15 +45,10 @@ class AttentionContender:
         self.shapes = shapes
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of the libraries."""
         return {"jax": jax.__version__}
 
     def rows(self, of: str, seconds: float) -> list[dict[str, Any]]:
-        """Times value and gradients of a shape in bfloat16, in interleaved rounds.
-
-        Raises:
-          ValueError: the kernel's output or gradients are not those of XLA.
-        """
+        """Times value and gradients of a shape in bfloat16, in interleaved rounds."""
         shape = self.shapes[of]
         keys = jax.random.split(jax.random.key(0), 4)
         sizes = [shape.heads, shape.kv_heads, shape.kv_heads, shape.heads]

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.harness import machine
-from benchmarks.harness.learner import Learner, bare_context
-from train.config.load import parse
+from benchmarks.harness.learner import Learner, bare_context, grpo
 from train.config.plan import Layout
 from train.config.schema import Config
 from train.models.config import PROJECTIONS, DecoderConfig
@@ -29,28 +28,23 @@ LORA = {"rank": 32, "alpha": 64.0, "targets": list(PROJECTIONS)}
 
 def config_of(name: str, *, lora: bool) -> Config:
     """Returns the config of GRPO with a KL to the base in the loss; "tiny" is the model for a laptop."""
-    tiny = name == "tiny"
+    raw: dict[str, Any] = {"kl": {"loss": {"coef": 0.04}}, **({"lora": LORA} if lora else {})}
+    if name == "tiny":
+        return grpo(8, 8, 2, 2, model=name, **raw)
     model = {"path": name, "dtype": "bfloat16", "param_dtype": "bfloat16" if lora else "float32"}
-    raw: dict[str, Any] = {
-        "steps": 1,
-        "model": "tiny" if tiny else model,
-        "data": {"max_prompt_length": 8, "max_completion_length": 8},
-        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2},
-        "kl": {"loss": {"coef": 0.04}},
-    }
-    if not tiny:
-        raw["data"] = {"max_prompt_length": 256, "max_completion_length": 768}
-        raw["rollout"] = {"prompts_per_step": 16, "samples_per_prompt": 8}
-        raw["optim"] = {"micro_batches": 4}
-    return parse(raw | ({"lora": LORA} if lora else {}))[0]
+    return grpo(256, 768, 16, 8, model=model, optim={"micro_batches": 4}, **raw)
 
 
 class TrainerContender:
     """Runs one model: "NAME lora" or "NAME full"."""
 
     def versions(self) -> dict[str, str]:
-        """Returns the versions of the libraries."""
         return machine.versions()
+
+    def describe(self) -> dict[str, Any]:
+        """Describes the machine, with the platform and the number of its devices."""
+        device = jax.devices()[0]
+        return machine.describe(device) | {"platform": device.platform, "devices": jax.device_count()}
 
     def rows(self, of: str, seconds: float) -> list[dict[str, Any]]:
         """Samples a batch and updates on it, until the fastest of some rounds is known or the seconds are over."""

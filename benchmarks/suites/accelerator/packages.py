@@ -4,8 +4,6 @@ import importlib.metadata
 import importlib.util
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from typing import Any
 
 from benchmarks.harness.process import ROOT
 
@@ -13,7 +11,6 @@ from benchmarks.harness.process import ROOT
 TESTS = ("hypothesis", "pytest")
 # The machine has its own, with the libraries of its devices.
 GIVEN = ("jax", "jaxlib", "numpy")
-Package = Mapping[str, Any]
 
 
 def missing() -> list[str]:
@@ -24,34 +21,23 @@ def missing() -> list[str]:
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = [*project["project"]["dependencies"], *project["dependency-groups"]["train"]]
-    locked = _by_name(tomllib.loads((ROOT / "uv.lock").read_text())["package"])
-    old = {name for name, least in map(_parse, wanted) if name not in GIVEN and _is_older(name, least)}
-    lines = [f"{name}=={locked[name]['version']}" for name in sorted(old)]
-    lines += [f"{name}=={locked[name]['version']}" for name in sorted(_closure(locked, map(_name, wanted)) - old)]
-    lines += [line for line in wanted if _name(line) in GIVEN and _is_older(*_parse(line))]
-    return sorted(set(lines), key=_name)
-
-
-def _closure(locked: Mapping[str, Package], roots: Iterable[str]) -> set[str]:
-    """Returns the packages that are not installed among the roots, the tests' and what these need."""
-    found, ahead = set[str](), [*roots, *TESTS]
+    asked = {re.split(r"[<>=\[;! ]", line, maxsplit=1)[0]: line for line in wanted}
+    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    # The entry of each package that is meant for this Python.
+    locked = {one["name"]: one for one in packages if any(map(_applies, one.get("resolution-markers", [None])))}
+    found, ahead = dict[str, str](), [*asked, *TESTS]
     while ahead:
         name = ahead.pop()
-        if name in found or name in GIVEN or name not in locked or _installed(name) is not None:
+        installed, least = _installed(name), asked.get(name, "").partition(">=")[2].partition(";")[0]
+        if name in found or (installed is not None and installed >= _numbers(least)):
             continue
-        found.add(name)
-        ahead += [one["name"] for one in locked[name].get("dependencies", []) if _applies(one.get("marker"))]
-    return found
-
-
-def _by_name(packages: Iterable[Package]) -> dict[str, Package]:
-    """Returns the locked package of each name that is meant for this Python."""
-    found: dict[str, Package] = {}
-    for package in packages:
-        markers = package.get("resolution-markers")
-        if markers is None or any(_applies(marker) for marker in markers):
-            found[package["name"]] = package
-    return found
+        if name in GIVEN:
+            found |= {name: asked[name]} if name in asked else {}
+        elif name in locked:
+            found[name] = f"{name}=={locked[name]['version']}"
+            needed = locked[name].get("dependencies", []) if installed is None else []
+            ahead += [one["name"] for one in needed if _applies(one.get("marker"))]
+    return [found[name] for name in sorted(found)]
 
 
 def _applies(marker: str | None) -> bool:
@@ -63,26 +49,11 @@ def _applies(marker: str | None) -> bool:
     return Marker(marker).evaluate()
 
 
-def _name(requirement: str) -> str:
-    return re.split(r"[<>=\[;! ]", requirement, maxsplit=1)[0]
-
-
-def _parse(requirement: str) -> tuple[str, str]:
-    """Returns the name of a requirement, and the version that it asks for at least."""
-    return _name(requirement), requirement.partition(">=")[2].partition(";")[0]
-
-
-def _installed(name: str) -> str | None:
+def _installed(name: str) -> tuple[int, ...] | None:
     try:
-        return importlib.metadata.version(name)
+        return _numbers(importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _is_older(name: str, least: str) -> bool:
-    """Tells whether a package is missing or below a version."""
-    installed = _installed(name)
-    return installed is None or _numbers(installed) < _numbers(least)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.process import Remote, RemoteError, start
@@ -23,13 +22,12 @@ class Part:
     """A part of the measurement.
 
     Attributes:
-      title: of its table.
       module: of the contender, whose `rows(of, seconds)` answers a request with rows.
       requests: on an accelerator; tiny: on a CPU.
       share: of the time of all parts; what a part leaves goes to the later ones.
-      fresh: whether each request gets a process of its own, which has all of the memory.
       columns: keys of a row with title and format.
-      load: arguments of the contender, of which "tiny" says whether this is a smoke test.
+      load: arguments of the contender, for a smoke test or not.
+      fresh: whether each request gets a process of its own, which has all of the memory.
     """
 
     title: str
@@ -110,8 +108,8 @@ PARTS = (
 class Runner:
     """Asks the contender of a part for its rows; what fails is a row with its error.
 
-    Args:
-      part: is measured; tiny: whether with small sizes; until: when its time is over, of `time.monotonic`.
+    Attributes:
+      until: when the time of the part is over, of `time.monotonic`.
     """
 
     part: Part
@@ -122,65 +120,34 @@ class Runner:
     def measure(self) -> list[Row]:
         """Returns all rows of the part."""
         requests = self.part.tiny if self.tiny else self.part.requests
-        rows: list[Row] = []
+        rows, remote = list[Row](), None
         with contextlib.ExitStack() as stack:
-            processes = _Processes(self.part, stack)
             for number, request in enumerate(requests):
                 # A slow request leaves time for the later ones.
                 seconds = (self.until - time.monotonic()) * min(1.0, 3 / (len(requests) - number))
                 log(f"{self.part.title}: {request}, {max(seconds, 0):.0f} s at most")
-                rows += self._answer(processes, request, seconds)
+                if seconds <= 0:
+                    rows.append({"name": request, "problem": "not measured: the time of the part was over"})
+                    continue
+                new = remote is None or self.part.fresh or not remote.alive
+                if new or remote is None:
+                    stack.close()
+                    remote = stack.enter_context(start(self.part.module, settings=SETTINGS, quiet=True))
+                rows += self._answer(remote, request, seconds, new)
         return rows
 
-    def _answer(self, processes: "_Processes", request: str, seconds: float) -> list[Row]:
-        if seconds <= 0:
-            return [{"name": request, "problem": "not measured: the time of the part was over"}]
-        late = threading.Event()
+    def _answer(self, remote: Remote, request: str, seconds: float, new: bool) -> list[Row]:
+        # Ends the process of a request that takes longer.
+        timer, until = threading.Timer(seconds, remote.kill), time.monotonic() + seconds
+        timer.start()
         try:
-            with processes.ready() as (remote, new), _limit(remote, seconds, late):
-                if new:
-                    remote.ask(do="load", **self.part.load(self.tiny))
-                found: list[Row] = remote.ask(do="rows", of=request, seconds=0.7 * seconds)
-                self.versions |= remote.ask(do="versions")
+            if new:
+                remote.ask(do="load", **self.part.load(self.tiny))
+            found: list[Row] = remote.ask(do="rows", of=request, seconds=0.7 * seconds)
+            self.versions |= remote.ask(do="versions")
         except RemoteError as error:
-            problem = f"took longer than {seconds:.0f} s" if late.is_set() else " ".join(str(error).split())[-500:]
-            return [{"name": request, "problem": problem}]
+            late = f"took longer than {seconds:.0f} s" if time.monotonic() >= until else None
+            return [{"name": request, "problem": late or " ".join(str(error).split())[-500:]}]
+        finally:
+            timer.cancel()
         return found
-
-
-class _Processes:
-    """The process of a part, started anew where the last one ended or each request gets its own."""
-
-    def __init__(self, part: Part, stack: contextlib.ExitStack) -> None:
-        self._part, self._stack = part, stack
-        self._remote: Remote | None = None
-
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[tuple[Remote, bool]]:
-        """Gives the process, and whether it is new."""
-        begin = functools.partial(start, self._part.module, settings=SETTINGS, quiet=True)
-        if self._part.fresh:
-            with begin() as remote:
-                yield remote, True
-            return
-        new = self._remote is None or not self._remote.alive
-        if new:
-            self._remote = self._stack.enter_context(begin())
-        assert self._remote is not None
-        yield self._remote, new
-
-
-@contextlib.contextmanager
-def _limit(remote: Remote, seconds: float, late: threading.Event) -> Iterator[None]:
-    """Ends the process of a request that takes longer."""
-
-    def end() -> None:
-        late.set()
-        remote.kill()
-
-    timer = threading.Timer(seconds, end)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

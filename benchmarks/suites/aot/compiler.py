@@ -42,11 +42,7 @@ def missing(directory: pathlib.Path, platform: str) -> str | None:
 
 
 def compile_in(directory: pathlib.Path, order: Order) -> CompiledPlan:
-    """Compiles an order in a process of an environment.
-
-    Raises:
-      RemoteError: if the compiler refuses the program, or dies.
-    """
+    """Compiles an order in a process of an environment."""
     python = environments.interpreter(directory)
     with start("benchmarks.suites.aot.compiler", python=python, settings=QUIET, quiet=True) as remote:
         remote.ask(do="load")

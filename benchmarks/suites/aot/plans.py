@@ -2,10 +2,10 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from benchmarks.harness.report import MIB, join, table, targets
+from benchmarks.harness.report import MIB, Report, table
 from benchmarks.harness.results import Check, ratio
 
 LAYOUTS = {"one": "one device", "sharded": "16 devices, fsdp=4 x tensor=4"}
@@ -74,9 +74,7 @@ class Order:
     """A program to compile.
 
     Attributes:
-      device: a key of `DEVICES`.
-      layout: "one" device or "sharded" over 16.
-      program: a key of `TITLES`.
+      device, layout, program: keys of `DEVICES`, `LAYOUTS` and `TITLES`.
       tile: tokens and vocabulary; None takes the default of the device.
       effort: of the compiler, from -1 to 1; None leaves its default. Low efforts take more memory.
       keep: directory for the compiled program and its buffer assignment, or None.
@@ -101,8 +99,9 @@ class Order:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Order":
         """Reads an order from plain data, where a tile is a list."""
+        known = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
         tile = None if fields["tile"] is None else tuple(fields["tile"])
-        return cls(**{**fields, "tile": tile, "problem": HeadSizes(**fields["problem"])})
+        return cls(**{**known, "tile": tile, "problem": HeadSizes(**fields["problem"])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,10 +113,8 @@ class CompiledPlan:
       fits: whether the program fits into memory; otherwise only `temp_bytes` is known.
       seconds: the compiler's estimate, see `hlo.estimated_cycles`; None where it makes none.
       collective_bytes: sum of the payloads over all executions.
-      collective_executions: their number.
       collectives: largest first, see `train.plan.compiler.collectives.Collective`.
       largest_buffers: of the temporary memory, see `train.plan.compiler.buffers.Buffer`.
-      compile_seconds: time to compile.
       failed: the error where there is no plan, or None.
     """
 
@@ -130,9 +127,6 @@ class CompiledPlan:
     largest_buffers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     compile_seconds: float = 0.0
     failed: str | None = None
-
-
-Compiled = Sequence[tuple[Order, CompiledPlan]]
 
 
 def programs_of(device: str) -> list[Key]:
@@ -185,20 +179,30 @@ def checks(plans: Mapping[Key, CompiledPlan]) -> list[Check]:
     return rows
 
 
-def markdown(compiled: Compiled, versions: Mapping[str, str], problem: HeadSizes, *, date: str, goals: bool) -> str:
-    """Returns the conditions, and the tables of plans and targets, or of tiles if the orders have some.
-
-    `goals` says whether there is a table of targets.
-    """
+def report(fields: Mapping[str, Any]) -> Report:
+    """Makes the tables of plans, with the targets if all programs of the devices are there; or that of tiles."""
+    names = {field.name for field in dataclasses.fields(CompiledPlan)}
+    compiled = [
+        (Order.from_json(result), CompiledPlan(**{name: result[name] for name in names & set(result)}))
+        for result in fields["results"]
+    ]
+    problem = compiled[0][0].problem
     head = (
-        f"{date}, {', '.join(f'{name} {version}' for name, version in versions.items())}; "
+        f"{fields['date']}, {', '.join(f'{name} {version}' for name, version in fields['versions'].items())}; "
         f"N={problem.tokens:,} tokens on each device, D={problem.width:,}, V={problem.vocab:,}, bfloat16."
     )
+    failures = [f"{order}: {plan.failed}" for order, plan in compiled if plan.failed]
     if any(order.tile for order, _ in compiled):
-        return join([head, tiles_table(compiled)])
+        rows = []
+        for order, plan in compiled:
+            tile = "default" if order.tile is None else "{}x{}".format(*order.tile)
+            rows.append([order.device, order.layout, tile, _memory(plan), _milliseconds(plan)])
+        columns = [("device", ""), ("layout", ""), ("tile", ""), *COLUMNS[1:3]]
+        return Report([head, table(columns, rows)], failures=failures)
     plans = {order.key: plan for order, plan in compiled}
+    full = problem == FULL and all(key in plans for device in {key[0] for key in plans} for key in programs_of(device))
     known = {key: plan for key, plan in plans.items() if not plan.failed}
-    return join([head, *plans_tables(plans), *([targets(checks(known))] if goals else [])])
+    return Report([head, *plans_tables(plans)], checks(known) if full else (), failures=failures)
 
 
 def plans_tables(plans: Mapping[Key, CompiledPlan]) -> list[str]:
@@ -212,15 +216,6 @@ def plans_tables(plans: Mapping[Key, CompiledPlan]) -> list[str]:
         ]
         parts += [f"**{device}, {title}**", table(COLUMNS, rows)] if rows else []
     return parts
-
-
-def tiles_table(compiled: Compiled) -> str:
-    """Returns a table of the tiles of kljax."""
-    rows = []
-    for order, plan in compiled:
-        tile = "default" if order.tile is None else "{}x{}".format(*order.tile)
-        rows.append([order.device, order.layout, tile, _memory(plan), _milliseconds(plan)])
-    return table([("device", ""), ("layout", ""), ("tile", ""), *COLUMNS[1:3]], rows)
 
 
 def _row(title: str, plan: CompiledPlan) -> list[Any]:

@@ -33,79 +33,69 @@ class Form:
     """One way to compute log-probs, loss and gradients.
 
     Attributes:
-      name: on the command line.
-      title: in the table.
       group: key of `GROUPS`.
       framework: of its process, "jax" or "torch".
-      baseline: form that its loss and gradients are compared with.
       matmuls: number of matmuls of `2NDV` operations, with those that the backward pass recomputes.
-      devices: that it runs on.
     """
 
     name: str
     title: str
     group: str
     framework: str
-    baseline: str
     matmuls: float
     devices: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
+    @property
+    def baseline(self) -> str:
+        """Returns the form that its loss and gradients are compared with."""
+        return "naive" if self.group == "loss" else f"naive_{self.group}"
+
 
 FORMS = (
-    Form("naive", "naive JAX", "loss", "jax", "naive", 3),
-    Form("tile", "kljax", "loss", "jax", "naive", 4),
-    Form("fused", "kljax, loss fused", "loss", "jax", "naive", 3),
-    Form("tunix_full", "Tunix, full logits", "loss", "jax", "naive", 3),
-    Form("tunix_chunk", "Tunix, chunks of 256 tokens", "loss", "jax", "naive", 4),
-    Form("trl", "TRL chunked (its chunk, 32,768)", "loss", "torch", "naive", 4),
-    Form("trl_4096", "TRL chunked (chunk of 4,096)", "loss", "torch", "naive", 4),
-    Form("verl", "verl `FusedLinearForPPO`", "loss", "torch", "naive", 4),
-    Form("torch_chunk", "PyTorch, compiled chunks of 1,024 tokens", "loss", "torch", "naive", 4, devices=("gpu",)),
-    Form("naive_plain", "naive JAX", "plain", "jax", "naive_plain", 3),
-    Form("fused_plain", "kljax, loss fused", "plain", "jax", "naive_plain", 3),
-    Form("liger", "Liger GRPO", "plain", "torch", "naive_plain", 4),
-    Form("naive_half", "naive JAX", "half", "jax", "naive_half", 3),
-    Form("tile_half", "kljax", "half", "jax", "naive_half", 2),
-    Form("fused_half", "kljax, loss fused", "half", "jax", "naive_half", 1.5),
-    Form("naive_frozen", "naive JAX", "frozen", "jax", "naive_frozen", 2),
-    Form("tile_frozen", "kljax", "frozen", "jax", "naive_frozen", 2),
-    Form("fused_frozen", "kljax, loss fused", "frozen", "jax", "naive_frozen", 2),
-    Form("naive_lora", "naive JAX", "lora", "jax", "naive_lora", 2),
-    Form("tile_lora", "kljax", "lora", "jax", "naive_lora", 3),
-    Form("fused_lora", "kljax, loss fused", "lora", "jax", "naive_lora", 2),
-    Form("naive_kl", "naive JAX", "kl", "jax", "naive_kl", 4),
-    Form("tile_kl", "kljax", "kl", "jax", "naive_kl", 6),
-    Form("fused_kl", "kljax, loss fused", "kl", "jax", "naive_kl", 4),
-    Form("naive_forward", "naive JAX", "forward", "jax", "naive_forward", 1),
-    Form("tile_forward", "kljax", "forward", "jax", "naive_forward", 1),
+    Form("naive", "naive JAX", "loss", "jax", 3),
+    Form("tile", "kljax", "loss", "jax", 4),
+    Form("fused", "kljax, loss fused", "loss", "jax", 3),
+    Form("tunix_full", "Tunix, full logits", "loss", "jax", 3),
+    Form("tunix_chunk", "Tunix, chunks of 256 tokens", "loss", "jax", 4),
+    Form("trl", "TRL chunked (its chunk, 32,768)", "loss", "torch", 4),
+    Form("trl_4096", "TRL chunked (chunk of 4,096)", "loss", "torch", 4),
+    Form("verl", "verl `FusedLinearForPPO`", "loss", "torch", 4),
+    Form("torch_chunk", "PyTorch, compiled chunks of 1,024 tokens", "loss", "torch", 4, devices=("gpu",)),
+    Form("naive_plain", "naive JAX", "plain", "jax", 3),
+    Form("fused_plain", "kljax, loss fused", "plain", "jax", 3),
+    Form("liger", "Liger GRPO", "plain", "torch", 4),
+    Form("naive_half", "naive JAX", "half", "jax", 3),
+    Form("tile_half", "kljax", "half", "jax", 2),
+    Form("fused_half", "kljax, loss fused", "half", "jax", 1.5),
+    Form("naive_frozen", "naive JAX", "frozen", "jax", 2),
+    Form("tile_frozen", "kljax", "frozen", "jax", 2),
+    Form("fused_frozen", "kljax, loss fused", "frozen", "jax", 2),
+    Form("naive_lora", "naive JAX", "lora", "jax", 2),
+    Form("tile_lora", "kljax", "lora", "jax", 3),
+    Form("fused_lora", "kljax, loss fused", "lora", "jax", 2),
+    Form("naive_kl", "naive JAX", "kl", "jax", 4),
+    Form("tile_kl", "kljax", "kl", "jax", 6),
+    Form("fused_kl", "kljax, loss fused", "kl", "jax", 4),
+    Form("naive_forward", "naive JAX", "forward", "jax", 1),
+    Form("tile_forward", "kljax", "forward", "jax", 1),
 )
 TITLES = {form.name: form.title for form in FORMS}
 
 
 def choose(device: str, names: Collection[str] | None = None) -> dict[str, Form]:
-    """Returns the forms of a device by name: all, or the named ones with their baselines.
-
-    Raises:
-      OptionError: if a name is unknown on the device.
-    """
+    """Returns the forms of a device by name: all, or the named ones with their baselines."""
     # PyTorch runs on no TPU here.
-    known = {
-        form.name: form for form in FORMS if device in form.devices and (device, form.framework) != ("tpu", "torch")
-    }
-    if names is None:
-        return known
-    if unknown := sorted(set(names) - set(known)):
+    here = [form for form in FORMS if device in form.devices and (device, form.framework) != ("tpu", "torch")]
+    known = {form.name: form for form in here}
+    wanted = set(known if names is None else names)
+    if unknown := sorted(wanted - set(known)):
         raise OptionError(f"argument --contenders: got {unknown}, expected some of {sorted(known)} on this device")
-    chosen = set(names) | {known[name].baseline for name in names}
-    return {name: form for name, form in known.items() if name in chosen}
+    wanted |= {known[name].baseline for name in wanted}
+    return {name: form for name, form in known.items() if name in wanted}
 
 
 class FormsContender(abc.ABC):
-    """Answers the requests about the forms of one framework, which a subclass computes on its device.
-
-    Args:
-      inputs: of the problem; options: of the process; releases: directory of the releases, for PyTorch.
-    """
+    """Answers the requests about the forms of one framework, which a subclass computes on its device."""
 
     def __init__(self, inputs: Inputs, options: HeadOptions, releases: pathlib.Path | None = None) -> None:
         self.inputs, self.options, self.releases = inputs, options, releases

@@ -96,50 +96,33 @@ def tiled(
     *,
     tile: kljax.Tile | None,
     sharding: kljax.HeadSharding | None = None,
-    entropy: bool = True,
-    kl: bool = False,
-    masked: bool = False,
+    **kind: bool,
 ) -> Stats:
-    """Calls kljax."""
-    stats = kljax.log_probs_from_hidden(
-        hidden,
-        kljax.Head(head, sharding=sharding, tile=tile),
-        data.targets,
-        mask=data.mask if masked else None,
-        entropy=entropy,
-        reference=(data.ref_hidden, None) if kl else None,
-    )
+    """Calls kljax; `kind` is that of `call_options`."""
+    sharded = kljax.Head(head, sharding=sharding, tile=tile)
+    stats = kljax.log_probs_from_hidden(hidden, sharded, data.targets, **call_options(data, **kind))
     return stats.log_prob, stats.entropy, stats.kl
 
 
-def fused(
-    hidden: Array,
-    head: Array,
-    data: TokenConstants,
-    *,
-    tile: kljax.Tile | None,
-    entropy: bool = True,
-    kl: bool = False,
-    masked: bool = False,
-) -> Array:
+def fused(hidden: Array, head: Array, data: TokenConstants, *, tile: kljax.Tile | None, **kind: bool) -> Array:
     """Calls kljax with the loss; it is given the tokens that the mask leaves."""
 
     def token_loss(stats: kljax.TokenStats, inputs: tuple[Array, ...]) -> tuple[Array, None]:
         *arrays, count = inputs
         return per_token_loss((stats.log_prob, stats.entropy, stats.kl), *arrays) / count, None
 
-    value, _ = kljax.token_loss_from_hidden(
-        hidden,
-        kljax.Head(head, tile=tile),
-        data.targets,
-        token_loss,
-        (data.old_log_probs, data.advantages, data.mask, data.mask.sum().astype(jnp.float32)),
-        mask=data.mask if masked else None,
-        entropy=entropy,
-        reference=(data.ref_hidden, None) if kl else None,
-        token_chunk=None if tile is None else tile.tokens,
-    )
-    return value
+    inputs = (data.old_log_probs, data.advantages, data.mask, data.mask.sum().astype(jnp.float32))
+    options = call_options(data, **kind) | {"token_chunk": None if tile is None else tile.tokens}
+    arguments = (hidden, kljax.Head(head, tile=tile), data.targets, token_loss, inputs)
+    return kljax.token_loss_from_hidden(*arguments, **options)[0]
+
+
+def call_options(
+    data: TokenConstants, *, entropy: bool = True, kl: bool = False, masked: bool = False
+) -> dict[str, Any]:
+    """Returns the options that both calls of kljax share."""
+    mask, reference = data.mask if masked else None, (data.ref_hidden, None) if kl else None
+    return {"mask": mask, "entropy": entropy, "reference": reference}
 
 
 def per_token_loss(stats: Stats, old_log_probs: Array, advantages: Array, mask: Array) -> Array:
@@ -159,6 +142,10 @@ def loss(stats: Stats, data: TokenConstants) -> Array:
     return jnp.where(data.mask, per_token, 0).sum() / data.mask.sum()
 
 
+OPTIONS_OF: dict[str, dict[str, bool]] = {"plain": {"entropy": False}, "frozen": {"entropy": False}, "kl": {"kl": True}}
+FROZEN = ("frozen", "lora")
+
+
 def gradient_of(objective: Callable[..., Array], kind: str) -> Callable[..., tuple[Array, ...]]:
     """Returns `(hidden, head, data) -> (loss, *gradients)` of a loss; a frozen head has no gradient."""
     differentiate = jax.value_and_grad(objective, argnums=(0,) if kind in FROZEN else (0, 1))
@@ -170,26 +157,17 @@ def gradient_of(objective: Callable[..., Array], kind: str) -> Callable[..., tup
     return run
 
 
-def forward_of(stats: Callable[..., Stats]) -> Callable[..., tuple[Array, ...]]:
-    """Returns `(hidden, head, data) -> (mean log-prob, log-probs, entropies)`."""
+def of_kind(stats: Callable[..., Stats], kind: str) -> Callable[..., tuple[Array, ...]]:
+    """Returns the function of a kind of form: loss and gradients, or mean and values if it is "forward"."""
+    chosen = functools.partial(stats, **OPTIONS_OF.get(kind, {}))
 
-    def run(hidden: Array, head: Array, data: TokenConstants) -> tuple[Array, ...]:
-        log_probs, entropies, _ = stats(hidden, head, data)
+    def forward(hidden: Array, head: Array, data: TokenConstants) -> tuple[Array, ...]:
+        log_probs, entropies, _ = chosen(hidden, head, data)
         assert entropies is not None
         return log_probs.mean(), log_probs, entropies
 
-    return run
-
-
-OPTIONS_OF: dict[str, dict[str, bool]] = {"plain": {"entropy": False}, "frozen": {"entropy": False}, "kl": {"kl": True}}
-FROZEN = ("frozen", "lora")
-
-
-def of_kind(stats: Callable[..., Stats], kind: str) -> Callable[..., tuple[Array, ...]]:
-    """Returns the function of a kind of form: loss and gradients, or the values if it is "forward"."""
-    chosen = functools.partial(stats, **OPTIONS_OF.get(kind, {}))
     if kind == "forward":
-        return forward_of(chosen)
+        return forward
     return gradient_of(lambda hidden, head, data: loss(chosen(hidden, head, data), data), kind)
 
 
@@ -211,30 +189,28 @@ class JaxForms(FormsContender):
     def __init__(self, inputs: Inputs, options: HeadOptions, releases: pathlib.Path | None = None) -> None:
         super().__init__(inputs, options, releases)
         self.device = jax.devices(options.device)[0]
+        self._dtype = jnp.bfloat16 if options.dtype == "bf16" else jnp.float32
         self._put(inputs)
 
     def _put(self, inputs: Inputs) -> None:
-        self.inputs, options = inputs, self.options
+        self.inputs = inputs
         self._compiled: dict[str, tuple[jax.stages.Compiled, tuple[Any, ...]]] = {}
 
         def put(array: np.ndarray, dtype: Any = None) -> Array:
             return jax.device_put(jnp.asarray(array, dtype, device=self.device))
 
-        dtype = jnp.bfloat16 if options.dtype == "bf16" else jnp.float32
-        self._hidden, self._head = put(inputs.hidden, dtype), put(inputs.head, dtype)
+        self._hidden, self._head = put(inputs.hidden, self._dtype), put(inputs.head, self._dtype)
         rest = put(inputs.targets), put(inputs.advantages), put(inputs.old_log_probs)
-        ref_hidden = put(inputs.ref_hidden, dtype)
-        self._all = TokenConstants(*rest, put(np.ones_like(inputs.mask)), ref_hidden)
-        self._half = TokenConstants(*rest, put(inputs.mask), ref_hidden)
+        self._half = TokenConstants(*rest, put(inputs.mask), put(inputs.ref_hidden, self._dtype))
+        self._all = self._half._replace(mask=put(np.ones_like(inputs.mask)))
 
     def versions(self) -> dict[str, str]:
         return machine.versions()
 
     def redraw(self, tokens: int, width: int, vocab: int) -> None:
-        dtype = jnp.bfloat16 if self.options.dtype == "bf16" else jnp.float32
         del self._compiled, self._hidden, self._head, self._all, self._half
         with jax.default_device(self.device):
-            self._put(Inputs(**draw_arrays(tokens, width, vocab, dtype)))
+            self._put(Inputs(**draw_arrays(tokens, width, vocab, self._dtype)))
 
     def prepare(self, name: str) -> None:
         if name in self._compiled:

@@ -27,7 +27,7 @@ class Size:
 
     @property
     def flops(self) -> int:
-        """Returns the operations of one matmul between hidden states and head."""
+        """Counts the operations of one matmul between hidden states and head."""
         return 2 * self.tokens * self.width * self.vocab
 
 
@@ -39,13 +39,8 @@ QUICK_TILE = (32, 256)
 
 @dataclasses.dataclass(frozen=True)
 class HeadOptions:
-    """Options of a process.
-
-    Attributes:
-      device: "cpu" or "gpu".
-      dtype: "float32" or "bf16", of hidden states and head.
-      threads: of each process on the CPU; 0 sets no limit.
-      tile: tokens and vocabulary of kljax's tile; None takes the default of the device.
+    """Options of a process: "cpu", "gpu" or "tpu"; "float32" or "bf16"; threads on the CPU, 0 for no limit; and tokens
+    and vocabulary of kljax's tile, None for the default of the device.
     """
 
     device: str = "cpu"
@@ -79,16 +74,13 @@ class Inputs:
 
     @property
     def size(self) -> Size:
-        """Returns the sizes."""
         return Size(len(self.hidden), *self.head.shape)
 
     def save(self, directory: pathlib.Path) -> None:
-        """Writes the arrays where `load` finds them."""
         np.savez(directory / "inputs.npz", **vars(self))
 
     @classmethod
     def load(cls, directory: pathlib.Path) -> "Inputs":
-        """Reads the arrays of a directory."""
         with np.load(directory / "inputs.npz") as file:
             return cls(**file)
 

@@ -25,8 +25,7 @@ class Rates:
 
     Attributes:
       tile: tokens and vocabulary of kljax's tile.
-      matmuls: operations per second, by shape.
-      mixed: of the four matmuls of a tile, weighted as kljax needs them.
+      matmuls: operations per second, by shape; mixed: of the four of a tile, weighted as kljax needs them.
       reached: operations per second of kljax, with the recomputed ones; None if it was not timed.
       copied: bytes per second of a copy, read and written.
       moved: lower bound of the bytes per second that kljax moves; None if it was not timed.
@@ -41,11 +40,7 @@ class Rates:
 
 
 def rates_of(size: Size, options: HeadOptions, kind: str, seconds: Mapping[str, float], ours: float | None) -> Rates:
-    """Computes the rates from seconds.
-
-    Args:
-      kind: of device; seconds: of each of `RATES`; ours: of kljax's value and gradients, or None.
-    """
+    """Computes the rates from the seconds of each of `RATES`, and those of kljax's value and gradients or None."""
     tile = tile_of(size, options, kind)
     flops, itemsize = 2 * REPEATS * tile[0] * tile[1] * size.width, 2 if options.dtype == "bf16" else 4
     return Rates(

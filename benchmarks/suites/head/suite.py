@@ -1,12 +1,11 @@
-"""The suite of the LM head: agreement first, then memory, then time, all forms in the same rounds."""
+"""The race of the LM head: agreement first, then memory, then time, all forms in the same rounds."""
 
-import argparse
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -14,8 +13,8 @@ import jax
 from benchmarks.harness import environments
 from benchmarks.harness.process import Remote, start
 from benchmarks.harness.race import Contenders, MissingError, log, measurable, noted, race
-from benchmarks.harness.results import Check, ContenderResult, Measured, Target, check, ratio
-from benchmarks.harness.suite import Suite, Table
+from benchmarks.harness.report import Report, table
+from benchmarks.harness.results import Check, ContenderResult, Measured, Target, ratio
 from benchmarks.harness.worker import Worker
 from benchmarks.suites.head import jax_forms
 from benchmarks.suites.head.forms import FORMS, GROUPS, TITLES, TOLERANCE, Form, choose
@@ -54,117 +53,104 @@ RATE = {"cpu": 0.85, "gpu": 0.65, "tpu": 0.65}
 RATE_TITLE = "kljax, part of the matmul rate, recomputed matmuls included"
 COLUMNS = (
     ("contender", ""),
-    ("wall s", ".3g"),
-    ("of naive", ".2f"),
-    ("CPU s", ".3g"),
-    ("of naive", ".2f"),
-    ("temporary MiB", "MiB"),
-    ("peak MiB", "MiB"),
-    ("GFLOP/s", ",.0f"),
-    ("loss differs by", ".0e"),
-    ("gradients differ by", ".0e"),
+    *(("wall s", ".3g"), ("of naive", ".2f"), ("CPU s", ".3g"), ("of naive", ".2f")),
+    *(("temporary MiB", "MiB"), ("peak MiB", "MiB"), ("GFLOP/s", ",.0f")),
+    *(("loss differs by", ".0e"), ("gradients differ by", ".0e")),
 )
 
 
-class HeadSuite(Suite):
-    """The forms of the head on a device; each group of forms is a table.
+def race_forms(
+    shared: HeadOptions,
+    size: Size,
+    names: Collection[str] | None,
+    rounds: int,
+    start_torch: Callable[[str], AbstractContextManager[Remote]],
+    *,
+    compared: Size | None = None,
+    fresh: bool = True,
+) -> tuple[Measured, dict[str, str]]:
+    """Races the forms of a device, those of JAX in this process; returns the versions of the libraries too.
 
     Args:
-      shared: options of every process.
+      names: of the forms; None takes all.
+      start_torch: starts the process of PyTorch's forms on the arrays of a directory.
+      compared: smaller size at which loss and gradients are compared; each process then draws its larger arrays.
+      fresh: measures peak memory, each form in a process of its own; otherwise only on a GPU.
     """
+    log(f"{size}: makes the inputs")
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        make_inputs(compared or size).save(pathlib.Path(directory))
+        arguments = {"inputs": directory, "options": dataclasses.asdict(shared)}
 
-    titles = TITLES
-    other_clock = "in CPU seconds"
+        def begin(framework: str) -> AbstractContextManager[Remote | Worker]:
+            if framework == "torch":
+                return start_torch(directory)
+            worker = Worker(jax_forms.load)
+            worker.ask(do="load", **arguments)
+            return contextlib.nullcontext(worker)
 
-    def __init__(self, shared: HeadOptions) -> None:
-        self.shared, self.device = shared, shared.device
-        self.tolerances = dict.fromkeys(("loss", "gradients"), TOLERANCE[shared.dtype])
+        def peak(name: str) -> int | None:
+            if not fresh:
+                return contenders.ask(name, "device_peak", name=name) if shared.device != "cpu" else None
+            log(f"measures the memory of {name}")
+            with start_torch(directory) if forms[name].framework == "torch" else started("jax", arguments) as remote:
+                return remote.ask(do="peak", name=name)
 
-    def measure(self, size: Size, options: argparse.Namespace) -> tuple[Measured, dict[str, str]]:
-        log(f"{size}: makes the inputs")
-        with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-            make_inputs(size).save(pathlib.Path(directory))
-            start = functools.partial(self.process, directory, options)
-
-            def start_beside(framework: str) -> contextlib.AbstractContextManager[Remote | Worker]:
-                return start(framework) if framework == "torch" else contextlib.nullcontext(self.local(directory))
-
-            forms = choose(self.device, options.contenders)
-            contenders = Contenders({name: form.framework for name, form in forms.items()}, start_beside)
-            versions = contenders.begin(stack)
-            compare(contenders, forms, directory)
-            for name, result in measurable(contenders.results):
-                with noted(result):
-                    result.temp_bytes = contenders.ask(name, "temporary", name=name)
-                    if not options.quick:
-                        log(f"measures the memory of {name}")
-                        with start(forms[name].framework) as fresh:
-                            peak = fresh.ask(do="peak", name=name)
-                        result.peak_bytes = {} if peak is None else {"run": peak}
-            rates = self.race(contenders, size, options.rounds) if options.rounds else None
-        return Measured(size, contenders.results, rates), {**versions["jax"], **versions.get("torch", {})}
-
-    def local(self, directory: str) -> Worker:
-        """Returns the contender of JAX, in this process."""
-        worker = Worker(jax_forms.load)
-        worker.ask(do="load", inputs=directory, options=dataclasses.asdict(self.shared))
-        return worker
-
-    @contextlib.contextmanager
-    def process(self, directory: str, options: argparse.Namespace, framework: str) -> Iterator[Remote]:
-        """Starts a process that has loaded the arrays of the directory.
-
-        Raises:
-          MissingError: if the environment of PyTorch was not made.
-        """
-        arguments = {"inputs": directory, "options": dataclasses.asdict(self.shared)}
-        python = None
-        if framework == "torch":
-            missing = missing_torch_env(options.torch_env)
-            if missing is not None:
-                raise MissingError(missing)
-            venv, releases = torch_paths(options.torch_env)
-            python, arguments["releases"] = environments.interpreter(venv), str(releases)
-        with start(f"benchmarks.suites.head.{framework}_forms", python=python) as remote:
-            remote.ask(do="load", **arguments)
-            yield remote
-
-    def race(self, contenders: Contenders, size: Size, rounds: int) -> Rates:
-        """Times all forms and the rates of the machine in the same rounds."""
+        forms = choose(shared.device, names)
+        contenders = Contenders({name: form.framework for name, form in forms.items()}, begin)
+        versions = contenders.begin(stack)
+        compare(contenders, forms, directory)
+        for framework, process in contenders.remotes.items() if compared not in (None, size) else ():
+            with contenders.noted_for(framework):
+                process.ask(do="redraw", **dataclasses.asdict(size))
+        for name, result in measurable(contenders.results):
+            with noted(result):
+                result.temp_bytes = contenders.ask(name, "temporary", name=name)
+                grown = peak(name)
+                result.peak_bytes = {} if grown is None else {"run": grown}
+        if not rounds:
+            return Measured(size, contenders.results), versions
         rates = {name: ContenderResult(name) for name in RATES}
         contenders.processes |= dict.fromkeys(rates, "jax")
         race(rates | contenders.results, rounds, lambda name: contenders.ask(name, "run", name=name))
-        seconds = {name: result.best("wall") or float("nan") for name, result in rates.items()}
-        ours = contenders.results["tile"].best("wall") if "tile" in contenders.results else None
-        return rates_of(size, self.shared, jax.devices(self.device)[0].device_kind, seconds, ours)
+    seconds = {name: result.best("wall") or float("nan") for name, result in rates.items()}
+    ours = contenders.results["tile"].best("wall") if "tile" in contenders.results else None
+    kind = jax.devices(shared.device)[0].device_kind
+    return Measured(size, contenders.results, rates_of(size, shared, kind, seconds, ours)), versions
 
-    def how(self, fields: Mapping[str, Any]) -> list[str]:
-        rounds, threads = fields["rounds"], self.shared.threads or "all"
-        return [
-            f"{self.shared.dtype} hidden states and head",
-            *([f"{threads} threads"] if self.device == "cpu" else []),
-            f"the fastest of {rounds} interleaved rounds" if rounds else "memory and agreement only",
-        ]
 
-    def heading(self, size: Size) -> list[str]:
-        meant = f"The targets below are meant for {' and '.join(map(str, SIZES))}."
-        return [f"### N={size.tokens:,} D={size.width:,} V={size.vocab:,}", *([] if size in SIZES else [meant])]
+@contextlib.contextmanager
+def started(framework: str, arguments: Mapping[str, Any], python: pathlib.Path | None = None) -> Iterator[Remote]:
+    """Starts a process of the forms of "jax" or "torch", which has loaded its arrays."""
+    with start(f"benchmarks.suites.head.{framework}_forms", python=python) as remote:
+        remote.ask(do="load", **arguments)
+        yield remote
 
-    def tables(self, measured: Measured) -> Iterator[Table]:
-        for group, text in GROUPS.items():
-            forms = [form for form in FORMS if form.group == group and form.name in measured.results]
-            if forms:
-                yield f"{text[0].upper()}{text[1:]}", COLUMNS, [_row(form, measured) for form in forms]
 
-    def notes(self, measured: Measured) -> list[str]:
-        return super().notes(measured) + ([] if measured.rates is None else [describe(measured.rates)])
+def compare(contenders: Contenders, forms: Mapping[str, Form], directory: str) -> None:
+    """Compares the loss and the gradients of every form with those of its baseline."""
+    for name in dict.fromkeys(form.baseline for form in forms.values()):
+        with noted(contenders.results[name]):
+            contenders.ask(name, "save", name=name, directory=directory)
+    for name, result in measurable(contenders.results):
+        baseline = forms[name].baseline
+        if contenders.results[baseline].problem is None:
+            log(f"compares {name}")
+            with noted(result):
+                found = contenders.ask(name, "compare", name=name, directory=directory, baseline=baseline)
+                result.loss, result.differences = found["loss"], found["differences"]
 
-    def checks(self, measured: Measured) -> list[Check]:
-        large = measured.size.vocab >= LARGE_VOCAB
-        targets = [target for target in TARGETS[self.device] if target.name in measured.results]
-        found = [check(target, title(target), measured.results, large=large) for target in targets]
-        part = None if measured.rates is None else ratio(measured.rates.reached, measured.rates.mixed)
-        return [*found, Check(RATE_TITLE, RATE[self.device], part, at_least=True, unit="%")]
+
+def checks(measured: Measured, device: str) -> list[Check]:
+    """Compares the results of a size with the targets."""
+    large = measured.size.vocab >= LARGE_VOCAB
+    found = [
+        target.check(title(target), measured.results, large=large)
+        for target in TARGETS[device]
+        if target.name in measured.results
+    ]
+    part = None if measured.rates is None else ratio(measured.rates.reached, measured.rates.mixed)
+    return [*found, Check(RATE_TITLE, RATE[device], part, at_least=True, unit="%")]
 
 
 def title(target: Target) -> str:
@@ -177,23 +163,45 @@ def title(target: Target) -> str:
     return f"{'memory' if target.measure == 'temporary' else target.measure}: {own}, over {against}"
 
 
+def report(fields: Mapping[str, Any]) -> Report:
+    """Makes the report of a race; each group of forms is a table."""
+    shared, rounds = HeadOptions(**fields["options"]), fields["rounds"]
+    how = [
+        f"{shared.dtype} hidden states and head",
+        *([f"{shared.threads or 'all'} threads"] if shared.device == "cpu" else []),
+        f"the fastest of {rounds} interleaved rounds" if rounds else "memory and agreement only",
+    ]
+    tolerances, parts, failures = tolerances_of(shared), list[Report](), list[str]()
+    for measured in (Measured.read(one, Size, Rates) for one in fields["sizes"]):
+        size, meant = measured.size, f"The targets below are meant for {' and '.join(map(str, SIZES))}."
+        paragraphs = [f"### N={size.tokens:,} D={size.width:,} V={size.vocab:,}", *([] if size in SIZES else [meant])]
+        for group, text in GROUPS.items():
+            forms = [form for form in FORMS if form.group == group and form.name in measured.results]
+            if forms:
+                paragraphs += [
+                    f"{text[0].upper()}{text[1:]}:",
+                    table(COLUMNS, [_row(form, measured) for form in forms]),
+                ]
+        paragraphs += measured.problems(TITLES) + ([] if measured.rates is None else [describe(measured.rates)])
+        parts.append(Report(paragraphs, checks(measured, shared.device), "in CPU seconds"))
+        failures += measured.failures(tolerances)
+    return Report(parts, fields=fields, how=how, failures=failures)
+
+
+def tolerances_of(shared: HeadOptions) -> dict[str, float]:
+    """Returns the largest differences from the baseline."""
+    return dict.fromkeys(("loss", "gradients"), TOLERANCE[shared.dtype])
+
+
 def _row(form: Form, measured: Measured) -> list[Any]:
     result, naive = measured.results[form.name], measured.results[form.baseline]
     if result.problem is not None:
         return [form.title, "not measured", *[None] * 8]
-    wall, cpu = result.best("wall"), result.best("cpu")
-    return [
-        form.title,
-        wall,
-        ratio(wall, naive.best("wall")),
-        cpu,
-        ratio(cpu, naive.best("cpu")),
-        result.temp_bytes,
-        result.peak_bytes.get("run"),
-        ratio(form.matmuls * measured.size.flops / 1e9, wall),
-        result.differences.get("loss"),
-        result.differences.get("gradients"),
-    ]
+    times = [value for clock in ("wall", "cpu")
+             for value in (result.best(clock), ratio(result.best(clock), naive.best(clock)))]  # fmt: skip
+    rate = ratio(form.matmuls * measured.size.flops / 1e9, result.best("wall"))
+    differences = (result.differences.get(name) for name in ("loss", "gradients"))
+    return [form.title, *times, result.temp_bytes, result.peak_bytes.get("run"), rate, *differences]
 
 
 def torch_paths(directory: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
@@ -217,15 +225,11 @@ def missing_torch_env(directory: pathlib.Path | None) -> str | None:
     return environments.missing(directory, paths, "torch-env")
 
 
-def compare(contenders: Contenders, forms: Mapping[str, Form], directory: str) -> None:
-    """Compares the loss and the gradients of every form with those of its baseline."""
-    for name in dict.fromkeys(form.baseline for form in forms.values()):
-        with noted(contenders.results[name]):
-            contenders.ask(name, "save", name=name, directory=directory)
-    for name, result in measurable(contenders.results):
-        baseline = forms[name].baseline
-        if contenders.results[baseline].problem is None:
-            log(f"compares {name}")
-            with noted(result):
-                found = contenders.ask(name, "compare", name=name, directory=directory, baseline=baseline)
-                result.loss, result.differences = found["loss"], found["differences"]
+def torch_in(env: pathlib.Path | None, shared: HeadOptions, directory: str) -> AbstractContextManager[Remote]:
+    """Starts the forms of PyTorch in their environment."""
+    missing = missing_torch_env(env)
+    if env is None or missing is not None:
+        raise MissingError(missing)
+    venv, releases = torch_paths(env)
+    arguments = {"inputs": directory, "options": dataclasses.asdict(shared), "releases": str(releases)}
+    return started("torch", arguments, environments.interpreter(venv))

@@ -94,7 +94,7 @@ class TorchForms(FormsContender):
         if options.threads and options.device == "cpu":
             torch.set_num_threads(options.threads)
         self.dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
-        self._put(inputs)
+        self._put(inputs.hidden, inputs.head, inputs.targets, inputs.advantages, inputs.old_log_probs)
         self.libraries = load_installed() if releases is None else load_releases(releases)
         self._compiled = options.device == "gpu"
         self._chunk_stats = torch.compile(chunk_stats) if self._compiled else chunk_stats
@@ -104,17 +104,15 @@ class TorchForms(FormsContender):
                 if not hasattr(getattr(verl, name), "_torchdynamo_orig_callable"):
                     setattr(verl, name, torch.compile(getattr(verl, name)))
 
-    def _put(self, inputs: Inputs) -> None:
-        self.inputs = inputs
-
+    def _put(self, hidden: Any, head: Any, targets: Any, advantages: Any, old_log_probs: Any) -> None:
         def put(array: Any, dtype: Any = None) -> Tensor:
             return torch.as_tensor(array).to(self.device, dtype).contiguous()
 
         # A head is `[V, D]` in PyTorch.
-        self.hidden = put(inputs.hidden, self.dtype).requires_grad_()
-        self.head = put(inputs.head.T, self.dtype).requires_grad_()
-        self.targets = put(inputs.targets, torch.int64)
-        self.old_log_probs, self.advantages = put(inputs.old_log_probs), put(inputs.advantages)
+        self.hidden = put(hidden, self.dtype).requires_grad_()
+        self.head = put(head.T, self.dtype).requires_grad_()
+        self.targets = put(targets, torch.int64)
+        self.old_log_probs, self.advantages = put(old_log_probs), put(advantages)
 
     def redraw(self, tokens: int, width: int, vocab: int) -> None:
         del self.hidden, self.head
@@ -126,16 +124,8 @@ class TorchForms(FormsContender):
         rows = zip(hidden.split(TOKEN_CHUNK), targets.split(TOKEN_CHUNK), strict=True)
         with torch.no_grad():
             log_probs = torch.cat([chunk_stats(states, head, ids)[0] for states, ids in rows])
-        drawn: dict[str, Any] = {
-            "hidden": hidden,
-            "head": head.T,
-            "targets": targets,
-            "advantages": torch.randn(tokens, device=self.device),
-            "old_log_probs": log_probs + 0.05 * torch.randn(tokens, device=self.device),
-            "mask": torch.arange(tokens, device=self.device) % 2 == 0,
-            "ref_hidden": hidden,
-        }
-        self._put(Inputs(**drawn))
+        advantages, noise = (torch.randn(tokens, device=self.device) for _ in range(2))
+        self._put(hidden, head.T, targets, advantages, log_probs + 0.05 * noise)
 
     def versions(self) -> dict[str, str]:
         cuda = {"cuda": str(torch.version.cuda)} if self.options.device == "gpu" else {}

@@ -10,13 +10,11 @@ import numpy as np
 
 import kljax
 from benchmarks.harness import machine
-from benchmarks.harness.learner import Learner, bare_context
+from benchmarks.harness.learner import Learner, bare_context, grpo
 from benchmarks.harness.measure import Clock, Memory
 from benchmarks.suites.model import problem
 from benchmarks.suites.model.problem import ModelContender, ModelWork
-from train.config.load import parse
 from train.config.plan import Layout
-from train.config.schema import Config
 from train.models import Decoder
 from train.models.rows import shard_rows
 from train.rl.batch import Batch
@@ -57,26 +55,19 @@ def params_of(work: ModelWork, weights: Mapping[str, np.ndarray]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(layout(model)), [leaf(one) for one in leaf_mappings(model)])
 
 
-def config_of(work: ModelWork) -> Config:
-    """Returns the config of GRPO with a KL to the base in the loss, and AdamW."""
-    raw = {
-        "steps": 1,
-        "data": {"max_prompt_length": work.prompt_length, "max_completion_length": work.completion_length},
-        "rollout": {"prompts_per_step": work.prompts, "samples_per_prompt": work.samples},
-        "loss": {"type": "ppo", "aggregation": "seq_mean_token_mean"},
-        "kl": {"loss": {"coef": problem.KL_COEF, "estimator": "low_var_kl"}},
-        "optim": {"learning_rate": problem.LEARNING_RATE, "optimizer": {"b2": 0.999}},
-    }
-    return parse(raw)[0]
-
-
 class KljaxContender(ModelContender):
-    """The sampler, and a learner, which is made at its first use."""
+    """The sampler, and a learner of GRPO with a KL to the base in the loss, which is made at its first use."""
 
     def __init__(self, work: dict[str, Any], directory: str, threads: int = 0) -> None:
         super().__init__(work, directory)
         self.model = model_of(self.work)
-        self.context = bare_context(config_of(self.work), self.model)
+        config = grpo(
+            *(self.work.prompt_length, self.work.completion_length, self.work.prompts, self.work.samples),
+            loss={"type": "ppo", "aggregation": "seq_mean_token_mean"},
+            kl={"loss": {"coef": problem.KL_COEF, "estimator": "low_var_kl"}},
+            optim={"learning_rate": problem.LEARNING_RATE, "optimizer": {"b2": 0.999}},
+        )
+        self.context = bare_context(config, self.model)
         self.mesh = self.context.mesh
         shardings = jax.tree.map(lambda x: x.sharding, abstract_params(self.model, self.mesh))
         params = params_of(self.work, problem.load_weights(pathlib.Path(directory)))
@@ -111,11 +102,20 @@ class KljaxContender(ModelContender):
     def versions(self) -> dict[str, str]:
         return machine.versions()
 
+    def new_learner(self) -> Learner:
+        """Makes a learner of the weights of the directory."""
+        return Learner.of(self.context, self.reference.params)
+
+    def batch(self, tokens: Any, log_probs: Any, rewards: np.ndarray) -> Batch:
+        """Returns the batch of a rollout."""
+        columns = np.arange(self.work.length)[None].repeat(self.work.rows, axis=0)
+        groups = np.repeat(np.arange(self.work.prompts, dtype=np.int32), self.work.samples)
+        arrays = (tokens, columns >= 0, columns >= self.work.prompt_length, rewards, groups, log_probs)
+        return Batch(*shard_rows(arrays, self.mesh))
+
     def _log_probs(self, policy: kljax.Policy, tokens: jax.Array) -> jax.Array:
-        mask, first = jnp.ones(tokens.shape, bool), self.work.prompt_length
-        return token_stats(
-            ScoredPolicy(self.model, policy), Sequences(tokens, mask, layout=Layout(first)), temperature=1.0
-        )[0].log_prob
+        sequences = Sequences(tokens, jnp.ones(tokens.shape, bool), layout=Layout(self.work.prompt_length))
+        return token_stats(ScoredPolicy(self.model, policy), sequences, temperature=1.0)[0].log_prob
 
     def _complete(self, policy: kljax.Policy, prompts: jax.Array, mask: jax.Array, key: jax.Array) -> Samples:
         lengths: dict[str, Any] = {"max_new_tokens": self.work.completion_length, "group": self.work.samples}
@@ -129,19 +129,6 @@ class KljaxContender(ModelContender):
 
     def _tokens(self, samples: Samples) -> np.ndarray:
         return np.asarray(samples.tokens)[:, self.work.prompt_length :]
-
-    def new_learner(self) -> Learner:
-        """Makes a learner of the weights of the directory."""
-        return Learner.of(self.context, self.reference.params)
-
-    def batch(self, tokens: Any, log_probs: Any, rewards: np.ndarray) -> Batch:
-        """Returns the batch of a rollout."""
-        columns = np.arange(self.work.length)[None].repeat(self.work.rows, axis=0)
-        groups = np.repeat(np.arange(self.work.prompts, dtype=np.int32), self.work.samples)
-        arrays = shard_rows(
-            (tokens, columns >= 0, columns >= self.work.prompt_length, rewards, groups, log_probs), self.mesh
-        )
-        return Batch(*arrays)
 
 
 # JAX takes the cores that the process is bound to.

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import kljax
-from benchmarks.harness import cli, machine
+from benchmarks.harness import cli
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import Report, join, table, targets, where
+from benchmarks.harness.report import Report, table
 from benchmarks.harness.results import Check, ratio
 from benchmarks.suites.model.long_tail import Tail
 from train.rollouts.sampler import Sampling, WindowedSampler
@@ -26,38 +26,26 @@ TIME_TARGET, MEMORY_TARGET = 1.15, 2.0
 WAYS = {"windows": "windows", "whole": "one window"}
 TAIL = Tail(rows=8, median=105.0, sigma=0.5)
 COLUMNS = (
-    ("limit", ",d"),
-    ("KV cache", ""),
-    ("widest window", ",d"),
-    ("KV cache MiB", ",.1f"),
-    ("over the smallest limit", ".2f"),
-    ("CPU s", ",.2f"),
-    ("over the smallest limit", ".2f"),
-    ("wall s", ",.2f"),
+    *(("limit", ",d"), ("KV cache", ""), ("widest window", ",d")),
+    *(("KV cache MiB", ",.1f"), ("over the smallest limit", ".2f")),
+    *(("CPU s", ",.2f"), ("over the smallest limit", ".2f"), ("wall s", ",.2f")),
 )
 
 
-def cache_of(sampler: WindowedSampler, arguments: Sequence[Any], longest: int) -> tuple[int, int]:
-    """Returns the columns of the widest window that the longest row needs, and the bytes of the KV cache with it."""
-    cache = sampler.first.trace(*arguments).out_info[1]
-    reached = next(width for width in sampler.widths if width >= longest)
-    narrow, prompts = (
-        sum(x.size * x.dtype.itemsize for layer in cache for x in jax.tree.leaves(getattr(layer, part)))
-        for part in ("completions", "prompts")
-    )
-    return reached, prompts + narrow * reached // sampler.widths[0]
+def increasing(text: str) -> tuple[int, ...]:
+    """Parses positive numbers that are separated by commas, the smallest first."""
+    parsed = cli.positives(text)
+    if list(parsed) != sorted(set(parsed)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected increasing numbers such as 256,512")
+    return parsed
 
 
 def measure(tail: Tail, limits: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Measures the fastest of `rounds` interleaved rounds, and the KV cache, for each limit and each way.
-
-    Raises:
-      RuntimeError: if two of them draw different tokens.
-    """
+    """Measures the fastest of `rounds` interleaved rounds, and the KV cache, for each limit and each way."""
     (model, mesh, params), lengths = tail.model(), tail.lengths()
-    prompts, key = jnp.asarray(tail.prompts()), jax.random.key(2)
+    prompts, longest = jnp.asarray(tail.prompts()), int(lengths.max())
     forced = {"limits": jnp.asarray(lengths)}
-    arguments = (kljax.Policy(params), prompts, jnp.ones(prompts.shape, bool), key, forced)
+    arguments = (kljax.Policy(params), prompts, jnp.ones(prompts.shape, bool), jax.random.key(2), forced)
     samplers = {
         (limit, way): WindowedSampler(
             model, mesh, name=f"{way}_{limit}", max_new_tokens=limit, sampling=Sampling(1.0), eos_ids=(),
@@ -66,7 +54,7 @@ def measure(tail: Tail, limits: Sequence[int], rounds: int) -> dict[str, Any]:
         for limit in limits for way in WAYS
     }  # fmt: skip
     programs = {f"{limit} {way}": lambda s=s: s(*arguments) for (limit, way), s in samplers.items()}
-    columns = slice(tail.prompt_length, tail.prompt_length + int(lengths.max()))
+    columns = slice(tail.prompt_length, tail.prompt_length + longest)
     drawn = [np.asarray(program().tokens)[:, columns] for program in programs.values()]
     masks = np.arange(drawn[0].shape[1]) < lengths[:, None]
     if any((tokens != drawn[0])[masks].any() for tokens in drawn):
@@ -75,7 +63,14 @@ def measure(tail: Tail, limits: Sequence[int], rounds: int) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for (limit, way), sampler in samplers.items():
         best = {clock: results[f"{limit} {way}"].best(clock) or 0.0 for clock in ("cpu", "wall")}
-        window, size = cache_of(sampler, arguments, lengths.max())
+        # The widest window that the longest row needs, and the bytes of the KV cache with it.
+        window = next(width for width in sampler.widths if width >= longest)
+        layers = [layer for stack in sampler.first.trace(*arguments).out_info[1].stacks for layer in stack]
+        narrow, of_prompts = (
+            sum(x.size * x.dtype.itemsize for layer in layers for x in jax.tree.leaves(getattr(layer, part)))
+            for part in ("completions", "prompts")
+        )
+        size = of_prompts + narrow * window // sampler.widths[0]
         rows.append({"limit": limit, "way": way, "window": window, "cache_bytes": size, **best})
     for row in rows:
         first = next(other for other in rows if other["way"] == row["way"])
@@ -83,18 +78,8 @@ def measure(tail: Tail, limits: Sequence[int], rounds: int) -> dict[str, Any]:
     return {"lengths": lengths.tolist(), "rounds": rounds, "rows": rows}
 
 
-def checks(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
-    """Compares the largest limit with its targets."""
-    row = [row for row in rows if row["way"] == "windows"][-1]
-    limits = f"a limit of {row['limit']:,} over one of {rows[0]['limit']:,}"
-    return [
-        Check(f"CPU time of {limits}", TIME_TARGET, row["time"]),
-        Check(f"KV cache of {limits}", MEMORY_TARGET, row["memory"]),
-    ]
-
-
-def markdown(fields: Mapping[str, Any]) -> str:
-    """Returns the measurements as Markdown."""
+def report(fields: Mapping[str, Any]) -> Report:
+    """Compares all limits with the smallest, and the largest with its targets."""
     lengths, keys = fields["lengths"], ("memory", "cpu", "time", "wall")
     rows = [
         [row["limit"], WAYS[row["way"]], row["window"], row["cache_bytes"] / 2**20, *(row[key] for key in keys)]
@@ -102,14 +87,12 @@ def markdown(fields: Mapping[str, Any]) -> str:
     ]
     how = (
         f"{len(lengths)} rows of {min(lengths)} to {max(lengths)} tokens, {np.mean(lengths):.0f} on average, the same "
-        f"for every limit; the fastest of {fields['rounds']} interleaved rounds."
+        f"for every limit; the fastest of {fields['rounds']} interleaved rounds"
     )
-    return join([where(fields), how, table(COLUMNS, rows), targets(checks(fields["rows"]))])
-
-
-def report(options: argparse.Namespace) -> Report:
-    """Runs the measurement of a command line."""
-    cli.limit_threads(options.threads)
-    measured = measure(TAIL, options.limits, options.rounds)
-    fields = {"machine": machine.describe(jax.devices()[0]), "versions": machine.versions(), **measured}
-    return Report(fields, markdown(fields))
+    last = [row for row in fields["rows"] if row["way"] == "windows"][-1]
+    limits = f"a limit of {last['limit']:,} over one of {fields['rows'][0]['limit']:,}"
+    checks = [
+        Check(f"CPU time of {limits}", TIME_TARGET, last["time"]),
+        Check(f"KV cache of {limits}", MEMORY_TARGET, last["memory"]),
+    ]
+    return Report([table(COLUMNS, rows)], checks, fields=fields, how=[how])

@@ -6,7 +6,6 @@ Both complete the same rows in the same number of slots and have to draw the sam
 queue alone. Lengths are forced (`limits`), so that they have a long tail whatever the weights.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from jax.sharding import Mesh
 import kljax
 from benchmarks.harness import cli
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import Report, join, table
+from benchmarks.harness.report import Report, table
 from benchmarks.harness.results import Check, ratio
 from benchmarks.suites.model.kljax import model_of
 from benchmarks.suites.model.problem import ModelWork
@@ -32,13 +31,13 @@ from train.rollouts.sampler import Samples, Sampling, sample
 TARGET = 1.5
 UNITS = {"tokens_per_second": "wall", "tokens_per_cpu_second": "cpu"}
 TITLES = {"continuous": "continuous batching", "static": "static batches"}
-# The measured values of a row, with their formats.
-COLUMNS = (
-    ("tokens_per_second", ("tokens/s", ",.0f")),
-    ("tokens_per_cpu_second", ("tokens/CPU s", ",.0f")),
-    ("steps", ("decode steps", ",.0f")),
-    ("occupancy", ("busy slots", ".0%")),
-)
+# The measured values of a row, with their columns.
+COLUMNS = {
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "tokens_per_cpu_second": ("tokens/CPU s", ",.0f"),
+    "steps": ("decode steps", ",.0f"),
+    "occupancy": ("busy slots", ".0%"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +70,9 @@ class Tail:
         return model, mesh, init_params(model, jax.random.key(0), mesh)
 
 
+TAIL = Tail()
+
+
 def programs_of(tail: Tail) -> dict[str, Callable[[], list[Samples]]]:
     """Returns the contenders: "continuous" is one call for all rows, "static" one for each batch of `slots` rows."""
     model, _, params = tail.model()
@@ -97,11 +99,7 @@ def programs_of(tail: Tail) -> dict[str, Callable[[], list[Samples]]]:
 
 
 def measure(tail: Tail, rounds: int) -> dict[str, Any]:
-    """Measures tokens per second in the fastest of `rounds` interleaved rounds, decode steps, occupancy and gains.
-
-    Raises:
-      RuntimeError: if the two draw different tokens.
-    """
+    """Measures tokens per second in the fastest of `rounds` interleaved rounds, decode steps, occupancy and gains."""
     programs = programs_of(tail)
     done = {name: jax.device_get(program()) for name, program in programs.items()}
     tokens = {name: np.concatenate([part.tokens for part in parts]) for name, parts in done.items()}
@@ -118,31 +116,22 @@ def measure(tail: Tail, rounds: int) -> dict[str, Any]:
     return {**rows, "gain": gains, "target": TARGET}
 
 
-def markdown(fields: Mapping[str, Any]) -> str:
-    """Returns the comparison as Markdown."""
-    rows = [[title, *(fields[name][key] for key, _ in COLUMNS)] for name, title in TITLES.items()]
+def report(fields: Mapping[str, Any]) -> Report:
+    """Compares the two ways; the target stands in a sentence."""
+    rows = [[title, *(fields[name][key] for key in COLUMNS)] for name, title in TITLES.items()]
     wall, cpu = (fields["gain"][unit] for unit in UNITS)
     verdict = Check("gain", fields["target"], cpu, at_least=True).verdict
     text = (
         f"Continuous batching is faster by {cpu:.2f} in CPU seconds and by {wall:.2f} in wall-clock seconds; the "
         f"target is {fields['target']:g} in CPU seconds: {verdict}."
     )
-    columns = [("kljax, 8 slots", ""), *(column for _, column in COLUMNS)]
-    return join(["### A long tail of lengths", table(columns, rows), text])
+    columns = [("kljax, 8 slots", ""), *COLUMNS.values()]
+    return Report(["### A long tail of lengths", table(columns, rows), text])
 
 
-def section(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Compares continuous batching with batches that wait, after another measurement."""
-    fields = measure(Tail(), options.rounds)
-    return {"long_tail": fields}, markdown(fields)
-
-
-def _report(options: argparse.Namespace) -> Report:
-    fields = measure(Tail(), options.rounds)
-    return Report(fields, markdown(fields))
-
-
-main = cli.command("suites.model.long_tail", __doc__, _report, cli.rounds(5))
+main = cli.command(
+    "suites.model.long_tail", __doc__, lambda options: measure(TAIL, options.rounds), report, cli.rounds(5)
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,8 +21,7 @@ class ModelWork:
     """A Qwen 3 with a tied head, and a batch whose completions all have full length.
 
     Attributes:
-      vocab, layers, width, heads, kv_heads, head_dim, mlp_width: of the model.
-      prompts, samples: prompts of a batch, and completions per prompt.
+      samples: completions per prompt.
       prompt_length, completion_length: tokens, none of them padding.
       isa: the instruction set that its contenders are limited to; "" for all of the machine.
     """
@@ -45,23 +44,11 @@ class ModelWork:
 
     @property
     def rows(self) -> int:
-        """Returns the number of completions."""
         return self.prompts * self.samples
 
     @property
     def length(self) -> int:
-        """Returns the tokens of a prompt with its completion."""
         return self.prompt_length + self.completion_length
-
-    @property
-    def new_tokens(self) -> int:
-        """Returns the number of sampled tokens of a rollout."""
-        return self.rows * self.completion_length
-
-    @property
-    def tokens(self) -> int:
-        """Returns the number of tokens of an update, prompts included."""
-        return self.rows * self.length
 
     @property
     def end(self) -> int:
@@ -74,7 +61,7 @@ QUICK = ModelWork(vocab=160, layers=2, width=32, heads=2, kv_heads=1, head_dim=1
 
 
 def hf_config(work: ModelWork) -> dict[str, Any]:
-    """Returns the model as transformers' configuration of a Qwen 3 has it."""
+    """Returns the fields of the configuration of transformers."""
     return {
         "vocab_size": work.vocab,
         "hidden_size": work.width,
@@ -102,8 +89,11 @@ def make_sequences(work: ModelWork, seed: int = 2) -> np.ndarray:
 
 
 def rewards(tokens: np.ndarray) -> np.ndarray:
-    """Returns the `[rows]` float32 share of even ids among `[rows, completion]` tokens."""
-    return np.asarray(np.mean(tokens % 2 == 0, axis=1), np.float32)
+    """Returns the `[rows]` float32 means of `[rows, completion]` ids.
+
+    Two completions hardly ever tie, also short ones: without an advantage, an update is that of rounding alone.
+    """
+    return np.asarray(np.mean(tokens, axis=1), np.float32)
 
 
 def load_weights(directory: pathlib.Path) -> dict[str, np.ndarray]:
@@ -113,11 +103,7 @@ def load_weights(directory: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 class ModelContender:
-    """Answers the requests about one model: "versions" and those below, most of which a subclass computes.
-
-    Args:
-      work: fields of `ModelWork`; directory: of the weights.
-    """
+    """Answers the requests about one model: "versions" and those below, most of which a subclass computes."""
 
     def __init__(self, work: dict[str, Any], directory: str) -> None:
         self.work = ModelWork(**work)

@@ -11,7 +11,7 @@ import dataclasses
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 import kljax
 from benchmarks.harness import cli
 from benchmarks.harness.race import race_programs
-from benchmarks.harness.report import Report, join, table
+from benchmarks.harness.report import Report, table
 from benchmarks.suites.model import problem
 from benchmarks.suites.model.kljax import KljaxContender, save_weights
 from benchmarks.suites.model.problem import ModelWork
@@ -42,13 +42,10 @@ def programs(contender: KljaxContender) -> dict[str, Callable[[], Any]]:
     batch = contender.batch(tokens, np.zeros(tokens.shape, np.float32), rewards)
     ready = learner.programs.prepare(learner.score(batch), learner.state.controllers)[0]
     (rows,) = update_rows(learner.context.config, jax.random.key(0))
-    layout = Layout(work.prompt_length, work.samples)
+    sequences = Sequences(batch.tokens, batch.token_mask, layout=Layout(work.prompt_length, work.samples))
 
     def hidden(params: Any) -> jax.Array:
-        return hidden_states(
-            ScoredPolicy(contender.model, kljax.Policy(params)),
-            Sequences(batch.tokens, batch.token_mask, layout=layout),
-        )
+        return hidden_states(ScoredPolicy(contender.model, kljax.Policy(params)), sequences)
 
     params, optimizer = contender.reference.params, learner.context.optimizer
     forward = jax.jit(hidden)
@@ -98,30 +95,31 @@ def rate_of(seconds: Mapping[str, float]) -> float:
     return 2 * SQUARE**3 / seconds["product"]
 
 
-def markdown(works: Iterable[ModelWork], rounds: int) -> str:
-    """Measures the profile of each model."""
-    parts = []
-    for work in works:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures the profile of each model; returns the lines of its text as the field "profile"."""
+    paragraphs = []
+    for work in works_of(options):
         with tempfile.TemporaryDirectory() as directory:
             save_weights(work, pathlib.Path(directory))
-            results = race_programs(programs(KljaxContender(dataclasses.asdict(work), directory)), rounds)
+            contender = KljaxContender(dataclasses.asdict(work), directory)
+            results = race_programs(programs(contender), options.rounds)
         seconds = {name: result.best("cpu") or float("nan") for name, result in results.items()}
         rate = rate_of(seconds) / 1e9
         title = f"CPU seconds of kljax's update at V={work.vocab:,} (matmuls at {rate:.0f} GFLOP per CPU second):"
-        parts += [title, table(COLUMNS, rows(work, seconds))]
-    return join(parts)
+        paragraphs += [title, table(COLUMNS, rows(work, seconds))]
+    return {"profile": "\n\n".join(paragraphs).splitlines()}
 
 
-def section(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Measures the parts of an update, after another measurement."""
-    text = markdown(works_of(options), options.rounds)
-    return {"profile": text.splitlines()}, text
+def report(fields: Mapping[str, Any]) -> Report:
+    """Returns the profile alone."""
+    return Report(["\n".join(fields["profile"])])
 
 
 main = cli.command(
     "suites.model.profile",
     __doc__,
-    lambda options: Report(*section(options)),
+    measure,
+    report,
     VOCAB,
     cli.rounds(10),
     cli.option("--quick", action="store_true", help="a tiny model, as a smoke test"),

@@ -16,7 +16,6 @@ from benchmarks.suites.overhead.problem import StepSizes, config_of, learner_of
 from train.config.schema import Checkpoint
 from train.data.tasks import Example
 from train.process.interrupt import Interrupt
-from train.rl.state import TrainState
 from train.rollouts import open_source
 from train.run.guard import StepGuard
 from train.run.loop import train
@@ -43,13 +42,11 @@ class TimedWriter:
         self._writer, self._clocks = writer, clocks
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> None:
-        """Writes the values of a step."""
         if kind_of(step) in LOGGED:
             with self._clocks.stalled():
                 self._writer.write(phase, step, values)
 
     def timing(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes the timings of a step."""
         if kind_of(step) in LOGGED:
             with self._clocks.stalled():
                 self._writer.timing(step, values)
@@ -58,22 +55,12 @@ class TimedWriter:
         """No-op: nothing is evaluated."""
 
 
-class TimedWatch(StepGuard):
-    """Times the saves."""
-
-    clocks: "Clocks"
-
-    def save(self, state: TrainState, step: int) -> None:
-        """Saves a state, as the trainer does."""
-        with self.clocks.stalled():
-            super().save(state, step)
-
-
 class Clocks:
     """Times the steps by their kind; those of the first round compile and do not count.
 
     Attributes:
       rounds: the seconds of the steps of each kind for each round: wall, CPU, and those that the loop spent in writing.
+      step: the last finished one.
       verifier: seconds that the verifier of a step takes, spread over its completions.
     """
 
@@ -81,7 +68,7 @@ class Clocks:
         self.rounds: list[dict[str, list[Step]]] = []
         self.verifier = 0.0
         self._last = (rounds + 1) * len(CYCLE)
-        self._interrupt, self._step, self._began, self._stalled = interrupt, 0, self._now(), 0.0
+        self._interrupt, self.step, self._began, self._stalled = interrupt, 0, self._now(), 0.0
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
@@ -93,20 +80,16 @@ class Clocks:
     def advance(self, note: str) -> None:
         """Ends a step; the run stops behind the last one."""
         ended = self._now()
-        self._step += 1
-        if self._step % len(CYCLE) == 1:
+        self.step += 1
+        if self.step % len(CYCLE) == 1:
             self.rounds.append({kind: [] for kind in dict.fromkeys(CYCLE)})
             log(f"round {len(self.rounds) - 1}")
         seconds = self.rounds[-1]
         wall, cpu = ended[0] - self._began[0], ended[1] - self._began[1]
-        seconds[kind_of(self._step)].append((wall, cpu, self._stalled))
+        seconds[kind_of(self.step)].append((wall, cpu, self._stalled))
         self.verifier = VERIFIER * min((plain[0] for plain in seconds["plain"]), default=0.0)
-        self._interrupt.requested = self._step == self._last - 1
+        self._interrupt.requested = self.step == self._last - 1
         self._began, self._stalled = self._now(), 0.0
-
-    def is_verified(self) -> bool:
-        """Tells whether the step under way has the slow verifier."""
-        return kind_of(self._step + 1) == "verified"
 
     def _now(self) -> Seconds:
         return time.perf_counter(), time.process_time()
@@ -119,7 +102,7 @@ def measure(work: StepSizes, rounds: int) -> tuple[list[dict[str, list[Step]]], 
     clocks = Clocks(rounds, interrupt)
 
     def score(example: Example, text: str, finished: bool) -> dict[str, float]:
-        if clocks.is_verified():
+        if kind_of(clocks.step + 1) == "verified":
             time.sleep(clocks.verifier / work.rows)
         return learner.context.task.score(example, text, finished)
 
@@ -132,8 +115,8 @@ def measure(work: StepSizes, rounds: int) -> tuple[list[dict[str, list[Step]]], 
             contextlib.closing(open_source(context)) as source,
         ):
             checkpoints.carry = lambda: {"metrics": writer.mark()}
-            watch = TimedWatch(config, checkpoints, root / "nonfinite")
-            watch.clocks = clocks
+            watch = StepGuard(config, checkpoints, root / "nonfinite")
+            watch.save = clocks.stalled()(watch.save)  # type: ignore[method-assign]
             state = train(
                 context,
                 learner.programs,

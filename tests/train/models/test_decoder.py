@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from tests import other_seeds, rounding
-from train.models import Decoder, DecoderConfig, GroupCache, LoraConfig, Rope
+from train.models import Decoder, DecoderConfig, DecoderState, LayerKind, LoraConfig, Rope
 from train.models.attention import attend, causal_mask, token_positions
 from train.models.layers import RMSNorm, matmul
 from train.models.rope import apply_rope, rope_cos_sin
@@ -208,9 +208,9 @@ def test_depth_changes_neither_the_trace_nor_the_operations(sliding):
     """Also with layers of two kinds: the differences between layers are arrays."""
 
     def operations(layers: int) -> tuple[int, Counter[str]]:
-        kinds = tuple("full" if (layer + 1) % 3 else "sliding" for layer in range(layers)) if sliding else None
+        pattern = (LayerKind(), LayerKind(), LayerKind("sliding" if sliding else "full"))
         config = dataclasses.replace(
-            CONFIG, layers=layers, layer_kinds=kinds, sliding_window=2 if sliding else None, local_rope=Rope(10.0)
+            CONFIG, layers=layers, pattern=pattern, sliding_window=2 if sliding else None, local_rope=Rope(10.0)
         )
         model = Decoder(config)
         shapes = model.structure().params
@@ -230,16 +230,16 @@ def test_depth_changes_neither_the_trace_nor_the_operations(sliding):
 
 
 @functools.cache
-def whole_sequences() -> tuple[Decoder, dict, jax.Array, jax.Array, jax.Array, GroupCache]:
+def whole_sequences() -> tuple[Decoder, dict, jax.Array, jax.Array, jax.Array, DecoderState]:
     """Two rows of different lengths, their hidden states, and the cache of their first four columns."""
     model, params = Decoder(CONFIG), scaled(params_of(CONFIG), 3.0)
     tokens = jax.random.randint(jax.random.key(1), (2, 7), 0, 24)
     mask = jnp.arange(7) >= jnp.array([[0], [3]])
 
     @jax.jit
-    def run(params: dict) -> tuple[jax.Array, GroupCache]:
+    def run(params: dict) -> tuple[jax.Array, DecoderState]:
         prompts = model.bind(params).prefill(tokens[:, :4], mask[:, :4])[1]
-        return model.bind(params)(tokens, mask), GroupCache.of(prompts, 1, 4)
+        return model.bind(params)(tokens, mask), DecoderState.of(prompts, 1, 4)
 
     return model, params, tokens, mask, *run(params)
 
@@ -250,7 +250,8 @@ def test_decoded_tokens_equal_tokens_of_full_sequences(unroll):
     (model, params, tokens, mask, expected, cache), width = whole_sequences(), 4
     decoder = model.bind(params).unrolled() if unroll else model.bind(params)
     decode = jax.jit(decoder.decode)
-    cache = cache.layers() if unroll else cache
+    if unroll:
+        cache = dataclasses.replace(cache, stacks=tuple(stack.layers() for stack in cache.stacks), unrolled=True)
     for column in range(width, width + 3):
         seen = jnp.pad(mask, ((0, 0), (0, 1))) & (jnp.arange(width + 4) <= column)
         position = seen.sum(-1) - 1
@@ -260,7 +261,7 @@ def test_decoded_tokens_equal_tokens_of_full_sequences(unroll):
         with pytest.raises(AssertionError, match="roundings of the norm"):
             rounding.assert_close_by_norm(planted, expected[:, column], roundings=BOUND)
         others = jnp.arange(4) != column - width
-        for old, new in zip(before, cache, strict=True) if unroll else [(before, cache)]:
+        for old, new in zip(*(s.stacks[0] if unroll else s.stacks for s in (before, cache)), strict=True):
             chex.assert_trees_all_equal(old.prompts, new.prompts)
             parts = [jax.tree.map(np.asarray, c.completions) for c in (old, new)]
             selected = [

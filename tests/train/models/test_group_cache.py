@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.models import GroupCache, KeyValues
+from train.models import KeyValues
 from train.models.attention import AttentionOptions, cache_mask
 
 PROMPTS, GROUP, WIDTH, NEW_TOKENS, KV_HEADS, HEADS, SIZE = 2, 3, 5, 4, 2, 4, 8
@@ -39,7 +39,7 @@ def test_group_cache_attention_equals_attention_per_row(softcap, filled):
     seen[:, WIDTH : WIDTH + filled] = True
     seen[1, WIDTH] = False
     seen[4] = False
-    cache = GroupCache.of(KeyValues(*prompt), GROUP, NEW_TOKENS)
+    cache = KeyValues(*prompt).for_rows(GROUP, NEW_TOKENS)
     for column in range(filled):
         cache = cache.write(KeyValues(*completions[:, :, column : column + 1]), jnp.int32(WIDTH + column))
     mask, options = cache_mask(jnp.asarray(seen), None), AttentionOptions(softcap=softcap)

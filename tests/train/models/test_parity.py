@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kljax
-from train.models import Decoder, GroupCache
+from train.models import Decoder, DecoderState
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, head, hidden_states, token_stats
 from train.weights.huggingface import load_params
@@ -128,7 +128,7 @@ def test_greedy_continuations_match_transformers(family):
     @functools.partial(jax.jit, compiler_options=QUICK)
     def generate(params: dict) -> jax.Array:
         hidden, cache = model.bind(params).prefill(prompts, mask)
-        cache = GroupCache.of(cache, 1, max_new_tokens)
+        cache = DecoderState.of(cache, 1, max_new_tokens)
         seen = jnp.pad(mask, ((0, 0), (0, max_new_tokens)))
         first = jnp.argmax(logits_of(model, params, hidden[:, -1]), -1)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kljax
-from train.models import Decoder, DecoderConfig, Rope
+from train.models import Decoder, DecoderConfig, LayerKind, Rope
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, abstract_params, token_stats
 
@@ -26,7 +26,7 @@ CONFIG = DecoderConfig(
     rope=Rope(1000.0),
     local_rope=Rope(100.0),
     sliding_window=3,
-    layer_kinds=("sliding", "full", "sliding"),
+    pattern=(LayerKind("sliding"), LayerKind("full")),
     activation="gelu_tanh",
     norm_offset=True,
     post_norms=True,

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 
-from train.models import Decoder, DecoderConfig, GroupCache, KeyValues
+from train.models import Decoder, DecoderConfig, DecoderState, KeyValues, LayerKind
 from train.models.config import Rope
 
 SHAPE = {"vocab_size": 20, "width": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_width": 24, "qk_norm": True}
 # SiLU in both: the activation's tanh, which is in bfloat16, would be counted among those of the attention.
 GEMMA = {
     "layers": 2,
-    "layer_kinds": ("sliding", "full"),
+    "pattern": (LayerKind("sliding"), LayerKind("full")),
     "sliding_window": 3,
     "local_rope": Rope(100.0),
     "norm_offset": True,
@@ -58,7 +58,7 @@ def traced(request):
     position, seen = jnp.full(ROWS, PROMPT + LENGTH - 1), jnp.ones((ROWS, PROMPT + LENGTH), bool)
 
     def decode(params: Any) -> jax.Array:
-        cache = GroupCache.of(KeyValues(prompts, prompts), 1, LENGTH)
+        cache = DecoderState.of([KeyValues(prompts, prompts)], 1, LENGTH)
         return model.bind(params).decode(tokens[:, 0], position, cache, seen, jnp.int32(PROMPT + LENGTH - 1))[0]
 
     return name, jax.make_jaxpr(decode)(params).jaxpr

@@ -14,13 +14,14 @@ from jax import lax
 from jax.sharding import Mesh
 
 import kljax
-from train.models import Decoder, GroupCache, KeyValues, RopeTables, Transformer, rope_tables
+from train.models import Decoder, RopeTables, Transformer, rope_tables
+from train.models.cache import PromptState
 from train.models.kernels import device_kind
 from train.models.sharding import axis_size, batch_sharding, replicated
 from train.rl.policy import bind, make_logits
 from train.rl.token_fields import TOKEN_FIELDS, TokenFields
 from train.rollouts.sampler.draw import Sampling, describe_draws, draw, token_uniforms
-from train.rollouts.sampler.slots import KVCache, Outputs, PromptQueue, PromptsToRows, Slots, empty_slots, fill_slots
+from train.rollouts.sampler.slots import Outputs, PromptQueue, PromptsToRows, Slots, empty_slots, fill_slots
 from train.rollouts.sampler.stops import StopTable
 
 
@@ -131,7 +132,7 @@ def start(
     lengths = to_rows(jnp.sum(prompt_mask, axis=1, dtype=jnp.int32), 0)
     limits = jnp.full(count, max_new_tokens) if limits is None else jnp.minimum(limits, max_new_tokens)
     limits = jnp.where(lengths > 0, limits, 0)
-    padded_mask, hidden, cache = _prefill(bind(model, policy), prompts, prompt_mask)
+    padded_mask, hidden, states = _prefill(bind(model, policy), prompts, prompt_mask)
     queue = PromptQueue(
         order=jnp.argsort(limits <= 0, stable=True).astype(jnp.int32),
         count=jnp.sum(limits > 0, dtype=jnp.int32),
@@ -142,7 +143,7 @@ def start(
         key=key,
         prompt_mask=padded_mask,
         hidden=hidden,
-        cache=cache,
+        states=states,
         max_new_tokens=max_new_tokens,
     )
     # Log-probs are in float32 at least.
@@ -151,7 +152,7 @@ def start(
     if slots < count:
         return State(queue, empty_slots(queue, slots, **options))
     filled = fill_slots(queue, to_rows, group, **options)
-    return State(dataclasses.replace(queue, cache=None), filled)
+    return State(dataclasses.replace(queue, states=()), filled)
 
 
 def decode(
@@ -172,7 +173,7 @@ def decode(
       after: the narrower window; 0 in the first one.
     """
     queue, slots, transformer = state.queue, state.slots, bind(model, policy)
-    unroll = not isinstance(slots.cache, GroupCache)
+    unroll = slots.state.unrolled
     # Without a queue all rows are as long as the window before; a row of the queue starts with its first token.
     first_token = 0 if slots.outputs is not None else after
     columns = jnp.arange(slots.prompt_length + slots.window)
@@ -250,15 +251,15 @@ def _check_sizes(rows: int, slots: int, max_new_tokens: int) -> None:
 
 def _prefill(
     transformer: Transformer, prompts: jax.Array, prompt_mask: jax.Array
-) -> tuple[jax.Array, jax.Array, KeyValues]:
-    """Returns the mask, last hidden states [N, D] and KV cache of the prompts; the mesh divides the padded N."""
+) -> tuple[jax.Array, jax.Array, tuple[PromptState, ...]]:
+    """Returns the mask, last hidden states [N, D] and layers' states of the prompts; the mesh divides the padded N."""
     padding = -len(prompts) % axis_size("rows")
     prompts = jnp.pad(prompts, ((0, padding), (0, 0)))
     prompt_mask = jnp.pad(prompt_mask, ((0, padding), (0, 0)))
     # The name shows in profiles, and tells a test which transfers belong to the prefill.
     with jax.named_scope("prefill"):
-        hidden, cache = transformer.prefill(prompts, prompt_mask)
-    return prompt_mask, hidden[:, -1], cache
+        hidden, states = transformer.prefill(prompts, prompt_mask)
+    return prompt_mask, hidden[:, -1], states
 
 
 def _to_samples(
@@ -380,20 +381,20 @@ class Engine:
             return lax.while_loop(can_advance, advance, slots)
 
     def decode(self, slots: Slots) -> Slots:
-        """Runs the model on the latest token of every slot; updates `hidden` and `cache`."""
+        """Runs the model on the latest token of every slot; updates `hidden` and `state`."""
         prompt_lengths = self.queue.lengths[slots.row]
         positions = prompt_lengths + slots.length - 1
         token_mask, key_positions = slots.columns(prompt_lengths)
-        hidden, cache = self.transformer.decode(
+        hidden, state = self.transformer.decode(
             slots.last_tokens(),
             positions,
-            slots.cache,
+            slots.state,
             token_mask,
             slots.last_column(),
             key_positions=key_positions,
             rope=jax.tree.map(lambda x: jnp.take(x[0], positions, axis=0, mode="clip")[:, None], self.rope),
         )
-        return dataclasses.replace(slots, hidden=hidden, cache=cast(KVCache, cache))
+        return dataclasses.replace(slots, hidden=hidden, state=state)
 
     def draw_tokens(self, slots: Slots) -> Slots:
         """Draws the next token of every active slot from its hidden state."""

@@ -2,18 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from train.models import GroupCache, KeyValues
+from train.models.cache import DecoderState, PromptState
 from train.models.sharding import axis_size, constrain
 from train.rl.token_fields import TokenFields
 
-# A stack of layers, or a list of them.
-KVCache: TypeAlias = GroupCache | list[GroupCache]
 # Maps an array and its axis of N prompts to the same array with B rows, each with a copy of its prompt's entry.
 PromptsToRows: TypeAlias = Callable[[jax.Array, int], jax.Array]
 
@@ -29,17 +27,15 @@ def fill_slots(
       group: the number of rows of each prompt; 1 with any other assignment.
       window: the number of columns for completions.
       draws: the shapes and dtypes of the draw of one row, [1, ...].
-      unroll: whether the cache is a list of layers instead of one stack.
+      unroll: whether each layer has a state of its own.
     """
     rows = len(queue.order)
     # On a mesh a prompt may be on another device than its rows.
     shared = group > 1 and axis_size("rows") == 1
-    prompts = queue.cache if shared else jax.tree.map(lambda x: to_rows(x, 1), queue.cache)
-    cache = GroupCache.of(cast(KeyValues, prompts), group if shared else 1, window)
+    states = queue.states if shared else jax.tree.map(lambda x: to_rows(x, 1), queue.states)
+    state = DecoderState.of(states, group if shared else 1, window, unroll=unroll)
     empty = queue.empty_draws(rows, draws)
-    return _make_slots(
-        queue, jnp.arange(rows), queue.limits > 0, to_rows, draws=empty, cache=cache.layers() if unroll else cache
-    )
+    return _make_slots(queue, jnp.arange(rows), queue.limits > 0, to_rows, draws=empty, state=state)
 
 
 def empty_slots(queue: "PromptQueue", count: int, *, window: int, draws: TokenFields, unroll: bool) -> "Slots":
@@ -49,9 +45,9 @@ def empty_slots(queue: "PromptQueue", count: int, *, window: int, draws: TokenFi
         return jnp.zeros((*x.shape[:axis], count, *x.shape[axis + 1 :]), x.dtype)
 
     rows = len(queue.order)
-    cache = GroupCache.of(jax.tree.map(lambda x: zeros(x, 1), cast(KeyValues, queue.cache)), 1, window)
-    empty, caches = queue.empty_draws(count, draws), cache.layers() if unroll else cache
-    slots = _make_slots(queue, jnp.full(count, rows), jnp.zeros(count, bool), zeros, draws=empty, cache=caches)
+    state = DecoderState.of(jax.tree.map(lambda x: zeros(x, 1), queue.states), 1, window, unroll=unroll)
+    empty = queue.empty_draws(count, draws)
+    slots = _make_slots(queue, jnp.full(count, rows), jnp.zeros(count, bool), zeros, draws=empty, state=state)
     outputs = Outputs(
         draws=queue.empty_draws(rows, draws),
         lengths=jnp.zeros(rows, jnp.int32),
@@ -67,7 +63,7 @@ def _make_slots(
     to_slots: PromptsToRows,
     *,
     draws: TokenFields,
-    cache: KVCache,
+    state: DecoderState,
 ) -> "Slots":
     """Makes slots before their first draw.
 
@@ -77,7 +73,7 @@ def _make_slots(
       active: [S] bool.
       to_slots: copies prompts to slots.
       draws: empty draws of all slots.
-      cache: the KV cache, with columns for the completions.
+      state: of the layers, with columns for the completions.
     """
     zero = jnp.zeros(len(row), jnp.int32)
     return Slots(
@@ -91,18 +87,8 @@ def _make_slots(
         draws=draws,
         prompt_mask=to_slots(queue.prompt_mask, 0),
         hidden=constrain(to_slots(queue.hidden, 0), "rows", None),
-        cache=cache,
+        state=state,
     )
-
-
-def _write_prompt(cache: KVCache, slot: jax.Array, prompts: KeyValues, prompt: jax.Array) -> KVCache:
-    """Copies the columns of one prompt into one slot."""
-    # A gather instead of a slice: if prompts are split over devices, only this prompt is sent.
-    new = jax.tree.map(lambda x: jnp.take(x, prompt[None], axis=1, mode="clip"), prompts)
-    if isinstance(cache, GroupCache):
-        return GroupCache(cache.prompts.write(new, row=slot), cache.completions)
-    layers = (jax.tree.map(lambda x, layer=layer: x[layer], new) for layer in range(len(cache)))
-    return [GroupCache(old.prompts.write(x, row=slot), old.completions) for old, x in zip(cache, layers, strict=True)]
 
 
 @jax.tree_util.register_dataclass
@@ -120,7 +106,7 @@ class PromptQueue:
       key: the random key.
       prompt_mask: [N, P] bool.
       hidden: [N, D], the hidden states of the prompts' last tokens.
-      cache: the keys and values of the prompts, [L, N, P, K, H]; None once every row has its slot.
+      states: what the layers keep of the prompts, [L, N, ...]; empty once every row has its slot.
       max_new_tokens: C.
       fields: [N, P, ...] by name, values of the prompts' tokens that their prefill recorded.
     """
@@ -134,7 +120,7 @@ class PromptQueue:
     key: jax.Array
     prompt_mask: jax.Array
     hidden: jax.Array
-    cache: KeyValues | None
+    states: tuple[PromptState, ...]
     max_new_tokens: int = dataclasses.field(metadata={"static": True})
     fields: TokenFields = dataclasses.field(default_factory=dict)
 
@@ -183,7 +169,7 @@ class Slots:
       draws: [S, C, ...] tokens and fields, in the column `step % C`.
       prompt_mask: [S, P] bool, the real tokens of the prompts.
       hidden: [S, D], the hidden states that predict the next token.
-      cache: keys and values.
+      state: what the layers keep of the tokens before.
       outputs: the completions that have left their slots; None with a slot for every row.
       taken: [] int32, the number of rows taken from the queue; None with a slot for every row.
     """
@@ -198,7 +184,7 @@ class Slots:
     draws: TokenFields
     prompt_mask: jax.Array
     hidden: jax.Array
-    cache: KVCache
+    state: DecoderState
     outputs: Outputs | None = None
     taken: jax.Array | None = None
 
@@ -215,7 +201,7 @@ class Slots:
     @property
     def window(self) -> int:
         """W."""
-        return (self.cache if isinstance(self.cache, GroupCache) else self.cache[0]).columns
+        return self.state.columns
 
     def longest(self) -> jax.Array:
         """Returns the number of tokens of the longest completion that goes on, [] int32."""
@@ -304,7 +290,7 @@ class Slots:
         return self.outputs.write(select(self.row), completion)
 
     def load(self, slot: jax.Array, queue: PromptQueue, row: jax.Array) -> "Slots":
-        """Copies the prompt of a row, with its keys and values, into a slot."""
+        """Copies the prompt of a row, with what the layers keep of it, into a slot."""
         prompt = queue.prompt_ids[row]
         changes = {
             "row": row,
@@ -317,6 +303,4 @@ class Slots:
             "hidden": queue.hidden[prompt],
         }
         new = {name: getattr(self, name).at[slot].set(value) for name, value in changes.items()}
-        return dataclasses.replace(
-            self, **new, cache=_write_prompt(self.cache, slot, cast(KeyValues, queue.cache), prompt)
-        )
+        return dataclasses.replace(self, **new, state=self.state.write_prompt(queue.states, prompt, slot))

@@ -18,14 +18,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 import kljax
-from train.models import Decoder, GroupCache
-from train.models.cache import doubled
+from train.models import Decoder
+from train.models.cache import DecoderState
 from train.models.kernels import device_kind
 from train.models.sharding import replicated
 from train.rl.tracing import traced_once
 from train.rollouts.sampler.draw import Sampling
 from train.rollouts.sampler.engine import Samples, State, decode, finish, sample, samples_sharding, start
-from train.rollouts.sampler.slots import KVCache
 from train.rollouts.sampler.stops import StopTable
 
 FIRST_WINDOW = 128
@@ -135,12 +134,11 @@ class WindowedSampler:
         rows = rows or {}
         if len(self.widths) == 1:
             return self._whole(policy, prompts, prompt_mask, key, rows)
-        state, cache, running = self.first(policy, prompts, prompt_mask, key, rows)
+        state, layers, running = self.first(policy, prompts, prompt_mask, key, rows)
         for number in range(1, len(self.widths)):
             if not np.asarray(running):
                 break
-            cache = _double(cache)
-            state, cache, running = self.window(number)(policy, state, cache)
+            state, layers, running = self.window(number)(policy, state, layers.doubled())
         return self._collect(state, prompts, prompt_mask, rows)
 
     def lower(self, policy: Any, prompts: Any, prompt_mask: Any, key: Any) -> jax.stages.Lowered:
@@ -150,19 +148,19 @@ class WindowedSampler:
         """
         return self._whole.lower(policy, prompts, prompt_mask, key, {})
 
-    def _until_full(self, policy: kljax.Policy, state: State, after: int = 0) -> tuple[State, KVCache, jax.Array]:
-        """Decodes within one window; returns the state without its cache, the cache, and whether a row goes on."""
+    def _until_full(self, policy: kljax.Policy, state: State, after: int = 0) -> tuple[State, DecoderState, jax.Array]:
+        """Decodes within one window; returns the state without that of the layers, that, and whether a row goes on."""
         state = self._decode(policy, state, after=after)
-        return _without_cache(state), state.slots.cache, state.is_running()
+        return _with_layers(state, None), state.slots.state, state.is_running()
 
     def window(self, number: int) -> Callable[..., Any]:
-        """Makes the program of a window on first use; the cache is donated."""
+        """Makes the program of a window on first use; the state of the layers is donated."""
         if number not in self._windows:
             width, after = self.widths[number], self.widths[number - 1]
             log.info("%s: a row is longer than %d tokens; compiling for %d", self._name, after, width)
 
-            def advance(policy: kljax.Policy, state: State, cache: KVCache) -> Any:
-                return self._until_full(policy, _with_cache(state, cache), after)
+            def advance(policy: kljax.Policy, state: State, layers: DecoderState) -> Any:
+                return self._until_full(policy, _with_layers(state, layers), after)
 
             program = traced_once(advance, self._program(number))
             self._windows[number] = jax.jit(program, out_shardings=self._flag, donate_argnums=2)
@@ -177,16 +175,6 @@ def _rows(group: int, rows: Mapping[str, Any]) -> dict[str, Any]:
     return {**rows, "group": 1 if "prompt_ids" in rows else group}
 
 
-def _without_cache(state: State) -> State:
-    return dataclasses.replace(state, slots=dataclasses.replace(state.slots, cache=[]))
-
-
-def _with_cache(state: State, cache: KVCache) -> State:
-    return dataclasses.replace(state, slots=dataclasses.replace(state.slots, cache=cache))
-
-
-def _double(cache: KVCache) -> KVCache:
-    """Doubles the window of a KV cache; the narrow one is freed."""
-    if isinstance(cache, GroupCache):
-        return GroupCache(cache.prompts, doubled(cache.completions))
-    return [GroupCache(layer.prompts, doubled(layer.completions)) for layer in cache]
+def _with_layers(state: State, layers: DecoderState | None) -> State:
+    """Replaces the state of the layers."""
+    return dataclasses.replace(state, slots=dataclasses.replace(state.slots, state=layers))  # type: ignore[arg-type]

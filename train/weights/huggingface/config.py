@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from train.config.json_text import parse_json
-from train.models.config import DecoderConfig, DType, Kernels, LayerKind, LoraConfig, Quantization, Remat, Rope
+from train.models.config import (
+    AttentionKind,
+    DecoderConfig,
+    DType,
+    Kernels,
+    LayerKind,
+    LoraConfig,
+    Quantization,
+    Remat,
+    Rope,
+)
 from train.weights.huggingface.families import (
     ACTIVATIONS,
     ALLOWED_VALUES,
@@ -70,7 +80,7 @@ def decoder_config(
         rope=ropes[0],
         local_rope=ropes[1] if "sliding" in kinds and ropes[0] != ropes[1] else None,
         sliding_window=window if "sliding" in kinds else None,
-        layer_kinds=kinds if len(set(kinds)) > 1 else None,
+        pattern=tuple(map(LayerKind, kinds)),
         activation=_choice(values, family.activation, ACTIVATIONS),
         norm_eps=_number(values, "rms_norm_eps"),
         tie_embeddings=_flag(values, "tie_word_embeddings"),
@@ -208,8 +218,8 @@ def _ropes(values: Mapping[str, Any], family: Family) -> tuple[Rope, Rope]:
     return ropes[0], ropes[1]
 
 
-def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[LayerKind, ...], int | None]:
-    """Reads the kind of every layer, and the window of the sliding layers."""
+def _layers(values: Mapping[str, Any], kind: str) -> tuple[tuple[AttentionKind, ...], int | None]:
+    """Reads the attention of every layer, and the window of the sliding layers."""
     count = _count(values, "num_hidden_layers")
     window = None if values.get("sliding_window") is None else _count(values, "sliding_window")
     if not values.get("use_sliding_window", True):
@@ -260,8 +270,8 @@ def _hf_keys(config: DecoderConfig, name: str) -> dict[str, Any]:
         "final_logit_softcapping": config.final_softcap,
         "sliding_window": config.sliding_window,
         "use_sliding_window": config.sliding_window is not None,
-        "layer_types": [to_hub[kind] for kind in config.kinds],
-        "max_window_layers": config.layers - config.kinds.count("sliding"),
+        "layer_types": [to_hub[kind.attention] for kind in config.kinds],
+        "max_window_layers": sum(kind.attention == "full" for kind in config.kinds),
         "rope_local_base_freq": (config.local_rope or config.rope).theta,
     }
     return {

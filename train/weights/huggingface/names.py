@@ -1,7 +1,7 @@
 """The mapping of parameter leaves to tensors of a Hugging Face checkpoint: one rule for every family.
 
 Paths of the parameters follow the names of transformers, with two differences: a kernel is `[in, out]`, its tensor
-`[out, in]`; and a leaf stacks all layers along a leading axis, while the checkpoint has one tensor per layer.
+`[out, in]`; and a leaf stacks layers along a leading axis, while the checkpoint has one tensor per layer.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from train.models.blocks import LayerStack, layer_stacks
 from train.models.decoder import Decoder
 
 Tree = Any
@@ -27,17 +28,22 @@ class LeafMapping:
 
     Attributes:
       path: path of the leaf.
-      names: names of the tensors without the prefix: one per layer if `stacked`, else a single name.
+      names: names of the tensors without the prefix: one per layer of a stack, else a single name.
       shape: shape of each tensor in the file.
-      stacked: whether the leaf stacks all layers.
+      layers: numbers of the layers that the leaf stacks; None: it is no part of a layer.
       transposed: whether the leaf is the transpose of the tensor.
     """
 
     path: tuple[str, ...]
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    stacked: bool
+    layers: range | None
     transposed: bool
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the leaf stacks layers."""
+        return self.layers is not None
 
 
 def layout(model: Decoder) -> Tree:
@@ -49,18 +55,18 @@ def layout(model: Decoder) -> Tree:
 def leaf_mappings(model: Decoder) -> tuple[LeafMapping, ...]:
     """Lists the mapping of every leaf of the base parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(layout(model))
-    return tuple(
-        _leaf_mapping(tuple(key.key for key in path), leaf.shape, model.config.layers) for path, leaf in leaves
-    )
+    stacks = layer_stacks(model.config)
+    return tuple(_leaf_mapping(tuple(key.key for key in path), leaf.shape, stacks) for path, leaf in leaves)
 
 
-def _leaf_mapping(path: tuple[str, ...], shape: tuple[int, ...], layers: int) -> LeafMapping:
-    *modules, kind = path
-    stacked, transposed = path[0] == "layers", kind == "kernel"
-    last = f"{'.'.join(modules[1:] if stacked else modules)}.{ENDINGS[kind]}"
-    names = tuple(f"layers.{layer}.{last}" for layer in range(layers)) if stacked else (last,)
-    layer_shape = shape[1:] if stacked else shape
-    return LeafMapping(path, names, layer_shape[::-1] if transposed else layer_shape, stacked, transposed)
+def _leaf_mapping(path: tuple[str, ...], shape: tuple[int, ...], stacks: tuple[LayerStack, ...]) -> LeafMapping:
+    stack = next((stack for stack in stacks if path[: len(stack.path)] == stack.path), None)
+    *modules, kind = path if stack is None else path[len(stack.path) :]
+    last, transposed = f"{'.'.join(modules)}.{ENDINGS[kind]}", kind == "kernel"
+    names = (last,) if stack is None else tuple(f"layers.{layer}.{last}" for layer in stack.layers)
+    layer_shape = shape if stack is None else shape[1:]
+    layers = None if stack is None else stack.layers
+    return LeafMapping(path, names, layer_shape[::-1] if transposed else layer_shape, layers, transposed)
 
 
 def full_name(name: str, prefix: str) -> str:

@@ -120,13 +120,17 @@ def _config(model: Decoder, source: str | Path | None, tokenizer: Any, dtype: np
 
 
 def _tensors(model: Decoder) -> Iterator[tuple[str, LeafMapping, int | None]]:
-    """Yields name, leaf and layer of every tensor: embeddings, layers in order, last norm and head."""
+    """Yields name, leaf and index in its stack of every tensor: embeddings, layers in order, last norm and head."""
     rank = {EMBEDDINGS: 0, HEAD: 3}
     single = [mapping for mapping in leaf_mappings(model) if not mapping.stacked]
     ordered = sorted(single, key=lambda mapping: rank.get(mapping.names[0], 2))
     first = [(mapping.names[0], mapping, None) for mapping in ordered if rank.get(mapping.names[0]) == 0]
-    stacked = [mapping for mapping in leaf_mappings(model) if mapping.stacked]
-    layers = [(mapping.names[layer], mapping, layer) for layer in range(model.config.layers) for mapping in stacked]
+    layers = [
+        (mapping.names[mapping.layers.index(layer)], mapping, mapping.layers.index(layer))
+        for layer in range(model.config.layers)
+        for mapping in leaf_mappings(model)
+        if mapping.layers is not None and layer in mapping.layers
+    ]
     last = [(mapping.names[0], mapping, None) for mapping in ordered if rank.get(mapping.names[0]) != 0]
     for name, mapping, layer in [*first, *layers, *last]:
         yield full_name(name, PREFIXES[0]), mapping, layer

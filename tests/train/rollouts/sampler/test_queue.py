@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 import kljax
 from tests import other_seeds, tiny
-from train.models import Decoder, DecoderConfig
+from train.models import Decoder, DecoderConfig, LayerKind
 from train.models.rows import shard_rows
 from train.models.sharding import make_mesh
 from train.rl.policy import ScoredPolicy, Sequences, hidden_states, token_stats
@@ -28,7 +28,7 @@ MODEL = Decoder(
         head_dim=4,
         mlp_width=24,
         sliding_window=4,
-        layer_kinds=("sliding", "full"),
+        pattern=(LayerKind("sliding"), LayerKind("full")),
         attention_softcap=20.0,
         final_softcap=5.0,
         tie_embeddings=True,

@@ -9,16 +9,16 @@ import pytest
 
 import kljax
 from tests import other_seeds, tiny
-from train.models import Decoder, DecoderConfig
+from train.models import Decoder, DecoderConfig, LayerKind, cache
 from train.models.sharding import make_mesh
-from train.rollouts.sampler import Sampling, WindowedSampler, sample, stop_table, windows
+from train.rollouts.sampler import Sampling, WindowedSampler, sample, stop_table
 from train.rollouts.sampler.windows import window_widths
 
 # A sliding window shorter than the completions: columns out of order would show.
 MODEL = Decoder(
     DecoderConfig(
         vocab_size=24, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, mlp_width=24, sliding_window=5,
-        layer_kinds=("sliding", "full"), tie_embeddings=True,
+        pattern=(LayerKind("sliding"), LayerKind("full")), tie_embeddings=True,
     )
 )  # fmt: skip
 WIDTH, LIMIT, GROUP, PROMPTS = 6, 14, 4, 2
@@ -123,8 +123,8 @@ def test_tokens_are_the_same_on_a_mesh(shape):
 def test_only_needed_windows_are_compiled_and_allocated(monkeypatch):
     """No array of the programs, nor of the state between them, has more columns of cache than the longest row needs."""
     widths, sampler = [], sampler_of(max_new_tokens=64, widths=(4, 8, 16, 32, 64))
-    double = windows.doubled
-    monkeypatch.setattr(windows, "doubled", lambda cache: widths.append(2 * cache.columns) or double(cache))
+    double = cache.doubled
+    monkeypatch.setattr(cache, "doubled", lambda slots: widths.append(2 * slots.columns) or double(slots))
     samples = sampler(policy_of(), *prompts_of(), KEY, {"limits": np.minimum(LIMITS, 7)})
     assert samples.tokens.shape == (ROWS, WIDTH + 64)
     # The caches of two layers, doubled once: 7 tokens fit in 8 columns.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from train.models import Decoder, DecoderConfig
+from train.models import Decoder, DecoderConfig, LayerKind
 from train.models.sharding import make_mesh
 from train.rl.policy import abstract_params
 from train.weights.huggingface import check_folder, load_params
@@ -23,7 +23,9 @@ OLD = "language_model.model."  # what multimodal models began with before transf
 COMMON = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 48}
 QWEN2 = Decoder(DecoderConfig(vocab_size=160, head_dim=8, tie_embeddings=True, qkv_bias=True, **COMMON))
 QWEN3 = Decoder(DecoderConfig(vocab_size=320, head_dim=16, qk_norm=True, **COMMON))
-MISTRAL = Decoder(DecoderConfig(vocab_size=160, head_dim=16, sliding_window=6, **COMMON))
+MISTRAL = Decoder(
+    DecoderConfig(vocab_size=160, head_dim=16, sliding_window=6, pattern=(LayerKind("sliding"),), **COMMON)
+)
 
 
 def weights(folder: Path) -> dict[str, np.ndarray]:

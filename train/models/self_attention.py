@@ -1,0 +1,93 @@
+"""The attention module of full and of sliding layers, and the inputs that all layers share.
+
+Shapes: B rows, T tokens, K key-value heads, H head width, D model width.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from train.models.attention import AttentionMask, AttentionOptions
+from train.models.cache import KeyValues, LayerCache
+from train.models.config import DecoderConfig
+from train.models.layers import InitKey, norm, projection, residual_scale
+from train.models.packing import SharedPromptMask
+from train.models.rope import RopeTables, apply_rope
+from train.models.sharding import whole_sequences
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerContext:
+    """Inputs that all layers share.
+
+    Attributes:
+      mask: the keys that each query attends to.
+      real: [B, T] bool, the tokens that are no padding.
+      rope: cosines and sines of the queries' positions.
+      column: the queries' cache column, a scalar.
+    """
+
+    mask: AttentionMask | SharedPromptMask
+    real: jax.Array
+    rope: RopeTables
+    column: int | jax.Array = 0
+
+
+class SelfAttention(nnx.Module):
+    """Grouped-query self-attention.
+
+    Attributes:
+      rows_may_join: whether `LayerContext.mask` alone says which tokens a token depends on, so that rows can be packed
+        and share prompts.
+    """
+
+    rows_may_join: ClassVar[bool] = True
+
+    @staticmethod
+    def state_bytes(config: DecoderConfig, tokens: int) -> int:
+        """Counts the bytes of one layer's keys and values of a number of tokens, on all devices together."""
+        return 2 * tokens * config.kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+
+    def __init__(self, config: DecoderConfig, key: InitKey):
+        self.config = config
+        width, heads, kv_heads = config.width, config.heads * config.head_dim, config.kv_heads * config.head_dim
+        bias = config.qkv_bias
+        self.q_proj = projection(config, "q_proj", (width, heads), ("embed", "heads"), key, bias=bias)
+        self.k_proj = projection(config, "k_proj", (width, kv_heads), ("embed", "kv_heads"), key, bias=bias)
+        self.v_proj = projection(config, "v_proj", (width, kv_heads), ("embed", "kv_heads"), key, bias=bias)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = norm(config, config.head_dim), norm(config, config.head_dim)
+        self.o_proj = projection(
+            config,
+            "o_proj",
+            (heads, width),
+            ("heads", "embed"),
+            key,
+            bias=config.output_bias,
+            init_scale=residual_scale(config),
+        )
+
+    def __call__(
+        self, x: jax.Array, cache: LayerCache | None, sliding: bool | jax.Array, context: LayerContext
+    ) -> tuple[jax.Array, KeyValues | LayerCache]:
+        """Returns the output [B, T, D], and the cache with the keys and values of x; without one, these alone."""
+        config = self.config
+
+        def heads_of(projected: jax.Array) -> jax.Array:
+            return projected.reshape(*x.shape[:-1], -1, config.head_dim)
+
+        query, key, value = heads_of(self.q_proj(x)), heads_of(self.k_proj(x)), heads_of(self.v_proj(x))
+        if config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        rope = context.rope.for_layer(sliding)
+        query, new = apply_rope(query, rope), KeyValues(apply_rope(key, rope), value)
+        if cache is None:
+            new = jax.tree.map(whole_sequences, new)
+        keys: Any = new if cache is None else cache.write(new, jnp.asarray(context.column))
+        options = AttentionOptions(sliding, config.attention_scale, config.attention_softcap)
+        output = keys.attend(query, context.mask, options)
+        return self.o_proj(output.reshape(*x.shape[:-1], -1)), keys
